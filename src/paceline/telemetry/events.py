@@ -1,0 +1,34 @@
+"""The events that a process of the job reports about itself.
+
+A worker hands an event to its control agent, the agent sends it to the coordinator, and the
+coordinator gives it to whoever watches the job (in `paceline run`: the launcher's display). Events
+are values: frozen, self-contained, without a reply. They may be dropped when the control plane is
+gone, so nothing that a job needs in order to be right travels this way.
+
+`Event` is the union of all kinds; on the wire the field `type` tells them apart, so a new kind is a
+new class here and one more name in the union.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class Progress(msgspec.Struct, frozen=True, tag_field="type", tag="progress"):
+    """`rank` finished training step `step`; `values` are what its script chose to show."""
+
+    rank: int
+    step: int
+    values: dict[str, float] = {}
+
+
+class Note(msgspec.Struct, frozen=True, tag_field="type", tag="note"):
+    """A sentence for the person who watches, for example "waiting for rank 3 since 2 s"."""
+
+    rank: int
+    text: str
+
+
+Event: TypeAlias = Progress | Note
