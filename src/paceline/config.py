@@ -1,0 +1,295 @@
+"""What the environment says: which process of which job this is, and the engine's settings.
+
+This is the only module that reads `os.environ`. It understands our own launcher and those of other
+people: a process started by torchrun, srun, Open MPI or MPICH finds its rank here. Launchers nest
+(torchrun inside srun is ordinary), so each one found is read, the most specific one wins, and two
+that disagree about rank or world size are an error: guessing would form a job of the wrong shape.
+
+Nothing here opens a socket or decides how ranks meet: that is `cluster/rendezvous.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnv:
+    """Which process this is, and how it may find the others."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    source: str
+    role: str = "worker"
+    job_id: str
+    coordinator: str | None
+    secret_file: str | None
+    host_id: str
+    bind_address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits of the engine; each can be set as PACELINE_<NAME>, for example PACELINE_TIMEOUT_S."""
+
+    timeout_s: float = 600.0  # one operation
+    liveness_s: float = 5.0  # a peer without heartbeat for so long counts as stopped
+    warn_s: float = 2.0  # a longer wait says on whom
+    segment_bytes: int = 1 << 20
+    join_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"{field.name} must be a finite number above 0 (got {value!r})")
+        if self.segment_bytes % 64:
+            raise ConfigError(
+                f"segment_bytes must be a multiple of 64, a cache line (got {self.segment_bytes})"
+            )
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:
+        """Read PACELINE_TIMEOUT_S and its siblings; what is absent keeps its default."""
+        environ = os.environ if environ is None else environ
+        values: dict[str, float] = {}
+        for field in fields(cls):
+            variable = f"PACELINE_{field.name.upper()}"
+            if environ.get(variable, ""):
+                parse = int if isinstance(field.default, int) else float
+                values[field.name] = _number(environ, variable, parse)
+        return cls(**values)  # type: ignore[arg-type]  # int or float by the field's own type
+
+
+class _Launcher(NamedTuple):
+    """The variables in which one launcher tells a process its place."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+_TORCH_STYLE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_PACELINE = _Launcher("paceline", *(f"PACELINE_{name}" for name in _TORCH_STYLE))
+_TORCHRUN = _Launcher("torchrun", *_TORCH_STYLE)
+_BY_HAND = _Launcher("environment", *_TORCH_STYLE)
+_SLURM = _Launcher("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE")
+_OPEN_MPI = _Launcher(
+    "openmpi", *(f"OMPI_COMM_WORLD_{x}" for x in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+)
+_MPICH = _Launcher("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+class _Place(NamedTuple):
+    launcher: _Launcher
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
+    """Read this process's place in the job from the environment (default: `os.environ`).
+
+    Raises ConfigError for values that make no sense and for launchers that contradict each other.
+    """
+    environ = os.environ if environ is None else environ
+    places = [_place(environ, launcher) for launcher in _launchers(environ)]
+    _refuse_disagreement(environ, places)
+    place = places[0] if places else None
+    source = place.launcher.name if place else "alone"
+    return JobEnv(
+        rank=place.rank if place else 0,
+        world_size=place.world_size if place else 1,
+        local_rank=place.local_rank if place else 0,
+        local_world_size=place.local_world_size if place else 1,
+        source=source,
+        role=environ.get("PACELINE_ROLE") or "worker",
+        job_id=environ.get("PACELINE_JOB") or _job_id(environ, source),
+        coordinator=_coordinator(environ),
+        secret_file=environ.get("PACELINE_SECRET_FILE") or None,
+        host_id=environ.get("PACELINE_HOST_ID") or _host_id(),
+        bind_address=_bind_address(environ),
+    )
+
+
+def describe(env: JobEnv) -> str:
+    """Say in one line who this process is: 'rank 1 of 4 (torchrun)'."""
+    return f"rank {env.rank} of {env.world_size} ({env.source})"
+
+
+def runtime_dir(environ: Mapping[str, str] | None = None) -> str:
+    """Name the directory for short-lived private files: XDG_RUNTIME_DIR, or the temp directory."""
+    environ = os.environ if environ is None else environ
+    chosen = environ.get("XDG_RUNTIME_DIR", "")
+    if chosen and os.path.isdir(chosen) and os.access(chosen, os.W_OK):
+        return chosen
+    return tempfile.gettempdir()
+
+
+def _launchers(environ: Mapping[str, str]) -> list[_Launcher]:
+    """Return the launchers whose variables are present and meant for this process, inner first."""
+    found: list[_Launcher] = []
+    if _present(environ, _PACELINE):
+        found.append(_PACELINE)
+    if environ.get("TORCHELASTIC_RUN_ID"):
+        found.append(_TORCHRUN)
+        return found  # whatever surrounds torchrun started torchrun, not us
+    if _present(environ, _BY_HAND):
+        found.append(_BY_HAND)
+    # Inside a batch script, but outside of srun, Slurm sets SLURM_PROCID=0 and the task count of
+    # the whole job for what is only one process; the step id is what srun adds.
+    in_batch_script = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
+    outer = (_OPEN_MPI, _MPICH) if in_batch_script else (_SLURM, _OPEN_MPI, _MPICH)
+    found += [x for x in outer if environ.get(x.rank) and environ.get(x.world_size)]
+    return found
+
+
+def _present(environ: Mapping[str, str], launcher: _Launcher) -> bool:
+    rank, world_size = environ.get(launcher.rank), environ.get(launcher.world_size)
+    if bool(rank) != bool(world_size):
+        have, lack = launcher.rank, launcher.world_size
+        if world_size:
+            have, lack = lack, have
+        raise ConfigError(f"{have}={environ[have]} is set but {lack} is not; set both or neither")
+    return bool(rank)
+
+
+def _place(environ: Mapping[str, str], launcher: _Launcher) -> _Place:
+    """Read and check one launcher's four numbers."""
+    rank = _number(environ, launcher.rank, int)
+    world_size = _number(environ, launcher.world_size, int)
+    if world_size < 1:
+        raise ConfigError(f"{launcher.world_size}={world_size}: a job has at least 1 process")
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"{launcher.rank}={rank} is not in 0..{world_size - 1}"
+            f" ({launcher.world_size}={world_size})"
+        )
+    local_rank, local_world_size = _local_place(environ, launcher, rank, world_size)
+    if not 0 <= local_rank < local_world_size <= world_size:
+        raise ConfigError(
+            f"{launcher.local_rank}={local_rank} and {launcher.local_world_size}="
+            f"{local_world_size} do not fit {launcher.world_size}={world_size}:"
+            " expected 0 <= local rank < local world size <= world size"
+        )
+    return _Place(launcher, rank, world_size, local_rank, local_world_size)
+
+
+def _local_place(
+    environ: Mapping[str, str], launcher: _Launcher, rank: int, world_size: int
+) -> tuple[int, int]:
+    """Return (local rank, local world size); a launcher that says neither means one host."""
+    if not environ.get(launcher.local_rank):
+        return rank, world_size
+    local_rank = _number(environ, launcher.local_rank, int)
+    if not environ.get(launcher.local_world_size):
+        return local_rank, world_size
+    if launcher is not _SLURM:
+        return local_rank, _number(environ, launcher.local_world_size, int)
+    return local_rank, _slurm_tasks_here(environ)
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
+    """Expand '2(x3),1' (three nodes with 2 tasks, one with 1) and pick this node's count."""
+    variable = "SLURM_STEP_TASKS_PER_NODE"
+    text = environ.get(variable) or environ[_SLURM.local_world_size]
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ConfigError(f"{_SLURM.local_world_size}={text!r}: expected a form like '2(x3),1'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _number(environ, "SLURM_NODEID", int) if environ.get("SLURM_NODEID") else 0
+    if not 0 <= node < len(counts):
+        raise ConfigError(f"SLURM_NODEID={node} but SLURM_TASKS_PER_NODE={text} has no such node")
+    return counts[node]
+
+
+def _refuse_disagreement(environ: Mapping[str, str], places: list[_Place]) -> None:
+    for other in places[1:]:
+        first = places[0]
+        if (first.rank, first.world_size) != (other.rank, other.world_size):
+            told = [
+                f"{x.name} ({x.rank}={environ[x.rank]}, {x.world_size}={environ[x.world_size]})"
+                for x in (first.launcher, other.launcher)
+            ]
+            raise ConfigError(
+                f"two launchers disagree about this process: {told[0]} against {told[1]};"
+                f" unset the variables of the one that did not start it"
+            )
+
+
+def _number(environ: Mapping[str, str], variable: str, parse: type[int] | type[float]) -> int:
+    text = environ.get(variable, "")
+    try:
+        return parse(text)  # type: ignore[return-value]  # callers ask for the type they want
+    except ValueError:
+        kind = "an integer" if parse is int else "a number"
+        raise ConfigError(f"{variable}={text!r} is not {kind}") from None
+
+
+def _coordinator(environ: Mapping[str, str]) -> str | None:
+    address = environ.get("PACELINE_COORDINATOR") or None
+    if address is not None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"PACELINE_COORDINATOR={address!r} is not of the form host:port")
+    return address
+
+
+def _bind_address(environ: Mapping[str, str]) -> str:
+    address = environ.get("PACELINE_BIND") or "127.0.0.1"
+    if address in ("0.0.0.0", "::", "[::]", "*"):
+        raise ConfigError(
+            f"PACELINE_BIND={address} would listen on every interface; name the address of the"
+            " interface that the other hosts of the job can reach"
+        )
+    return address
+
+
+def _job_id(environ: Mapping[str, str], source: str) -> str:
+    """Name the job equally on all its ranks, and differently from any other job on this host."""
+    parts: list[str] = []
+    if source == "torchrun":
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+        parts = [environ.get(name, "") for name in names]
+    elif source == "environment" and environ.get("MASTER_PORT"):
+        parts = [environ.get("MASTER_ADDR", ""), environ["MASTER_PORT"]]
+    elif source == "slurm" and environ.get("SLURM_JOB_ID"):
+        parts = [environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", "")]
+    elif source == "openmpi" and environ.get("PMIX_NAMESPACE"):
+        parts = [environ["PMIX_NAMESPACE"]]
+    elif source == "alone":
+        parts = [str(os.getpid())]
+    else:  # the local ranks share the parent that started them; its start time outlives pid reuse
+        parts = [str(os.getppid()), process_start(os.getppid()) or ""]
+    return "-".join([source, *parts])
+
+
+def process_start(pid: int) -> str | None:
+    """Return when a process started, in clock ticks since boot, or None when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            after_name = stat.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    # Fields after the name start at number 3; 22 is the start time. A zombie no longer acts.
+    return None if after_name[0] in "ZX" else after_name[19]
+
+
+def _host_id() -> str:
+    """Name the kernel and network namespace: equal names can share memory and Unix sockets."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
+        return f"{boot_id.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
