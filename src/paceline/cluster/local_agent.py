@@ -1,0 +1,79 @@
+"""The agent of a job that has one process: same interface, no socket, no thread.
+
+With it nothing above the control plane needs to ask whether the job has one process or many.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from paceline.cluster.member import Member, Membership
+from paceline.cluster.messages import Presence
+from paceline.cluster.store import Store
+from paceline.cluster.store_service import timed_out
+from paceline.telemetry.events import Event
+
+
+class LocalAgent:
+    """Joins at once, and keeps the store in this process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.membership: Membership | None = None
+        self.presence: dict[int, Presence] = {}
+        self.on_presence: Callable[[Presence], None] | None = None
+        self._mu = threading.Lock()
+        self._store = Store()  # guarded by: _mu
+
+    def join(self, member: Member, timeout_s: float = 60.0) -> Membership:  # noqa: ARG002
+        self.membership = Membership(generation=1, members=(member,))
+        return self.membership
+
+    def report(self, event: Event) -> None:
+        """Nobody watches."""
+
+    def leave(self) -> None:
+        """There is nobody to tell."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def store_set(self, key: str, value: bytes) -> None:
+        with self._mu:
+            self._store.set(key, value)
+
+    def store_get(self, key: str, timeout_s: float = 300.0) -> bytes:
+        self.store_wait((key,), timeout_s)
+        with self._mu:
+            return self._store.get(key)
+
+    def store_add(self, key: str, amount: int) -> int:
+        with self._mu:
+            return self._store.add(key, amount)
+
+    def store_compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        with self._mu:
+            return self._store.compare_set(key, expected, desired)
+
+    def store_wait(self, keys: Iterable[str], timeout_s: float = 300.0) -> None:
+        """Wait for another thread to set the keys; PeerTimeout names those that are not."""
+        names = tuple(keys)
+        arrived = threading.Event()
+        with self._mu:
+            give_up = self._store.when(names, arrived.set)
+        if not arrived.wait(timeout_s):
+            with self._mu:
+                give_up()
+                raise timed_out(self._store.missing(names), timeout_s)
+
+    def store_check(self, keys: Iterable[str]) -> bool:
+        with self._mu:
+            return self._store.has(tuple(keys))
+
+    def store_delete(self, key: str) -> bool:
+        with self._mu:
+            return self._store.delete(key)
+
+    def store_num_keys(self) -> int:
+        with self._mu:
+            return len(self._store)

@@ -1,0 +1,132 @@
+"""What members and the coordinator say to each other, as typed values.
+
+A request carries an id that its reply repeats, so that many can be under way on one connection.
+Encoded with msgpack by msgspec: decoding checks every type and can only ever produce these
+classes.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from paceline.cluster.member import Member, Membership
+from paceline.telemetry.events import Event
+
+
+class FromMember(msgspec.Struct, frozen=True, tag=True):
+    """Base of what a member says."""
+
+
+class Heartbeat(FromMember, frozen=True):
+    pass
+
+
+class Leave(FromMember, frozen=True):
+    """The member ends in good order: closing the connection next is no loss."""
+
+
+class Report(FromMember, frozen=True):
+    event: Event
+
+
+class Request(FromMember, frozen=True):
+    """Base of what is answered with Reply, Joined or Failure."""
+
+    id: int
+
+
+class Join(Request, frozen=True):
+    member: Member
+    timeout_s: float
+
+
+class StoreSet(Request, frozen=True):
+    key: str
+    value: bytes
+
+
+class StoreGet(Request, frozen=True):
+    key: str
+    timeout_s: float
+
+
+class StoreAdd(Request, frozen=True):
+    key: str
+    amount: int
+
+
+class StoreCompareSet(Request, frozen=True):
+    key: str
+    expected: bytes
+    desired: bytes
+
+
+class StoreWait(Request, frozen=True):
+    keys: tuple[str, ...]
+    timeout_s: float
+
+
+class StoreCheck(Request, frozen=True):
+    keys: tuple[str, ...]
+
+
+class StoreDelete(Request, frozen=True):
+    key: str
+
+
+class StoreNumKeys(Request, frozen=True):
+    pass
+
+
+class FromCoordinator(msgspec.Struct, frozen=True, tag=True):
+    """Base of what the coordinator says."""
+
+
+class Reply(FromCoordinator, frozen=True):
+    id: int
+    value: bytes | int | bool | None = None
+
+
+class Joined(FromCoordinator, frozen=True):
+    id: int
+    membership: Membership
+
+
+class Failure(FromCoordinator, frozen=True):
+    id: int
+    error: str  # name of a class in paceline.errors
+    text: str
+
+
+class Missing(FromCoordinator, frozen=True):
+    """The join still waits for these ranks."""
+
+    ranks: tuple[int, ...]
+    waited_s: float
+
+
+class Presence(FromCoordinator, frozen=True):
+    """A member's state changed: "lost", "left", "silent" (no heartbeat) or "back"."""
+
+    rank: int
+    state: str
+    detail: str
+
+
+MemberMessage: TypeAlias = (
+    Heartbeat
+    | Leave
+    | Report
+    | Join
+    | StoreSet
+    | StoreGet
+    | StoreAdd
+    | StoreCompareSet
+    | StoreWait
+    | StoreCheck
+    | StoreDelete
+    | StoreNumKeys
+)
+CoordinatorMessage: TypeAlias = Reply | Joined | Failure | Missing | Presence

@@ -1,0 +1,178 @@
+"""Sockets of the control plane: listening, connecting with retries, and frames read to the byte.
+
+Frames are a 4-byte little-endian length and that many bytes. They are read with exact sizes and
+never ahead, because a link's descriptor goes to the C++ core afterwards: a byte too many would be
+lost to it. All sockets are non-blocking and close-on-exec; all functions run in an asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from paceline.errors import BadFrame, ConnectError, PortInUse, SetupError
+
+MAX_HELLO_BYTES = 4096  # any frame before authentication
+MAX_FRAME_BYTES = 64 << 20  # any frame after it
+_BACKLOG = 1024
+
+T = TypeVar("T")
+
+
+def frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "little") + payload
+
+
+def frame_size(header: bytes, limit: int) -> int:
+    """Decode a frame's length and refuse it before anything is allocated."""
+    size = int.from_bytes(header, "little")
+    if size > limit:
+        raise BadFrame(f"frame of {size} bytes announced, at most {limit} allowed")
+    return size
+
+
+async def send_frame(sock: socket.socket, payload: bytes) -> None:
+    await asyncio.get_running_loop().sock_sendall(sock, frame(payload))
+
+
+async def receive_frame(sock: socket.socket, limit: int = MAX_HELLO_BYTES) -> bytes:
+    """Read one frame and not a byte more; ConnectionError when the peer closes before its end."""
+    return await _receive(sock, frame_size(await _receive(sock, 4), limit))
+
+
+async def _receive(sock: socket.socket, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < size:
+        part = await loop.sock_recv(sock, size - len(data))
+        if not part:
+            raise ConnectionResetError("the peer closed the connection")
+        data += part
+    return data
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split "host:port" or "[v6]:port"."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen_tcp(host: str, port: int = 0) -> socket.socket:
+    """Listen on one address; PortInUse names who has the port when /proc tells."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConnectError(f"cannot listen on {host}: {error.strerror}; check the name") from error
+    sock = socket.socket(family, kind)
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise _listen_error(error, host, port) from error
+    return sock
+
+
+def listen_unix(name: str) -> socket.socket:
+    """Listen on an abstract Unix socket: no file, gone with the process."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    sock.bind("\0" + name)
+    sock.listen(_BACKLOG)
+    return sock
+
+
+def _listen_error(error: OSError, host: str, port: int) -> SetupError:
+    address = join_address(host, port)
+    if error.errno == errno.EADDRINUSE:
+        return PortInUse(f"{address} is in use{_port_owner(port)}; choose another port")
+    if error.errno == errno.EACCES:
+        return PortInUse(f"{address} needs privileges (ports below 1024); choose a higher port")
+    return ConnectError(
+        f"cannot listen on {address}: {error.strerror}; give an address of this host"
+    )
+
+
+def _port_owner(port: int) -> str:
+    """Return ' (pid 4242 python)' for the process that listens on a port, '' when hidden."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table, encoding="ascii") as lines:
+            for line in list(lines)[1:]:
+                field = line.split()
+                if field[3] == "0A" and int(field[1].rpartition(":")[2], 16) == port:
+                    inodes.add(f"socket:[{field[9]}]")
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        # The process may have ended meanwhile, or belong to somebody else.
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor) in inodes:
+                process = descriptor.parent.parent
+                return f" (pid {process.name} {(process / 'comm').read_text().strip()})"
+    return ""
+
+
+async def connect_tcp(address: str) -> socket.socket:
+    """Connect once, without delaying small messages; OSError when that fails."""
+    host, port = split_address(address)
+    loop = asyncio.get_running_loop()
+    family, kind, _, _, where = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+    sock = socket.socket(family, kind)
+    try:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, where)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def connect_unix(name: str) -> socket.socket:
+    """Connect once to an abstract Unix socket; OSError when that fails."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, "\0" + name)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def keep_trying(attempt: Callable[[], Awaitable[T]], *, what: str, timeout_s: float) -> T:
+    """Repeat an attempt to connect until it works; ConnectError counts the tries.
+
+    A refused or dropped connection is ordinary at the start of a job: the other side may not listen
+    yet, or was flooded by strangers for a moment.
+    """
+    deadline = time.monotonic() + timeout_s
+    tries, pause_s = 0, 0.02
+    while True:
+        tries += 1
+        remaining_s = max(deadline - time.monotonic(), 0.01)
+        try:
+            return await asyncio.wait_for(attempt(), remaining_s)
+        except asyncio.TimeoutError:
+            reason = "no answer"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() + pause_s >= deadline:
+            raise ConnectError(
+                f"{what}: {reason} (tried {tries}x in {timeout_s:g} s);"
+                " check that it runs, its address and the network between"
+            )
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s * 2, 0.5)
