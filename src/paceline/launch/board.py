@@ -1,0 +1,115 @@
+"""The board: what each rank last said about its progress, and what became of it.
+
+Plain data with a clock passed in; no terminal here. The launcher feeds it events and exits, and
+takes `Row`s out of it, which the display paints while the job runs and once more at its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline.launch.lines import printable
+from paceline.telemetry.events import Progress
+
+# Steps per second are measured over the last few seconds, so that a stall shows up soon.
+_WINDOW_S = 8.0
+MAX_COLUMNS = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank as it is shown."""
+
+    rank: int
+    step: int | None
+    values: Mapping[str, float]
+    steps_per_s: float | None
+    state: str
+
+
+@dataclass
+class _Rank:
+    step: int | None = None
+    values: dict[str, float] = field(default_factory=dict)
+    state: str = "running"
+    # (time, step) pairs of the last seconds; the rate is the slope from the oldest to the newest.
+    trail: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=256))
+
+
+class Board:
+    """The latest state of every rank. Not thread-safe: lives on the launcher's main thread."""
+
+    def __init__(self, world_size: int) -> None:
+        self._ranks = [_Rank() for _ in range(world_size)]
+        self._columns: list[str] = []
+        self.has_progress = False
+
+    def on_progress(self, event: Progress, now_s: float) -> None:
+        """Take in one report; a rank that is not of this job is ignored."""
+        if not 0 <= event.rank < len(self._ranks):
+            return
+        rank = self._ranks[event.rank]
+        rank.step = event.step
+        for name, value in event.values.items():
+            shown = printable(name.encode())[:20]
+            if shown not in self._columns and len(self._columns) < MAX_COLUMNS:
+                self._columns.append(shown)
+            if shown in self._columns:
+                rank.values[shown] = value
+        if rank.trail and event.step < rank.trail[-1][1]:
+            rank.trail.clear()  # the script began to count anew
+        rank.trail.append((now_s, event.step))
+        self.has_progress = True
+
+    def set_state(self, rank: int, state: str) -> None:
+        """Say in a few words what became of a rank."""
+        self._ranks[rank].state = state
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the reported values, in the order in which they first came."""
+        return tuple(self._columns)
+
+    def rows(self, now_s: float) -> list[Row]:
+        """Return every rank as it stands."""
+        return [
+            Row(number, rank.step, dict(rank.values), _rate(rank, now_s), rank.state)
+            for number, rank in enumerate(self._ranks)
+        ]
+
+    def line(self, now_s: float) -> str:
+        """Return the whole job in one line, for a screen that is not a terminal."""
+        told = [rank for rank in self._ranks if rank.step is not None]
+        steps = [rank.step for rank in told if rank.step is not None]
+        low, high = min(steps), max(steps)
+        words = [f"step {high}" if low == high else f"steps {low} to {high}"]
+        words += [f"{name} {number(value)}" for name, value in told[0].values.items()]
+        rates = [rate for rank in told if (rate := _rate(rank, now_s)) is not None]
+        if rates:
+            words.append(f"{number(min(rates))} steps/s")
+        if len(told) < len(self._ranks):
+            words.append(f"{len(told)} of {len(self._ranks)} ranks reporting")
+        return ", ".join(words)
+
+
+def _rate(rank: _Rank, now_s: float) -> float | None:
+    while len(rank.trail) > 2 and now_s - rank.trail[0][0] > _WINDOW_S:
+        rank.trail.popleft()
+    if len(rank.trail) < 2:
+        return None
+    (first_s, first), (_, last) = rank.trail[0], rank.trail[-1]
+    until_s = now_s if rank.state == "running" else rank.trail[-1][0]
+    elapsed_s = until_s - first_s
+    return (last - first) / elapsed_s if elapsed_s > 0 else None
+
+
+def number(value: float) -> str:
+    """Write a reported value in at most nine characters."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e7:
+        return str(int(value))
+    return f"{value:.4g}"

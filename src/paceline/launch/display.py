@@ -1,0 +1,139 @@
+"""The display: the one thread that writes to the terminal and to the log files.
+
+Why a thread: a terminal can be held (Ctrl-S), `| less` stops reading, a disk can hang. The
+launcher's main thread answers heartbeats and Ctrl-C, so it must never wait for any of those. It
+puts what is to be shown into a queue; this thread takes it out and waits as long as it has to. When
+the queue is full (`is_behind`) the launcher stops reading from the ranks, and they wait in their
+own writes, as they would on a pipe.
+
+Threads: public methods are called by the main thread; everything named `_paint...` runs on the
+display thread, which alone owns the screen and the log files.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from paceline.errors import ConfigError
+from paceline.launch.screen import LiveScreen, Picture, PlainScreen, Screen
+
+_BACKLOG_LIMIT_BYTES = 4 << 20
+
+
+def choose_screen() -> Screen:
+    """Return a live screen when both streams are one terminal, else a plain one."""
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        return LiveScreen(sys.stderr)
+    return PlainScreen()
+
+
+def open_logs(directory: Path, num_workers: int) -> list[BinaryIO]:
+    """Create rank-N.log files; raises ConfigError when that is not possible."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return [open(directory / f"rank-{r}.log", "wb", buffering=0) for r in range(num_workers)]
+    except OSError as error:
+        raise ConfigError(
+            f"--log-dir {directory}: {error.strerror}; name a directory you can write to"
+        ) from error
+
+
+class Display:
+    """Queue in front of a screen and the log files."""
+
+    def __init__(self, screen: Screen, logs: list[BinaryIO]) -> None:
+        self._screen = screen
+        self._logs: list[BinaryIO | None] = list(logs)
+        self._queue: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._mu = threading.Lock()
+        self._backlog_bytes = 0  # guarded by: _mu
+        self._thread = threading.Thread(target=self._run, name="paceline-display", daemon=True)
+
+    @property
+    def every_s(self) -> float:
+        """How often the screen wants a new picture."""
+        return self._screen.every_s
+
+    @property
+    def is_behind(self) -> bool:
+        """True while there is more to show than should be held in memory."""
+        with self._mu:
+            return self._backlog_bytes > _BACKLOG_LIMIT_BYTES
+
+    def start(self) -> None:
+        """Start painting. Call after the ranks were forked: a fork must not see a second thread."""
+        self._thread.start()
+
+    def rank_line(self, rank: int, is_error: bool, text: str) -> None:
+        """Show one line of a rank."""
+        self._put(len(text), lambda: self._screen.rank_line(rank, is_error, text))
+
+    def log(self, rank: int, data: bytes) -> None:
+        """Keep the raw bytes of a rank in its log file, if there is one."""
+        if self._logs:
+            self._put(len(data), lambda: self._paint_log(rank, data))
+
+    def say(self, text: str) -> None:
+        """Show a line of the launcher's own."""
+        self._put(len(text), lambda: self._screen.say(text))
+
+    def progress(self, picture: Picture) -> None:
+        """Show the board while the job runs; dropped when the screen is busy."""
+        if self._queue.qsize() < 1000:
+            self._put(0, lambda: self._screen.progress(picture))
+
+    def summary(self, picture: Picture) -> None:
+        """Show the board as it is at the end."""
+        self._put(0, lambda: self._screen.summary(picture))
+
+    def close(self, *, timeout_s: float = 2.0) -> bool:
+        """Paint what is queued and stop; false when the screen did not take it in time.
+
+        After false the thread still hangs in a write: leave the process with os._exit.
+        """
+        self._put(0, lambda: self._screen.close())
+        self._queue.put(None)
+        if self._thread.ident is None:  # never started: the job failed before its first rank
+            self._run()
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _put(self, size_bytes: int, paint: Callable[[], None]) -> None:
+        with self._mu:
+            self._backlog_bytes += size_bytes
+        self._queue.put((size_bytes, paint))
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            size_bytes, paint = item
+            try:
+                paint()
+            except Exception as error:  # the picture failed; the job and its words must not
+                self._screen = PlainScreen()
+                self._screen.say(f"paceline: display: {error!r}; going on with plain lines")
+            with self._mu:
+                self._backlog_bytes -= size_bytes
+        for log in self._logs:
+            if log is not None:
+                log.close()
+
+    def _paint_log(self, rank: int, data: bytes) -> None:
+        log = self._logs[rank]
+        if log is None:
+            return
+        try:
+            while data:
+                data = data[log.write(data) or 0 :]
+        except OSError as error:
+            self._screen.say(
+                f"paceline: {log.name}: {error.strerror}; the log of rank {rank} ends here, the job"
+                " goes on"
+            )
+            log.close()
+            self._logs[rank] = None

@@ -1,0 +1,102 @@
+"""The environment of each rank: ours, and torchrun's form of the same facts.
+
+Scripts written for torchrun, Lightning or Accelerate read RANK, WORLD_SIZE and friends; scripts
+that use Paceline read PACELINE_*. Both are set, and they agree. What another launcher left behind
+(we may run inside a batch job) is removed, because a rank that sees two answers must refuse to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.launch.spec import RESERVED, RunSpec
+
+# Task-level facts of other launchers. Job-level ones (SLURM_JOB_ID ...) name things in many
+# scripts and say nothing about ranks, so they stay.
+_FOREIGN_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "HYDRA_", "MV2_COMM_WORLD_", "MPI_LOCAL", "PET_")
+_FOREIGN_NAMES = {
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_GTIDS",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_TASK_PID",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobAddresses:
+    """Where the ranks of one job meet."""
+
+    job_id: str
+    coordinator: str
+    secret_file: str
+    master_port: int
+
+
+def without_foreign_ranks(base: Mapping[str, str]) -> dict[str, str]:
+    """Copy `base` without anything that says who is which rank of what."""
+    return {
+        name: value
+        for name, value in base.items()
+        if name not in RESERVED
+        and name not in _FOREIGN_NAMES
+        and not name.startswith((*_FOREIGN_PREFIXES, "TORCHELASTIC_"))
+    }
+
+
+def rank_variables(rank: int, world_size: int, where: JobAddresses) -> dict[str, str]:
+    """Return what tells one process of a one-host job who it is and where the others are."""
+    n, r = str(world_size), str(rank)
+    return {
+        "PACELINE_RANK": r,
+        "PACELINE_WORLD_SIZE": n,
+        "PACELINE_LOCAL_RANK": r,
+        "PACELINE_LOCAL_WORLD_SIZE": n,
+        "PACELINE_ROLE": "worker",
+        "PACELINE_COORDINATOR": where.coordinator,
+        "PACELINE_JOB": where.job_id,
+        "PACELINE_SECRET_FILE": where.secret_file,
+        "RANK": r,
+        "LOCAL_RANK": r,
+        "WORLD_SIZE": n,
+        "LOCAL_WORLD_SIZE": n,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": r,
+        "ROLE_WORLD_SIZE": n,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(where.master_port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": where.job_id,
+    }
+
+
+def worker_environ(
+    base: Mapping[str, str], spec: RunSpec, rank: int, where: JobAddresses, *, cores: int
+) -> dict[str, str]:
+    """Return the complete environment of one rank.
+
+    Threads: the option wins, then what the user exported, then an even share of the cores; without
+    a limit every rank would start one thread per core and they would fight for them.
+    """
+    environ = without_foreign_ranks(base)
+    # Lines of a killed rank must not be lost in its buffer, and the screen should show them live.
+    environ.setdefault("PYTHONUNBUFFERED", "1")
+    if spec.threads_per_worker is not None:
+        environ["OMP_NUM_THREADS"] = str(spec.threads_per_worker)
+    else:
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // spec.num_workers)))
+    environ.update(rank_variables(rank, spec.num_workers, where))
+    environ.update(spec.env)
+    return environ

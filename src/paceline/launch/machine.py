@@ -1,0 +1,144 @@
+"""What this machine grants to a process: cores, memory limits, and signs of the OOM killer.
+
+Containers grant less than the machine has, so every figure is the smaller of the machine's and the
+control group's. Both cgroup versions are read. A file that does not exist means "no such limit
+here"; a figure that cannot be known is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+# cgroup v1 writes "no limit" as a number near 2**63, rounded down to pages.
+_UNLIMITED_BYTES = 1 << 60
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    if text is None or not text.strip().isdigit():
+        return None
+    return int(text)
+
+
+def _field(path: Path, name: str) -> int | None:
+    """Return the number after `name` in a file of "name number" lines."""
+    for line in (_read(path) or "").splitlines():
+        words = line.split()
+        if len(words) == 2 and words[0] == name and words[1].isdigit():
+            return int(words[1])
+    return None
+
+
+def cgroup_dirs(controller: str, root: Path = Path("/")) -> list[Path]:
+    """Return this process's directories for one controller, innermost first, up to the mount.
+
+    A process inside a container often sees a path that is not mounted there; then the mount itself
+    is the container's own group and is all there is.
+    """
+    mount, inner = root / "sys/fs/cgroup", ""
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        number, names, path = line.split(":", 2)
+        if controller in names.split(","):
+            mount, inner = root / "sys/fs/cgroup" / controller, path
+            break
+        if number == "0":
+            inner = path
+    here = mount / inner.strip("/")
+    chain = [here, *here.parents]
+    return [d for d in chain if d.is_relative_to(mount) and d.is_dir()]
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Count the cores this process may use: its affinity, cut down by a CPU quota."""
+    cores = len(os.sched_getaffinity(0))
+    for directory in cgroup_dirs("cpu", root):
+        quota = _number(directory / "cpu.cfs_quota_us")
+        period = _number(directory / "cpu.cfs_period_us")
+        words = (_read(directory / "cpu.max") or "").split()
+        if len(words) == 2 and words[0].isdigit():
+            quota, period = int(words[0]), int(words[1])
+        if quota and period:
+            cores = min(cores, -(-quota // period))
+    return max(1, cores)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of memory: of the machine, free now, and what the control group allows."""
+
+    total_bytes: int | None
+    available_bytes: int | None
+    limit_bytes: int | None
+    peak_bytes: int | None
+
+
+def memory(root: Path = Path("/")) -> Memory:
+    """Read the machine's memory and the tightest control-group limit above this process."""
+    meminfo: dict[str, int] = {}
+    for line in (_read(root / "proc/meminfo") or "").splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            meminfo[name] = int(words[0]) * 1024
+    limit, peak = None, None
+    for directory in cgroup_dirs("memory", root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            found = _number(directory / name)
+            if found is not None and found < min(limit or _UNLIMITED_BYTES, _UNLIMITED_BYTES):
+                limit = found
+                peak = _number(directory / "memory.peak") or _number(
+                    directory / "memory.max_usage_in_bytes"
+                )
+    return Memory(
+        total_bytes=meminfo.get("MemTotal"),
+        available_bytes=meminfo.get("MemAvailable"),
+        limit_bytes=limit,
+        peak_bytes=peak,
+    )
+
+
+@dataclass(frozen=True)
+class OomCount:
+    """How often the kernel has killed for memory: in our control group, and on the machine."""
+
+    group: int
+    machine: int
+
+    @classmethod
+    def read(cls, root: Path = Path("/")) -> OomCount:
+        """Read both counters; a counter that this kernel does not show stays 0."""
+        group = 0
+        for directory in cgroup_dirs("memory", root)[:1]:
+            v2 = _field(directory / "memory.events", "oom_kill")
+            v1 = _field(directory / "memory.oom_control", "oom_kill")
+            group = v2 or v1 or 0
+        return cls(group, _field(root / "proc/vmstat", "oom_kill") or 0)
+
+    def evidence_since(self, before: OomCount) -> str | None:
+        """Say what speaks for an out-of-memory kill since `before`, or None if nothing does."""
+        if self.group > before.group:
+            return "possibly out of memory: the OOM killer was active in this control group"
+        if self.machine > before.machine:
+            return "possibly out of memory: the OOM killer was active on this machine"
+        return None
+
+
+def human_bytes(count: int | None) -> str:
+    """Write a size for people: 512 B, 3.5 MB, 24.1 GB."""
+    if count is None:
+        return "unknown"
+    size = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1024 or unit == "GB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,56 @@
+"""The end of a job: its exit code and what the user is told.
+
+A script that reports no progress and succeeds gets no words at all: `paceline run` then looks like
+the script itself. Otherwise the closing summary comes first and the failure report last, because
+the end of the output is what people read and paste.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.launch.machine import Memory, OomCount
+from paceline.launch.report import RankResult, failure_report, why_killed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of every rank. `first` is the first cause of a failure, if there was one."""
+
+    results: Sequence[RankResult]
+    first: RankResult | None
+    interrupted_by: signal.Signals | None
+    wall_s: float
+    oom_before: OomCount
+    oom_after: OomCount
+    memory: Memory
+
+    @property
+    def exit_code(self) -> int:
+        """The script's own code, 128 + signal for a signal, 130 after Ctrl-C, 143 after SIGTERM."""
+        if self.first is not None:
+            return self.first.status.shell_code
+        if self.interrupted_by is not None:
+            return 128 + self.interrupted_by
+        return 0
+
+    def closing_line(self) -> str:
+        """Say in one line how the job ended."""
+        count = f"{len(self.results)} rank" + ("s" if len(self.results) != 1 else "")
+        took = f"{self.wall_s:.1f} s"
+        if self.first is not None:
+            return f"paceline: {count}, failed after {took}"
+        if self.interrupted_by is not None:
+            return f"paceline: {count} stopped by {self.interrupted_by.name} after {took}"
+        return f"paceline: {count} finished in {took}"
+
+    def failure_text(self, log_dir: Path | None) -> str | None:
+        """Write the failure report, or return None when nothing failed by itself."""
+        if self.first is None:
+            return None
+        why = why_killed(self.first.status, self.oom_before, self.oom_after, self.memory)
+        log_hint = "" if log_dir is None else str(log_dir / f"rank-{self.first.rank}.log")
+        return failure_report(self.results, self.first, why_killed=why, log_hint=log_hint)

@@ -1,0 +1,90 @@
+"""What one rank prints, on its way from the pipe to the display, the log file and the report.
+
+Reads are non-blocking and happen in the launcher's loop. While the display is behind, the pipe is
+simply not read; the rank then waits in its own write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+
+from paceline.launch.display import Display
+from paceline.launch.lines import LineSplitter
+from paceline.launch.process import RankProcess
+
+_READ_BYTES = 1 << 16
+_RETRY_S = 0.05
+# Enough for a long traceback; lines are cut for the report, not for the screen or the log.
+_KEEP_LINES = 200
+_KEEP_CHARACTERS = 400
+
+
+class RankOutput:
+    """Both output streams of one rank; `done` is set when both have ended."""
+
+    def __init__(self, process: RankProcess, display: Display) -> None:
+        self._rank = process.rank
+        self._display = display
+        self._splitters: dict[int, LineSplitter] = {}
+        self._stderr_fd = process.stderr_fd
+        self.stderr_tail: deque[str] = deque(maxlen=_KEEP_LINES)
+        self.last_stdout = ""
+        self.done = asyncio.Event()
+        for fd in (process.stdout_fd, process.stderr_fd):
+            self._splitters[fd] = LineSplitter()
+            self._resume(fd)
+
+    def close(self) -> None:
+        """Take what is in the pipes now and stop reading; something else may hold their far end."""
+        for fd in list(self._splitters):
+            while self._read(fd):
+                pass
+            self._end(fd)
+
+    def _resume(self, fd: int) -> None:
+        if fd in self._splitters:
+            asyncio.get_running_loop().add_reader(fd, self._on_readable, fd)
+
+    def _on_readable(self, fd: int) -> None:
+        if self._display.is_behind:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(fd)
+            loop.call_later(_RETRY_S, self._resume, fd)
+        else:
+            self._read(fd)
+
+    def _read(self, fd: int) -> bool:
+        """Take one piece; false when there is nothing more to take now."""
+        if fd not in self._splitters:
+            return False
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._end(fd)
+            return False
+        self._display.log(self._rank, data)
+        for line in self._splitters[fd].feed(data):
+            self._show(fd, line)
+        return True
+
+    def _end(self, fd: int) -> None:
+        splitter = self._splitters.pop(fd, None)
+        if splitter is None:
+            return
+        asyncio.get_running_loop().remove_reader(fd)
+        for line in splitter.finish():
+            self._show(fd, line)
+        if not self._splitters:
+            self.done.set()
+
+    def _show(self, fd: int, line: str) -> None:
+        is_error = fd == self._stderr_fd
+        if is_error:
+            self.stderr_tail.append(line[:_KEEP_CHARACTERS])
+        elif line.strip():
+            self.last_stdout = line[:_KEEP_CHARACTERS]
+        self._display.rank_line(self._rank, is_error, line)

@@ -1,0 +1,126 @@
+"""What to run: a `RunSpec`, checked once when it is made and trusted from then on.
+
+Every refusal is a ConfigError of one line that says what was given and what to type instead; the
+command line prints it and exits with code 2. Nothing here starts a process.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.errors import ConfigError
+
+# More ranks than this on one host is a typing error ("-n 40000"), not a plan.
+MAX_LOCAL_WORKERS = 1024
+
+# The launcher decides who is who; a script that could be told otherwise by --env would hang.
+_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+RESERVED = frozenset(
+    (
+        *_PLACES,
+        *(f"PACELINE_{name}" for name in _PLACES),
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+        *("PACELINE_ROLE", "PACELINE_COORDINATOR", "PACELINE_JOB", "PACELINE_SECRET_FILE"),
+    )
+)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """One job on this host: `num_workers` copies of a script or module with its arguments."""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    num_workers: int
+    threads_per_worker: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("-n", self.num_workers, at_most=MAX_LOCAL_WORKERS)
+        if self.threads_per_worker is not None:
+            _check_count("--threads-per-worker", self.threads_per_worker, at_most=4096)
+        if self.is_module:
+            _check_module(self.target)
+        else:
+            _check_script(self.target)
+        for text in (self.target, *self.arguments, *self.env.values()):
+            if "\0" in text:
+                raise ConfigError("an argument contains a NUL byte, which no process can be given")
+        if "OMP_NUM_THREADS" in self.env and self.threads_per_worker is not None:
+            raise ConfigError(
+                "--threads-per-worker and --env OMP_NUM_THREADS=... both set the number of"
+                " threads; give only one of them"
+            )
+
+    def argv(self) -> list[str]:
+        """Return the command of every rank: this interpreter, so that a venv need not be active."""
+        head = ["-m", self.target] if self.is_module else [self.target]
+        return [sys.executable, *head, *self.arguments]
+
+
+def parse_env(settings: Iterable[str]) -> dict[str, str]:
+    """Turn repeated `--env NAME=VALUE` into a mapping; raises ConfigError for anything else."""
+    env: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not _NAME.match(name):
+            raise ConfigError(
+                f"--env {setting!r}: write --env NAME=VALUE, for example --env LR=0.1"
+            )
+        if name in RESERVED:
+            raise ConfigError(f"--env {name}: the launcher sets {name} for each rank; leave it out")
+        env[name] = value
+    return env
+
+
+def _check_count(option: str, count: int, *, at_most: int) -> None:
+    if not 1 <= count <= at_most:
+        raise ConfigError(
+            f"{option} {count}: expected a number from 1 to {at_most}, for example {option} 2"
+        )
+
+
+def _check_script(target: str) -> None:
+    path = Path(target)
+    if path.is_dir():
+        raise ConfigError(
+            f"{target}: is a directory; name the script in it, or use -m for a package"
+        )
+    if not path.exists():
+        hint = ""
+        if not target.endswith(".py") and Path(target + ".py").is_file():
+            hint = f"; did you mean {target}.py?"
+        elif _module_exists(target):
+            hint = f"; for the module of that name type -m {target}"
+        raise ConfigError(f"{target}: no such script in {os.getcwd()}{hint}")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{target}: cannot be read; check its permissions (chmod u+r {target})")
+
+
+def _check_module(target: str) -> None:
+    if target.endswith(".py"):
+        raise ConfigError(f"-m {target}: expected a module name; for a script leave out -m")
+    if not _module_exists(target):
+        raise ConfigError(
+            f"-m {target}: no module named {target.split('.')[0]!r}; install it, or run from the"
+            " directory that contains it"
+        )
+
+
+def _module_exists(target: str) -> bool:
+    """Look for the top-level name only: finding a submodule would import its parents here."""
+    top = target.split(".")[0]
+    if not top.isidentifier():
+        return False
+    if top in sys.builtin_module_names:
+        return True
+    return importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is not None
