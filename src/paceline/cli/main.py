@@ -1,0 +1,144 @@
+"""`paceline`: the command line.
+
+Typer parses, this file maps errors to exit codes, and each verb lives in its own module that is
+imported when it is used, so that `paceline --version` and a typing error answer at once. torch is
+never imported here.
+
+Exit codes: 2 for a wrong command line or setting, 1 for a job that could not be set up; otherwise
+what the verb returns (for `run`: the script's own code).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from paceline.errors import PacelineError, UsageError
+
+app = typer.Typer(
+    name="paceline",
+    help="Train PyTorch models across processes and machines at the pace you choose.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# Typer re-exports its usage errors but not their common base, which is the second parent.
+_CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from paceline.cli.versions import paceline_version
+
+        typer.echo(f"paceline {paceline_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    del version  # the callback has done its work
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    help="Run a script or module as N cooperating processes on this machine.",
+    epilog="Everything after the script's name belongs to the script, also what looks like an"
+    " option of paceline. The script's standard input is empty.",
+)
+def run(
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A Python file; a module with -m.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own.")
+    ] = None,
+    num_workers: Annotated[
+        int, typer.Option("-n", "--workers", metavar="N", help="How many processes.")
+    ] = 1,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT names a module.")] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads-per-worker", metavar="K", help="OMP_NUM_THREADS; default: cores / N."
+        ),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="NAME=VALUE", help="Set for every process; repeatable."),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option("--log-dir", metavar="DIR", help="Keep all output in DIR/rank-N.log."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would run, and stop.")
+    ] = False,
+) -> None:
+    from paceline.cli import run as verb
+    from paceline.launch.spec import RunSpec, parse_env
+
+    spec = RunSpec(
+        target=script,
+        arguments=tuple(arguments or ()),
+        is_module=module,
+        num_workers=num_workers,
+        threads_per_worker=threads,
+        env=parse_env(env or ()),
+        log_dir=log_dir,
+    )
+    raise typer.Exit(verb.dry_run(spec) if dry_run else verb.run(spec))
+
+
+@app.command(help="Report on this machine and installation; paste it into a bug report.")
+def doctor(
+    run: Annotated[
+        bool, typer.Option("--run", help="Also run a real two-process job on the engine.")
+    ] = False,
+) -> None:
+    from paceline.cli import doctor as verb
+
+    raise typer.Exit(verb.doctor(run_self_test=run))
+
+
+def _exit_code(arguments: list[str] | None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(args=given or ["--help"], prog_name="paceline", standalone_mode=False)
+    except typer.Exit as request:
+        return request.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    except _CommandLineError as error:
+        return _refuse(_one_line(error), 2)
+    except UsageError as error:
+        return _refuse(str(error), 2)
+    except PacelineError as error:
+        return _refuse(f"{type(error).__name__}: {error}", 1)
+    return code if isinstance(code, int) else 0
+
+
+def _one_line(error: Exception) -> str:
+    """Shorten Typer's complaint to one line, with a pointer to the help of the verb in question."""
+    format_message = getattr(error, "format_message", error.__str__)
+    context = getattr(error, "ctx", None)
+    command = getattr(context, "command_path", "paceline")
+    text = str(format_message()).replace("\n", " ").rstrip(". ")
+    return f"{text}; see `{command} --help`" if text else f"see `{command} --help`"
+
+
+def _refuse(text: str, code: int) -> int:
+    print(f"paceline: error: {text}", file=sys.stderr)  # noqa: T201 - this is the command line
+    return code
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Entry point of the command; always ends the process."""
+    sys.exit(_exit_code(arguments))

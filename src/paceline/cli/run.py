@@ -1,0 +1,86 @@
+"""`paceline run`: put the pieces of a local job together and turn its end into an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import sys
+
+from paceline.launch.display import Display, choose_screen, open_logs
+from paceline.launch.environment import JobAddresses, worker_environ
+from paceline.launch.local import LocalJob
+from paceline.launch.machine import usable_cores
+from paceline.launch.outcome import Outcome
+from paceline.launch.report import state_words
+from paceline.launch.spec import RunSpec
+
+
+class _DisplayHandler(logging.Handler):
+    """Passes warnings of the control plane on, so that nothing writes beside the display."""
+
+    def __init__(self, display: Display) -> None:
+        super().__init__(logging.WARNING)
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._display.say(f"paceline: {record.getMessage()}")
+
+
+def run(spec: RunSpec) -> int:
+    """Run a job in the foreground and return its exit code; raises PacelineError."""
+    logs = open_logs(spec.log_dir, spec.num_workers) if spec.log_dir is not None else []
+    display = Display(choose_screen(), logs)
+    handler = _DisplayHandler(display)
+    logging.getLogger("paceline").addHandler(handler)
+    try:
+        # The environment is passed on to the ranks as a whole, not read for settings.
+        job = LocalJob(spec, os.environ, display)
+        outcome = asyncio.run(job.run())
+        _tell(job, outcome, display, spec)
+    finally:
+        logging.getLogger("paceline").removeHandler(handler)
+        was_shown = display.close()
+    if not was_shown:
+        os._exit(outcome.exit_code)  # the terminal is held; waiting for it would be for ever
+    return outcome.exit_code
+
+
+def _tell(job: LocalJob, outcome: Outcome, display: Display, spec: RunSpec) -> None:
+    for result in outcome.results:
+        job.set_state(result.rank, state_words(result, outcome.first))
+    picture = job.picture()
+    if picture is not None:
+        display.summary(picture)
+    if picture is not None or outcome.interrupted_by is not None:
+        display.say(outcome.closing_line())
+    failure = outcome.failure_text(spec.log_dir)
+    if failure is not None:
+        display.say(failure)
+
+
+def dry_run(spec: RunSpec) -> int:
+    """Print the command and the added environment of every rank."""
+    where = JobAddresses(
+        job_id="<random>", coordinator="127.0.0.1:<port>", secret_file="<file>", master_port=0
+    )
+    write = sys.stdout.write
+    cores = usable_cores()
+    for rank in range(spec.num_workers):
+        environ = worker_environ(os.environ, spec, rank, where, cores=cores)
+        environ["MASTER_PORT"] = spec.env.get("MASTER_PORT", "<port>")
+        added = {k: v for k, v in environ.items() if os.environ.get(k) != v}
+        write(f"[{rank}] {shlex.join(spec.argv())}\n")
+        for name in sorted(added):
+            write(f"[{rank}]     {name}={_quoted(added[name])}\n")
+    removed = sorted(set(os.environ) - set(environ))
+    if removed:
+        write(f"not passed on: {' '.join(removed)}\n")
+    if spec.log_dir is not None:
+        write(f"logs: {spec.log_dir}/rank-0.log to rank-{spec.num_workers - 1}.log\n")
+    return 0
+
+
+def _quoted(value: str) -> str:
+    return value if value.startswith("<") or ":<" in value else shlex.quote(value)
