@@ -197,6 +197,7 @@ class LocalJob:
         self._frozen.update(process.rank for process in running if process.is_frozen())
         for process in running:
             process.signal_group(signal.SIGTERM)
+            process.signal_group(signal.SIGCONT)  # a frozen rank cannot hear SIGTERM
         heard, deadline_s = len(self._interrupts), time.monotonic() + STOP_GRACE_S
         while self._running() and len(self._interrupts) == heard:
             left_s = deadline_s - time.monotonic()

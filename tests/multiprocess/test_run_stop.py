@@ -1,0 +1,159 @@
+"""How jobs end: Ctrl-C, SIGTERM, and a launcher that is killed without a chance to clean up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from run_support import COMMAND, Workbench, is_alive, wait_until
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Workbench:
+    return Workbench(tmp_path)
+
+
+# Each rank writes its own pid and those of its children: one in its process group, and one that
+# left for a session of its own, as a daemon does.
+_FAMILY = """
+    import os, pathlib, signal, subprocess, sys, time
+    if "stubborn" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    idle = [sys.executable, "-c", "import time; time.sleep(100)"]
+    near = subprocess.Popen(idle)
+    far = subprocess.Popen(idle, start_new_session=True)
+    name = "pids-" + os.environ["RANK"]
+    pathlib.Path(name).write_text(f"{os.getpid()} {near.pid} {far.pid}\\n")
+    if "finish" not in sys.argv:
+        time.sleep(100)
+"""
+
+
+def _family(bench: Workbench, ranks: int) -> list[str]:
+    return " ".join(bench.wait_for_files(*(f"pids-{rank}" for rank in range(ranks)))).split()
+
+
+def _all_gone(pids: list[str]) -> bool:
+    return not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "mood"),
+    [(signal.SIGINT, 130, "stubborn"), (signal.SIGTERM, 143, "stubborn"), (signal.SIGINT, 130, "")],
+)
+def test_signals_end_everything_within_5_s(
+    bench: Workbench, number: signal.Signals, code: int, mood: str
+) -> None:
+    with bench.started("run", "-n", "2", bench.script(_FAMILY), mood) as launcher:
+        pids = _family(bench, 2)
+        asked_s = time.monotonic()
+        launcher.send_signal(number)
+        _, errors = launcher.communicate(timeout=20)
+        took_s = time.monotonic() - asked_s
+    assert launcher.returncode == code
+    assert took_s < 5.0, "the promise to the user, not a measurement"
+    assert f"stopped by {number.name}" in errors
+    assert _all_gone(pids) and bench.left_behind() == []
+
+
+def test_the_second_ctrl_c_does_not_wait(bench: Workbench) -> None:
+    with bench.started("run", "-n", "2", bench.script(_FAMILY), "stubborn") as launcher:
+        pids = _family(bench, 2)
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        launcher.send_signal(signal.SIGINT)
+        asked_s = time.monotonic()
+        _, errors = launcher.communicate(timeout=20)
+        assert time.monotonic() - asked_s < 2.5, "it sat out the grace period of 3 s"
+    assert launcher.returncode == 130
+    assert "did not end on SIGTERM" not in errors
+    assert _all_gone(pids) and bench.left_behind() == []
+
+
+def test_what_a_rank_leaves_behind_ends_with_the_job(bench: Workbench) -> None:
+    done = bench.run("run", "-n", "2", bench.script(_FAMILY), "finish")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert _all_gone(_family(bench, 2))
+
+
+def test_nothing_survives_kill_9_of_the_launcher(bench: Workbench) -> None:
+    with bench.started("run", "-n", "2", bench.script(_FAMILY), "stubborn") as launcher:
+        pids = _family(bench, 2)
+        launcher.kill()
+        wait_until(lambda: _all_gone(pids), within_s=5.0)
+        wait_until(lambda: bench.left_behind() == [], within_s=5.0)
+
+
+def _guard_of(job_directory: str) -> str:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_text().split("\0")
+            except OSError:
+                continue
+            if any(w.endswith("guard.py") for w in words) and any(
+                job_directory in w for w in words
+            ):
+                return entry.name
+    raise AssertionError("no guard process")
+
+
+def test_ranks_die_with_the_launcher_even_without_the_guard(bench: Workbench) -> None:
+    with bench.started("run", "-n", "2", bench.script(_FAMILY), "stubborn") as launcher:
+        pids = _family(bench, 2)
+        directory = bench.left_behind()[0]
+        os.kill(int(_guard_of(directory)), signal.SIGKILL)
+        launcher.kill()
+        ranks = [pids[0], pids[3]]
+        wait_until(lambda: _all_gone(ranks), within_s=5.0)
+        for orphan in (*pids[1:3], *pids[4:6]):  # nobody was left to end these
+            os.kill(int(orphan), signal.SIGKILL)
+    assert bench.left_behind() == [directory]
+    assert bench.run("run", bench.script("pass")).returncode == 0
+    assert bench.left_behind() == [], "the next launcher sweeps"
+
+
+def test_a_living_job_is_not_swept(bench: Workbench) -> None:
+    with bench.started("run", bench.script(_FAMILY)) as launcher:
+        _family(bench, 1)
+        before = bench.left_behind()
+        assert bench.run("run", bench.script("pass", "other.py")).returncode == 0
+        assert bench.left_behind() == before != []
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(10) == 143
+
+
+def test_ctrl_c_works_while_nobody_reads_the_output(bench: Workbench) -> None:
+    script = bench.script("""
+        import os, pathlib
+        pathlib.Path("started").write_text(f"{os.getpid()}\\n")
+        while True: print("x" * 1000)
+    """)
+    read_end, write_end = os.pipe()
+    launcher = subprocess.Popen(
+        [*COMMAND, "run", script],
+        cwd=bench.path,
+        env=bench.environ,
+        stdout=write_end,
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(write_end)
+    try:
+        (pid,) = bench.wait_for_files("started")
+        time.sleep(1.0)  # let every buffer on the way fill up
+        assert _resident_bytes(launcher.pid) < 200 << 20
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(8) == 130
+        assert not is_alive(pid) and bench.left_behind() == []
+    finally:
+        os.close(read_end)
+        launcher.kill()
+        launcher.wait()
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,152 @@
+"""The small parts of the launcher: board, job directory, machine, specification, guard."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigError, LaunchError
+from paceline.launch.board import Board, number
+from paceline.launch.guard import end_processes, job_processes
+from paceline.launch.jobdir import JobDirectory, sweep
+from paceline.launch.machine import OomCount, human_bytes, memory, usable_cores
+from paceline.launch.spec import RunSpec, parse_env
+from paceline.telemetry.events import Progress
+
+
+def test_the_board_measures_the_recent_rate() -> None:
+    board = Board(2)
+    for second in range(100):
+        board.on_progress(Progress(0, second * (1 if second < 80 else 3), {"loss": 1.0}), second)
+    rate = board.rows(99.0)[0].steps_per_s
+    assert rate == pytest.approx(3.0, abs=0.1)
+    assert board.rows(103.0)[0].steps_per_s < rate, "a stall shows"
+    assert "1 of 2 ranks reporting" in board.line(99.0)
+
+
+def test_the_board_ignores_strangers_and_caps_columns() -> None:
+    board = Board(1)
+    board.on_progress(Progress(7, 1, {}), 0.0)
+    assert not board.has_progress
+    board.on_progress(Progress(0, 1, {f"value{i}": i for i in range(50)}), 0.0)
+    assert len(board.columns) == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(3.0, "3"), (0.123456, "0.1235"), (float("nan"), "nan"), (1e30, "1e+30")]
+)
+def test_values_are_short(value: float, shown: str) -> None:
+    assert number(value) == shown
+
+
+def test_a_job_directory_is_private_and_goes_away(tmp_path: Path) -> None:
+    with JobDirectory(tmp_path) as job:
+        assert job.path.stat().st_mode & 0o777 == 0o700
+        assert sweep(tmp_path) == [], "its launcher lives"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_directory_of_a_dead_launcher_is_swept(tmp_path: Path) -> None:
+    dead = "import os, sys; from pathlib import Path; from paceline.launch.jobdir import *;"
+    dead += "JobDirectory(Path(sys.argv[1])); os._exit(0)"
+    subprocess.run([sys.executable, "-c", dead, str(tmp_path)], check=True)
+    (left,) = tmp_path.iterdir()
+    assert sweep(tmp_path) == [left] and list(tmp_path.iterdir()) == []
+
+
+def test_sweeping_follows_no_links(tmp_path: Path) -> None:
+    treasure = tmp_path / "treasure"
+    treasure.mkdir()
+    (treasure / "lock").touch()
+    (tmp_path / f"paceline-{os.getuid()}-job-evil").symlink_to(treasure)
+    assert sweep(tmp_path) == [] and (treasure / "lock").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="nowhere"):
+        JobDirectory(tmp_path / "nowhere")
+
+
+def _tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_control_groups_of_version_2_are_read(tmp_path: Path) -> None:
+    root = _tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 500 kB\n",
+            "proc/vmstat": "pgfault 1\noom_kill 9\n",
+            "sys/fs/cgroup/a/b/memory.max": "max\n",
+            "sys/fs/cgroup/a/b/memory.events": "oom 2\noom_kill 4\n",
+            "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/a/memory.max": "4096\n",
+            "sys/fs/cgroup/a/memory.peak": "2048\n",
+            "sys/fs/cgroup/a/cpu.max": "50000 100000\n",
+        },
+    )
+    found = memory(root)
+    assert (found.limit_bytes, found.peak_bytes, found.total_bytes) == (4096, 2048, 1000 * 1024)
+    assert usable_cores(root) == 1
+    assert OomCount.read(root) == OomCount(4, 9)
+
+
+def test_control_groups_of_version_1_are_read(tmp_path: Path) -> None:
+    root = _tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/not/mounted\n0::/\n",
+            "sys/fs/cgroup/memory/x/memory.limit_in_bytes": "8192\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{(1 << 63) - 4096}\n",
+            "sys/fs/cgroup/memory/x/memory.oom_control": "under_oom 0\noom_kill 1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert memory(root).limit_bytes == 8192
+    assert usable_cores(root) == 1
+    assert OomCount.read(root).group == 1
+
+
+def test_a_machine_without_any_of_it_is_unknown_not_wrong(tmp_path: Path) -> None:
+    found = memory(tmp_path)
+    assert (found.limit_bytes, found.total_bytes) == (None, None)
+    assert human_bytes(None) == "unknown" and human_bytes(3 << 29) == "1.5 GB"
+
+
+def test_a_spec_is_checked_when_it_is_made(tmp_path: Path) -> None:
+    script = tmp_path / "s.py"
+    script.touch()
+    spec = RunSpec(target=str(script), arguments=("a",), num_workers=2)
+    assert spec.argv() == [sys.executable, str(script), "a"]
+    with pytest.raises(ConfigError, match="NUL"):
+        RunSpec(target=str(script), arguments=("a\0b",), num_workers=2)
+    with pytest.raises(ConfigError, match="only one"):
+        env = parse_env(["OMP_NUM_THREADS=2"])
+        RunSpec(target=str(script), num_workers=2, threads_per_worker=1, env=env)
+
+
+def test_the_guard_touches_only_marked_processes() -> None:
+    idle = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
+    mine = subprocess.Popen(
+        idle, env={**os.environ, "PACELINE_JOB": "mark-1"}, stdout=subprocess.PIPE
+    )
+    other = subprocess.Popen(
+        idle, env={**os.environ, "PACELINE_JOB": "mark-12"}, stdout=subprocess.PIPE
+    )
+    with mine, other:
+        for process in (mine, other):
+            assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        assert list(job_processes("mark-1", ())) == [mine.pid]
+        assert end_processes("mark-1", ()) == []
+        assert mine.wait(5) == -9
+        assert other.poll() is None
+        other.kill()
