@@ -1,0 +1,58 @@
+# Everything a person or CI needs, in a virtual environment of its own (.venv).
+#
+#   make demo    train a model with two processes           make bench   compare with others
+#   make test    run the tests                              make fmt     format the code
+#   make check   lint, types, layers                        make clean   remove what was built
+#
+# The first call sets up .venv and builds the core (minutes); later calls start in seconds. Each verb
+# is one line that also works by hand. ARGS is passed on: make test ARGS="-k launcher".
+
+SHELL := /bin/sh
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CORE  := pyproject.toml CMakeLists.txt constraints.txt $(shell find cpp -type f 2>/dev/null)
+
+.PHONY: demo test check fmt bench clean
+.DEFAULT_GOAL := demo
+
+demo: $(STAMP)
+	$(BIN)/paceline run -n 2 examples/digits_logistic.py $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+fmt: $(STAMP)
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python bench/allreduce.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+
+# --- set-up ---------------------------------------------------------------------------------------
+
+# The plain python3 when it fits, else whichever versioned one is there.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+	"$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+	&& echo "$$p" && break; done)
+
+# A trial beats a version number: the compiler must really build C++20 here.
+TRIAL := "\#include <span>\n\#if !defined(__clang__) && __GNUC__ < 11\n\#error\n\#endif\nint main() {}\n"
+SUITABLE_CXX = $(shell for c in $$CXX c++ g++ clang++ g++-14 g++-13 g++-12 g++-11; do \
+	printf $(TRIAL) | "$$c" -std=c++20 -x c++ - -o /dev/null 2>/dev/null && echo "$$c" && break; done)
+
+refuse = { echo "make: $(1)" >&2; exit 1; }
+
+$(STAMP): $(CORE)
+	@[ -n "$(PYTHON)" ] || $(call refuse,no Python 3.10 to 3.13 found: install one (Debian: apt install python3 python3-venv python3-dev))
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || $(call refuse,$(PYTHON) cannot make environments: install its venv package (Debian: apt install python3-venv))
+	@"$(PYTHON)" -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || $(call refuse,$(PYTHON) has no headers: install them (Debian: apt install python3-dev))
+	@[ -n "$(SUITABLE_CXX)" ] || $(call refuse,no C++20 compiler found: install g++ 11 or newer (Debian: apt install g++) or clang)
+	@[ -x $(BIN)/python ] || { echo "make: setting up $(VENV) (minutes the first time)"; "$(PYTHON)" -m venv $(VENV); }
+	CXX="$(SUITABLE_CXX)" $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	@touch $@
