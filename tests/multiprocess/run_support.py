@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
 COMMAND = [sys.executable, "-m", "paceline"]
 
 
@@ -23,11 +22,11 @@ class Workbench:
         self.path = path
         self.runtime = path / "runtime"
         self.runtime.mkdir(mode=0o700)
-        path_list = [str(SOURCE), os.environ.get("PYTHONPATH", "")]
+        path_list = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         self.environ = {
             **os.environ,
             "XDG_RUNTIME_DIR": str(self.runtime),
-            "PYTHONPATH": os.pathsep.join(part for part in path_list if part),
+            "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in path_list if p),
         }
 
     def script(self, text: str, name: str = "script.py") -> str:

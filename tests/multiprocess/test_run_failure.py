@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from run_support import COMMAND, Workbench
 
+from paceline.launch.machine import cgroup_dirs
+
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Workbench:
@@ -186,9 +188,6 @@ def test_out_of_memory_is_said_with_evidence(bench: Workbench) -> None:
 
 def _memory_cgroup(limit_bytes: int) -> Path | None:
     """Make a control group beside ours, in either version; None where that is not allowed."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-    from paceline.launch.machine import cgroup_dirs
-
     for directory in cgroup_dirs("memory"):
         group = directory / f"paceline-test-{os.getpid()}"
         try:

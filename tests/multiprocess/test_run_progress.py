@@ -80,6 +80,7 @@ def test_a_terminal_shows_a_live_table(bench: Workbench) -> None:
         screen = _read_all(main)
     os.close(main)
     assert launcher.returncode == 0, screen
+    assert re.search(r"\[0\] \x1b\[0m(\x1b\[\w*m)*last line", screen), "only the prefix is coloured"
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
     assert "running" in plain, "the table while the job ran"
     assert "\x1b[2K" in screen or "\x1b[1A" in screen, "it was redrawn in place"

@@ -68,7 +68,7 @@ class PlainScreen:
     def summary(self, picture: Picture) -> None:
         from rich.console import Console
 
-        console = Console(width=100, color_system=None, force_terminal=False)
+        console = Console(width=100, color_system=None, markup=False, emoji=False)
         with console.capture() as capture:
             console.print(_table(picture, limit=18))
         lines = capture.get().splitlines()
@@ -100,18 +100,21 @@ class LiveScreen:
     def __init__(self, file: IO[str]) -> None:
         from rich.console import Console
 
-        self._console: Console = Console(file=file, highlight=False, soft_wrap=True)
+        # Markup and emoji off: "[0]" and ":x:" in what ranks say are just that.
+        self._console: Console = Console(
+            file=file, highlight=False, soft_wrap=True, markup=False, emoji=False
+        )
         self._live: Live | None = None
 
     def rank_line(self, rank: int, is_error: bool, text: str) -> None:
         from rich.text import Text
 
         del is_error  # one screen: the order of arrival is all that can be shown
-        prefix = Text(f"[{rank}] ", style=_COLOURS[rank % len(_COLOURS)])
-        self._console.print(prefix + Text.from_ansi(text))
+        prefix = (f"[{rank}] ", _COLOURS[rank % len(_COLOURS)])
+        self._console.print(Text.assemble(prefix, Text.from_ansi(text)))
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, style="bold")
+        self._console.print(text, style="bold")
 
     def progress(self, picture: Picture) -> None:
         table = _table(picture, limit=max(3, self._console.size.height - 8))
