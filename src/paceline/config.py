@@ -10,6 +10,7 @@ Nothing here opens a socket or decides how ranks meet: that is `cluster/rendezvo
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tempfile
@@ -18,6 +19,8 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from paceline.errors import ConfigError
+
+DEFAULT_BIND_ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,7 @@ class _Launcher(NamedTuple):
 
 
 _TORCH_STYLE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OWN_SETTINGS = ("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND")
 _PACELINE = _Launcher("paceline", *(f"PACELINE_{name}" for name in _TORCH_STYLE))
 _TORCHRUN = _Launcher("torchrun", *_TORCH_STYLE)
 _BY_HAND = _Launcher("environment", *_TORCH_STYLE)
@@ -105,6 +109,7 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
     Raises ConfigError for values that make no sense and for launchers that contradict each other.
     """
     environ = os.environ if environ is None else environ
+    _refuse_misspelling(environ)
     places = [_place(environ, launcher) for launcher in _launchers(environ)]
     _refuse_disagreement(environ, places)
     place = places[0] if places else None
@@ -136,6 +141,17 @@ def runtime_dir(environ: Mapping[str, str] | None = None) -> str:
     if chosen and os.path.isdir(chosen) and os.access(chosen, os.W_OK):
         return chosen
     return tempfile.gettempdir()
+
+
+def _refuse_misspelling(environ: Mapping[str, str]) -> None:
+    """Refuse PACELINE_TIMOUT_S: a setting that is silently ignored is worse than none."""
+    known = [f"PACELINE_{field.name.upper()}" for field in fields(EngineConfig)]
+    known += [f"PACELINE_{name}" for name in (*_TORCH_STYLE, *_OWN_SETTINGS)]
+    for name in environ:
+        if name.startswith("PACELINE_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+            if near:
+                raise ConfigError(f"unknown variable {name}, did you mean {near[0]}?")
 
 
 def _launchers(environ: Mapping[str, str]) -> list[_Launcher]:
@@ -250,7 +266,7 @@ def _coordinator(environ: Mapping[str, str]) -> str | None:
 
 
 def _bind_address(environ: Mapping[str, str]) -> str:
-    address = environ.get("PACELINE_BIND") or "127.0.0.1"
+    address = environ.get("PACELINE_BIND") or DEFAULT_BIND_ADDRESS
     if address in ("0.0.0.0", "::", "[::]", "*"):
         raise ConfigError(
             f"PACELINE_BIND={address} would listen on every interface; name the address of the"
