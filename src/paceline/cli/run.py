@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import shlex
+import signal
 import sys
 
 from paceline.launch.display import Display, choose_screen, open_logs
@@ -15,6 +16,9 @@ from paceline.launch.machine import usable_cores
 from paceline.launch.outcome import Outcome
 from paceline.launch.report import state_words
 from paceline.launch.spec import RunSpec
+
+# After Ctrl-C, for a terminal that is held or a reader that does not read.
+_PATIENCE_S = 1.5
 
 
 class _DisplayHandler(logging.Handler):
@@ -34,17 +38,27 @@ def run(spec: RunSpec) -> int:
     display = Display(choose_screen(), logs)
     handler = _DisplayHandler(display)
     logging.getLogger("paceline").addHandler(handler)
+    patience_s: float | None = _PATIENCE_S
     try:
         # The environment is passed on to the ranks as a whole, not read for settings.
         job = LocalJob(spec, os.environ, display)
         outcome = asyncio.run(job.run())
         _tell(job, outcome, display, spec)
+        if outcome.interrupted_by is None:
+            patience_s = None  # a slow reader gets every line, as from any other program
     finally:
         logging.getLogger("paceline").removeHandler(handler)
-        was_shown = display.close()
+        was_shown = _close(display, patience_s)
     if not was_shown:
-        os._exit(outcome.exit_code)  # the terminal is held; waiting for it would be for ever
+        os._exit(outcome.exit_code)
     return outcome.exit_code
+
+
+def _close(display: Display, patience_s: float | None) -> bool:
+    try:
+        return display.close(timeout_s=patience_s)
+    except KeyboardInterrupt:  # the job is over and cleaned up; only its words are still held up
+        os._exit(128 + signal.SIGINT)
 
 
 def _tell(job: LocalJob, outcome: Outcome, display: Display, spec: RunSpec) -> None:

@@ -91,10 +91,11 @@ class Display:
         """Show the board as it is at the end."""
         self._put(0, lambda: self._screen.summary(picture))
 
-    def close(self, *, timeout_s: float = 2.0) -> bool:
+    def close(self, *, timeout_s: float | None) -> bool:
         """Paint what is queued and stop; false when the screen did not take it in time.
 
-        After false the thread still hangs in a write: leave the process with os._exit.
+        None waits for as long as the reader takes. After false, or after an exception such as
+        KeyboardInterrupt, the thread may still hang in a write: leave the process with os._exit.
         """
         self._put(0, lambda: self._screen.close())
         self._queue.put(None)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.secret_file import create_secret_file, load_secret
-from paceline.config import runtime_dir
+from paceline.config import EngineConfig, runtime_dir
 from paceline.launch.board import Board
 from paceline.launch.display import Display
 from paceline.launch.environment import JobAddresses, worker_environ
@@ -67,6 +67,8 @@ class LocalJob:
     async def run(self) -> Outcome:
         """Run the job to its end and return what became of it; raises LaunchError."""
         started_s, oom_before = time.monotonic(), OomCount.read()
+        # A wrong setting is refused here, once, instead of by every rank.
+        config = EngineConfig.from_environ({**self._environ, **self._spec.env})
         with ExitStack() as held:
             directory = held.enter_context(JobDirectory(Path(runtime_dir(self._environ))))
             port = held.enter_context(hold_port())
@@ -75,7 +77,9 @@ class LocalJob:
                 self._job_id,
                 load_secret(secret_file),
                 self._spec.num_workers,
-                on_event=self._on_event,
+                config.join_timeout_s,
+                self._on_event,
+                liveness_s=config.liveness_s,
             )
             where = JobAddresses(
                 job_id=self._job_id,

@@ -21,9 +21,10 @@ TAIL_LINES = 40
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above", "The above exception was the direct cause")
 # A traceback's last line that tells of somebody else's end: our own errors, and what gloo says.
+# Ours may be wrapped by torch, as in "RuntimeError: PeerLost: rank 2 ...".
 _CONSEQUENCE = re.compile(
-    r"^(?:\w+\.)*(?:PeerLost|PeerTimeout|GenerationChanged)\b"
-    r"|^\w[\w.]*: .*Connection (?:closed|reset) by peer"
+    r"^(?:[\w.]+: .*)?(?:\w+\.)*\b(?:PeerLost|PeerTimeout|GenerationChanged)\b"
+    r"|^[\w.]+: .*Connection (?:closed|reset) by peer"
 )
 
 

@@ -34,6 +34,8 @@ def test_a_cause_is_chosen_before_earlier_consequences() -> None:
     results = [_failed(0, _LOST), _failed(1, _GLOO), _failed(2, _CAUSE)]
     assert first_cause(results) == results[2]
     assert first_cause(results[:2]) == results[0]
+    wrapped = ["Traceback (most recent call last):", "RuntimeError: PeerLost: rank 2 ended"]
+    assert _failed(0, wrapped).is_consequence
     assert first_cause([]) is None
 
 
