@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -31,6 +32,7 @@ from paceline.errors import PeerLost, PeerTimeout
 from paceline.telemetry.events import Event
 
 HEARTBEAT_S = 1.0
+_VANISHED_S = 15.0
 _ANSWER_S = 30.0  # a coordinator that is alive answers within this
 
 _decoder = msgspec.msgpack.Decoder(m.CoordinatorMessage)
@@ -44,6 +46,7 @@ class Agent:
         self.membership: Membership | None = None
         self.presence: dict[int, m.Presence] = {}  # last known change of each other rank
         self.on_presence: Callable[[m.Presence], None] | None = None  # called in the thread
+        self.local_address = ""  # ours in the network through which the coordinator is reached
         self._address, self._rank, self._heartbeat_s = address, rank, heartbeat_s
         self._channel: Channel[m.CoordinatorMessage]
         self._tasks: list[asyncio.Task[None]] = []
@@ -82,11 +85,11 @@ class Agent:
     def report(self, event: Event) -> None:
         """Pass an event to whoever watches the job. Returns at once; dropped when nobody can."""
         if self._gone is None:
-            self.thread.loop.call_soon_threadsafe(self._tell, m.Report(event))
+            self.thread.post(self._tell, m.Report(event))
 
     def leave(self) -> None:
         """Tell the coordinator that this member ends in good order; no effect if it is gone."""
-        if self._gone is None:
+        if self._gone is None and self.thread.is_running:
             self.thread.call(self._leave())
 
     def close(self) -> None:
@@ -138,7 +141,7 @@ class Agent:
     def _ask(
         self, make: Callable[[int], m.MemberMessage], timeout_s: float = _ANSWER_S
     ) -> m.CoordinatorMessage:
-        if self._gone is not None or not self.thread.is_running:
+        if self._gone is not None:
             raise self._lost()
         reply = self.thread.call(self._request(make, timeout_s))
         if isinstance(reply, m.Failure):
@@ -164,7 +167,12 @@ class Agent:
                 purpose="control",
             )
             sock = await connect_tcp(self._address)
-            return await Channel.over(sock, await introduce(sock, handshake), _decoder)
+            # With this a host that vanished without a word is noticed by the heartbeats it no
+            # longer acknowledges.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_VANISHED_S * 1000))
+            self.local_address = sock.getsockname()[0]
+            session = await introduce(sock, handshake, what=what)
+            return await Channel.over(sock, session, _decoder)
 
         what = f"rank {self._rank}: coordinator {self._address}"
         self._channel = await keep_trying(attempt, what=what, timeout_s=timeout_s)
@@ -186,8 +194,9 @@ class Agent:
                 self.on_presence(message)
         elif isinstance(message, m.Missing):
             ranks = ", ".join(map(str, message.ranks))
+            noun = "rank" if len(message.ranks) == 1 else "ranks"
             so_far = f"({message.waited_s:.0f} s so far)"
-            say(f"rank {self._rank} waits for ranks {ranks} to join {so_far}")
+            say(f"rank {self._rank} waits for {noun} {ranks} to join {so_far}")
         else:
             answer = self._answers.pop(message.id, None)
             if answer is not None and not answer.done():
@@ -226,6 +235,7 @@ class Agent:
 
     def _give_up(self, why: str) -> None:
         self._gone = why
+        self._channel.close()
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(self._lost())

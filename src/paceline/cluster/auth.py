@@ -108,16 +108,15 @@ class CallerHandshake:
         found = _decode(message, _Version).version
         if found != PROTOCOL_VERSION:
             raise VersionMismatch(
-                f"{self._listener} of job {self._job_id} speaks protocol {found}, this process"
-                f" (rank {self._hello.rank}) speaks {PROTOCOL_VERSION};"
+                f"protocol {found} there, {PROTOCOL_VERSION} here;"
                 " install the same Paceline version everywhere"
             )
         challenge = _decode(message, Challenge)
         keys = _Keys(self._secret, self._job_id, self._listener, self._hello, challenge.nonce)
         if not hmac.compare_digest(challenge.proof, keys.listener_proof):
             raise AuthError(
-                f"{self._listener} does not share our secret and job id ({self._job_id});"
-                " another job listens there, or the secret files differ"
+                f"whoever listens there is not the {self._listener} of job {self._job_id} with our"
+                " secret; another job has that address, or the secret files differ"
             )
         self._session = Session(keys.caller_key, keys.listener_key)
         return msgspec.msgpack.encode(Proof(keys.caller_proof))
@@ -135,14 +134,15 @@ class ListenerHandshake:
 
     def __init__(self, secret: bytes, *, job_id: str, listener: str) -> None:
         self._secret, self._job_id, self._listener = secret, job_id, listener
-        self._keys: _Keys | None = None
+        self._keys: _Keys
+        self._version = 0
         self.caller: Hello
         self.session: Session
 
     def challenge(self, message: bytes) -> bytes:
-        """Answer a hello. A wrong version is answered too; `accept` then raises."""
-        version = _decode(message, _Version).version
-        if version != PROTOCOL_VERSION:
+        """Answer a hello, also one of another version: its caller shall learn of ours."""
+        self._version = _decode(message, _Version).version
+        if self._version != PROTOCOL_VERSION:
             return msgspec.msgpack.encode(Challenge(PROTOCOL_VERSION))
         self.caller = _decode(message, Hello)
         if len(self.caller.nonce) != NONCE_BYTES:
@@ -151,10 +151,17 @@ class ListenerHandshake:
         self._keys = _Keys(self._secret, self._job_id, self._listener, self.caller, nonce)
         return msgspec.msgpack.encode(Challenge(PROTOCOL_VERSION, nonce, self._keys.listener_proof))
 
+    def require_version(self) -> None:
+        """Raise VersionMismatch when the hello was of another version."""
+        if self._version != PROTOCOL_VERSION:
+            raise VersionMismatch(
+                f"a caller speaks protocol {self._version}, this process {PROTOCOL_VERSION};"
+                " install the same Paceline version everywhere"
+            )
+
     def accept(self, message: bytes) -> bytes:
         """Check the caller's proof; return the frame that tells it so."""
-        if self._keys is None:
-            raise VersionMismatch("the caller speaks another protocol version")
+        self.require_version()
         proof = _decode(message, Proof).proof
         if not hmac.compare_digest(proof, self._keys.caller_proof):
             raise AuthError(f"a caller that claims rank {self.caller.rank} has another secret")

@@ -9,6 +9,7 @@ bound, so that it can take neither memory nor time from the others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,7 @@ from paceline.cluster.sockets import MAX_FRAME_BYTES, frame, frame_size
 from paceline.errors import BadFrame, PeerLost, UsageError
 
 MAX_BACKLOG_BYTES = 2 * MAX_FRAME_BYTES
+_GOODBYE_S = 2.0
 
 M = TypeVar("M")
 
@@ -73,6 +75,8 @@ class Channel(Generic[M]):
         self._writer.close()
 
     async def finish(self) -> None:
-        """Send what is queued, then close; waits for both."""
+        """Send what is queued, then close; waits a moment for both."""
         self._writer.close()
-        await self._writer.wait_closed()
+        # A peer that is gone or does not read must not keep us from leaving.
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._writer.wait_closed(), _GOODBYE_S)

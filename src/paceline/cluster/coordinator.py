@@ -81,11 +81,9 @@ class Coordinator:
         *,
         liveness_s: float = 5.0,
     ) -> None:
-        self._join_timeout_s, self._on_event, self._liveness_s = (
-            join_timeout_s,
-            on_event,
-            liveness_s,
-        )
+        self._join_timeout_s, self._liveness_s = join_timeout_s, liveness_s
+        self._on_event = on_event
+        self.on_membership: Callable[[Membership], None] | None = None  # called in the loop
         self._assembly = Assembly(world_size)
         self._store = StoreService()
         self._gate = Gate(secret, job_id=job_id, listener=LISTENER, admit=self._admit)
@@ -93,6 +91,7 @@ class Coordinator:
         self._failure: RendezvousError | None = None
         self._first_join_s = self._notice_s = self._deadline_s = 0.0  # set by the first to join
         self._watch: asyncio.Task[None] | None = None
+        self._is_stopping = False
         self.left: set[int] = set()
         self.lost: dict[int, str] = {}  # rank -> what is known about it
 
@@ -115,6 +114,7 @@ class Coordinator:
 
     async def stop(self) -> None:
         """End all connections. Members go on without a coordinator."""
+        self._is_stopping = True
         if self._watch is not None:
             self._watch.cancel()
         await self._gate.close()
@@ -150,14 +150,20 @@ class Coordinator:
         if isinstance(message, m.Join):
             self._on_join(peer, message)
         elif isinstance(message, m.Report):
-            if self._on_event is not None:
-                self._on_event(message.event)
+            self._pass_on(message.event)
         elif isinstance(message, m.Leave):
             peer.has_left = True
         elif isinstance(message, m.Request):
             forget = self._store.handle(message, lambda value: peer.answer(message.id, value))
             if forget is not None:
                 peer.waits[message.id] = forget
+
+    def _pass_on(self, event: Event) -> None:
+        try:
+            if self._on_event is not None:
+                self._on_event(event)
+        except Exception:  # a watcher's bug must not cost a member its connection
+            log.exception("on_event failed for %r", event)
 
     def _on_join(self, peer: _Peer, request: m.Join) -> None:
         try:
@@ -167,6 +173,8 @@ class Coordinator:
             return
         membership = self._assembly.membership
         if membership is not None:
+            if self.on_membership is not None:
+                self.on_membership(membership)
             for other in self._peers:
                 if other.join is not None:
                     other.tell(m.Joined(other.join.id, membership))
@@ -196,7 +204,7 @@ class Coordinator:
         """Forget a connection that ended, and tell the others if a member went with it."""
         for forget in list(peer.waits.values()):
             forget()
-        if peer.member is None:
+        if peer.member is None or self._is_stopping:
             return
         rank = peer.member.rank
         if self.membership is None:
@@ -274,7 +282,12 @@ class CoordinatorThread:
     ) -> None:
         self._thread = LoopThread("paceline-coordinator")
         self.coordinator = Coordinator(
-            job_id, secret, world_size, join_timeout_s, on_event, liveness_s=liveness_s
+            job_id,
+            secret,
+            world_size,
+            join_timeout_s,
+            on_event,
+            liveness_s=liveness_s,
         )
 
     def start(self, host: str = "127.0.0.1", port: int = 0) -> str:

@@ -19,12 +19,14 @@ import time
 from collections.abc import Awaitable, Callable
 
 from paceline.cluster.auth import CallerHandshake, Hello, ListenerHandshake, Session
+from paceline.cluster.fork import close_in_children
 from paceline.cluster.sockets import receive_frame, send_frame
 from paceline.errors import AuthError, PacelineError
 
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64
-_GRACE_S = 0.1  # a stranger younger than this is not pushed out: it may be honest on a busy machine
+# A younger stranger is not pushed out: it may be honest, on a busy machine.
+_GRACE_S = 0.05
 
 log = logging.getLogger("paceline.cluster")
 
@@ -37,8 +39,17 @@ class Gate:
     `admit` owns the socket; it runs in the connection's own task and may stay as long as it likes.
     """
 
-    def __init__(self, secret: bytes, *, job_id: str, listener: str, admit: Admit) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        *,
+        job_id: str,
+        listener: str,
+        admit: Admit,
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:
         self._secret, self._job_id, self._listener, self._admit = secret, job_id, listener, admit
+        self._handshake_s = handshake_s
         self._strangers: dict[asyncio.Task[None], float] = {}  # in order of arrival
         self._tasks: set[asyncio.Task[None]] = set()
         self._sockets: list[socket.socket] = []
@@ -72,10 +83,10 @@ class Gate:
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:  # out of descriptors, or the caller is gone already
-                log.warning("%s cannot accept a connection: %s", self._listener, error)
+                self._note_refusal(error)
                 await asyncio.sleep(_GRACE_S)
                 continue
-            task = self._start(self._serve(sock))
+            task = self._start(self._serve(close_in_children(sock)))
             self._strangers[task] = time.monotonic()
 
     async def _make_room(self) -> None:
@@ -92,7 +103,7 @@ class Gate:
         task = asyncio.current_task()
         assert task is not None
         try:
-            session, caller = await asyncio.wait_for(self._authenticate(sock), HANDSHAKE_S)
+            session, caller = await asyncio.wait_for(self._authenticate(sock), self._handshake_s)
         except (PacelineError, OSError, asyncio.TimeoutError) as error:
             self._note_refusal(error)
             sock.close()
@@ -112,6 +123,7 @@ class Gate:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         handshake = ListenerHandshake(self._secret, job_id=self._job_id, listener=self._listener)
         await send_frame(sock, handshake.challenge(await receive_frame(sock)))
+        handshake.require_version()
         await send_frame(sock, handshake.accept(await receive_frame(sock)))
         return handshake.session, handshake.caller
 
@@ -123,12 +135,15 @@ class Gate:
             log.warning("%s refused %d connections: %s", self._listener, self.refused, text)
 
 
-async def introduce(sock: socket.socket, handshake: CallerHandshake) -> Session:
-    """Run the caller's side on a fresh connection; closes the socket on any failure."""
+async def introduce(sock: socket.socket, handshake: CallerHandshake, *, what: str) -> Session:
+    """Run the caller's side on a fresh connection to `what`; closes the socket on any failure."""
     try:
         await send_frame(sock, handshake.hello())
         await send_frame(sock, handshake.answer(await receive_frame(sock)))
         return handshake.finish(await receive_frame(sock))
+    except PacelineError as error:
+        sock.close()
+        raise type(error)(f"{what}: {error}") from None
     except BaseException:
         sock.close()
         raise

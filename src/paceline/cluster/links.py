@@ -28,7 +28,7 @@ from paceline.cluster.sockets import (
     listen_tcp,
     listen_unix,
 )
-from paceline.errors import RendezvousError
+from paceline.errors import RendezvousError, UsageError
 
 _Key = tuple[int, str]  # rank of the caller, purpose
 
@@ -96,7 +96,7 @@ class LinkListener:
                 purpose=purpose,
             )
             sock = await (connect_unix(member.unix) if local else connect_tcp(member.tcp))
-            await introduce(sock, handshake)
+            await introduce(sock, handshake, what=what)
             return sock
 
         what = f"rank {self._rank}: rank {member.rank} ({member.where}) at {where}"
@@ -108,20 +108,24 @@ class LinkListener:
         if previous is not None:
             previous.close()  # its caller gave up waiting for our answer and connected again
         self._arrived[key] = sock
-        if key in self._expected:
-            self._expected.pop(key).set_result(None)
+        expected = self._expected.get(key)
+        if expected is not None and not expected.done():
+            expected.set_result(None)
 
     async def _take(self, key: _Key, timeout_s: float) -> int:
+        if key in self._expected:
+            raise UsageError(f"two threads wait for rank {key[0]} to connect for {key[1]!r}")
         if key not in self._arrived:
-            expected = self._expected.setdefault(key, asyncio.get_running_loop().create_future())
+            self._expected[key] = asyncio.get_running_loop().create_future()
             try:
-                await asyncio.wait_for(expected, timeout_s)
+                await asyncio.wait_for(self._expected[key], timeout_s)
             except asyncio.TimeoutError:
-                self._expected.pop(key, None)
                 raise RendezvousError(
                     f"rank {self._rank} waited {timeout_s:g} s for rank {key[0]} to connect for"
                     f" {key[1]!r}; it may have failed or taken another path"
                 ) from None
+            finally:
+                del self._expected[key]
         return self._arrived.pop(key).detach()
 
     async def _close(self) -> None:

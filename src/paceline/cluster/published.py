@@ -48,14 +48,17 @@ class Published:
     """Our own file; to be removed when the job no longer accepts members."""
 
     path: Path
+    pid: int
 
     def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
+        if os.getpid() == self.pid:  # a forked child that cleans up must not take it away
+            self.path.unlink(missing_ok=True)
 
 
 def publish(env: JobEnv, address: str, secret: bytes) -> Published:
     """Write the file of this job; RendezvousError when another live process has done so."""
     path = _path(env)
+    _sweep(path.parent)
     pid = os.getpid()
     contents = Contents(address, secret.hex(), pid, process_start(pid) or "")
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
@@ -71,7 +74,7 @@ def publish(env: JobEnv, address: str, secret: bytes) -> Published:
             path.unlink(missing_ok=True)
     finally:
         draft.unlink()
-    return Published(path)
+    return Published(path, pid)
 
 
 def wait_for(env: JobEnv, timeout_s: float) -> Contents:
@@ -87,8 +90,16 @@ def wait_for(env: JobEnv, timeout_s: float) -> Contents:
         time.sleep(_POLL_S)
     raise RendezvousError(
         f"rank {env.rank} waited {timeout_s:g} s for rank 0 of job {env.job_id} to write {path};"
-        " see why it did not start, or, if it did, give all ranks the same PACELINE_JOB"
+        " see why it did not start; if it did, give all ranks the same PACELINE_JOB"
     )
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what killed jobs left behind, of whatever name."""
+    for path in directory.glob("job-*"):
+        contents = _read(path)
+        if contents is not None and not contents.is_current:
+            path.unlink(missing_ok=True)
 
 
 def _appear(draft: Path, path: Path) -> bool:

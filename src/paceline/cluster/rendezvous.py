@@ -11,9 +11,11 @@ The result is a connected agent; joining comes later, when the member knows wher
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
+
+import msgspec
 
 from paceline.cluster.agent import Agent
 from paceline.cluster.coordinator import CoordinatorThread
@@ -21,7 +23,7 @@ from paceline.cluster.local_agent import LocalAgent
 from paceline.cluster.published import Published, publish, wait_for
 from paceline.cluster.secret_file import load_secret, new_secret
 from paceline.cluster.sockets import split_address
-from paceline.config import EngineConfig, JobEnv
+from paceline.config import DEFAULT_BIND_ADDRESS, EngineConfig, JobEnv
 from paceline.errors import ConfigError, RendezvousError
 
 AnyAgent: TypeAlias = Agent | LocalAgent
@@ -31,10 +33,17 @@ _LEAVE_S = 5.0  # rank 0 keeps the coordinator up for those who leave a little l
 
 
 class KeyValue(Protocol):
-    """What is needed of a foreign store, torch.distributed's among them."""
+    """What is needed of a foreign store; torch.distributed's stores have it."""
 
     def set(self, key: str, value: str) -> Any: ...
-    def get(self, key: str) -> bytes: ...
+    def get(self, key: str) -> bytes: ...  # waits until the key is set
+
+
+class _InStore(msgspec.Struct, frozen=True):
+    """What rank 0 puts into a foreign store."""
+
+    address: str
+    secret_hex: str
 
 
 @dataclass
@@ -44,6 +53,7 @@ class Rendezvous:
     agent: AnyAgent
     secret: bytes
     job_id: str
+    bind_address: str  # where links may listen, so that the other members can reach them
     coordinator: CoordinatorThread | None = None
     published: Published | None = None
 
@@ -59,16 +69,15 @@ class Rendezvous:
 def establish(env: JobEnv, config: EngineConfig) -> Rendezvous:
     """Find or start the job's coordinator and connect to it. Blocks up to `join_timeout_s`."""
     if env.world_size == 1 and env.coordinator is None:
-        return Rendezvous(LocalAgent(), new_secret(), env.job_id)
+        return Rendezvous(LocalAgent(), new_secret(), env.job_id, env.bind_address)
     if env.coordinator is not None:
         return _at_known_address(env, config, env.coordinator)
     if env.local_world_size < env.world_size:
         raise ConfigError(
             f"rank {env.rank}: {env.source} started {env.world_size} processes,"
-            f" {env.local_world_size} of them on this host; on several hosts every process needs"
-            " PACELINE_COORDINATOR=HOST:PORT (an address of rank 0's host and a free port),"
-            " PACELINE_SECRET_FILE=FILE (mode 0600, the same content on every host) and"
-            " PACELINE_BIND=ADDRESS (this host's address in the job's network)"
+            f" {env.local_world_size} of them on this host; for several hosts export in every"
+            " process PACELINE_COORDINATOR=HOST:PORT (an address of rank 0's host and a free port"
+            " there) and PACELINE_SECRET_FILE=FILE (mode 0600, the same content on every host)"
         )
     return _through_private_file(env, config)
 
@@ -87,15 +96,23 @@ def establish_from_store(
     The secret travels through that store, so the job is as private as the store is.
     """
     config = config or EngineConfig()
+    meeting = _Meeting(rank, world_size, job_id, "worker", bind_address, config)
     if rank != 0:
-        shared = json.loads(store.get(_STORE_KEY))
-        address, secret = str(shared["address"]), bytes.fromhex(shared["secret"])
-        return _connect(address, secret, job_id, rank, "worker", config)
+        try:
+            found = msgspec.json.decode(store.get(_STORE_KEY), type=_InStore)
+            secret = bytes.fromhex(found.secret_hex)
+        except ValueError as error:  # msgspec's errors are ValueErrors as well
+            raise RendezvousError(
+                f"rank {rank}: key {_STORE_KEY!r} of the given store was not written by Paceline's"
+                f" rank 0: {error}; use a fresh store or a prefix"
+            ) from None
+        return meeting.attend(found.address, secret)
     secret = new_secret()
-    coordinator = CoordinatorThread(job_id, secret, world_size, config.join_timeout_s)
-    address = coordinator.start(bind_address)
-    store.set(_STORE_KEY, json.dumps({"address": address, "secret": secret.hex()}))
-    return _connect(address, secret, job_id, rank, "worker", config, coordinator)
+
+    def announce(address: str) -> None:
+        store.set(_STORE_KEY, msgspec.json.encode(_InStore(address, secret.hex())).decode())
+
+    return meeting.host(secret, bind_address, 0, announce)
 
 
 def _at_known_address(env: JobEnv, config: EngineConfig, address: str) -> Rendezvous:
@@ -104,45 +121,78 @@ def _at_known_address(env: JobEnv, config: EngineConfig, address: str) -> Rendez
             f"rank {env.rank}: PACELINE_COORDINATOR={address} is set but PACELINE_SECRET_FILE is"
             " not; name the job's secret file (mode 0600)"
         )
-    secret = load_secret(env.secret_file)
-    coordinator = None
-    if env.rank == 0 and env.source != "paceline":
-        coordinator = _start(env, config, secret)
-        coordinator.start(*split_address(address))
-    return _connect(address, secret, env.job_id, env.rank, env.role, config, coordinator)
+    meeting, secret = _Meeting.of(env, config), load_secret(env.secret_file)
+    if env.rank == 0 and env.source != "paceline":  # no launcher of ours that would run it
+        return meeting.host(secret, *split_address(address))
+    return meeting.attend(address, secret)
 
 
 def _through_private_file(env: JobEnv, config: EngineConfig) -> Rendezvous:
+    meeting = _Meeting.of(env, config)
     if env.rank != 0:
         found = wait_for(env, config.join_timeout_s)
-        return _connect(found.address, found.secret, env.job_id, env.rank, env.role, config)
+        return meeting.attend(found.address, found.secret)
     secret = load_secret(env.secret_file) if env.secret_file else new_secret()
-    coordinator = _start(env, config, secret)
-    address = coordinator.start(env.bind_address)
-    try:
-        published = publish(env, address, secret)
-    except RendezvousError:
-        coordinator.stop()
-        raise
-    met = _connect(address, secret, env.job_id, env.rank, env.role, config, coordinator)
-    met.published = published
-    return met
+    return meeting.host(secret, env.bind_address, 0, lambda address: publish(env, address, secret))
 
 
-def _start(env: JobEnv, config: EngineConfig, secret: bytes) -> CoordinatorThread:
-    return CoordinatorThread(
-        env.job_id, secret, env.world_size, config.join_timeout_s, liveness_s=config.liveness_s
-    )
+@dataclass(frozen=True)
+class _Meeting:
+    """One process's way into the job, once it is clear where the coordinator runs."""
 
+    rank: int
+    world_size: int
+    job_id: str
+    role: str
+    bind_address: str
+    config: EngineConfig
 
-def _connect(
-    address: str,
-    secret: bytes,
-    job_id: str,
-    rank: int,
-    role: str,
-    config: EngineConfig,
-    coordinator: CoordinatorThread | None = None,
-) -> Rendezvous:
-    agent = Agent.connect(address, secret, job_id, rank, role, timeout_s=config.join_timeout_s)
-    return Rendezvous(agent, secret, job_id, coordinator)
+    @classmethod
+    def of(cls, env: JobEnv, config: EngineConfig) -> _Meeting:
+        return cls(env.rank, env.world_size, env.job_id, env.role, env.bind_address, config)
+
+    def attend(self, address: str, secret: bytes) -> Rendezvous:
+        """Connect to the coordinator that another process runs."""
+        agent = Agent.connect(
+            address,
+            secret,
+            self.job_id,
+            self.rank,
+            self.role,
+            timeout_s=self.config.join_timeout_s,
+        )
+        # Unless told otherwise, links listen where the coordinator's network sees this process.
+        is_chosen = self.bind_address != DEFAULT_BIND_ADDRESS
+        bind_address = self.bind_address if is_chosen else agent.local_address
+        return Rendezvous(agent, secret, self.job_id, bind_address)
+
+    def host(
+        self,
+        secret: bytes,
+        host: str,
+        port: int,
+        announce: Callable[[str], Published | None] = lambda _: None,
+    ) -> Rendezvous:
+        """Run the coordinator here, tell the others where, and connect to it."""
+        coordinator = CoordinatorThread(
+            self.job_id,
+            secret,
+            self.world_size,
+            self.config.join_timeout_s,
+            liveness_s=self.config.liveness_s,
+        )
+        published = None
+        try:
+            address = coordinator.start(host, port)
+            published = announce(address)
+            if published is not None:
+                # Nobody else can join then, so a killed job leaves no file behind.
+                coordinator.coordinator.on_membership = lambda _: published.remove()
+            met = self.attend(address, secret)
+        except BaseException:
+            coordinator.stop()
+            if published is not None:
+                published.remove()
+            raise
+        met.coordinator, met.published = coordinator, published
+        return met

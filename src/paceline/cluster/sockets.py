@@ -15,13 +15,15 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from paceline.cluster.fork import close_in_children
 from paceline.errors import BadFrame, ConnectError, PortInUse, SetupError
 
 MAX_HELLO_BYTES = 4096  # any frame before authentication
 MAX_FRAME_BYTES = 64 << 20  # any frame after it
 _BACKLOG = 1024
+_ATTEMPT_S = 5.0
 
 T = TypeVar("T")
 
@@ -74,7 +76,7 @@ def listen_tcp(host: str, port: int = 0) -> socket.socket:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise ConnectError(f"cannot listen on {host}: {error.strerror}; check the name") from error
-    sock = socket.socket(family, kind)
+    sock = close_in_children(socket.socket(family, kind))
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,7 +90,7 @@ def listen_tcp(host: str, port: int = 0) -> socket.socket:
 
 def listen_unix(name: str) -> socket.socket:
     """Listen on an abstract Unix socket: no file, gone with the process."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = close_in_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     sock.setblocking(False)
     sock.bind("\0" + name)
     sock.listen(_BACKLOG)
@@ -125,27 +127,31 @@ def _port_owner(port: int) -> str:
 
 
 async def connect_tcp(address: str) -> socket.socket:
-    """Connect once, without delaying small messages; OSError when that fails."""
+    """Connect once, to the first of the host's addresses that answers; OSError when none does."""
     host, port = split_address(address)
     loop = asyncio.get_running_loop()
-    family, kind, _, _, where = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
-    sock = socket.socket(family, kind)
-    try:
-        sock.setblocking(False)
-        await loop.sock_connect(sock, where)
+    failure = OSError(f"{host} has no address")
+    for family, _, _, _, where in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            sock = await _connect(family, where)
+        except OSError as error:
+            failure = error
+            continue
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+        return sock
+    raise failure
 
 
 async def connect_unix(name: str) -> socket.socket:
     """Connect once to an abstract Unix socket; OSError when that fails."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    return await _connect(socket.AF_UNIX, "\0" + name)
+
+
+async def _connect(family: int, where: Any) -> socket.socket:
+    sock = close_in_children(socket.socket(family, socket.SOCK_STREAM))
     try:
         sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, "\0" + name)
+        await asyncio.get_running_loop().sock_connect(sock, where)
     except BaseException:
         sock.close()
         raise
@@ -164,7 +170,7 @@ async def keep_trying(attempt: Callable[[], Awaitable[T]], *, what: str, timeout
         tries += 1
         remaining_s = max(deadline - time.monotonic(), 0.01)
         try:
-            return await asyncio.wait_for(attempt(), remaining_s)
+            return await asyncio.wait_for(attempt(), min(remaining_s, _ATTEMPT_S))
         except asyncio.TimeoutError:
             reason = "no answer"
         except OSError as error:
