@@ -124,7 +124,7 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
         job_id=environ.get("PACELINE_JOB") or _job_id(environ, source),
         coordinator=_coordinator(environ),
         secret_file=environ.get("PACELINE_SECRET_FILE") or None,
-        host_id=environ.get("PACELINE_HOST_ID") or _host_id(),
+        host_id=environ.get("PACELINE_HOST_ID") or natural_host_id(),
         bind_address=_bind_address(environ),
     )
 
@@ -305,7 +305,7 @@ def process_start(pid: int) -> str | None:
     return None if after_name[0] in "ZX" else after_name[19]
 
 
-def _host_id() -> str:
+def natural_host_id() -> str:
     """Name the kernel and network namespace: equal names can share memory and Unix sockets."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
         return f"{boot_id.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"

@@ -1,0 +1,11 @@
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include "paceline/base/error.h"
+
+namespace paceline {
+
+nanobind::object to_python(const Error& error);
+void register_errors();
+
+}  // namespace paceline

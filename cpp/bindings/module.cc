@@ -1,0 +1,244 @@
+// The Python face of the core: addresses and counts in, handles out. The GIL is never held while waiting.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "errors.h"
+#include "paceline/base/clock.h"
+#include "paceline/collectives/group.h"
+#include "paceline/reduce/kernels.h"
+#include "paceline/wire/crc32c.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace paceline {
+namespace {
+
+using Parts = std::vector<std::pair<uintptr_t, uint64_t>>;
+constexpr double kForever = 1e9;
+constexpr double kSignalCheck_s = 0.1;  // how late Ctrl-C may be noticed inside a wait
+
+std::vector<Part> to_parts(const Parts& parts) {
+  std::vector<Part> out;
+  out.reserve(parts.size());
+  for (auto& [address, count] : parts) out.push_back({reinterpret_cast<void*>(address), count});
+  return out;
+}
+
+// Waits in slices, so that signals are handled; an interrupted operation takes its group down, because its
+// memory may go away while peers still use it.
+void wait_for(Group& group, Operation& operation, double timeout_s) {
+  double deadline = now_s() + timeout_s;
+  for (;;) {
+    bool finished;
+    {
+      nb::gil_scoped_release release;
+      finished = group.engine().wait(operation, std::min(kSignalCheck_s, std::max(0.0, deadline - now_s())));
+    }
+    if (finished) break;
+    if (PyErr_CheckSignals() != 0) {
+      nb::python_error raised;
+      {
+        nb::gil_scoped_release release;
+        group.fail(ErrorKind::generation_changed, "rank " + std::to_string(group.engine().config().rank) +
+                                                      " was interrupted during " + operation.describe(), -1);
+      }
+      throw raised;
+    }
+    if (now_s() >= deadline)
+      throw Error(ErrorKind::peer_timeout, operation.describe() + " has not finished after " +
+                                               std::to_string(timeout_s) + " s; it goes on in the background.");
+  }
+  operation.rethrow();
+}
+
+struct PyWork {
+  std::shared_ptr<Group> group;
+  OperationPtr operation;
+  std::shared_ptr<int> source;
+
+  bool done() const { return operation->finished(); }
+  void wait(std::optional<double> timeout_s) { wait_for(*group, *operation, timeout_s.value_or(kForever)); }
+  nb::object error() const {
+    if (!operation->finished() || !operation->error()) return nb::none();
+    try {
+      operation->rethrow();
+    } catch (const Error& e) {
+      return to_python(e);
+    } catch (const std::exception& e) {
+      return nb::module_::import_("paceline.errors").attr("PacelineError")(e.what());
+    }
+    return nb::none();
+  }
+};
+
+struct PyEngine {
+  std::shared_ptr<Engine> engine;
+
+  PyEngine(int rank, int num_local, double timeout_s, double liveness_s, double warn_s)
+      : engine(std::make_shared<Engine>(EngineConfig{rank, num_local, timeout_s, liveness_s, warn_s})) {}
+
+  nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> allocate(size_t bytes) {
+    void* p;
+    {
+      nb::gil_scoped_release release;
+      p = engine->arena().allocate(bytes);
+    }
+    struct Owner {
+      std::shared_ptr<Engine> engine;
+      void* p;
+    };
+    nb::capsule owner(new Owner{engine, p}, [](void* o) noexcept {
+      auto* owner = static_cast<Owner*>(o);
+      owner->engine->arena().free(owner->p);
+      delete owner;
+    });
+    return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(p, {bytes}, owner);
+  }
+};
+
+class PyGroup {
+ public:
+  PyGroup(PyEngine& engine, uint64_t id, uint32_t generation, std::vector<int> ranks, std::vector<int> hosts,
+          double timeout_s) {
+    nb::gil_scoped_release release;
+    group_ = std::make_shared<Group>(engine.engine,
+                                     GroupConfig{id, generation, std::move(ranks), std::move(hosts), timeout_s});
+  }
+
+  void close() {
+    nb::gil_scoped_release release;
+    if (!group_) return;
+    group_->fail(ErrorKind::generation_changed, "the group was closed", -1);
+    group_.reset();
+  }
+
+  Group& get() {
+    if (!group_) throw Error(ErrorKind::usage, "this group has been closed");
+    return *group_;
+  }
+
+  // The most frequent call has a path of its own: no lists.
+  void all_reduce(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op, std::vector<int64_t> shape) {
+    auto operation = get().submit(reduction(in, out, count, dtype, op, std::move(shape)), false);
+    wait_for(*group_, *operation, kForever);
+  }
+  PyWork start_all_reduce(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op,
+                          std::vector<int64_t> shape) {
+    return {group_, get().submit(reduction(in, out, count, dtype, op, std::move(shape)), true), nullptr};
+  }
+
+  void run(int kind, int dtype, int op, int root, const Parts& in, const Parts& out, std::vector<int64_t> shape) {
+    auto operation = get().submit(request(kind, dtype, op, root, in, out, std::move(shape)), false);
+    wait_for(*group_, *operation, kForever);
+  }
+  PyWork start(int kind, int dtype, int op, int root, const Parts& in, const Parts& out,
+               std::vector<int64_t> shape) {
+    return {group_, get().submit(request(kind, dtype, op, root, in, out, std::move(shape)), true), nullptr};
+  }
+
+  PyWork start_send(int member, uint64_t tag, uintptr_t data, uint64_t count, int dtype) {
+    return {group_, get().submit_send(member, tag, {reinterpret_cast<void*>(data), count}, DType(dtype), true), nullptr};
+  }
+  PyWork start_receive(int member, uint64_t tag, uintptr_t data, uint64_t count, int dtype) {
+    auto source = std::make_shared<int>(-1);
+    return {group_, get().submit_receive(member, tag, {reinterpret_cast<void*>(data), count}, DType(dtype), source, true),
+            source};
+  }
+
+  void add_channel(int member, int lane, int fd) { get().add_channel(member, Lane(lane), Fd(fd)); }
+  void fail(const std::string& text) {
+    nb::gil_scoped_release release;
+    get().fail(ErrorKind::generation_changed, text, -1);
+  }
+
+ private:
+  static Request reduction(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op,
+                           std::vector<int64_t> shape) {
+    Request r;
+    r.kind = Kind::all_reduce;
+    r.dtype = DType(dtype);
+    r.op = ReduceOp(op);
+    r.inputs.push_back({reinterpret_cast<void*>(in), count});
+    r.outputs.push_back({reinterpret_cast<void*>(out), count});
+    r.shape = std::move(shape);
+    return r;
+  }
+  static Request request(int kind, int dtype, int op, int root, const Parts& in, const Parts& out,
+                         std::vector<int64_t> shape) {
+    return {Kind(kind), DType(dtype), ReduceOp(op), root, to_parts(in), to_parts(out), std::move(shape)};
+  }
+  std::shared_ptr<Group> group_;
+};
+
+}  // namespace
+}  // namespace paceline
+
+NB_MODULE(_core, m) {
+  using namespace paceline;
+  m.doc() = "Paceline's engine: collectives over shared memory and TCP.";
+  register_errors();
+  m.def("crc32c", [](nb::bytes data, uint32_t crc) { return crc32c(crc, data.data(), data.size()); },
+        "data"_a, "crc"_a = 0);
+  m.def("kernel_name", &kernel_name);
+  m.def("use_portable_kernels", &use_portable_kernels, "on"_a);
+  m.attr("DTYPES") = [] {
+    nb::list names;
+    for (int i = 0; i < int(DType::count_); ++i) names.append(name_of(DType(i)));
+    return nb::tuple(names);
+  }();
+  m.attr("OPS") = [] {
+    nb::list names;
+    for (int i = 0; i < int(ReduceOp::count_); ++i) names.append(name_of(ReduceOp(i)));
+    return nb::tuple(names);
+  }();
+  m.attr("KINDS") = [] {
+    nb::list names;
+    for (int i = 0; i < int(Kind::count_); ++i) names.append(name_of(Kind(i)));
+    return nb::tuple(names);
+  }();
+
+  nb::class_<PyWork>(m, "Work")
+      .def("done", &PyWork::done)
+      .def("wait", &PyWork::wait, "timeout_s"_a = nb::none())
+      .def("error", &PyWork::error)
+      .def("source", [](const PyWork& w) { return w.source ? *w.source : -1; });
+
+  nb::class_<PyEngine>(m, "Engine")
+      .def(nb::init<int, int, double, double, double>(), "rank"_a, "num_local"_a, "timeout_s"_a, "liveness_s"_a,
+           "warn_s"_a)
+      .def("add_local_peer",
+           [](PyEngine& e, int rank, int fd, double timeout_s) {
+             nb::gil_scoped_release release;
+             e.engine->add_local_peer(rank, Fd(fd), timeout_s);
+           }, "rank"_a, "fd"_a, "timeout_s"_a)
+      .def("allocate", &PyEngine::allocate, "nbytes"_a)
+      .def("owns", [](PyEngine& e, uintptr_t p, size_t n) {
+             return e.engine->arena().locate(reinterpret_cast<void*>(p), n).has_value();
+           }, "address"_a, "nbytes"_a)
+      .def("allocated_bytes", [](PyEngine& e) { return e.engine->arena().allocated_bytes(); })
+      .def("say_goodbye", [](PyEngine& e) { e.engine->say_goodbye(); })
+      .def("close_after_fork", [](PyEngine& e) { e.engine->close_after_fork(); });
+
+  nb::class_<PyGroup>(m, "Group")
+      .def(nb::init<PyEngine&, uint64_t, uint32_t, std::vector<int>, std::vector<int>, double>(), "engine"_a, "id"_a,
+           "generation"_a, "ranks"_a, "hosts"_a, "timeout_s"_a)
+      .def("close", &PyGroup::close)
+      .def("fail", &PyGroup::fail, "text"_a)
+      .def("failed", [](PyGroup& g) { return g.get().failed(); })
+      .def("bytes_sent", [](PyGroup& g) { return g.get().bytes_sent(); })
+      .def("add_channel", &PyGroup::add_channel, "member"_a, "lane"_a, "fd"_a)
+      .def("all_reduce", &PyGroup::all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "shape"_a)
+      .def("start_all_reduce", &PyGroup::start_all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "shape"_a)
+      .def("run", &PyGroup::run, "kind"_a, "dtype"_a, "op"_a, "root"_a, "inputs"_a, "outputs"_a, "shape"_a)
+      .def("start", &PyGroup::start, "kind"_a, "dtype"_a, "op"_a, "root"_a, "inputs"_a, "outputs"_a, "shape"_a)
+      .def("start_send", &PyGroup::start_send, "member"_a, "tag"_a, "address"_a, "count"_a, "dtype"_a)
+      .def("start_receive", &PyGroup::start_receive, "member"_a, "tag"_a, "address"_a, "count"_a, "dtype"_a);
+}

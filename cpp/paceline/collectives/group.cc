@@ -1,0 +1,329 @@
+#include "paceline/collectives/group.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "paceline/base/error.h"
+#include "paceline/reduce/kernels.h"
+
+namespace paceline {
+namespace {
+constexpr double kHeartbeat_s = 1.0;
+
+std::exception_ptr make_error(ErrorKind kind, const std::string& text, int rank) {
+  return std::make_exception_ptr(Error(kind, text, rank));
+}
+
+// What to tell the other members about a failure here.
+Error as_error(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& e) {
+    return e;
+  } catch (const std::exception& e) {
+    return Error(ErrorKind::usage, e.what());
+  }
+}
+
+[[noreturn]] void raise_abort(const FrameHeader& h, std::string text) {
+  uint64_t known = uint64_t(ErrorKind::shared_memory);
+  throw Error(h.offset <= known ? ErrorKind(h.offset) : ErrorKind::bad_frame, text, int(int64_t(h.tag)));
+}
+}  // namespace
+
+Group::Group(std::shared_ptr<Engine> engine, GroupConfig config)
+    : engine_(std::move(engine)), config_(std::move(config)) {
+  me_ = member_of(engine_->config().rank);
+  if (me_ < 0) throw Error(ErrorKind::usage, "rank " + std::to_string(engine_->config().rank) + " is not a member");
+  std::vector<int> local_ranks;
+  for (int m = 0; m < size(); ++m) {
+    bool first = true;
+    for (int leader : leaders_) first &= config_.hosts[size_t(leader)] != config_.hosts[size_t(m)];
+    if (first) leaders_.push_back(m);
+    if (is_local(m)) local_.push_back(m), local_ranks.push_back(global_rank(m));
+  }
+  for (size_t h = 0; h < leaders_.size(); ++h)
+    if (is_local(leaders_[h])) my_host_ = int(h);
+  if (local_.size() > 1)
+    team_ = std::make_unique<Team>(*engine_, config_.id, config_.generation, local_ranks, config_.timeout_s);
+  engine_->attach(this);
+}
+
+Group::~Group() {
+  fail(ErrorKind::generation_changed, "the group was closed", -1);
+  engine_->detach(this);
+}
+
+int Group::member_of(int global) const {
+  auto it = std::find(config_.ranks.begin(), config_.ranks.end(), global);
+  return it == config_.ranks.end() ? -1 : int(it - config_.ranks.begin());
+}
+
+int Group::team_index(int member) const {
+  return int(std::find(local_.begin(), local_.end(), member) - local_.begin());
+}
+
+// ---- submission ------------------------------------------------------------------------------------
+
+OperationPtr Group::enqueue(OperationPtr operation, bool collective, bool background) {
+  std::exception_ptr failure;
+  {
+    std::lock_guard lock(mu_);
+    failure = failure_;
+    if (!failure) {
+      inbox_.emplace_back(operation, collective);
+      has_inbox_.store(true, std::memory_order_release);
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+  engine_->announce_work(background);
+  return operation;
+}
+
+OperationPtr Group::submit(Request request, bool background) {
+  auto r = std::make_shared<Request>(std::move(request));
+  auto shown = std::make_shared<Descriptor>(describe(*r, 0));
+  return enqueue(std::make_shared<Operation>(
+                     [this, r, shown] {
+                       shown->number = ++number_;
+                       return run(r, *shown);
+                     },
+                     [shown] { return to_text(*shown); }),
+                 true, background);
+}
+
+void Group::wait(Operation& operation, double timeout_s) {
+  if (!engine_->wait(operation, timeout_s))
+    throw Error(ErrorKind::peer_timeout, operation.describe() + " has not finished after " +
+                                             std::to_string(timeout_s) + " s");
+  operation.rethrow();
+}
+
+Task Group::run(std::shared_ptr<Request> request, Descriptor shown) {
+  const Request& r = *request;
+  size_t divisor = r.op == ReduceOp::mean ? size_t(size()) : 1;
+  if (spans_hosts()) {
+    co_await run_spanning(r, shown);
+  } else if (team_) {
+    co_await team_->run(r, shown, divisor);
+  } else {  // alone: every collective is a copy of the own part
+    for (size_t i = 0; i < std::min(r.inputs.size(), r.outputs.size()); ++i)
+      if (r.outputs[i].data != r.inputs[i].data)
+        copy(r.outputs[i].data, r.inputs[i].data, r.inputs[i].count * r.element_bytes(), false);
+  }
+}
+
+// ---- driving ---------------------------------------------------------------------------------------
+
+void Group::take_inbox() {
+  if (!has_inbox_.load(std::memory_order_acquire)) return;
+  std::lock_guard lock(mu_);
+  has_inbox_.store(false, std::memory_order_relaxed);
+  for (auto& [operation, collective] : inbox_) {
+    if (collective) collectives_.push_back(operation);
+    else transfers_.push_back(operation);
+  }
+  inbox_.clear();
+  for (auto& [member, lane, channel] : new_channels_) {
+    ports_[{member, lane}] = std::make_unique<Port>(
+        global_rank(member), std::move(channel), config_.generation,
+        [this](Port& p, const FrameHeader& h) { on_announce(p, h); }, raise_abort);
+  }
+  new_channels_.clear();
+}
+
+bool Group::poll() {
+  take_inbox();
+  if (failure_) {
+    bool moved = false;
+    for (auto& [key, port] : ports_) moved |= port->flush();
+    return moved;
+  }
+  if (collectives_.empty() && transfers_.empty()) return false;
+  bool moved = false;
+  try {
+    for (auto& [key, port] : ports_) moved |= port->pump();
+    while (!collectives_.empty() && collectives_.front()->advance()) {
+      moved = true;
+      if (!collectives_.front()->finished()) continue;
+      auto error = collectives_.front()->error();
+      collectives_.pop_front();
+      engine_->work_finished();
+      if (error) std::rethrow_exception(error);
+    }
+    for (auto it = transfers_.begin(); it != transfers_.end();) {
+      moved |= (*it)->advance();
+      if (!(*it)->finished()) {
+        ++it;
+        continue;
+      }
+      auto error = (*it)->error();
+      it = transfers_.erase(it);
+      engine_->work_finished();
+      if (error) std::rethrow_exception(error);
+    }
+  } catch (const std::exception&) {
+    fail_now(std::current_exception());
+    moved = true;
+  }
+  return moved;
+}
+
+void Group::fail_now(std::exception_ptr error) {
+  {
+    std::lock_guard lock(mu_);
+    if (failure_) return;
+    failure_ = error;
+  }
+  take_inbox();
+  Error e = as_error(error);
+  if (team_) team_->publish_failure(e.kind, e.rank, e.what());
+  for (auto& [key, port] : ports_) {
+    port->forget();
+    port->abort(uint64_t(e.kind), e.rank, e.what());
+    port->flush();
+  }
+  posted_.clear();
+  announced_.clear();
+  auto end = [&](OperationPtr operation) {
+    if (operation->finished()) return;
+    operation->fail(error);
+    engine_->work_finished();
+  };
+  while (!collectives_.empty()) {
+    auto operation = collectives_.front();
+    collectives_.pop_front();
+    end(operation);
+  }
+  auto transfers = std::move(transfers_);
+  transfers_.clear();
+  for (auto& operation : transfers) end(operation);
+}
+
+void Group::fail(ErrorKind kind, const std::string& text, int rank) {
+  engine_->as_driver([&] { fail_now(make_error(kind, text, rank)); });
+}
+
+bool Group::failed() {
+  std::lock_guard lock(mu_);
+  return failure_ != nullptr;
+}
+
+// ---- watching --------------------------------------------------------------------------------------
+
+std::string Group::peer_name(int rank) {
+  LocalLink* link = engine_->link(rank);
+  return "rank " + std::to_string(rank) + (link ? " (pid " + std::to_string(link->pid()) + ")" : "");
+}
+
+void Group::check_waiting(Operation& operation, double now) {
+  std::vector<int> ranks;
+  if (operation.fiber().wait && !operation.fiber().wait->ready()) operation.fiber().wait->blockers(ranks);
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  const EngineConfig& limits = engine_->config();
+  std::string me = "rank " + std::to_string(limits.rank) + ": ";
+  double age = operation.age_s();
+  for (int rank : ranks) {
+    LocalLink* link = engine_->link(rank);
+    bool lost = link && link->lost();
+    double silent = link ? link->silent_s(now) : 0;
+    for (auto& [key, port] : ports_)
+      if (port->peer() == rank) {
+        lost |= port->lost();
+        silent = std::max(silent, now - std::max(port->heard_s(), now - age));
+      }
+    if (lost && (!operation.fiber().wait || !operation.fiber().wait->ready()))
+      throw Error(ErrorKind::peer_lost,
+                  me + peer_name(rank) + (link && link->left() ? " has finished and left the job" : " ended or lost its connection") +
+                      " during " + operation.describe() + ". Its own output says why; this rank cannot go on without it.",
+                  rank);
+    if (silent > limits.liveness_s)
+      throw Error(ErrorKind::peer_timeout,
+                  me + peer_name(rank) + " has not run for " + std::to_string(int(silent)) + " s during " +
+                      operation.describe() + ": it is stopped, or its machine is. Continue it, or raise "
+                      "PACELINE_LIVENESS_S.", rank);
+  }
+  std::string on;
+  for (int rank : ranks) on += (on.empty() ? "" : ", ") + peer_name(rank);
+  if (age > config_.timeout_s)
+    throw Error(ErrorKind::peer_timeout,
+                me + operation.describe() + " has waited " + std::to_string(int(age)) + " s for " + on +
+                    ". It may be busy or stuck elsewhere in its script; raise PACELINE_TIMEOUT_S if this is expected.",
+                ranks.empty() ? -1 : ranks[0]);
+  if (operation.next_warning_s == 0) operation.next_warning_s = limits.warn_s;
+  if (age > operation.next_warning_s && !on.empty()) {
+    operation.next_warning_s *= 3;
+    fprintf(stderr, "[paceline] %s%s has waited %.0f s for %s\n", me.c_str(), operation.describe().c_str(), age,
+            on.c_str());
+  }
+}
+
+void Group::inspect(double now) {
+  if (failure_) return;
+  try {
+    if (team_)
+      if (auto failure = team_->published_failure()) std::rethrow_exception(failure);
+    if (!collectives_.empty()) check_waiting(*collectives_.front(), now);
+    for (auto& transfer : transfers_) check_waiting(*transfer, now);
+    if (now - beat_s_ > kHeartbeat_s) {
+      beat_s_ = now;
+      uint64_t sum = 0;
+      for (auto& [key, port] : ports_) {
+        if (!is_local(key.first)) port->heartbeat();
+        sum += port->bytes_sent();
+      }
+      bytes_sent_ = sum;
+    }
+  } catch (const Error&) {
+    fail_now(std::current_exception());
+  }
+}
+
+void Group::close_after_fork() {
+  for (auto& [key, port] : ports_) port->close_after_fork();
+}
+
+// ---- channels --------------------------------------------------------------------------------------
+
+void Group::add_channel(int member, Lane lane, Fd socket) {
+  int fd = socket.get();
+  auto channel = std::make_unique<TcpChannel>(std::move(socket));
+  engine_->watch(fd);
+  std::lock_guard lock(mu_);
+  new_channels_.emplace_back(member, lane, std::move(channel));
+  has_inbox_.store(true, std::memory_order_release);
+}
+
+Port* Group::port(int member, Lane lane) {
+  auto it = ports_.find({member, lane});
+  return it == ports_.end() ? nullptr : it->second.get();
+}
+
+// The channel to a neighbour for point-to-point traffic. The lower rank makes its segment, when either side
+// first needs it: each side calls this for every send and receive, until both have it.
+Port* Group::open_local_port(int member) {
+  if (Port* p = port(member, Lane::point_to_point)) return p;
+  int peer = global_rank(member);
+  LocalLink* link = engine_->link(peer);
+  bool first = engine_->config().rank < peer;
+  Segment segment;
+  if (first) {
+    segment = Segment::create("paceline-channel", ShmChannel::segment_bytes());
+    link->send({0, LinkKind::channel, config_.id, segment.bytes(), config_.generation}, {segment.fd()});
+    link->ring_if_sleeping();
+  } else {
+    uint64_t bytes = 0;
+    Fd fd;
+    if (!engine_->try_expect(peer, LinkKind::channel, config_.id, config_.generation, bytes, fd)) return nullptr;
+    segment = Segment::map(std::move(fd), ShmChannel::segment_bytes());
+  }
+  auto channel = std::make_unique<ShmChannel>(std::move(segment), first, link);
+  auto& made = ports_[{member, Lane::point_to_point}];
+  made = std::make_unique<Port>(
+      peer, std::move(channel), config_.generation,
+      [this](Port& p, const FrameHeader& h) { on_announce(p, h); }, raise_abort);
+  return made.get();
+}
+
+}  // namespace paceline

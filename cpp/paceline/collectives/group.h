@@ -1,0 +1,139 @@
+// A group of ranks and its operations, in this process.
+//
+// Collectives run one after the other in the order in which they were submitted; sends and receives run
+// beside them, each on its own. Members on this host form a TEAM and work through shared memory; members on
+// other hosts are reached through PORTS. When anything fails for good (a peer died, ranks disagree, the
+// membership changed) the whole group fails: every pending and later operation ends with that error, and all
+// other members are told.
+#pragma once
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "paceline/collectives/request.h"
+#include "paceline/collectives/team.h"
+#include "paceline/engine/engine.h"
+#include "paceline/transport/port.h"
+
+namespace paceline {
+
+// Collectives and point-to-point traffic have channels of their own: neither can block the other.
+enum class Lane : uint8_t { collective, point_to_point };
+
+struct GroupConfig {
+  uint64_t id = 0;
+  uint32_t generation = 0;
+  std::vector<int> ranks;   // global ranks, in group order
+  std::vector<int> hosts;   // for each member a number that names its host
+  double timeout_s = 600;
+};
+
+constexpr int kAnySource = -1;
+
+class Group final : public Pollable {
+ public:
+  // Collective: every member creates the same groups in the same order.
+  Group(std::shared_ptr<Engine> engine, GroupConfig config);
+  ~Group();
+
+  int rank() const { return me_; }
+  int size() const { return int(config_.ranks.size()); }
+  int global_rank(int member) const { return config_.ranks[size_t(member)]; }
+  const GroupConfig& config() const { return config_; }
+  Engine& engine() const { return *engine_; }
+  bool spans_hosts() const { return leaders_.size() > 1; }
+  bool is_local(int member) const { return config_.hosts[size_t(member)] == config_.hosts[size_t(me_)]; }
+  uint64_t bytes_sent() const { return bytes_sent_; }
+
+  // A connected, authenticated socket to a member on another host.
+  void add_channel(int member, Lane lane, Fd socket);
+
+  OperationPtr submit(Request request, bool background);
+  OperationPtr submit_send(int member, uint64_t tag, Part part, DType dtype, bool background);
+  // member may be kAnySource; `source` receives the group rank of the sender.
+  OperationPtr submit_receive(int member, uint64_t tag, Part part, DType dtype, std::shared_ptr<int> source,
+                              bool background);
+  void wait(Operation& operation, double timeout_s);
+
+  // Ends all pending and later operations with this error. Any thread.
+  void fail(ErrorKind kind, const std::string& text, int rank);
+  bool failed();
+
+  // Pollable, driver only.
+  bool poll() override;
+  void inspect(double now) override;
+  void close_after_fork() override;
+
+ private:
+  friend class Exchange;
+  struct PostedReceive {
+    int member;
+    uint64_t tag;
+    DType dtype;
+    Message message;
+    std::shared_ptr<int> source;
+    Port* port = nullptr;  // set when matched
+  };
+  struct Announced {
+    Port* port;
+    FrameHeader header;
+  };
+  using Posted = std::shared_ptr<PostedReceive>;
+  class LocalPortOpen;
+  class Matched;
+
+  OperationPtr enqueue(OperationPtr operation, bool collective, bool background);
+  void take_inbox();
+  void fail_now(std::exception_ptr error);  // driver only
+  void check_waiting(Operation& operation, double now);
+  std::string peer_name(int global_rank);
+
+  Task run(std::shared_ptr<Request> request, Descriptor shown);
+  Task run_spanning(const Request& request, const Descriptor& shown);
+  Task reduce_spanning(const Request& request, const Descriptor& shown);
+  Task broadcast_spanning(const Request& request, const Descriptor& shown);
+  Task exchange_pieces(const Request& request, const Descriptor& shown);
+  Task ring_all_reduce(const Request& request, const Descriptor& shown, void* data, uint64_t count);
+  Task doubling_all_reduce(const Request& request, const Descriptor& shown, void* data, uint64_t count);
+  Task reduce_between_hosts(const Request& request, const Descriptor& shown, void* data, uint64_t count);
+  Task send_message(int member, std::shared_ptr<Message> message, DType dtype);
+  Task receive_message(Posted posted);
+
+  Port* port(int member, Lane lane);
+  Port* open_local_port(int member);
+  bool try_match(const Posted& posted);
+  void accept(const Posted& posted, const Announced& announced);
+  void on_announce(Port& port, const FrameHeader& header);
+  int member_of(int global_rank) const;
+  int team_index(int member) const;
+
+  std::shared_ptr<Engine> engine_;
+  GroupConfig config_;
+  int me_ = 0;
+  std::vector<int> local_;    // group ranks on this host, in order
+  std::vector<int> leaders_;  // first group rank of each host, in order of hosts' first appearance
+  int my_host_ = 0;           // index into leaders_
+  std::unique_ptr<Team> team_;  // null when this host has one member
+
+  std::mutex mu_;
+  std::deque<std::pair<OperationPtr, bool>> inbox_;  // guarded by mu_: (operation, is collective)
+  std::exception_ptr failure_;                       // guarded by mu_
+  std::vector<std::tuple<int, Lane, std::unique_ptr<Channel>>> new_channels_;  // guarded by mu_
+
+  // Driver only.
+  std::deque<OperationPtr> collectives_;
+  std::list<OperationPtr> transfers_;
+  std::map<std::pair<int, Lane>, std::unique_ptr<Port>> ports_;
+  std::list<Posted> posted_;
+  std::list<Announced> announced_;
+  uint64_t number_ = 0;
+  double beat_s_ = 0;
+  std::atomic<bool> has_inbox_{false};
+  std::atomic<uint64_t> bytes_sent_{0};
+};
+
+}  // namespace paceline

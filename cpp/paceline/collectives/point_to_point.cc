@@ -1,0 +1,132 @@
+// Sends and receives: matched by sender and tag, in the order of their announcement.
+#include <algorithm>
+
+#include "paceline/base/error.h"
+#include "paceline/collectives/exchange.h"
+
+namespace paceline {
+
+// Until the channel to a neighbour exists: the lower rank makes it when it first needs it.
+class Group::LocalPortOpen final : public Wait {
+ public:
+  LocalPortOpen(Group& group, int member) : group_(group), member_(member) {}
+  bool ready() override { return group_.open_local_port(member_) != nullptr; }
+  void blockers(std::vector<int>& ranks) const override { ranks.push_back(group_.global_rank(member_)); }
+
+ private:
+  Group& group_;
+  int member_;
+};
+
+class Group::Matched final : public Wait {
+ public:
+  Matched(Group& group, const Posted& posted) : group_(group), posted_(posted) {}
+  bool ready() override {
+    if (posted_->port) return true;
+    // A neighbour's channel may appear at any time while we wait for its announcement.
+    for (int m : group_.local_)
+      if (m != group_.me_ && (posted_->member == kAnySource || posted_->member == m)) group_.open_local_port(m);
+    return group_.try_match(posted_);
+  }
+  void blockers(std::vector<int>& ranks) const override {
+    // Any one sender would do, so only a named one can be missing.
+    if (posted_->member != kAnySource) ranks.push_back(group_.global_rank(posted_->member));
+  }
+
+ private:
+  Group& group_;
+  const Posted& posted_;
+};
+
+OperationPtr Group::submit_send(int member, uint64_t tag, Part part, DType dtype, bool background) {
+  auto message = std::make_shared<Message>();
+  message->data = static_cast<std::byte*>(part.data);
+  message->bytes = part.count * size_of(dtype);
+  message->tag = tag;
+  std::string text = "send of " + std::to_string(part.count) + " " + name_of(dtype) + " to rank " +
+                     std::to_string(global_rank(member)) + " with tag " + std::to_string(tag);
+  return enqueue(std::make_shared<Operation>([=, this] { return send_message(member, message, dtype); },
+                                             [text] { return text; }),
+                 false, background);
+}
+
+OperationPtr Group::submit_receive(int member, uint64_t tag, Part part, DType dtype,
+                                   std::shared_ptr<int> source, bool background) {
+  auto posted = std::make_shared<PostedReceive>();
+  posted->member = member;
+  posted->tag = tag;
+  posted->dtype = dtype;
+  posted->message.data = static_cast<std::byte*>(part.data);
+  posted->message.bytes = part.count * size_of(dtype);
+  posted->source = std::move(source);
+  std::string from = member == kAnySource ? "any rank" : "rank " + std::to_string(global_rank(member));
+  std::string text = "receive of " + std::to_string(part.count) + " " + name_of(dtype) + " from " + from +
+                     " with tag " + std::to_string(tag);
+  return enqueue(std::make_shared<Operation>([=, this] { return receive_message(posted); },
+                                             [text] { return text; }),
+                 false, background);
+}
+
+Task Group::send_message(int member, std::shared_ptr<Message> message, DType dtype) {
+  if (is_local(member)) {
+    LocalPortOpen open(*this, member);
+    co_await park(open);
+  }
+  Port* to = port(member, Lane::point_to_point);
+  if (!to) throw Error(ErrorKind::peer_lost, "there is no connection to rank " + std::to_string(global_rank(member)),
+                       global_rank(member));
+  to->announce(message.get(), uint64_t(dtype));
+  MessageMoved moved(*message);
+  co_await park(moved);
+}
+
+Task Group::receive_message(Posted posted) {
+  posted_.push_back(posted);
+  Matched matched(*this, posted);
+  co_await park(matched);
+  MessageMoved moved(posted->message);
+  co_await park(moved);
+}
+
+void Group::on_announce(Port& port, const FrameHeader& header) {
+  announced_.push_back({&port, header});
+  // Receives are served in the order in which they were posted.
+  for (auto it = posted_.begin(); it != posted_.end();) {
+    Posted posted = *it++;
+    if (try_match(posted)) break;
+  }
+}
+
+bool Group::try_match(const Posted& posted) {
+  if (posted->port) return true;
+  for (auto it = announced_.begin(); it != announced_.end(); ++it) {
+    if (it->header.tag != posted->tag) continue;
+    if (posted->member != kAnySource && global_rank(posted->member) != it->port->peer()) continue;
+    Announced announced = *it;
+    announced_.erase(it);
+    accept(posted, announced);
+    return true;
+  }
+  return false;
+}
+
+void Group::accept(const Posted& posted, const Announced& announced) {
+  const FrameHeader& h = announced.header;
+  int from = announced.port->peer();
+  if (h.total_bytes != posted->message.bytes || h.offset != uint64_t(posted->dtype)) {
+    size_t es = h.offset < uint64_t(DType::count_) ? size_of(DType(h.offset)) : 1;
+    throw Error(ErrorKind::collective_mismatch,
+                "ranks disagree: rank " + std::to_string(from) + " sends " + std::to_string(h.total_bytes / es) + " " +
+                    name_of(DType(h.offset)) + " with tag " + std::to_string(h.tag) + ", rank " +
+                    std::to_string(global_rank(me_)) + " receives " +
+                    std::to_string(posted->message.bytes / size_of(posted->dtype)) + " " +
+                    name_of(posted->dtype) + ". Sender and receiver must use tensors of the same size and dtype.");
+  }
+  std::erase(posted_, posted);
+  posted->port = announced.port;
+  if (posted->source) *posted->source = member_of(from);
+  posted->message.tag = h.tag;
+  announced.port->grant(h, &posted->message);
+}
+
+}  // namespace paceline

@@ -1,0 +1,147 @@
+// The members of a group that share a host, and the segment through which they work together.
+//
+// Each member has a BLOCK in the segment that only it writes: counters, the descriptor and pieces of its
+// current operation (two copies, used in turn), a slot for small data, and staging buffers. Everybody waits
+// by polling the others' counters.
+//
+// Why two copies suffice: a member reuses the copy of operation k in operation k+2, which it starts only
+// after all members have arrived at k+1, and they arrive at k+1 only after they finished k.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "paceline/base/error.h"
+#include "paceline/collectives/request.h"
+#include "paceline/engine/engine.h"
+#include "paceline/loop/task.h"
+
+namespace paceline {
+
+struct alignas(64) Counter {
+  std::atomic<uint64_t> value;
+};
+
+// What one member gives to, and expects from, one other member.
+struct Piece {
+  uint64_t gives = 0;     // elements
+  uint64_t expects = 0;   // elements
+  Location where;         // of what it gives, when exposed
+};
+
+constexpr size_t kSlotBytes = 16 << 10;
+constexpr int kStages = 4;               // staging buffers used in turn
+constexpr size_t kStageBytes = 256 << 10;
+
+struct Block {
+  Counter arrived;   // operations whose descriptor is posted
+  Counter finished;  // operations after which this member reads nobody's memory any more
+  Counter filled;    // staged chunks published (inputs)
+  Counter drained;   // staged chunks consumed
+  Counter reduced;   // staged chunks whose own slice is published (all_reduce, reduce)
+  Counter copied;    // staged chunks whose slices have been copied out
+  alignas(64) Descriptor descriptors[2];
+  alignas(64) std::byte slots[2][kSlotBytes];
+  alignas(64) std::byte inputs[kStages][kStageBytes];
+  alignas(64) std::byte results[kStages][kStageBytes];
+};
+
+class Team {
+ public:
+  // Collective among the members (global ranks, in group order). The first one makes the segment.
+  Team(Engine& engine, uint64_t group_id, uint32_t generation, std::vector<int> members, double timeout_s);
+
+  int size() const { return int(members_.size()); }
+  int me() const { return me_; }
+  int rank_of(int member) const { return members_[size_t(member)]; }
+  Block& block(int member) const { return *blocks_[size_t(member)]; }
+  Piece* pieces(int member, uint64_t op) const { return pieces_[size_t(member)] + (op & 1) * members_.size(); }
+  Engine& engine() const { return engine_; }
+  LocalLink* link(int member) const { return links_[size_t(member)]; }
+
+  // Runs one operation among the members. `request.root` is a team index; parts are per team member.
+  // `shown` is what the user called (compared and named in errors), `divisor` divides a reduction's result.
+  Task run(const Request& request, const Descriptor& shown, size_t divisor);
+
+  // Moves one of my counters and wakes members that sleep.
+  void post(Counter Block::*counter, uint64_t value);
+
+  // A failure that all members must learn of, also those that could not notice it themselves.
+  void publish_failure(ErrorKind kind, int rank, const std::string& text);
+  std::exception_ptr published_failure() const;
+
+  struct Context;  // one operation under way
+
+ private:
+  Task run_whole(Context& c);    // inputs readable where they are: slots or engine memory
+  Task run_staged(Context& c);
+  Task stage_pieces(Context& c);
+  Task stage_reduction(Context& c);
+  void post_request(Context& c);
+  void check_requests(Context& c);
+  const std::byte* source(const Context& c, int member, int piece) const;
+  std::byte* output_of(const Context& c, int member) const;
+  void take_whole(const Context& c);
+  void reduce_slice(const Context& c);
+
+  struct Header;
+  Engine& engine_;
+  std::vector<int> members_;
+  int me_ = 0;
+  Segment segment_;
+  Header* header_ = nullptr;
+  std::vector<Block*> blocks_;
+  std::vector<Piece*> pieces_;
+  std::vector<LocalLink*> links_;  // null at me
+  uint64_t op_ = 0;                // operations started
+  uint64_t chunks_ = 0;            // staged chunks so far: equal on all members between operations
+};
+
+// One operation under way: what the members posted, resolved to pointers.
+struct Team::Context {
+  const Request& request;
+  const Descriptor& shown;
+  size_t divisor;
+  uint64_t op = 0;
+  Placement placement = Placement::staged;  // the one that all members can use
+  bool outputs_exposed = false;
+  const Descriptor& descriptor_of(const Team& t, int member) const { return t.block(member).descriptors[op & 1]; }
+  // Whether this member's inputs are read by others at all.
+  bool is_source(int member) const {
+    return !(request.kind == Kind::broadcast || request.kind == Kind::scatter) || member == request.root;
+  }
+  bool is_destination(int member) const {
+    return !(request.kind == Kind::reduce || request.kind == Kind::gather) || member == request.root;
+  }
+  bool personal() const {  // each member gets its own piece
+    return request.kind == Kind::scatter || request.kind == Kind::all_to_all || request.kind == Kind::reduce_scatter;
+  }
+};
+
+// Until a counter of all members (or one) has reached a value.
+class Reached final : public Wait {
+ public:
+  Reached(const Team& team, Counter Block::*counter, uint64_t value, int only = -1)
+      : team_(team), counter_(counter), value_(value), at_(only < 0 ? 0 : only),
+        end_(only < 0 ? team.size() : only + 1) {}
+  bool ready() override {
+    while (at_ < end_ && has(at_)) ++at_;
+    return at_ == end_;
+  }
+  void blockers(std::vector<int>& ranks) const override {
+    for (int m = at_; m < end_; ++m)
+      if (!has(m)) ranks.push_back(team_.rank_of(m));
+  }
+
+ private:
+  bool has(int member) const {
+    return (team_.block(member).*counter_).value.load(std::memory_order_acquire) >= value_;
+  }
+  const Team& team_;
+  Counter Block::*counter_;
+  uint64_t value_;
+  int at_, end_;
+};
+
+}  // namespace paceline

@@ -1,0 +1,273 @@
+#include "paceline/engine/engine.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "paceline/base/error.h"
+#include "paceline/base/fence.h"
+
+namespace paceline {
+namespace {
+constexpr double kBeat_s = 0.2;      // heartbeat of an idle process
+constexpr double kInspect_s = 0.05;  // how often a waiting driver looks at deadlines and peers
+}  // namespace
+
+Engine::Engine(const EngineConfig& config)
+    : config_(config),
+      arena_([this](uint64_t id, size_t bytes, int fd) {
+        std::lock_guard lock(links_mu_);
+        for (auto& [rank, link] : links_) {
+          if (fd >= 0) link->send({0, LinkKind::segment, id, bytes, 0}, {fd});
+          else link->send({0, LinkKind::segment_gone, id, bytes, 0});
+        }
+      }),
+      presence_segment_(Segment::create("paceline-presence", 4096)),
+      presence_(reinterpret_cast<Presence*>(presence_segment_.data())),
+      doorbell_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+      epoll_(epoll_create1(EPOLL_CLOEXEC)) {
+  if (!doorbell_ || !epoll_) throw Error(ErrorKind::shared_memory, "engine: out of file descriptors");
+  presence_->pid = getpid();
+  watch(doorbell_.get());
+  bool crowded = config_.num_local > int(sysconf(_SC_NPROCESSORS_ONLN));
+  spin_s_ = crowded ? 0 : 50e-6;
+  yield_s_ = crowded ? 100e-6 : 200e-6;
+  thread_ = std::thread([this] { run_progress_thread(); });
+}
+
+Engine::~Engine() {
+  {
+    std::lock_guard lock(thread_mu_);
+    stopping_ = true;
+  }
+  thread_cv_.notify_all();
+  uint64_t one = 1;
+  [[maybe_unused]] ssize_t n = write(doorbell_.get(), &one, sizeof one);
+  thread_.join();
+}
+
+void Engine::watch(int fd) {
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
+    throw Error(ErrorKind::shared_memory, "engine: cannot watch another socket (descriptor limit?)");
+}
+
+void Engine::add_local_peer(int rank, Fd socket, double timeout_s) {
+  auto link = std::make_unique<LocalLink>(rank, std::move(socket), [this](int from, const LinkMessage& m, Fd fd) {
+    std::lock_guard lock(parcels_mu_);
+    parcels_.push_back({from, m, std::move(fd)});
+  });
+  LocalLink* l = link.get();
+  l->send({0, LinkKind::presence, 0, presence_segment_.bytes(), 0},
+          {presence_segment_.fd(), doorbell_.get()});
+  {
+    std::lock_guard lock(links_mu_);
+    links_[rank] = std::move(link);
+  }
+  // From here on new segments announce themselves; one that does so meanwhile is announced twice.
+  arena_.for_each_segment([&](uint64_t id, size_t bytes, int fd) {
+    l->send({0, LinkKind::segment, id, bytes, 0}, {fd});
+  });
+  watch(l->socket());
+  double deadline = now_s() + timeout_s;
+  while (!l->present()) {
+    receive_links();
+    if (l->present()) break;
+    if (l->lost() || now_s() > deadline)
+      throw Error(l->lost() ? ErrorKind::peer_lost : ErrorKind::peer_timeout,
+                  "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(rank) + " on this host " +
+                      (l->lost() ? "went away" : "did not answer") +
+                      " while the shared memory was being set up. Look at its output for the cause.", rank);
+    pollfd p{l->socket(), POLLIN, 0};
+    ::poll(&p, 1, 50);
+  }
+}
+
+LocalLink* Engine::link(int rank) {
+  std::lock_guard lock(links_mu_);
+  auto it = links_.find(rank);
+  return it == links_.end() ? nullptr : it->second.get();
+}
+
+void Engine::receive_links() {
+  std::lock_guard lock(links_mu_);
+  for (auto& [rank, link] : links_) link->receive();
+}
+
+bool Engine::try_expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, Fd& fd) {
+  receive_links();
+  std::lock_guard lock(parcels_mu_);
+  for (auto it = parcels_.begin(); it != parcels_.end(); ++it)
+    if (it->rank == rank && it->message.kind == kind && it->message.id == id && it->message.extra == extra) {
+      bytes = it->message.bytes;
+      fd = std::move(it->fd);
+      parcels_.erase(it);
+      return true;
+    }
+  return false;
+}
+
+Fd Engine::expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, double timeout_s) {
+  LocalLink* l = link(rank);
+  double deadline = now_s() + timeout_s;
+  for (Fd fd;;) {
+    if (try_expect(rank, kind, id, extra, bytes, fd)) return fd;
+    if (!l || l->lost() || now_s() > deadline)
+      throw Error(!l || l->lost() ? ErrorKind::peer_lost : ErrorKind::peer_timeout,
+                  "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(rank) +
+                      (!l || l->lost() ? " went away" : " did not arrive in time") +
+                      " while a group was being formed. Every member must create the same groups in the same order.",
+                  rank);
+    pollfd p{l->socket(), POLLIN, 0};
+    ::poll(&p, 1, 20);
+  }
+}
+
+void Engine::attach(Pollable* pollable) {
+  as_driver([&] { pollables_.push_back(pollable); });
+}
+
+void Engine::detach(Pollable* pollable) {
+  as_driver([&] { std::erase(pollables_, pollable); });
+}
+
+void Engine::announce_work(bool background) {
+  pending_.fetch_add(1, std::memory_order_seq_cst);
+  if (presence_->sleeping.load(std::memory_order_seq_cst)) {
+    uint64_t one = 1;
+    [[maybe_unused]] ssize_t n = write(doorbell_.get(), &one, sizeof one);
+  }
+  if (background) call_progress_thread();
+}
+
+void Engine::call_progress_thread() {
+  {
+    std::lock_guard lock(thread_mu_);
+    if (wanted_) return;
+    wanted_ = true;
+  }
+  thread_cv_.notify_one();
+}
+
+bool Engine::wait(Operation& operation, double timeout_s) {
+  double deadline = timeout_s < 1e8 ? now_s() + timeout_s : 1e300;
+  while (!operation.finished()) {
+    if (drive_mu_.try_lock()) {
+      std::unique_lock lock(drive_mu_, std::adopt_lock);
+      drive(&operation, deadline);
+    } else {
+      // Somebody else drives, who may give up the seat at any time: look again now and then.
+      operation.wait_finished(std::min(deadline - now_s(), 0.01));
+    }
+    if (!operation.finished() && now_s() >= deadline) return false;
+  }
+  if (pending_.load(std::memory_order_relaxed) > 0) call_progress_thread();
+  return true;
+}
+
+bool Engine::poll_all() {
+  bool moved = false;
+  for (size_t i = 0; i < pollables_.size(); ++i) moved |= pollables_[i]->poll();
+  return moved;
+}
+
+void Engine::inspect_all(double now) {
+  inspected_s_ = now;
+  receive_links();
+  for (size_t i = 0; i < pollables_.size(); ++i) pollables_[i]->inspect(now);
+}
+
+// Drives until the operation has finished, or (until == nullptr) as long as anything is pending.
+void Engine::drive(const Operation* until, double deadline_s) {
+  double idle_since = 0;  // 0: something moved in the last round
+  int rounds = 0;
+  for (;;) {
+    if (contenders_.load(std::memory_order_relaxed)) make_room();
+    bool moved = poll_all();
+    if (until ? until->finished() : pending_.load(std::memory_order_relaxed) == 0) return;
+    if (moved) {
+      idle_since = 0;
+      continue;
+    }
+    if (++rounds % 16) {  // reading the clock costs more than a round
+      cpu_pause();
+      continue;
+    }
+    double now = now_s();
+    if (idle_since == 0) idle_since = now;
+    if (now - inspected_s_ > kInspect_s) inspect_all(now);
+    if (now > deadline_s) return;
+    double idle = now - idle_since;
+    if (idle < spin_s_) cpu_pause();
+    else if (idle < spin_s_ + yield_s_) sched_yield();
+    else sleep();
+  }
+}
+
+void Engine::sleep() {
+  presence_->sleeping.store(1, std::memory_order_seq_cst);
+  full_fence();
+  // Whatever changed before the flag was up must be seen now: nobody will ring for it.
+  if (!poll_all() && !contenders_.load()) {
+    epoll_event events[8];
+    epoll_wait(epoll_.get(), events, 8, int(kInspect_s * 1e3));
+  }
+  presence_->sleeping.store(0, std::memory_order_relaxed);
+  uint64_t count;
+  [[maybe_unused]] ssize_t n = read(doorbell_.get(), &count, sizeof count);
+}
+
+void Engine::take_seat() {
+  contenders_.fetch_add(1, std::memory_order_seq_cst);
+  uint64_t one = 1;
+  [[maybe_unused]] ssize_t n = write(doorbell_.get(), &one, sizeof one);
+  drive_mu_.lock();
+  contenders_.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+void Engine::make_room() {
+  drive_mu_.unlock();
+  while (contenders_.load(std::memory_order_relaxed)) sched_yield();
+  drive_mu_.lock();
+}
+
+void Engine::beat() { presence_->heartbeat.fetch_add(1, std::memory_order_relaxed); }
+
+void Engine::run_progress_thread() {
+  pthread_setname_np(pthread_self(), "paceline-io");
+  for (;;) {
+    beat();
+    std::unique_lock seat(drive_mu_, std::defer_lock);
+    if (pending_.load(std::memory_order_seq_cst) > 0 && seat.try_lock()) {
+      drive(nullptr, now_s() + kBeat_s);
+      seat.unlock();
+      std::lock_guard lock(thread_mu_);
+      if (stopping_) return;
+      continue;
+    }
+    // Idle, or a blocked caller drives and will call when it leaves.
+    receive_links();
+    std::unique_lock lock(thread_mu_);
+    thread_cv_.wait_for(lock, std::chrono::duration<double>(kBeat_s), [this] { return stopping_ || wanted_; });
+    if (stopping_) return;
+    wanted_ = false;
+  }
+}
+
+void Engine::say_goodbye() {
+  std::lock_guard lock(links_mu_);
+  for (auto& [rank, link] : links_) link->send({0, LinkKind::goodbye, 0, 0, 0});
+}
+
+void Engine::close_after_fork() {
+  for (auto& [rank, link] : links_) close(link->socket());
+  for (Pollable* p : pollables_) p->close_after_fork();
+}
+
+}  // namespace paceline

@@ -1,0 +1,128 @@
+// The engine of one process: it drives operations forward, sleeps when nothing moves, notices peers that
+// die or stop, and owns what all groups share (engine memory, links to the neighbours on this host).
+//
+// Threads. At any moment at most one thread is the DRIVER (holder of drive_mu_): it alone resumes fibers and
+// touches driver-only state. A thread that blocks on an operation becomes the driver itself when the seat is
+// free: a blocking call then costs no thread switch. Otherwise the progress thread drives, as long as
+// operations are pending; when there is nothing to do it only moves the heartbeat.
+//
+// Waiting. The driver polls; if nothing moves it spins briefly, then yields the core, then announces that it
+// sleeps and blocks in epoll on its doorbell and sockets. More processes than cores is normal: then it hardly
+// spins.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "paceline/loop/operation.h"
+#include "paceline/transport/arena.h"
+#include "paceline/transport/local_link.h"
+
+namespace paceline {
+
+struct EngineConfig {
+  int rank = 0;
+  int num_local = 1;         // processes of the job on this host: decides how long to spin
+  double timeout_s = 600;    // an operation that takes longer fails with peer_timeout
+  double liveness_s = 5;     // a peer without heartbeat for this long counts as stopped
+  double warn_s = 2;         // a longer wait says on whom and for what
+};
+
+// Something that has operations to drive: a group.
+class Pollable {
+ public:
+  virtual bool poll() = 0;                // driver: move whatever can move; true when something did
+  virtual void inspect(double now) = 0;   // driver, a few times a second: deadlines, dead peers, warnings
+  virtual void close_after_fork() = 0;    // in a forked child: let go of sockets that belong to the parent
+
+ protected:
+  ~Pollable() = default;
+};
+
+class Engine {
+ public:
+  explicit Engine(const EngineConfig& config);
+  ~Engine();
+  Engine(const Engine&) = delete;
+
+  const EngineConfig& config() const { return config_; }
+  Arena& arena() { return arena_; }
+
+  // Takes an authenticated Unix socket to a neighbour and waits for its presence.
+  void add_local_peer(int rank, Fd socket, double timeout_s);
+  LocalLink* link(int rank);
+  // Waits for a descriptor that a neighbour sent (group segment, channel).
+  Fd expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, double timeout_s);
+  bool try_expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, Fd& fd);
+
+  void attach(Pollable* pollable);
+  void detach(Pollable* pollable);
+  void watch(int fd);  // wake the sleeping driver when this socket changes
+
+  // One more operation is pending. In the background: the progress thread must drive it, because no
+  // caller is going to wait for it right away.
+  void announce_work(bool background);
+  void work_finished() { pending_.fetch_sub(1, std::memory_order_relaxed); }
+  // Blocks until the operation has finished; false when the time is over.
+  bool wait(Operation& operation, double timeout_s);
+
+  // Runs f while this thread is the driver.
+  template <class F>
+  void as_driver(F f) {
+    take_seat();
+    std::unique_lock lock(drive_mu_, std::adopt_lock);
+    f();
+  }
+
+  // Tells the neighbours that this process leaves in good order.
+  void say_goodbye();
+  void receive_links();
+  // A forked child must not keep the parent's sockets open: the peers would not notice its death.
+  void close_after_fork();
+
+ private:
+  bool poll_all();
+  void drive(const Operation* until, double deadline_s);
+  void sleep();
+  void inspect_all(double now);
+  void take_seat();
+  void make_room();
+  void call_progress_thread();
+  void run_progress_thread();
+  void beat();
+
+  EngineConfig config_;
+  Arena arena_;
+  Segment presence_segment_;
+  Presence* presence_;
+  Fd doorbell_, epoll_;
+  double spin_s_, yield_s_;
+
+  std::mutex drive_mu_;                  // the driver's seat
+  std::atomic<int> contenders_{0};       // threads that want the seat for a moment
+  std::vector<Pollable*> pollables_;     // driver only
+  double inspected_s_ = 0;               // driver only
+  std::atomic<int> pending_{0};
+
+  std::mutex links_mu_;
+  std::map<int, std::unique_ptr<LocalLink>> links_;  // guarded by links_mu_; never erased
+  struct Parcel {
+    int rank;
+    LinkMessage message;
+    Fd fd;
+  };
+  std::mutex parcels_mu_;
+  std::vector<Parcel> parcels_;  // guarded by parcels_mu_
+
+  std::mutex thread_mu_;
+  std::condition_variable thread_cv_;
+  bool stopping_ = false;  // guarded by thread_mu_
+  bool wanted_ = false;    // guarded by thread_mu_: pending work and nobody who drives
+  std::thread thread_;
+};
+
+}  // namespace paceline

@@ -1,0 +1,58 @@
+// One submitted operation: a root task, the fiber it runs on, and a state that other threads wait for.
+#pragma once
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "paceline/base/clock.h"
+#include "paceline/loop/task.h"
+
+namespace paceline {
+
+class Operation {
+ public:
+  using Start = std::function<Task()>;
+  using Describe = std::function<std::string()>;
+
+  // `start` makes the task when the operation's turn comes; `describe` words it for messages.
+  Operation(Start start, Describe describe)
+      : start_(std::move(start)), describe_(std::move(describe)), submitted_s_(now_s()) {}
+
+  // Driver only. Runs until the task parks or ends; true when anything moved.
+  bool advance();
+  // Driver only. Ends the operation with an error at the place where it is parked.
+  void fail(std::exception_ptr error);
+
+  const Fiber& fiber() const { return fiber_; }
+  std::string describe() const { return describe_(); }
+  double age_s() const { return now_s() - submitted_s_; }
+  double next_warning_s = 0;  // driver only
+
+  // Any thread.
+  bool finished() const { return state_.load(std::memory_order_acquire) != kPending; }
+  bool wait_finished(double timeout_s);  // spins briefly, then sleeps
+  std::exception_ptr error() const { return error_; }  // meaningful once finished
+  void rethrow() const {
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  enum : uint32_t { kPending, kDone };
+  void resume(std::coroutine_handle<> handle);
+  void finish(std::exception_ptr error);
+
+  Start start_;
+  Describe describe_;
+  double submitted_s_;
+  Task task_;
+  Fiber fiber_;
+  std::exception_ptr error_;  // written before state_ says done
+  std::atomic<uint32_t> state_{kPending};
+  std::atomic<uint32_t> sleepers_{0};
+};
+
+using OperationPtr = std::shared_ptr<Operation>;
+
+}  // namespace paceline

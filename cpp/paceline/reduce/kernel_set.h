@@ -1,0 +1,19 @@
+// The kernels as a table, filled once per instruction set and chosen at run time.
+#pragma once
+#include "paceline/reduce/kernels.h"
+
+namespace paceline {
+
+struct KernelSet {
+  const char* name;
+  void (*reduce)(const Reduction&, const void* const* sources, size_t num_sources,
+                 void* const* destinations, size_t num_destinations, size_t count, bool streaming);
+  void (*copy)(void* to, const void* from, size_t bytes, bool streaming);
+};
+
+extern const KernelSet kPortableKernels;
+#if defined(__x86_64__)
+extern const KernelSet kAvx2Kernels;
+#endif
+
+}  // namespace paceline

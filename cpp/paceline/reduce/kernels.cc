@@ -1,0 +1,32 @@
+#include "paceline/reduce/kernels.h"
+
+#include "paceline/reduce/kernel_set.h"
+
+namespace paceline {
+namespace {
+
+const KernelSet* best() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return &kAvx2Kernels;
+#endif
+  return &kPortableKernels;
+}
+
+const KernelSet* chosen = best();
+
+}  // namespace
+
+void reduce(const Reduction& what, const void* const* sources, size_t num_sources,
+            void* const* destinations, size_t num_destinations, size_t count, bool streaming) {
+  if (count)
+    chosen->reduce(what, sources, num_sources, destinations, num_destinations, count, streaming);
+}
+
+void copy(void* to, const void* from, size_t bytes, bool streaming) {
+  if (bytes) chosen->copy(to, from, bytes, streaming);
+}
+
+const char* kernel_name() { return chosen->name; }
+void use_portable_kernels(bool on) { chosen = on ? &kPortableKernels : best(); }
+
+}  // namespace paceline

@@ -1,0 +1,95 @@
+#include "paceline/transport/arena.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "paceline/base/error.h"
+
+namespace paceline {
+
+void* Arena::take(Pool& pool, size_t bytes) {
+  for (auto it = pool.free_ranges.begin(); it != pool.free_ranges.end(); ++it) {
+    auto [offset, room] = *it;
+    if (room < bytes) continue;
+    pool.free_ranges.erase(it);
+    if (room > bytes) pool.free_ranges.emplace(offset + bytes, room - bytes);
+    pool.used.emplace(offset, bytes);
+    return pool.segment.data() + offset;
+  }
+  return nullptr;
+}
+
+void* Arena::allocate(size_t bytes) {
+  bytes = (std::max<size_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment;
+  std::lock_guard lock(mu_);
+  for (auto& [id, pool] : pools_)
+    if (void* p = take(pool, bytes)) return p;
+  size_t segment_bytes = std::max(bytes, kSegmentBytes);
+  Pool pool{Segment::create("paceline-arena", segment_bytes), {{0, segment_bytes}}, {}};
+  uint64_t id = next_id_++;
+  announce_(id, segment_bytes, pool.segment.fd());
+  auto& added = pools_.emplace(id, std::move(pool)).first->second;
+  return take(added, bytes);
+}
+
+void Arena::free(void* p) {
+  std::lock_guard lock(mu_);
+  for (auto it = pools_.begin(); it != pools_.end(); ++it) {
+    Pool& pool = it->second;
+    auto* base = pool.segment.data();
+    auto* at = static_cast<std::byte*>(p);
+    if (at < base || at >= base + pool.segment.bytes()) continue;
+    auto used = pool.used.find(size_t(at - base));
+    if (used == pool.used.end()) break;
+    give_back(pool, used->first, used->second);
+    pool.used.erase(used);
+    if (pool.used.empty()) {
+      announce_(it->first, pool.segment.bytes(), -1);
+      pools_.erase(it);
+    }
+    return;
+  }
+  throw Error(ErrorKind::usage, "engine memory: freed a block that was not allocated");
+}
+
+// Inserts a free range and merges it with its neighbours.
+void Arena::give_back(Pool& pool, size_t offset, size_t bytes) {
+  auto next = pool.free_ranges.lower_bound(offset);
+  if (next != pool.free_ranges.end() && next->first == offset + bytes) {
+    bytes += next->second;
+    next = pool.free_ranges.erase(next);
+  }
+  if (next != pool.free_ranges.begin())
+    if (auto before = std::prev(next); before->first + before->second == offset) {
+      before->second += bytes;
+      return;
+    }
+  pool.free_ranges.emplace(offset, bytes);
+}
+
+std::optional<Location> Arena::locate(const void* p, size_t bytes) const {
+  std::lock_guard lock(mu_);
+  for (auto& [id, pool] : pools_) {
+    auto* base = pool.segment.data();
+    auto* at = static_cast<const std::byte*>(p);
+    if (at >= base && at < base + pool.segment.bytes() &&
+        bytes <= size_t(base + pool.segment.bytes() - at))
+      return Location{id, uint64_t(at - base)};
+  }
+  return std::nullopt;
+}
+
+void Arena::for_each_segment(const std::function<void(uint64_t, size_t, int)>& visit) const {
+  std::lock_guard lock(mu_);
+  for (auto& [id, pool] : pools_) visit(id, pool.segment.bytes(), pool.segment.fd());
+}
+
+size_t Arena::allocated_bytes() const {
+  std::lock_guard lock(mu_);
+  size_t sum = 0;
+  for (auto& [id, pool] : pools_)
+    for (auto& [offset, bytes] : pool.used) sum += bytes;
+  return sum;
+}
+
+}  // namespace paceline

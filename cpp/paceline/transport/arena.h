@@ -1,0 +1,54 @@
+// Engine memory: tensors allocated here are reduced where they lie, because every process of the host
+// maps the same pages.
+//
+// Memory is cut from SEGMENTS of at least kSegmentBytes; a segment with nothing left in it is given
+// back. A peer finds a tensor by (segment id, offset).
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+
+#include "paceline/transport/segment.h"
+
+namespace paceline {
+
+// Where a tensor lies in engine memory; segment 0 means "nowhere".
+struct Location {
+  uint64_t segment = 0;
+  uint64_t offset = 0;
+};
+
+class Arena {
+ public:
+  // Called when a segment appears (fd >= 0) or goes away (fd < 0), under the arena's lock.
+  using Announce = std::function<void(uint64_t id, size_t bytes, int fd)>;
+
+  explicit Arena(Announce announce) : announce_(std::move(announce)) {}
+
+  void* allocate(size_t bytes);
+  void free(void* p);
+  std::optional<Location> locate(const void* p, size_t bytes) const;
+  void for_each_segment(const std::function<void(uint64_t id, size_t bytes, int fd)>& visit) const;
+  size_t allocated_bytes() const;
+
+  static constexpr size_t kSegmentBytes = 64u << 20;
+  static constexpr size_t kAlignment = 4096;  // pages: streaming stores and slices start aligned
+
+ private:
+  struct Pool {
+    Segment segment;
+    std::map<size_t, size_t> free_ranges;  // offset -> bytes, neighbours always merged
+    std::map<size_t, size_t> used;         // offset -> bytes
+  };
+  static void* take(Pool& pool, size_t bytes);
+  static void give_back(Pool& pool, size_t offset, size_t bytes);
+
+  mutable std::mutex mu_;
+  std::map<uint64_t, Pool> pools_;  // guarded by mu_
+  uint64_t next_id_ = 1;            // guarded by mu_
+  Announce announce_;
+};
+
+}  // namespace paceline

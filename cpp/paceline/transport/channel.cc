@@ -1,0 +1,114 @@
+#include "paceline/transport/channel.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "paceline/base/clock.h"
+#include "paceline/base/fence.h"
+
+namespace paceline {
+
+TcpChannel::TcpChannel(Fd socket) : socket_(std::move(socket)) {
+  int fd = socket_.get(), one = 1;
+  fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+}
+
+TcpChannel::~TcpChannel() {
+  // Closing with unread bytes would reset the connection and destroy what the peer has not read yet:
+  // end our direction, then read what is left until the peer has closed too (or a second has passed).
+  if (lost_ || !socket_) return;
+  shutdown(socket_.get(), SHUT_WR);
+  char rest[4096];
+  for (double deadline = now_s() + 1.0; now_s() < deadline;) {
+    ssize_t n = recv(socket_.get(), rest, sizeof rest, MSG_DONTWAIT);
+    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) return;
+    if (n < 0) {
+      pollfd p{socket_.get(), POLLIN, 0};
+      ::poll(&p, 1, 50);
+    }
+  }
+}
+
+void TcpChannel::close_after_fork() { close(socket_.get()); }
+
+size_t TcpChannel::write_some(const iovec* parts, int num_parts) {
+  if (lost_) return 0;
+  msghdr header{};
+  header.msg_iov = const_cast<iovec*>(parts);
+  header.msg_iovlen = size_t(num_parts);
+  ssize_t n = sendmsg(socket_.get(), &header, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (n >= 0) return size_t(n);
+  if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) lost_ = true;
+  return 0;
+}
+
+size_t TcpChannel::read_some(void* to, size_t bytes) {
+  if (lost_) return 0;
+  ssize_t n = recv(socket_.get(), to, bytes, MSG_DONTWAIT);
+  if (n > 0) return size_t(n);
+  if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) lost_ = true;
+  return 0;
+}
+
+ShmChannel::ShmChannel(Segment segment, bool first, LocalLink* link)
+    : segment_(std::move(segment)), link_(link) {
+  Ring* rings = reinterpret_cast<Ring*>(segment_.data());
+  out_ = rings + (first ? 0 : 1);
+  in_ = rings + (first ? 1 : 0);
+}
+
+size_t ShmChannel::write_some(const iovec* parts, int num_parts) {
+  uint64_t at = out_->written.load(std::memory_order_relaxed);
+  // The peer's counter is not trusted: a wrong one must not make us write outside of the ring.
+  size_t room = kRingBytes - std::min<uint64_t>(at - out_->read.load(std::memory_order_acquire), kRingBytes);
+  size_t done = 0;
+  for (int i = 0; i < num_parts && room; ++i) {
+    auto* from = static_cast<const std::byte*>(parts[i].iov_base);
+    size_t n = std::min(parts[i].iov_len, room);
+    size_t pos = size_t((at + done) % kRingBytes), head = std::min(n, kRingBytes - pos);
+    std::memcpy(out_->data + pos, from, head);
+    std::memcpy(out_->data, from + head, n - head);
+    done += n, room -= n;
+    if (n < parts[i].iov_len) break;
+  }
+  if (done) {
+    out_->written.store(at + done, std::memory_order_release);
+    full_fence();
+    link_->ring_if_sleeping();
+  } else if (link_->lost()) {
+    lost_ = true;
+  }
+  return done;
+}
+
+size_t ShmChannel::read_some(void* to, size_t bytes) {
+  uint64_t at = in_->read.load(std::memory_order_relaxed);
+  uint64_t filled = in_->written.load(std::memory_order_acquire) - at;
+  if (filled > kRingBytes) {
+    lost_ = true;  // not a state that a correct peer can produce
+    return 0;
+  }
+  size_t n = std::min<size_t>(bytes, filled);
+  if (n == 0) {
+    if (link_->lost()) lost_ = true;
+    return 0;
+  }
+  size_t pos = size_t(at % kRingBytes), head = std::min(n, kRingBytes - pos);
+  std::memcpy(to, in_->data + pos, head);
+  std::memcpy(static_cast<std::byte*>(to) + head, in_->data, n - head);
+  in_->read.store(at + n, std::memory_order_release);
+  full_fence();
+  link_->ring_if_sleeping();
+  return n;
+}
+
+}  // namespace paceline

@@ -1,0 +1,81 @@
+// The connection between two processes of one host: a Unix socket that carries file descriptors, tells
+// at once when the peer dies, and gives each side the other's PRESENCE page and doorbell.
+//
+// The socket arrives authenticated. Messages are of fixed size; a segment's descriptor rides along.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "paceline/transport/arena.h"
+#include "paceline/transport/segment.h"
+
+namespace paceline {
+
+// One page per process, mapped by all of its neighbours.
+struct Presence {
+  std::atomic<uint64_t> heartbeat;  // moves several times a second while the process can run
+  std::atomic<uint32_t> sleeping;   // the process waits at its doorbell: ring after a change
+  int32_t pid;
+};
+
+enum class LinkKind : uint32_t { presence = 1, segment, segment_gone, group, channel, goodbye };
+
+struct LinkMessage {
+  uint32_t magic = 0;
+  LinkKind kind{};
+  uint64_t id = 0;
+  uint64_t bytes = 0;
+  uint64_t extra = 0;
+};
+
+class LocalLink {
+ public:
+  // A descriptor that the peer sent for somebody else to pick up (group and channel messages).
+  using Deliver = std::function<void(int peer, const LinkMessage&, Fd)>;
+
+  LocalLink(int peer, Fd socket, Deliver deliver);
+
+  void send(LinkMessage message, std::vector<int> fds = {});
+  // Reads whatever has arrived. Never blocks.
+  void receive();
+  // True when everything sent has left this process.
+  bool flushed();
+
+  // The peer's tensor, or null when its segment is unknown or the range is outside of it.
+  std::byte* resolve(const Location& where, size_t bytes);
+
+  void ring_if_sleeping();
+  // Seconds since the peer's heartbeat last moved, as far as this side has watched.
+  double silent_s(double now);
+
+  int peer() const { return peer_; }
+  int socket() const { return socket_.get(); }
+  int pid() const { return presence_ ? presence_->pid : -1; }
+  bool present() const { return presence_ != nullptr; }
+  bool lost() const { return lost_.load(std::memory_order_acquire); }
+  bool left() const { return left_.load(std::memory_order_acquire); }
+
+ private:
+  void flush_locked();
+  void handle(const LinkMessage& message, std::vector<Fd> fds);
+
+  int peer_;
+  Fd socket_;
+  Deliver deliver_;
+  std::mutex mu_;
+  std::deque<std::pair<LinkMessage, std::vector<Fd>>> outgoing_;  // guarded by mu_
+  std::map<uint64_t, Segment> segments_;                          // guarded by mu_
+  Segment presence_segment_;
+  Presence* presence_ = nullptr;
+  Fd doorbell_;
+  std::atomic<bool> lost_{false}, left_{false};
+  uint64_t last_beat_ = 0;                // driver only
+  double beat_s_ = 0, sampled_s_ = 0;     // driver only
+};
+
+}  // namespace paceline

@@ -1,0 +1,107 @@
+// Frames on a channel: whole messages in both directions, checked.
+//
+// Two ways to send. EXPECTED messages (collectives): both sides post the same messages in the same order,
+// so data goes out at once; a side that has not posted its receive yet simply does not read on.
+// ANNOUNCED messages (point to point): the sender announces size and tag, the receiver grants the message
+// when a matching receive exists, then the data flows; so any order of tags works and nothing is buffered.
+//
+// Driver only. Messages belong to the caller and must outlive their transfer.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+
+#include "paceline/transport/channel.h"
+#include "paceline/wire/frame.h"
+
+namespace paceline {
+
+struct Message {
+  std::byte* data = nullptr;
+  uint64_t bytes = 0;
+  uint64_t tag = 0;
+  int peer = -1;        // global rank, for error messages
+  uint64_t moved = 0;   // bytes that have left or arrived
+  bool done = false;
+};
+
+class Port {
+ public:
+  using OnAnnounce = std::function<void(Port&, const FrameHeader&)>;
+  using OnAbort = std::function<void(const FrameHeader&, std::string text)>;
+
+  Port(int peer, std::unique_ptr<Channel> channel, uint32_t generation, OnAnnounce on_announce,
+       OnAbort on_abort);
+
+  void send(Message* message);
+  void receive(Message* message);
+  void announce(Message* message, uint64_t detail);      // detail: what both ends must agree on (dtype)
+  void grant(const FrameHeader& announced, Message* message);
+  void abort(uint64_t kind, int rank, const std::string& text);
+  void heartbeat();
+  // Drops references to all messages, because their operations have ended; only flush() may follow.
+  void forget();
+
+  // Moves what can be moved; true when anything did. Throws bad_frame.
+  bool pump();
+  bool flush();  // the outgoing half of it
+
+  int peer() const { return peer_; }
+  bool lost() const { return channel_->lost(); }
+  double heard_s() const { return heard_s_; }
+  uint64_t bytes_sent() const { return bytes_sent_; }
+  void expect_life_from(double now) { heard_s_ = now; }
+  void close_after_fork() { channel_->close_after_fork(); }
+
+ private:
+  struct Control {
+    FrameHeader header;
+    std::string payload;
+  };
+  bool next_frame();
+  bool pump_in();
+  bool begin_payload();
+  void end_payload();
+  void accept_control();
+
+  static constexpr uint32_t kPieceBytes = 256 << 10;  // stays in the cache between checksum and send
+
+  int peer_;
+  std::unique_ptr<Channel> channel_;
+  uint32_t generation_;
+  OnAnnounce on_announce_;
+  OnAbort on_abort_;
+
+  // Outgoing: control frames overtake data between frames.
+  std::deque<Control> control_;
+  std::deque<Message*> sending_;              // front is being cut into frames
+  std::map<uint64_t, Message*> announced_;    // by message number, waiting for a grant
+  std::map<Message*, uint64_t> number_of_;    // granted messages in sending_
+  uint64_t next_number_ = 1;
+  uint32_t out_sequence_ = 0;
+  std::array<std::byte, kFrameHeaderBytes> out_header_;
+  std::string out_text_;
+  const std::byte* out_payload_ = nullptr;
+  uint32_t out_payload_bytes_ = 0;
+  size_t out_at_ = 0, out_total_ = 0;         // position in header + payload; equal: no frame under way
+  Message* out_message_ = nullptr;
+  uint64_t bytes_sent_ = 0;
+
+  // Incoming.
+  std::deque<Message*> expected_;
+  std::map<uint64_t, Message*> granted_;
+  std::array<std::byte, kFrameHeaderBytes> in_header_bytes_;
+  size_t in_at_ = 0;
+  bool in_payload_ = false;
+  FrameHeader in_header_;
+  std::string in_text_;
+  std::byte* in_target_ = nullptr;
+  Message* in_message_ = nullptr;
+  uint32_t in_sequence_ = 0;
+  double heard_s_;
+};
+
+}  // namespace paceline

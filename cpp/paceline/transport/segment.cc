@@ -1,0 +1,99 @@
+#include "paceline/transport/segment.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cinttypes>
+#include <cstdio>
+
+#include "paceline/base/error.h"
+
+namespace paceline {
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+
+std::string megabytes(double bytes) {
+  char text[32];
+  snprintf(text, sizeof text, "%.1f MB", bytes / 1e6);
+  return text;
+}
+
+// What the kernel believes can still be had; 0 when it does not tell.
+uint64_t available_bytes() {
+  FILE* f = fopen("/proc/meminfo", "re");
+  if (!f) return 0;
+  char line[128];
+  uint64_t kb = 0;
+  while (fgets(line, sizeof line, f))
+    if (sscanf(line, "MemAvailable: %" SCNu64, &kb) == 1) break;
+  fclose(f);
+  return kb * 1024;
+}
+
+[[noreturn]] void fail(const char* what, size_t bytes, int error) {
+  throw Error(ErrorKind::shared_memory,
+              std::string("shared memory: cannot ") + what + " a segment of " + megabytes(double(bytes)) +
+                  ": " + strerror(error) + " (" + megabytes(double(available_bytes())) +
+                  " available). Use smaller tensors or fewer processes, or raise the memory limit.");
+}
+
+}  // namespace
+
+void Fd::reset(int fd) {
+  if (fd_ >= 0) close(fd_);
+  fd_ = fd;
+}
+
+Segment::Segment(Fd fd, size_t bytes) : fd_(std::move(fd)), bytes_(bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  if (p == MAP_FAILED) fail("map", bytes, errno);
+  data_ = static_cast<std::byte*>(p);
+  madvise(p, bytes, MADV_HUGEPAGE);  // a wish: ignored where the kernel does not do it
+}
+
+Segment Segment::create(const char* name, size_t bytes) {
+  // fallocate() would happily eat the last page of the machine before it fails.
+  if (uint64_t available = available_bytes(); available && bytes > available)
+    fail("reserve", bytes, ENOMEM);
+  Fd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) fail("create", bytes, errno);
+  if (ftruncate(fd.get(), off_t(bytes)) != 0) fail("size", bytes, errno);
+  if (int rc; (rc = posix_fallocate(fd.get(), 0, off_t(bytes))) != 0) fail("reserve", bytes, rc);
+  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) fail("seal", bytes, errno);
+  return Segment(std::move(fd), bytes);
+}
+
+Segment Segment::map(Fd fd, size_t bytes) {
+  struct stat st;
+  if (fstat(fd.get(), &st) != 0) fail("inspect", bytes, errno);
+  int seals = fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals || size_t(st.st_size) != bytes)
+    throw Error(ErrorKind::bad_frame, "shared memory: a peer's segment is not sealed or has " +
+                                          std::to_string(st.st_size) + " bytes, expected " +
+                                          std::to_string(bytes));
+  return Segment(std::move(fd), bytes);
+}
+
+Segment::Segment(Segment&& other) noexcept
+    : fd_(std::move(other.fd_)), data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
+
+Segment& Segment::operator=(Segment&& other) noexcept {
+  if (this != &other) {
+    if (data_) munmap(data_, bytes_);
+    fd_ = std::move(other.fd_);
+    data_ = std::exchange(other.data_, nullptr);
+    bytes_ = other.bytes_;
+  }
+  return *this;
+}
+
+Segment::~Segment() {
+  if (data_) munmap(data_, bytes_);
+}
+
+}  // namespace paceline

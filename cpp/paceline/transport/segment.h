@@ -1,0 +1,53 @@
+// A piece of memory that several processes map: a sealed memfd, which dies with its last user.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+namespace paceline {
+
+// A file descriptor that is closed when its owner goes.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept {
+    reset(std::exchange(other.fd_, -1));
+    return *this;
+  }
+  ~Fd() { reset(); }
+  void reset(int fd = -1);
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+class Segment {
+ public:
+  Segment() = default;
+  // Reserves all pages at once: running out of memory is an Error here, never a SIGBUS later.
+  static Segment create(const char* name, size_t bytes);
+  // Maps a peer's segment after checking that it has that size and can no longer be shrunk.
+  static Segment map(Fd fd, size_t bytes);
+
+  Segment(Segment&& other) noexcept;
+  Segment& operator=(Segment&& other) noexcept;
+  ~Segment();
+
+  std::byte* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+  int fd() const { return fd_.get(); }
+  explicit operator bool() const { return data_ != nullptr; }
+
+ private:
+  Segment(Fd fd, size_t bytes);
+  Fd fd_;
+  std::byte* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+}  // namespace paceline

@@ -1,0 +1,59 @@
+"""Paceline: train PyTorch models across processes and machines at the pace you choose.
+
+The names below are looked up when they are first used, so that the command line and the launcher
+never pay for importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "init": "paceline.job",
+    "shutdown": "paceline.job",
+    "rank": "paceline.job",
+    "world_size": "paceline.job",
+    "local_rank": "paceline.job",
+    "world": "paceline.job",
+    "new_group": "paceline.job",
+    "empty": "paceline.job",
+    "report": "paceline.job",
+    "Group": "paceline.collectives.group",
+    "Work": "paceline.work",
+    "Membership": "paceline.cluster.member",
+    "PacelineError": "paceline.errors",
+}
+
+__all__ = [*_HOME, "errors"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("paceline.errors")
+    if name not in _HOME:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
+
+if TYPE_CHECKING:
+    from paceline import errors as errors
+    from paceline.cluster.member import Membership as Membership
+    from paceline.collectives.group import Group as Group
+    from paceline.errors import PacelineError as PacelineError
+    from paceline.job import empty as empty
+    from paceline.job import init as init
+    from paceline.job import local_rank as local_rank
+    from paceline.job import new_group as new_group
+    from paceline.job import rank as rank
+    from paceline.job import report as report
+    from paceline.job import shutdown as shutdown
+    from paceline.job import world as world
+    from paceline.job import world_size as world_size
+    from paceline.work import Work as Work

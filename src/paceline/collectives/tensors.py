@@ -1,0 +1,128 @@
+"""Tensors and arrays as the engine sees them: an address, a count and a dtype.
+
+Torch tensors and numpy arrays are both welcome. The engine moves contiguous memory; a strided tensor
+is worked on as a contiguous copy, and a result is copied back into it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Union
+
+import numpy as np
+import torch
+
+from paceline import _core
+from paceline.errors import UnsupportedTensor, UsageError
+
+Tensor = Union[torch.Tensor, np.ndarray]
+
+_CODES = {name: code for code, name in enumerate(_core.DTYPES)}
+_TORCH_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _CODES.items()}
+_NUMPY_CODES: dict[np.dtype[Any], int] = {
+    np.dtype(name): code for name, code in _CODES.items() if name != "bfloat16"
+}
+FLOATING = frozenset(_CODES[name] for name in ("float32", "float64", "float16", "bfloat16"))
+
+
+class Buffer:
+    """Contiguous memory that belongs to a tensor, or stands in for a strided one."""
+
+    __slots__ = ("address", "count", "dtype", "shape", "_memory", "_original")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._original: Tensor | None = None
+        if isinstance(tensor, torch.Tensor):
+            self.dtype = _torch_code(tensor)
+            if not tensor.is_contiguous():
+                self._original, tensor = tensor, tensor.contiguous()
+            self.address, self.count = tensor.data_ptr(), tensor.numel()
+            self.shape: Sequence[int] = tensor.shape
+        else:
+            self.dtype = _numpy_code(tensor)
+            if not tensor.flags.c_contiguous:
+                self._original, tensor = tensor, np.ascontiguousarray(tensor)
+            self.address, self.count = tensor.ctypes.data, tensor.size
+            self.shape = tensor.shape
+        self._memory = tensor
+
+    @property
+    def part(self) -> tuple[int, int]:
+        return self.address, self.count
+
+    def write_back(self) -> None:
+        """Bring a result into the strided tensor that this buffer stands in for."""
+        if isinstance(self._original, torch.Tensor):
+            with torch.no_grad():
+                self._original.copy_(self._memory)  # type: ignore[arg-type]
+        elif self._original is not None:
+            np.copyto(self._original, self._memory)  # type: ignore[arg-type]
+
+
+def result_buffer(tensor: Tensor) -> Buffer:
+    """Return the buffer of a tensor that is going to be written to."""
+    if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
+        raise UsageError("the array for the result is read-only; pass a writeable one")
+    return Buffer(tensor)
+
+
+def _torch_code(tensor: torch.Tensor) -> int:
+    if tensor.device.type != "cpu":
+        raise UnsupportedTensor(
+            f"tensor of shape {list(tensor.shape)} is on {tensor.device}; the engine moves CPU"
+            " tensors: call .cpu() first, or use torch.distributed with the nccl backend"
+        )
+    if tensor.layout is not torch.strided:
+        raise UnsupportedTensor(
+            f"tensor of shape {list(tensor.shape)} has layout {tensor.layout}; the engine moves"
+            " dense tensors: call .to_dense(), or send indices and values one after the other"
+        )
+    code = _TORCH_CODES.get(tensor.dtype)
+    if code is None:
+        raise _unsupported(tensor.dtype, tensor.shape)
+    return code
+
+
+def _numpy_code(array: np.ndarray) -> int:
+    if not isinstance(array, np.ndarray):
+        raise UsageError(
+            f"expected a torch.Tensor or numpy.ndarray, got {type(array).__name__}; wrap plain"
+            " numbers with torch.tensor(...)"
+        )
+    code = _NUMPY_CODES.get(array.dtype)
+    if code is None:
+        raise _unsupported(array.dtype, array.shape)
+    return code
+
+
+def _unsupported(dtype: object, shape: Sequence[int]) -> UnsupportedTensor:
+    hint = "; view it as real numbers first" if "complex" in str(dtype) else ""
+    return UnsupportedTensor(
+        f"tensor of shape {list(shape)} has dtype {dtype}; the engine moves"
+        f" {', '.join(_core.DTYPES)}{hint}"
+    )
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    """Return new contiguous memory of the same kind, shape and dtype."""
+    if isinstance(tensor, torch.Tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return np.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def split_rows(tensor: Tensor, num_parts: int) -> list[Tensor]:
+    """Cut along the first dimension into equal parts, as views."""
+    rows = tensor.shape[0] if tensor.ndim else 0
+    if tensor.ndim == 0 or rows % num_parts:
+        raise UsageError(
+            f"a tensor of shape {list(tensor.shape)} cannot be cut into {num_parts} equal parts"
+            " along its first dimension; pass a list of tensors for uneven parts"
+        )
+    size = rows // num_parts
+    return [tensor[i * size : (i + 1) * size] for i in range(num_parts)]
+
+
+def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the size of a contiguous tensor of that shape."""
+    return math.prod(shape) * dtype.itemsize

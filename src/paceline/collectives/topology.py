@@ -1,0 +1,81 @@
+"""Which members share a host, and the links between all of them.
+
+Neighbours (same `host_id`) are linked once per process with a Unix socket, over which the engine
+passes shared memory and notices a death. Members on other hosts get two TCP connections per group,
+one for collectives and one for point-to-point traffic, so that neither can block the other.
+The lower rank connects, the higher one waits; every link is authenticated before the engine sees it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline import _core
+from paceline.cluster.links import LinkListener
+from paceline.cluster.member import Member, Membership
+
+LANES = ("collective", "point-to-point")  # numbered as in the engine
+
+
+@dataclass
+class Fabric:
+    """One process's engine and what it needs to reach the others."""
+
+    rank: int
+    engine: _core.Engine
+    listener: LinkListener | None  # None in a world of one
+    membership: Membership
+    timeout_s: float
+    _created: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def link_neighbours(self) -> None:
+        """Link to every process of the job on this host. Blocks until all of them answered."""
+        me = self.membership.member(self.rank)
+        neighbours = [
+            member
+            for member in self.membership.members
+            if member.host_id == me.host_id and member.rank != self.rank
+        ]
+        for rank, fd in self._link(neighbours, "local", local=True):
+            self.engine.add_local_peer(rank, fd, self.timeout_s)
+
+    def next_id(self, ranks: Sequence[int]) -> int:
+        """Return the identity of the next group of these ranks: the same on all of its members,
+        as long as they create groups of the same ranks in the same order."""
+        key = tuple(ranks)
+        self._created[key] = self._created.get(key, 0) + 1
+        text = f"{','.join(map(str, key))}/{self._created[key]}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def create_group(self, group_id: int, membership: Membership, ranks: Sequence[int]) -> _core.Group:
+        """Form the group in the engine and connect its members. Collective among the ranks."""
+        members = [membership.member(rank) for rank in ranks]
+        host_ids = list(dict.fromkeys(member.host_id for member in members))
+        hosts = [host_ids.index(member.host_id) for member in members]
+        group = _core.Group(
+            self.engine, group_id, membership.generation, list(ranks), hosts, self.timeout_s
+        )
+        here = membership.member(self.rank).host_id
+        remote = [member for member in members if member.host_id != here]
+        for lane, name in enumerate(LANES):
+            purpose = f"group {group_id:x} generation {membership.generation} {name}"
+            for rank, fd in self._link(remote, purpose, local=False):
+                group.add_channel(list(ranks).index(rank), lane, fd)
+        return group
+
+    def _link(self, members: Sequence[Member], purpose: str, *, local: bool) -> list[tuple[int, int]]:
+        if not members:
+            return []
+        assert self.listener is not None, "a world of one has no other members"
+        fds = []
+        # All connects come first: they need no one's cooperation, so nobody waits in a circle.
+        for member in members:
+            if self.rank < member.rank:
+                fd = self.listener.connect(member, purpose, local, self.timeout_s)
+                fds.append((member.rank, fd))
+        for member in members:
+            if self.rank > member.rank:
+                fds.append((member.rank, self.listener.accepted(member.rank, purpose, self.timeout_s)))
+        return fds

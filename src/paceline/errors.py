@@ -1,0 +1,107 @@
+"""Every error that Paceline raises, in one tree decided by what the caller should do about it.
+
+    PacelineError
+    |-- UsageError (ValueError)     fix your code or configuration
+    |   |-- ConfigError             a setting has a wrong value; names the setting and its source
+    |   |-- CollectiveMismatch      ranks called different operations, or one with different tensors
+    |   |-- UnsupportedTensor       a device, layout or dtype that the engine cannot move
+    |-- PeerError                   recoverable: reconfigure, retry or stop cleanly
+    |   |-- PeerLost                a peer's process ended or its connection broke
+    |   |-- PeerTimeout             a peer is there but has not answered in time
+    |   |-- GenerationChanged       the membership changed under an operation
+    |-- ProtocolError               a bug or version skew: stop
+    |   |-- BadFrame                bytes that no Paceline process would send
+    |   |-- VersionMismatch         peers run different versions
+    |-- SetupError                  the job could not be formed on this machine or network
+        |-- RendezvousError         a rank is missing, claimed twice or out of range
+        |-- AuthError               wrong, missing or badly protected job secret
+        |-- ConnectError            an address cannot be reached
+        |-- PortInUse               an explicitly requested port is taken
+        |-- SharedMemoryError       the memory for a segment cannot be had
+        |-- LaunchError             a process could not be started
+
+A message says who (rank, peer), what (operation, tensor), expected against found, and what to do next.
+Errors that concern one peer carry its rank as `.rank`.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of every error that Paceline raises on purpose."""
+
+
+class UsageError(PacelineError, ValueError):
+    """The calling code or its configuration is wrong; retrying will not help."""
+
+
+class ConfigError(UsageError):
+    """A setting has a value that cannot be used."""
+
+
+class CollectiveMismatch(UsageError):
+    """Ranks disagree about which collective comes next, or about its tensors."""
+
+
+class UnsupportedTensor(UsageError):
+    """A tensor whose device, layout or dtype the engine cannot move."""
+
+
+class PeerError(PacelineError):
+    """Something happened to another process of the job."""
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class PeerLost(PeerError):
+    """A peer's process ended, or the connection to it broke."""
+
+
+class PeerTimeout(PeerError):
+    """A peer exists but did not do its part in time."""
+
+
+class GenerationChanged(PeerError):
+    """The membership changed while the operation was under way; its result is undefined."""
+
+
+class ProtocolError(PacelineError):
+    """Peers do not speak the same language: a bug or version skew."""
+
+
+class BadFrame(ProtocolError):
+    """Received bytes violate the wire format."""
+
+
+class VersionMismatch(ProtocolError):
+    """Peers run incompatible versions of Paceline."""
+
+
+class SetupError(PacelineError):
+    """The job could not be formed."""
+
+
+class RendezvousError(SetupError):
+    """The set of ranks is incomplete, ambiguous or out of range."""
+
+
+class AuthError(SetupError):
+    """The job secret is wrong, missing or badly protected."""
+
+
+class ConnectError(SetupError):
+    """An address of the job cannot be reached."""
+
+
+class PortInUse(SetupError):
+    """A port that was asked for by number is taken."""
+
+
+class SharedMemoryError(SetupError):
+    """The memory for a shared segment cannot be had."""
+
+
+class LaunchError(SetupError):
+    """A process of the job could not be started."""

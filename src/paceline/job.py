@@ -1,0 +1,201 @@
+"""The job that this process belongs to: `pl.init()` and the functions that ask about it.
+
+A process has at most one job. `init()` finds out from the environment which rank this is, meets the
+others through the control plane, links the engine to its neighbours and forms the world group. Alone
+(`python train.py`) the same path leads to a world of one, without any socket.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline import _core
+from paceline.cluster.links import LinkListener
+from paceline.cluster.member import Member
+from paceline.cluster.rendezvous import Rendezvous, establish
+from paceline.collectives.group import Group
+from paceline.collectives.memory import allocate
+from paceline.collectives.topology import Fabric
+from paceline.config import EngineConfig, JobEnv, describe, job_env, natural_host_id
+from paceline.errors import UsageError
+from paceline.telemetry.events import Progress
+
+_REPORT_INTERVAL_S = 0.1
+
+
+@dataclass
+class Job:
+    """Everything that this process holds of its job."""
+
+    env: JobEnv
+    rendezvous: Rendezvous
+    fabric: Fabric
+    world: Group
+    reported_s: float = 0.0
+    unsent: Progress | None = None  # the newest report, while it waits for its turn
+
+
+_job: Job | None = None
+_lock = threading.Lock()
+
+
+def init() -> Job:
+    """Join the job that the environment names; alone, form a world of one. Blocks until all ranks
+    are there. A second call returns the same job.
+
+    >>> import paceline as pl
+    >>> job = pl.init()
+    >>> pl.rank(), pl.world_size()
+    (0, 1)
+    """
+    env = job_env()
+    return _start(env, lambda config: establish(env, config))
+
+
+def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous]) -> Job:
+    global _job
+    with _lock:
+        if _job is None:
+            config = EngineConfig.from_environ()
+            rendezvous = meet(config)
+            try:
+                _job = _form(env, config, rendezvous)
+            except BaseException:
+                rendezvous.close(grace_s=0.0)
+                raise
+            if env.rank == 0 and env.source != "alone":
+                print(f"[paceline] {describe(env)}", file=sys.stderr, flush=True)
+        return _job
+
+
+def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
+    listener = None
+    if env.world_size > 1:
+        several_hosts = env.local_world_size < env.world_size or env.host_id != natural_host_id()
+        listener = LinkListener(
+            rendezvous.secret,
+            rendezvous.job_id,
+            env.rank,
+            rendezvous.bind_address,
+            want_tcp=several_hosts or not rendezvous.bind_address.startswith("127."),
+        )
+    me = Member(
+        rank=env.rank,
+        role=env.role,
+        host_id=env.host_id,
+        hostname=socket.gethostname(),
+        pid=os.getpid(),
+        local_rank=env.local_rank,
+        unix=listener.unix_name if listener else "",
+        tcp=listener.tcp_address if listener else "",
+    )
+    membership = rendezvous.agent.join(me, config.join_timeout_s)
+    num_local = sum(member.host_id == env.host_id for member in membership.members)
+    engine = _core.Engine(env.rank, num_local, config.timeout_s, config.liveness_s, config.warn_s)
+    fabric = Fabric(env.rank, engine, listener, membership, config.timeout_s)
+    os.register_at_fork(after_in_child=engine.close_after_fork)
+    fabric.link_neighbours()
+    return Job(env, rendezvous, fabric, Group(fabric, membership.ranks))
+
+
+def shutdown() -> None:
+    """Leave the job in good order; called by itself when the process ends. May be called twice."""
+    global _job
+    with _lock:
+        job, _job = _job, None
+        if job is None:
+            return
+        _send_report(job)
+        job.fabric.engine.say_goodbye()
+        job.world.close()
+        if job.fabric.listener is not None:
+            job.fabric.listener.close()
+        job.rendezvous.close()
+
+
+atexit.register(shutdown)
+
+
+def current() -> Job:
+    """Return the job of this process; UsageError before `init()`."""
+    if _job is None:
+        raise UsageError("this process has not joined a job yet: call paceline.init() first")
+    return _job
+
+
+def rank() -> int:
+    """Return this process's rank: 0 to world_size() - 1."""
+    return current().env.rank
+
+
+def world_size() -> int:
+    """Return the number of workers in the job."""
+    return current().world.size
+
+
+def local_rank() -> int:
+    """Return this process's number among the workers of its host."""
+    return current().env.local_rank
+
+
+def world() -> Group:
+    """Return the group of all workers."""
+    return current().world
+
+
+def new_group(ranks: Sequence[int]) -> Group:
+    """Form a group of some ranks, which get ranks 0, 1, ... in it in the given order.
+
+    Collective among those ranks only; each of them names the same ranks in the same order.
+    """
+    job, chosen = current(), tuple(ranks)
+    if len(set(chosen)) != len(chosen) or not chosen:
+        raise UsageError(f"new_group({list(chosen)}): name each rank once, and at least one")
+    missing = [r for r in chosen if r not in job.fabric.membership.ranks]
+    if missing:
+        raise UsageError(
+            f"new_group({list(chosen)}): {missing} are not ranks of this job (0 to"
+            f" {world_size() - 1})"
+        )
+    if job.env.rank not in chosen:
+        raise UsageError(
+            f"new_group({list(chosen)}): rank {job.env.rank} is not in it; call it on its members only"
+        )
+    return Group(job.fabric, chosen)
+
+
+def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return an uninitialised tensor in engine memory: collectives use it where it lies.
+
+    >>> pl.empty(2, 3).shape
+    torch.Size([2, 3])
+    """
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    return allocate(current().fabric.engine, tuple(sizes), dtype or torch.get_default_dtype())  # type: ignore[arg-type]
+
+
+def report(step: int, **values: float) -> None:
+    """Tell the launcher how far this rank is; shown live. Never blocks.
+
+    At most ten reports a second are sent; of those in between, the newest counts.
+    """
+    job = current()
+    numbers = {name: float(value) for name, value in values.items()}
+    job.unsent = Progress(rank=job.env.rank, step=step, values=numbers)
+    if time.monotonic() - job.reported_s >= _REPORT_INTERVAL_S:
+        _send_report(job)
+
+
+def _send_report(job: Job) -> None:
+    if job.unsent is not None:
+        job.rendezvous.agent.report(job.unsent)
+        job.unsent, job.reported_s = None, time.monotonic()

@@ -1,0 +1,50 @@
+"""Work: the one handle for something that goes on in the background.
+
+Whoever starts an asynchronous operation gets a Work and asks it for the outcome. An error of the
+operation is raised by `wait()` (every time it is called) and returned by `error()`; it is never
+lost silently unless nobody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Handle(Protocol):
+    """What the engine gives for an operation under way."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout_s: float | None = None) -> None: ...
+    def error(self) -> Exception | None: ...
+
+
+class Work(Generic[Result]):
+    """An operation under way; thread-safe."""
+
+    def __init__(self, handle: Handle, finish: Callable[[], Result], keep: object = None) -> None:
+        self._handle = handle
+        self._finish = finish  # turns the finished operation into what the caller asked for
+        self._keep = keep  # memory that the engine works on until the operation has ended
+        self._result: list[Result] = []
+
+    def wait(self, timeout_s: float | None = None) -> Result:
+        """Block until the operation has ended; return its result or raise its error.
+
+        PeerTimeout when `timeout_s` passes first: the operation then goes on.
+        """
+        self._handle.wait(timeout_s)
+        if not self._result:
+            self._result.append(self._finish())
+            self._keep = None
+        return self._result[0]
+
+    def done(self) -> bool:
+        """Say whether the operation has ended, well or badly. Never blocks."""
+        return self._handle.done()
+
+    def error(self) -> Exception | None:
+        """Return the operation's error; None while it is under way and when it went well."""
+        return self._handle.error()
