@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import socket
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import msgspec
 
@@ -22,7 +24,6 @@ from paceline import errors
 from paceline.cluster import messages as m
 from paceline.cluster.auth import CallerHandshake
 from paceline.cluster.channel import Channel
-from paceline.cluster.coordinator import LISTENER
 from paceline.cluster.gate import introduce
 from paceline.cluster.loop_thread import LoopThread
 from paceline.cluster.member import Member, Membership
@@ -33,8 +34,11 @@ from paceline.telemetry.events import Event
 
 HEARTBEAT_S = 1.0
 _VANISHED_S = 15.0
-_ANSWER_S = 30.0  # a coordinator that is alive answers within this
+_ANSWER_S = 10.0  # a coordinator that is alive answers within this
 
+T = TypeVar("T")
+
+log = logging.getLogger("paceline.cluster")
 _decoder = msgspec.msgpack.Decoder(m.CoordinatorMessage)
 
 
@@ -78,9 +82,8 @@ class Agent:
     def join(self, member: Member, timeout_s: float = 60.0) -> Membership:
         """Wait until every rank of the job has joined; RendezvousError names what is wrong."""
         reply = self._ask(lambda n: m.Join(n, member, timeout_s), timeout_s + _ANSWER_S)
-        assert isinstance(reply, m.Joined)
-        self.membership = reply.membership
-        return reply.membership
+        self.membership = _expect(reply, m.Joined).membership
+        return self.membership
 
     def report(self, event: Event) -> None:
         """Pass an event to whoever watches the job. Returns at once; dropped when nobody can."""
@@ -103,18 +106,15 @@ class Agent:
     def store_get(self, key: str, timeout_s: float = 300.0) -> bytes:
         """Wait until the key is set and return its value; PeerTimeout names the key."""
         value = self._value(lambda n: m.StoreGet(n, key, timeout_s), timeout_s + _ANSWER_S)
-        assert isinstance(value, bytes)
-        return value
+        return _expect(value, bytes)
 
     def store_add(self, key: str, amount: int) -> int:
         """Add to the number under key (absent counts as 0) and return the sum."""
-        return int(self._value(lambda n: m.StoreAdd(n, key, amount)) or 0)
+        return _expect(self._value(lambda n: m.StoreAdd(n, key, amount)), int)
 
     def store_compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set key if its value is `expected` (b"" for absent); return the value that now counts."""
-        value = self._value(lambda n: m.StoreCompareSet(n, key, expected, desired))
-        assert isinstance(value, bytes)
-        return value
+        return _expect(self._value(lambda n: m.StoreCompareSet(n, key, expected, desired)), bytes)
 
     def store_wait(self, keys: Iterable[str], timeout_s: float = 300.0) -> None:
         """Wait until all keys are set; PeerTimeout names those that are not."""
@@ -123,20 +123,18 @@ class Agent:
 
     def store_check(self, keys: Iterable[str]) -> bool:
         names = tuple(keys)
-        return bool(self._value(lambda n: m.StoreCheck(n, names)))
+        return _expect(self._value(lambda n: m.StoreCheck(n, names)), bool)
 
     def store_delete(self, key: str) -> bool:
-        return bool(self._value(lambda n: m.StoreDelete(n, key)))
+        return _expect(self._value(lambda n: m.StoreDelete(n, key)), bool)
 
     def store_num_keys(self) -> int:
-        return int(self._value(m.StoreNumKeys) or 0)
+        return _expect(self._value(m.StoreNumKeys), int)
 
     def _value(
         self, make: Callable[[int], m.MemberMessage], timeout_s: float = _ANSWER_S
     ) -> bytes | int | bool | None:
-        reply = self._ask(make, timeout_s)
-        assert isinstance(reply, m.Reply)
-        return reply.value
+        return _expect(self._ask(make, timeout_s), m.Reply).value
 
     def _ask(
         self, make: Callable[[int], m.MemberMessage], timeout_s: float = _ANSWER_S
@@ -161,7 +159,7 @@ class Agent:
             handshake = CallerHandshake(
                 secret,
                 job_id=job_id,
-                listener=LISTENER,
+                listener=m.COORDINATOR,
                 role=role,
                 rank=self._rank,
                 purpose="control",
@@ -186,12 +184,13 @@ class Agent:
             self._give_up("it closed the connection or ended; membership and links stay usable")
         except errors.PacelineError as error:
             self._give_up(f"it sent something that cannot be trusted: {error}")
+        finally:
+            if self._gone is None:  # whatever went wrong, nobody shall wait for an answer
+                self._give_up("its messages are no longer read")
 
     def _on_message(self, message: m.CoordinatorMessage) -> None:
         if isinstance(message, m.Presence):
-            self.presence[message.rank] = message
-            if self.on_presence is not None:
-                self.on_presence(message)
+            self._on_presence(message)
         elif isinstance(message, m.Missing):
             ranks = ", ".join(map(str, message.ranks))
             noun = "rank" if len(message.ranks) == 1 else "ranks"
@@ -201,6 +200,14 @@ class Agent:
             answer = self._answers.pop(message.id, None)
             if answer is not None and not answer.done():
                 answer.set_result(message)
+
+    def _on_presence(self, message: m.Presence) -> None:
+        self.presence[message.rank] = message
+        try:
+            if self.on_presence is not None:
+                self.on_presence(message)
+        except Exception:  # a watcher's bug must not cost us the connection
+            log.exception("on_presence failed for %r", message)
 
     async def _beat(self) -> None:
         while self._gone is None:
@@ -250,6 +257,17 @@ class Agent:
 
 def _error(failure: m.Failure) -> errors.PacelineError:
     """Rebuild the coordinator's error; only classes of our own tree can come out."""
-    kind = getattr(errors, failure.error, errors.ProtocolError)
-    assert issubclass(kind, errors.PacelineError), kind
+    kind = vars(errors).get(failure.error)
+    if not (isinstance(kind, type) and issubclass(kind, errors.PacelineError)):
+        kind = errors.ProtocolError
     return kind(failure.text)
+
+
+def _expect(value: object, kind: type[T]) -> T:
+    """Check that the coordinator answered the question that was asked."""
+    if not isinstance(value, kind):
+        raise errors.ProtocolError(
+            f"the coordinator answered with {type(value).__name__}, expected {kind.__name__};"
+            " install the same Paceline version everywhere"
+        )
+    return value

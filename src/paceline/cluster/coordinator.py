@@ -28,44 +28,18 @@ from paceline.cluster.auth import Hello, Session
 from paceline.cluster.channel import Channel
 from paceline.cluster.gate import Gate
 from paceline.cluster.loop_thread import LoopThread
-from paceline.cluster.member import Member, Membership
+from paceline.cluster.member import Membership
+from paceline.cluster.peer import Peer
 from paceline.cluster.sockets import join_address, listen_tcp
-from paceline.cluster.store_service import StoreService, Value
+from paceline.cluster.store_service import StoreService
 from paceline.errors import PacelineError, RendezvousError
 from paceline.telemetry.events import Event
 
-LISTENER = "coordinator"  # its name in the handshake
 _CHECK_S = 0.25
 _NOTICE_S = 2.0
 
 log = logging.getLogger("paceline.cluster")
 _decoder = msgspec.msgpack.Decoder(m.MemberMessage)
-
-
-class _Peer:
-    """One authenticated connection; `member` is set once it has joined."""
-
-    def __init__(self, channel: Channel[m.MemberMessage], caller: Hello) -> None:
-        self.channel, self.caller = channel, caller
-        self.member: Member | None = None
-        self.join: m.Join | None = None
-        self.has_left = False
-        self.is_silent = False
-        self.last_seen_s = time.monotonic()
-        self.waits: dict[int, Callable[[], None]] = {}  # request id -> forget it
-
-    def answer(self, request_id: int, value: Value | PacelineError) -> None:
-        self.waits.pop(request_id, None)
-        if isinstance(value, PacelineError):
-            self.tell(m.Failure(request_id, type(value).__name__, str(value)))
-        else:
-            self.tell(m.Reply(request_id, value))
-
-    def tell(self, message: m.CoordinatorMessage) -> None:
-        try:
-            self.channel.send(message)
-        except PacelineError as error:  # it does not read; its own task will see the closed channel
-            log.warning("rank %d: %s", self.caller.rank, error)
 
 
 class Coordinator:
@@ -86,8 +60,8 @@ class Coordinator:
         self.on_membership: Callable[[Membership], None] | None = None  # called in the loop
         self._assembly = Assembly(world_size)
         self._store = StoreService()
-        self._gate = Gate(secret, job_id=job_id, listener=LISTENER, admit=self._admit)
-        self._peers: set[_Peer] = set()
+        self._gate = Gate(secret, job_id=job_id, listener=m.COORDINATOR, admit=self._admit)
+        self._peers: set[Peer] = set()
         self._failure: RendezvousError | None = None
         self._first_join_s = self._notice_s = self._deadline_s = 0.0  # set by the first to join
         self._watch: asyncio.Task[None] | None = None
@@ -126,7 +100,7 @@ class Coordinator:
             await asyncio.sleep(0.02)
 
     async def _admit(self, sock: socket.socket, session: Session, caller: Hello) -> None:
-        peer = _Peer(await Channel.over(sock, session, _decoder), caller)
+        peer = Peer(await Channel.over(sock, session, _decoder), caller)
         self._peers.add(peer)
         reason = "its connection ended"
         try:
@@ -143,7 +117,7 @@ class Coordinator:
             peer.channel.close()
             self._dismiss(peer, reason)
 
-    def _on_message(self, peer: _Peer, message: m.MemberMessage) -> None:
+    def _on_message(self, peer: Peer, message: m.MemberMessage) -> None:
         if peer.is_silent:
             peer.is_silent = False
             self._broadcast(peer, "back", "it sends heartbeats again")
@@ -165,7 +139,7 @@ class Coordinator:
         except Exception:  # a watcher's bug must not cost a member its connection
             log.exception("on_event failed for %r", event)
 
-    def _on_join(self, peer: _Peer, request: m.Join) -> None:
+    def _on_join(self, peer: Peer, request: m.Join) -> None:
         try:
             self._seat(peer, request)
         except RendezvousError as error:
@@ -179,7 +153,7 @@ class Coordinator:
                 if other.join is not None:
                     other.tell(m.Joined(other.join.id, membership))
 
-    def _seat(self, peer: _Peer, request: m.Join) -> None:
+    def _seat(self, peer: Peer, request: m.Join) -> None:
         if self._failure is not None:
             raise self._failure
         if request.member.rank != peer.caller.rank:
@@ -200,7 +174,7 @@ class Coordinator:
             )
         self._deadline_s = min(self._deadline_s, deadline_s)
 
-    def _dismiss(self, peer: _Peer, reason: str) -> None:
+    def _dismiss(self, peer: Peer, reason: str) -> None:
         """Forget a connection that ended, and tell the others if a member went with it."""
         for forget in list(peer.waits.values()):
             forget()
@@ -216,7 +190,7 @@ class Coordinator:
             self.lost[rank] = f"{peer.member.where}: {reason}"
             self._broadcast(peer, "lost", self.lost[rank])
 
-    def _broadcast(self, about: _Peer, state: str, detail: str) -> None:
+    def _broadcast(self, about: Peer, state: str, detail: str) -> None:
         if about.member is None:
             return
         for peer in self._peers:

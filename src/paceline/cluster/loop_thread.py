@@ -2,7 +2,7 @@
 
 Threads: the thread is a daemon, so that a script that forgets to shut down still ends. `stop`
 cancels what runs, closes the loop and joins. Neither `call` nor `stop` may be used from the
-thread itself: it would wait for its own end.
+thread itself: it would wait for itself.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ class LoopThread:
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop and wait for its result; its deadlines are its own."""
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise UsageError(f"a callback in {self._thread.name} must not wait for that thread")
         with self._mu:
             if not self.is_running:
                 coroutine.close()

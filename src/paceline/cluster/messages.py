@@ -14,6 +14,8 @@ import msgspec
 from paceline.cluster.member import Member, Membership
 from paceline.telemetry.events import Event
 
+COORDINATOR = "coordinator"  # the listener's name in the handshake
+
 
 class FromMember(msgspec.Struct, frozen=True, tag=True):
     """Base of what a member says."""

@@ -24,7 +24,7 @@ from paceline.cluster.published import Published, publish, wait_for
 from paceline.cluster.secret_file import load_secret, new_secret
 from paceline.cluster.sockets import split_address
 from paceline.config import DEFAULT_BIND_ADDRESS, EngineConfig, JobEnv
-from paceline.errors import ConfigError, RendezvousError
+from paceline.errors import AuthError, ConfigError, RendezvousError
 
 AnyAgent: TypeAlias = Agent | LocalAgent
 
@@ -124,7 +124,10 @@ def _at_known_address(env: JobEnv, config: EngineConfig, address: str) -> Rendez
     meeting, secret = _Meeting.of(env, config), load_secret(env.secret_file)
     if env.rank == 0 and env.source != "paceline":  # no launcher of ours that would run it
         return meeting.host(secret, *split_address(address))
-    return meeting.attend(address, secret)
+    try:
+        return meeting.attend(address, secret)
+    except AuthError as error:
+        raise AuthError(f"{error} (PACELINE_SECRET_FILE={env.secret_file})") from None
 
 
 def _through_private_file(env: JobEnv, config: EngineConfig) -> Rendezvous:

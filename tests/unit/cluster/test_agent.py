@@ -137,3 +137,26 @@ def test_a_forked_child_keeps_neither_connection_nor_port(cluster, make_member, 
         eventually(lambda: 0 in cluster.coordinator.lost)
         cluster.thread.stop()
         listen_tcp("127.0.0.1", int(cluster.address.rpartition(":")[2])).close()
+
+
+def test_a_callback_that_waits_for_its_own_thread_is_told_so(cluster, make_member, eventually):
+    cluster.start(2)
+    agents = [cluster.agent(rank) for rank in range(2)]
+    seen = []
+
+    def ask(presence):
+        try:
+            agents[0].store_num_keys()
+        except UsageError as error:
+            seen.append(str(error))
+            raise
+
+    agents[0].on_presence = ask
+    joining = threading.Thread(target=agents[1].join, args=(make_member(1), 20))
+    joining.start()
+    agents[0].join(make_member(0), 20)
+    joining.join()
+    agents[1].close()
+    eventually(lambda: seen)
+    assert "must not wait for that thread" in seen[0]
+    assert agents[0].store_num_keys() == 0  # its own error did not cost it the connection
