@@ -167,11 +167,8 @@ class Coordinator:
         now_s = time.monotonic()
         deadline_s = now_s + min(request.timeout_s, self._join_timeout_s)
         if is_first:
-            self._first_join_s, self._notice_s, self._deadline_s = (
-                now_s,
-                now_s + _NOTICE_S,
-                deadline_s,
-            )
+            self._first_join_s, self._deadline_s = now_s, deadline_s
+            self._notice_s = now_s + _NOTICE_S
         self._deadline_s = min(self._deadline_s, deadline_s)
 
     def _dismiss(self, peer: Peer, reason: str) -> None:
