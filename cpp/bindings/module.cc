@@ -116,7 +116,7 @@ class PyGroup {
   void close() {
     nb::gil_scoped_release release;
     if (!group_) return;
-    group_->fail(ErrorKind::generation_changed, "the group was closed", -1);
+    group_->close();
     group_.reset();
   }
 
@@ -214,11 +214,13 @@ NB_MODULE(_core, m) {
   nb::class_<PyEngine>(m, "Engine")
       .def(nb::init<int, int, double, double, double>(), "rank"_a, "num_local"_a, "timeout_s"_a, "liveness_s"_a,
            "warn_s"_a)
-      .def("add_local_peer",
-           [](PyEngine& e, int rank, int fd, double timeout_s) {
+      .def("add_local_peer", [](PyEngine& e, int rank, int fd) { e.engine->add_local_peer(rank, Fd(fd)); }, "rank"_a,
+           "fd"_a)
+      .def("await_local_peers",
+           [](PyEngine& e, double timeout_s) {
              nb::gil_scoped_release release;
-             e.engine->add_local_peer(rank, Fd(fd), timeout_s);
-           }, "rank"_a, "fd"_a, "timeout_s"_a)
+             e.engine->await_local_peers(timeout_s);
+           }, "timeout_s"_a)
       .def("allocate", &PyEngine::allocate, "nbytes"_a)
       .def("owns", [](PyEngine& e, uintptr_t p, size_t n) {
              return e.engine->arena().locate(reinterpret_cast<void*>(p), n).has_value();

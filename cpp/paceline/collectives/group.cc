@@ -50,7 +50,7 @@ Group::Group(std::shared_ptr<Engine> engine, GroupConfig config)
 }
 
 Group::~Group() {
-  fail(ErrorKind::generation_changed, "the group was closed", -1);
+  close();
   engine_->detach(this);
 }
 
@@ -170,19 +170,28 @@ bool Group::poll() {
 }
 
 void Group::fail_now(std::exception_ptr error) {
-  {
-    std::lock_guard lock(mu_);
-    if (failure_) return;
-    failure_ = error;
-  }
-  take_inbox();
-  Error e = as_error(error);
+  if (failure_) return;
+  tell_members(as_error(error));
+  end_operations(error);
+}
+
+void Group::tell_members(const Error& e) {
   if (team_) team_->publish_failure(e.kind, e.rank, e.what());
   for (auto& [key, port] : ports_) {
     port->forget();
     port->abort(uint64_t(e.kind), e.rank, e.what());
     port->flush();
   }
+}
+
+void Group::end_operations(std::exception_ptr error) {
+  {
+    std::lock_guard lock(mu_);
+    if (failure_) return;
+    failure_ = error;
+  }
+  take_inbox();
+  for (auto& [key, port] : ports_) port->forget();
   posted_.clear();
   announced_.clear();
   auto end = [&](OperationPtr operation) {
@@ -202,6 +211,10 @@ void Group::fail_now(std::exception_ptr error) {
 
 void Group::fail(ErrorKind kind, const std::string& text, int rank) {
   engine_->as_driver([&] { fail_now(make_error(kind, text, rank)); });
+}
+
+void Group::close() {
+  engine_->as_driver([&] { end_operations(make_error(ErrorKind::generation_changed, "the group was closed", -1)); });
 }
 
 bool Group::failed() {

@@ -59,8 +59,10 @@ class Group final : public Pollable {
                               bool background);
   void wait(Operation& operation, double timeout_s);
 
-  // Ends all pending and later operations with this error. Any thread.
+  // Ends all pending and later operations with this error, here and on all members. Any thread.
   void fail(ErrorKind kind, const std::string& text, int rank);
+  // Ends them here only: others may still be reading what this rank has sent. Any thread.
+  void close();
   bool failed();
 
   // Pollable, driver only.
@@ -88,7 +90,9 @@ class Group final : public Pollable {
 
   OperationPtr enqueue(OperationPtr operation, bool collective, bool background);
   void take_inbox();
+  void tell_members(const Error& error);    // driver only
   void fail_now(std::exception_ptr error);  // driver only
+  void end_operations(std::exception_ptr error);  // driver only
   void check_waiting(Operation& operation, double now);
   std::string peer_name(int global_rank);
 

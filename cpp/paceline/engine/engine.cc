@@ -58,7 +58,7 @@ void Engine::watch(int fd) {
     throw Error(ErrorKind::shared_memory, "engine: cannot watch another socket (descriptor limit?)");
 }
 
-void Engine::add_local_peer(int rank, Fd socket, double timeout_s) {
+void Engine::add_local_peer(int rank, Fd socket) {
   auto link = std::make_unique<LocalLink>(rank, std::move(socket), [this](int from, const LinkMessage& m, Fd fd) {
     std::lock_guard lock(parcels_mu_);
     parcels_.push_back({from, m, std::move(fd)});
@@ -75,17 +75,22 @@ void Engine::add_local_peer(int rank, Fd socket, double timeout_s) {
     l->send({0, LinkKind::segment, id, bytes, 0}, {fd});
   });
   watch(l->socket());
+}
+
+void Engine::await_local_peers(double timeout_s) {
   double deadline = now_s() + timeout_s;
-  while (!l->present()) {
-    receive_links();
-    if (l->present()) break;
-    if (l->lost() || now_s() > deadline)
-      throw Error(l->lost() ? ErrorKind::peer_lost : ErrorKind::peer_timeout,
-                  "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(rank) + " on this host " +
-                      (l->lost() ? "went away" : "did not answer") +
-                      " while the shared memory was being set up. Look at its output for the cause.", rank);
-    pollfd p{l->socket(), POLLIN, 0};
-    ::poll(&p, 1, 50);
+  for (auto& [rank, l] : links_) {  // only this thread adds links
+    while (!l->present()) {
+      receive_links();
+      if (l->present()) break;
+      if (l->lost() || now_s() > deadline)
+        throw Error(l->lost() ? ErrorKind::peer_lost : ErrorKind::peer_timeout,
+                    "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(rank) + " on this host " +
+                        (l->lost() ? "went away" : "did not answer") +
+                        " while the shared memory was being set up. Look at its output for the cause.", rank);
+      pollfd p{l->socket(), POLLIN, 0};
+      ::poll(&p, 1, 50);
+    }
   }
 }
 

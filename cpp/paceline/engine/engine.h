@@ -52,8 +52,11 @@ class Engine {
   const EngineConfig& config() const { return config_; }
   Arena& arena() { return arena_; }
 
-  // Takes an authenticated Unix socket to a neighbour and waits for its presence.
-  void add_local_peer(int rank, Fd socket, double timeout_s);
+  // Takes an authenticated Unix socket to a neighbour.
+  void add_local_peer(int rank, Fd socket);
+  // Blocks until all neighbours have shown their presence. Apart from adding them, so that nobody waits
+  // for one that waits for another first.
+  void await_local_peers(double timeout_s);
   LocalLink* link(int rank);
   // Waits for a descriptor that a neighbour sent (group segment, channel).
   Fd expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, double timeout_s);

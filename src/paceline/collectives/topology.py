@@ -39,7 +39,8 @@ class Fabric:
             if member.host_id == me.host_id and member.rank != self.rank
         ]
         for rank, fd in self._link(neighbours, "local", local=True):
-            self.engine.add_local_peer(rank, fd, self.timeout_s)
+            self.engine.add_local_peer(rank, fd)
+        self.engine.await_local_peers(self.timeout_s)
 
     def next_id(self, ranks: Sequence[int]) -> int:
         """Return the identity of the next group of these ranks: the same on all of its members,
