@@ -39,7 +39,8 @@ def test_the_first_failing_rank_is_named_with_its_traceback(bench: Workbench) ->
     [
         ("sys.exit(7)", 7, "exit code 7"),
         ("os.kill(os.getpid(), 9)", 137, "killed by SIGKILL"),
-        ("os.kill(os.getpid(), 11)", 139, "killed by SIGSEGV"),
+        ("os.kill(os.getpid(), 11)", 139, "killed by SIGSEGV (segmentation fault)"),
+        ("os.kill(os.getpid(), 11)", 139, '  |   File "'),
         ("os.kill(os.getpid(), 15)", 143, "killed by SIGTERM"),
         ("sys.exit('a message')", 1, "  | a message"),
     ],

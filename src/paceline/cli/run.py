@@ -21,15 +21,19 @@ from paceline.launch.spec import RunSpec
 _PATIENCE_S = 1.5
 
 
+# Whose warnings appear in the launcher: the control plane, and tasks of the loop that failed.
+_LOGGERS = ("paceline", "asyncio")
+
+
 class _DisplayHandler(logging.Handler):
-    """Passes warnings of the control plane on, so that nothing writes beside the display."""
+    """Passes warnings on to the display, so that nothing writes beside it."""
 
     def __init__(self, display: Display) -> None:
         super().__init__(logging.WARNING)
         self._display = display
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._display.say(f"paceline: {record.getMessage()}")
+        self._display.say(f"paceline: {self.format(record)}")
 
 
 def run(spec: RunSpec) -> int:
@@ -37,7 +41,8 @@ def run(spec: RunSpec) -> int:
     logs = open_logs(spec.log_dir, spec.num_workers) if spec.log_dir is not None else []
     display = Display(choose_screen(), logs)
     handler = _DisplayHandler(display)
-    logging.getLogger("paceline").addHandler(handler)
+    for name in _LOGGERS:
+        logging.getLogger(name).addHandler(handler)
     patience_s: float | None = _PATIENCE_S
     try:
         # The environment is passed on to the ranks as a whole, not read for settings.
@@ -47,7 +52,8 @@ def run(spec: RunSpec) -> int:
         if outcome.interrupted_by is None:
             patience_s = None  # a slow reader gets every line, as from any other program
     finally:
-        logging.getLogger("paceline").removeHandler(handler)
+        for name in _LOGGERS:
+            logging.getLogger(name).removeHandler(handler)
         was_shown = _close(display, patience_s)
     if not was_shown:
         os._exit(outcome.exit_code)

@@ -93,6 +93,8 @@ def worker_environ(
     environ = without_foreign_ranks(base)
     # Lines of a killed rank must not be lost in its buffer, and the screen should show them live.
     environ.setdefault("PYTHONUNBUFFERED", "1")
+    # A crash in native code then leaves a Python stack for the report.
+    environ.setdefault("PYTHONFAULTHANDLER", "1")
     if spec.threads_per_worker is not None:
         environ["OMP_NUM_THREADS"] = str(spec.threads_per_worker)
     else:

@@ -57,10 +57,11 @@ class RankResult:
 
     @property
     def is_consequence(self) -> bool:
-        """True when the rank died of what happened to another one."""
+        """True when the rank died of what happened to another one; a crash never is."""
         block = traceback_tail(self.stderr_tail)
         is_traceback = bool(block) and block[0].startswith(_TRACEBACK)
-        return is_traceback and any(_CONSEQUENCE.match(line) for line in block)
+        is_exception = is_traceback and self.status.signal is None
+        return is_exception and any(_CONSEQUENCE.match(line) for line in block)
 
 
 def first_cause(failures: Sequence[RankResult]) -> RankResult | None:

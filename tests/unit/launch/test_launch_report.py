@@ -36,6 +36,8 @@ def test_a_cause_is_chosen_before_earlier_consequences() -> None:
     assert first_cause(results[:2]) == results[0]
     wrapped = ["Traceback (most recent call last):", "RuntimeError: PeerLost: rank 2 ended"]
     assert _failed(0, wrapped).is_consequence
+    crash = ExitStatus(None, signal.SIGSEGV)
+    assert not _failed(0, [*_LOST, "Fatal Python error: x"], status=crash).is_consequence
     assert first_cause([]) is None
 
 

@@ -1,0 +1,50 @@
+"""The launcher together with the engine: the demo, the doctor's self-test, a rank that is lost."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from run_support import Workbench
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Workbench:
+    return Workbench(tmp_path)
+
+
+def test_the_demo_learns_and_its_ranks_agree(bench: Workbench) -> None:
+    done = bench.run("run", "-n", "2", str(EXAMPLES / "digits_logistic.py"), "--steps", "60")
+    assert done.returncode == 0, done.stderr
+    accuracy = re.search(r"\[0\] test accuracy (\d\.\d+) on 360 images", done.stdout)
+    assert accuracy is not None and float(accuracy[1]) > 0.9
+    assert "[0] all 2 ranks hold the same weights, bit for bit" in done.stdout
+    for rank in range(2):
+        assert re.search(rf"^ +{rank} +60 .*finished$", done.stderr, re.M), done.stderr
+    assert bench.left_behind() == []
+
+
+def test_the_doctor_tries_the_engine(bench: Workbench) -> None:
+    done = bench.run("doctor", "--run")
+    assert done.returncode == 0, done.stdout
+    assert "all_reduce: right" in done.stdout and "2 ranks          passed in" in done.stdout
+
+
+def test_a_rank_that_raises_is_named_before_those_that_lost_it(bench: Workbench) -> None:
+    script = bench.script("""
+        import torch, paceline as pl
+        pl.init()
+        tensor = torch.ones(1000)
+        for step in range(50):
+            if step == 20 and pl.rank() == 1:
+                raise RuntimeError("disk full on rank 1")
+            pl.world().all_reduce(tensor, op="mean")
+    """)
+    done = bench.run("run", "-n", "2", script)
+    assert done.returncode == 1
+    assert "paceline: rank 1 failed first: exit code 1" in done.stderr, done.stderr
+    assert "| RuntimeError: disk full on rank 1" in done.stderr
+    assert "rank 0: stopped because rank 1 failed" in done.stderr
