@@ -217,7 +217,7 @@ Task Group::doubling_all_reduce(const Request& r, const Descriptor& shown, void*
     MessageMoved moved(result);
     co_await park(moved);
     co_await exchange.finish();
-    std::memcpy(buffer, theirs.data(), bytes);
+    copy(buffer, theirs.data(), bytes, false);
     co_return;
   }
   if (me + even < hosts) {

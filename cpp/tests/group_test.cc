@@ -1,0 +1,207 @@
+// Whole groups without Python: ranks are forked processes, linked by socket pairs, on one pretended host or
+// on several (then over TCP on loopback).
+#include <arpa/inet.h>
+#include <csignal>
+#include <cstring>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <memory>
+#include <vector>
+
+#include "check.h"
+#include "paceline/collectives/group.h"
+
+using namespace paceline;
+
+namespace {
+
+// sockets[a][b] is a's end of its connection to b.
+using Sockets = std::vector<std::vector<int>>;
+
+void tcp_pair(int out[2]) {
+  int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  CHECK(bind(listener, reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(listener, 1) == 0);
+  getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length);
+  out[0] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  CHECK(connect(out[0], reinterpret_cast<sockaddr*>(&address), length) == 0);
+  out[1] = accept(listener, nullptr, nullptr);
+  close(listener);
+}
+
+Sockets make(int n, bool tcp) {
+  std::vector<int> none(static_cast<size_t>(n), -1);
+  Sockets s(static_cast<size_t>(n), none);
+  for (int a = 0; a < n; ++a)
+    for (int b = a + 1; b < n; ++b) {
+      int pair[2];
+      if (tcp) tcp_pair(pair);
+      else CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
+      s[size_t(a)][size_t(b)] = pair[0];
+      s[size_t(b)][size_t(a)] = pair[1];
+    }
+  return s;
+}
+
+void close_others(const Sockets& sockets, int rank) {
+  for (size_t a = 0; a < sockets.size(); ++a)
+    for (int fd : sockets[a])
+      if (int(a) != rank && fd >= 0) close(fd);
+}
+
+// Runs `body` on n ranks, `per_host` of them on each pretended host; fails when any of them does.
+template <class Body>
+void on_ranks(int n, int per_host, Body body, int expect_killed = -1) {
+  Sockets unix_sockets = make(n, false), collective = make(n, true), direct = make(n, true);
+  std::fflush(stdout);
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < n; ++rank) {
+    pid_t pid = fork();
+    if (pid) {
+      pids.push_back(pid);
+      continue;
+    }
+    int code = 0;
+    try {
+      close_others(unix_sockets, rank);
+      close_others(collective, rank);
+      close_others(direct, rank);
+      auto engine = std::make_shared<Engine>(EngineConfig{rank, per_host, 30, 3, 2});
+      std::vector<int> ranks, hosts;
+      for (int r = 0; r < n; ++r) ranks.push_back(r), hosts.push_back(r / per_host);
+      for (int r = 0; r < n; ++r)
+        if (r != rank && r / per_host == rank / per_host) engine->add_local_peer(r, Fd(unix_sockets[size_t(rank)][size_t(r)]));
+      engine->await_local_peers(10);
+      auto group = std::make_shared<Group>(engine, GroupConfig{1, 1, ranks, hosts, 30});
+      for (int r = 0; r < n; ++r)
+        if (r / per_host != rank / per_host) {
+          group->add_channel(r, Lane::collective, Fd(collective[size_t(rank)][size_t(r)]));
+          group->add_channel(r, Lane::point_to_point, Fd(direct[size_t(rank)][size_t(r)]));
+        }
+      body(*engine, *group);
+    } catch (const test::Failure& f) {
+      std::printf("rank %d: %s\n", rank, f.what.c_str());
+      code = 1;
+    } catch (const std::exception& e) {
+      std::printf("rank %d: %s\n", rank, e.what());
+      code = 1;
+    }
+    std::fflush(stdout);
+    _exit(code);
+  }
+  for (auto& sockets : {unix_sockets, collective, direct}) close_others(sockets, -1);
+  for (int rank = 0; rank < n; ++rank) {
+    int status = 0;
+    waitpid(pids[size_t(rank)], &status, 0);
+    if (rank == expect_killed) CHECK(WIFSIGNALED(status));
+    else CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  }
+}
+
+void run(Group& g, Request r) {
+  auto operation = g.submit(std::move(r), false);
+  g.wait(*operation, 60);
+}
+
+Request all_reduce(std::vector<float>& v, ReduceOp op) {
+  return {Kind::all_reduce, DType::float32, op, 0, {{v.data(), v.size()}}, {{v.data(), v.size()}}, {int64_t(v.size())}};
+}
+
+void check_collectives(Engine& engine, Group& g) {
+  int n = g.size(), me = g.rank();
+  for (size_t count : {size_t(0), size_t(1), size_t(4096), size_t(4097), size_t(300000)}) {
+    std::vector<float> v(count, float(me + 1));
+    run(g, all_reduce(v, ReduceOp::mean));
+    for (float x : v) CHECK(x == float(n + 1) / 2);
+    float* shared = static_cast<float*>(engine.arena().allocate(count * 4 + 4));
+    std::fill(shared, shared + count, float(me));
+    run(g, {Kind::all_reduce, DType::float32, ReduceOp::max, 0, {{shared, count}}, {{shared, count}}, {}});
+    for (size_t i = 0; i < count; ++i) CHECK(shared[i] == float(n - 1));
+    engine.arena().free(shared);
+    std::vector<int32_t> piece(count);
+    std::vector<std::vector<int32_t>> in(g.config().ranks.size(), piece), out = in;
+    Request r{Kind::all_to_all, DType::int32, ReduceOp::sum, 0, {}, {}, {}};
+    for (int i = 0; i < n; ++i) {
+      std::fill(in[size_t(i)].begin(), in[size_t(i)].end(), me * 100 + i);
+      r.inputs.push_back({in[size_t(i)].data(), count});
+      r.outputs.push_back({out[size_t(i)].data(), count});
+    }
+    run(g, r);
+    for (int i = 0; i < n; ++i)
+      for (int32_t x : out[size_t(i)]) CHECK(x == i * 100 + me);
+    std::vector<float> b(count, float(me));
+    Request bc{Kind::broadcast, DType::float32, ReduceOp::sum, n - 1, {}, {}, {}};
+    (me == n - 1 ? bc.inputs : bc.outputs).push_back({b.data(), count});
+    run(g, bc);
+    for (float x : b) CHECK(x == float(n - 1));
+    run(g, {});
+  }
+}
+
+void check_point_to_point(Engine&, Group& g) {
+  int n = g.size(), me = g.rank();
+  std::vector<OperationPtr> operations;
+  std::vector<std::vector<double>> out(8, std::vector<double>(70000, me)), in(8, std::vector<double>(70000));
+  for (uint64_t tag = 0; tag < 8; ++tag)  // received in the opposite order of tags
+    operations.push_back(g.submit_receive((me + n - 1) % n, 7 - tag, {in[tag].data(), in[tag].size()}, DType::float64, nullptr, true));
+  for (uint64_t tag = 0; tag < 8; ++tag)
+    operations.push_back(g.submit_send((me + 1) % n, tag, {out[tag].data(), out[tag].size()}, DType::float64, true));
+  for (auto& o : operations) g.wait(*o, 30);
+  for (auto& v : in)
+    for (double x : v) CHECK(x == (me + n - 1) % n);
+}
+
+}  // namespace
+
+TEST(one_host) {
+  for (int n : {1, 2, 3, 4}) on_ranks(n, n, check_collectives);
+}
+
+TEST(several_hosts) {
+  on_ranks(2, 1, check_collectives);
+  on_ranks(3, 1, check_collectives);
+  on_ranks(4, 2, check_collectives);
+  on_ranks(5, 2, check_collectives);
+}
+
+TEST(point_to_point) {
+  on_ranks(2, 2, check_point_to_point);
+  on_ranks(3, 1, check_point_to_point);
+  on_ranks(4, 2, check_point_to_point);
+}
+
+TEST(mismatch_reaches_everybody) {
+  for (int per_host : {4, 2, 1})
+    on_ranks(4, per_host, [](Engine&, Group& g) {
+      std::vector<float> v(g.rank() == 2 ? 5 : 4);
+      auto error = test::error_of([&] { run(g, all_reduce(v, ReduceOp::sum)); });
+      CHECK(error.kind == ErrorKind::collective_mismatch);
+      CHECK(std::string(error.what()).find("rank 2 called all_reduce") != std::string::npos);
+      CHECK(test::error_of([&] { run(g, {}); }).kind == ErrorKind::collective_mismatch);
+    });
+}
+
+TEST(death_is_noticed_and_named) {
+  for (int per_host : {3, 1})
+    on_ranks(3, per_host, [](Engine&, Group& g) {
+      std::vector<float> v(500000);
+      for (int i = 0;; ++i) {
+        if (g.rank() == 1 && i == 5) raise(SIGKILL);
+        if (i < 5) {
+          run(g, all_reduce(v, ReduceOp::sum));
+          continue;
+        }
+        auto error = test::error_of([&] { run(g, all_reduce(v, ReduceOp::sum)); });
+        CHECK(error.kind == ErrorKind::peer_lost && error.rank == 1);
+        return;
+      }
+    }, 1);
+}
+
+int main() { return test::run_all(); }
