@@ -1,6 +1,7 @@
 """Every error that Paceline raises, in one tree decided by what the caller should do about it.
 
-    PacelineError
+    PacelineError (RuntimeError)    so that code written for torch.distributed, which raises that,
+    |                               also catches ours
     |-- UsageError (ValueError)     fix your code or configuration
     |   |-- ConfigError             a setting has a wrong value; names the setting and its source
     |   |-- CollectiveMismatch      ranks called different operations, or one with different tensors
@@ -27,7 +28,7 @@ Errors that concern one peer carry its rank as `.rank`.
 from __future__ import annotations
 
 
-class PacelineError(Exception):
+class PacelineError(RuntimeError):
     """Base of every error that Paceline raises on purpose."""
 
 
