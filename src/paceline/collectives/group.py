@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-
 from paceline import _core
 from paceline.cluster.member import Membership
 from paceline.collectives.tensors import (
@@ -44,8 +43,11 @@ _MEAN = _OPS["mean"]
 class Group:
     """Some ranks of the job; made by `pl.world()` and `pl.new_group()`."""
 
-    def __init__(self, fabric: Fabric, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, fabric: Fabric, ranks: Sequence[int], timeout_s: float | None = None
+    ) -> None:
         self._fabric = fabric
+        self._timeout_s = timeout_s  # of one operation; None: the job's
         self._id = fabric.next_id(ranks)
         self._form(fabric.membership, tuple(ranks))
 
@@ -54,7 +56,7 @@ class Group:
         self.ranks = ranks  # global ranks of the members
         self.size = len(ranks)
         self.rank = ranks.index(self._fabric.rank)
-        self._core = self._fabric.create_group(self._id, membership, ranks)
+        self._core = self._fabric.create_group(self._id, membership, ranks, self._timeout_s)
         self._in_flight: list[Work[object]] = []
 
     def __repr__(self) -> str:
@@ -134,7 +136,11 @@ class Group:
         return self._call("broadcast", [], [result_buffer(tensor)], tensor, async_op, root=root)
 
     def all_gather(
-        self, tensor: Tensor, *, out: Tensor | Sequence[Tensor] | None = None, async_op: bool = False
+        self,
+        tensor: Tensor,
+        *,
+        out: Tensor | Sequence[Tensor] | None = None,
+        async_op: bool = False,
     ) -> list[Tensor] | Work[list[Tensor]]:
         """Give every rank the tensors of all ranks, in rank order.
 
@@ -159,7 +165,9 @@ class Group:
         if self.rank == self._check_root(root):
             outs = [empty_like(tensor) for _ in self.ranks] if out is None else self._parts(out)
         elif out is not None:
-            raise UsageError(f"gather: rank {self.rank} passed `out`, but only root {root} receives")
+            raise UsageError(
+                f"gather: rank {self.rank} passed `out`, but only root {root} receives"
+            )
         targets = [result_buffer(part) for part in outs or []]
         return self._call("gather", [Buffer(tensor)], targets, outs, async_op, root=root)
 
@@ -244,7 +252,9 @@ class Group:
             )
         staying = tuple(rank for rank in self.ranks if rank in membership.ranks)
         if self._fabric.rank not in staying:
-            raise UsageError(f"rank {self._fabric.rank} is not in generation {membership.generation}")
+            raise UsageError(
+                f"rank {self._fabric.rank} is not in generation {membership.generation}"
+            )
         self._core.fail(
             f"rank {self._fabric.rank}: the membership changed from generation {self.generation} to"
             f" {membership.generation}; repeat the operation in the new group"

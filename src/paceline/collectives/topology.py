@@ -50,13 +50,20 @@ class Fabric:
         text = f"{','.join(map(str, key))}/{self._created[key]}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
-    def create_group(self, group_id: int, membership: Membership, ranks: Sequence[int]) -> _core.Group:
+    def create_group(
+        self,
+        group_id: int,
+        membership: Membership,
+        ranks: Sequence[int],
+        timeout_s: float | None = None,
+    ) -> _core.Group:
         """Form the group in the engine and connect its members. Collective among the ranks."""
         members = [membership.member(rank) for rank in ranks]
         host_ids = list(dict.fromkeys(member.host_id for member in members))
         hosts = [host_ids.index(member.host_id) for member in members]
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         group = _core.Group(
-            self.engine, group_id, membership.generation, list(ranks), hosts, self.timeout_s
+            self.engine, group_id, membership.generation, list(ranks), hosts, limit_s
         )
         here = membership.member(self.rank).host_id
         remote = [member for member in members if member.host_id != here]
@@ -66,7 +73,9 @@ class Fabric:
                 group.add_channel(list(ranks).index(rank), lane, fd)
         return group
 
-    def _link(self, members: Sequence[Member], purpose: str, *, local: bool) -> list[tuple[int, int]]:
+    def _link(
+        self, members: Sequence[Member], purpose: str, *, local: bool
+    ) -> list[tuple[int, int]]:
         if not members:
             return []
         assert self.listener is not None, "a world of one has no other members"
@@ -76,7 +85,7 @@ class Fabric:
             if self.rank < member.rank:
                 fd = self.listener.connect(member, purpose, local, self.timeout_s)
                 fds.append((member.rank, fd))
-        for member in members:
-            if self.rank > member.rank:
-                fds.append((member.rank, self.listener.accepted(member.rank, purpose, self.timeout_s)))
+        accepted = self.listener.accepted
+        lower = [member.rank for member in members if member.rank < self.rank]
+        fds += [(rank, accepted(rank, purpose, self.timeout_s)) for rank in lower]
         return fds
