@@ -129,6 +129,38 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
     )
 
 
+def told_env(
+    rank: int, world_size: int, source: str, environ: Mapping[str, str] | None = None
+) -> JobEnv:
+    """Describe a process whose rank was told by its caller (`source`), not by the environment.
+
+    torch.distributed's own launchers leave variables that are half set; only those that agree with
+    what was told are believed.
+    """
+    environ = os.environ if environ is None else environ
+    _refuse_misspelling(environ)
+    local_rank, local_world_size = rank, world_size
+    if (environ.get("RANK"), environ.get("WORLD_SIZE")) == (str(rank), str(world_size)):
+        local_rank, local_world_size = _local_place(environ, _BY_HAND, rank, world_size)
+    return JobEnv(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        source=source,
+        job_id=source,
+        coordinator=None,
+        secret_file=None,
+        host_id=environ.get("PACELINE_HOST_ID") or natural_host_id(),
+        bind_address=_bind_address(environ),
+    )
+
+
+def is_launched_by_us(environ: Mapping[str, str] | None = None) -> bool:
+    """Say whether `paceline run` started this process."""
+    return _present(os.environ if environ is None else environ, _PACELINE)
+
+
 def describe(env: JobEnv) -> str:
     """Say in one line who this process is: 'rank 1 of 4 (torchrun)'."""
     return f"rank {env.rank} of {env.world_size} ({env.source})"

@@ -14,18 +14,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from paceline import _core
 from paceline.cluster.links import LinkListener
 from paceline.cluster.member import Member
-from paceline.cluster.rendezvous import Rendezvous, establish
+from paceline.cluster.rendezvous import KeyValue, Rendezvous, establish, establish_from_store
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
 from paceline.collectives.topology import Fabric
-from paceline.config import EngineConfig, JobEnv, describe, job_env, natural_host_id
+from paceline.config import (
+    EngineConfig,
+    JobEnv,
+    describe,
+    job_env,
+    natural_host_id,
+    told_env,
+)
 from paceline.errors import UsageError
 from paceline.telemetry.events import Progress
 
@@ -58,14 +65,35 @@ def init() -> Job:
     (0, 1)
     """
     env = job_env()
-    return _start(env, lambda config: establish(env, config))
+    return _start(env, lambda config: establish(env, config), EngineConfig.from_environ())
 
 
-def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous]) -> Job:
+def join_through(store: KeyValue, rank: int, world_size: int, timeout_s: float) -> Job:
+    """Form a job with the processes that share a key-value store; for torch.distributed.
+
+    The store must be fresh: no earlier job may have met through the same keys.
+    """
+    env = told_env(rank, world_size, "torch.distributed")
+
+    def meet(config: EngineConfig) -> Rendezvous:
+        if world_size == 1:
+            return establish(env, config)
+        return establish_from_store(
+            store,
+            rank,
+            world_size,
+            job_id=env.job_id,
+            bind_address=env.bind_address,
+            config=config,
+        )
+
+    return _start(env, meet, replace(EngineConfig.from_environ(), join_timeout_s=timeout_s))
+
+
+def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: EngineConfig) -> Job:
     global _job
     with _lock:
         if _job is None:
-            config = EngineConfig.from_environ()
             rendezvous = meet(config)
             try:
                 _job = _form(env, config, rendezvous)
@@ -73,7 +101,8 @@ def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous]) -> Job:
                 rendezvous.close(grace_s=0.0)
                 raise
             if env.rank == 0 and env.source != "alone":
-                print(f"[paceline] {describe(env)}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"[paceline] {describe(env)}\n")
+                sys.stderr.flush()
         return _job
 
 
@@ -102,7 +131,6 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
     num_local = sum(member.host_id == env.host_id for member in membership.members)
     engine = _core.Engine(env.rank, num_local, config.timeout_s, config.liveness_s, config.warn_s)
     fabric = Fabric(env.rank, engine, listener, membership, config.timeout_s)
-    os.register_at_fork(after_in_child=engine.close_after_fork)
     fabric.link_neighbours()
     return Job(env, rendezvous, fabric, Group(fabric, membership.ranks))
 
@@ -122,7 +150,18 @@ def shutdown() -> None:
         job.rendezvous.close()
 
 
+def _let_go_in_child() -> None:
+    if _job is not None:
+        _job.fabric.engine.close_after_fork()
+
+
 atexit.register(shutdown)
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def joined() -> Job | None:
+    """Return the job of this process, or None before `init()`."""
+    return _job
 
 
 def current() -> Job:
