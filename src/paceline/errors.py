@@ -21,7 +21,7 @@
         |-- SharedMemoryError       the memory for a segment cannot be had
         |-- LaunchError             a process could not be started
 
-A message says who (rank, peer), what (operation, tensor), expected against found, and what to do next.
+A message says who (rank, peer), what (operation, tensor), expected against found, what to do next.
 Errors that concern one peer carry its rank as `.rank`.
 """
 

@@ -1,8 +1,8 @@
 """The job that this process belongs to: `pl.init()` and the functions that ask about it.
 
 A process has at most one job. `init()` finds out from the environment which rank this is, meets the
-others through the control plane, links the engine to its neighbours and forms the world group. Alone
-(`python train.py`) the same path leads to a world of one, without any socket.
+others through the control plane, links the engine to its neighbours and forms the world group.
+Alone (`python train.py`) the same path leads to a world of one, without any socket.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ def new_group(ranks: Sequence[int]) -> Group:
         )
     if job.env.rank not in chosen:
         raise UsageError(
-            f"new_group({list(chosen)}): rank {job.env.rank} is not in it; call it on its members only"
+            f"new_group({list(chosen)}): rank {job.env.rank} is not in it;"
+            " call it on its members only"
         )
     return Group(job.fabric, chosen)
 

@@ -1,7 +1,7 @@
 """Group: some ranks of the job and the operations that they do together.
 
-Ranks and roots in these calls are relative to the group: `new_group([0, 2, 4, 6])` has ranks 0 to 3.
-Every member calls the same collectives in the same order; members that disagree all get
+Ranks and roots in these calls are relative to the group: `new_group([0, 2, 4, 6])` has ranks 0
+to 3. Every member calls the same collectives in the same order; members that disagree all get
 CollectiveMismatch. Each operation blocks and returns its result, or with `async_op=True` returns a
 Work at once; memory given to an asynchronous operation must not be touched before its Work is done.
 Several operations may be in flight: collectives of a group run in order, sends and receives and
@@ -60,7 +60,7 @@ class Group:
         self._in_flight: list[Work[object]] = []
 
     def __repr__(self) -> str:
-        return f"Group(rank {self.rank} of {self.size}, ranks {list(self.ranks)}, generation {self.generation})"
+        return f"Group(rank={self.rank}, ranks={list(self.ranks)}, generation={self.generation})"
 
     # -- reductions ---------------------------------------------------------------------------
 

@@ -1,14 +1,14 @@
 """Tensors and arrays as the engine sees them: an address, a count and a dtype.
 
-Torch tensors and numpy arrays are both welcome. The engine moves contiguous memory; a strided tensor
-is worked on as a contiguous copy, and a result is copied back into it.
+Torch tensors and numpy arrays are both welcome. The engine moves contiguous memory; a strided
+tensor is worked on as a contiguous copy, and a result is copied back into it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ import torch
 from paceline import _core
 from paceline.errors import UnsupportedTensor, UsageError
 
-Tensor = Union[torch.Tensor, np.ndarray]
+Tensor: TypeAlias = torch.Tensor | np.ndarray
 
 _CODES = {name: code for code, name in enumerate(_core.DTYPES)}
 _TORCH_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _CODES.items()}
@@ -55,7 +55,7 @@ class Buffer:
         """Bring a result into the strided tensor that this buffer stands in for."""
         if isinstance(self._original, torch.Tensor):
             with torch.no_grad():
-                self._original.copy_(self._memory)  # type: ignore[arg-type]
+                self._original.copy_(self._memory)
         elif self._original is not None:
             np.copyto(self._original, self._memory)  # type: ignore[arg-type]
 

@@ -3,7 +3,7 @@
 Neighbours (same `host_id`) are linked once per process with a Unix socket, over which the engine
 passes shared memory and notices a death. Members on other hosts get two TCP connections per group,
 one for collectives and one for point-to-point traffic, so that neither can block the other.
-The lower rank connects, the higher one waits; every link is authenticated before the engine sees it.
+The lower rank connects, the higher one waits; a link is authenticated before the engine sees it.
 """
 
 from __future__ import annotations
