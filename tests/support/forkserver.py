@@ -1,0 +1,152 @@
+"""The fork server: a process with everything imported, from which ranks are forked.
+
+It reads requests from one socket: a pickled request with two descriptors, the rank's connection to
+the test and the file for its output. It answers with the pid, and later with the exit status. There
+is no thread but the main one, so a fork copies a process in a known state. Orphans of ranks become
+its children (it is a subreaper) and are reaped too, so that a test can see whether any are left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from support import body
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LOADED = (
+    "torch",
+    "numpy",
+    "pytest",
+    "_pytest.assertion.rewrite",
+    "paceline.job",
+    "paceline._core",
+    "paceline.collectives.group",
+)
+_libc = ctypes.CDLL(None)
+
+
+def main(control_fd: int) -> int:
+    """Serve until the test session closes its end; in a forked rank: its exit status."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test session
+    for name in _LOADED:
+        importlib.import_module(name)
+    sys.modules["torch"].set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # forked ranks then share these objects' pages
+    control = socket.socket(fileno=control_fd)
+    control.send(pickle.dumps(("ready", os.getpid())))
+    for request, connection_fd, output_fd in _requests(control):
+        function = _prepare(request)
+        assert len(os.listdir("/proc/self/task")) == 1, "the fork server must not have threads"
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _become_rank(connection_fd, output_fd, request["environ"])
+            return _run(function, Connection(connection_fd))
+        os.close(connection_fd)
+        os.close(output_fd)
+        control.send(pickle.dumps(("started", pid)))
+    return 0
+
+
+def _requests(control: socket.socket) -> Any:
+    """Yield requests, and report exits in between."""
+    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            ready = [key.fd for key, _ in selector.select()]
+            with contextlib.suppress(BlockingIOError):
+                os.read(woken, 4096)
+            _report_exits(control)
+            if control.fileno() in ready:
+                data, fds, _, _ = socket.recv_fds(control, 1 << 20, 2)
+                if not data:
+                    return
+                yield pickle.loads(data), *fds
+
+
+def _report_exits(control: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            control.send(pickle.dumps(("ended", found[0], os.waitstatus_to_exitcode(found[1]))))
+
+
+def _prepare(request: dict[str, Any]) -> Any:
+    try:
+        return body.unpack(request["function"]), request["arguments"]
+    except Exception as error:  # a test module that does not import is the rank's failure
+        return error, ()
+
+
+def _become_rank(connection_fd: int, output_fd: int, environ: dict[str, str]) -> None:
+    """Forget the server: own session, own output, own environment, ordinary signals."""
+    os.setsid()
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(output_fd, 1)
+    os.dup2(output_fd, 2)
+    os.set_inheritable(connection_fd, False)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != connection_fd:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+    os.environ.clear()
+    os.environ.update(environ)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # a rank that hangs shows where
+
+
+def _run(prepared: Any, connection: Connection) -> int:
+    function, arguments = prepared
+    body.connect_to_test(connection)
+    status = 0
+    try:
+        if isinstance(function, Exception):
+            raise function
+        outcome = ("value", function(*arguments))
+    except SystemExit as stop:
+        outcome, status = ("value", None), stop.code if isinstance(stop.code, int) else 1
+    except BaseException as error:
+        traceback.print_exc()
+        outcome, status = ("error", error), 1
+    try:
+        packed = pickle.dumps(outcome)
+    except Exception:
+        packed = pickle.dumps(("error", RuntimeError(f"cannot be pickled: {outcome[1]!r}")))
+    # The test may have stopped listening.
+    with contextlib.suppress(OSError):
+        connection.send_bytes(packed)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+if __name__ == "__main__":
+    # Without tearing the interpreter down: that takes longer than all the rest of a rank's life.
+    os._exit(main(int(sys.argv[1])))

@@ -1,0 +1,394 @@
+"""Start ranks from a test, act on them, and get what became of them.
+
+Every rank is a process of its own session. When a test is done with its ranks, or they take too
+long, what is left of those sessions is killed; a timeout shows where each rank was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import wait as wait_any
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.coordinator import CoordinatorThread
+from paceline.cluster.secret_file import create_secret_file, load_secret
+from support.body import pack
+
+TESTS = Path(__file__).resolve().parents[1]
+Hosts = int | Sequence[int]
+
+
+@dataclass
+class Outcome:
+    """What became of one rank."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    status: int | None = None  # exit code; negative: the signal that ended it
+    output: str = ""
+    has_reported: bool = False
+
+    def __str__(self) -> str:
+        ended = "was still running" if self.status is None else f"ended with {self.status}"
+        text = "".join(f"\n    | {line}" for line in self.output.splitlines()[-60:])
+        return f"rank {self.rank} {ended}, error {self.error!r}{text}"
+
+
+class RanksFailed(AssertionError):
+    """Some rank did not end well; the message shows all of them."""
+
+    def __init__(self, what: str, outcomes: Sequence[Outcome]) -> None:
+        super().__init__("\n".join([what, *map(str, outcomes)]))
+        self.outcomes = outcomes
+
+
+class ForkServer:
+    """The test session's side of forkserver.py; started when the first test needs it."""
+
+    _instance: ForkServer | None = None
+
+    @classmethod
+    def get(cls) -> ForkServer:
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance
+
+    @classmethod
+    def shut_down(cls) -> None:
+        if cls._instance is not None:
+            cls._instance._control.close()
+            cls._instance._process.wait(timeout=10)
+            cls._instance = None
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(60)
+        paths = [*sys.path[:1], str(TESTS), *sys.path[1:]]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "support.forkserver", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+                "OMP_NUM_THREADS": "1",  # numpy would start threads when it is imported
+                "OPENBLAS_NUM_THREADS": "1",
+            },
+        )
+        theirs.close()
+        self.statuses: dict[int, int] = {}
+        self.pid: int = self._expect("ready")
+
+    def start(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], environ: Mapping[str, str]
+    ) -> Rank:
+        """Fork a process that calls the function."""
+        request = {
+            "function": pack(function),
+            "arguments": arguments,
+            "environ": dict(environ),
+        }
+        ours, theirs = Pipe()
+        output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by the rank
+        with theirs:
+            fds = [theirs.fileno(), output.fileno()]
+            socket.send_fds(self._control, [pickle.dumps(request)], fds)
+        return Rank(self, self._expect("started"), ours, output)
+
+    def children(self) -> list[int]:
+        """Return every process that descends from the server and is there now."""
+        listed = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        return [int(pid) for pid in listed.split()]
+
+    @property
+    def control(self) -> socket.socket:
+        return self._control
+
+    def read(self) -> tuple[Any, ...]:
+        """Take one message of the server; exits are noted."""
+        data = self._control.recv(1 << 16)
+        assert data, "the fork server died"
+        message: tuple[Any, ...] = pickle.loads(data)
+        if message[0] == "ended":
+            self.statuses[message[1]] = message[2]
+        return message
+
+    def _expect(self, kind: str) -> Any:
+        while (message := self.read())[0] != kind:
+            pass
+        return message[1]
+
+
+class Rank:
+    """One started process."""
+
+    def __init__(self, server: ForkServer, pid: int, connection: Connection, output: Any) -> None:
+        self._server, self.pid, self.connection, self._output = server, pid, connection, output
+        self.told: list[Any] = []
+        self.is_listening = True
+
+    @property
+    def status(self) -> int | None:
+        return self._server.statuses.get(self.pid)
+
+    def output(self) -> str:
+        text = os.pread(self._output.fileno(), 1 << 22, 0)
+        return text.decode(errors="replace")
+
+    def close(self) -> None:
+        # The whole session: also what the rank forked.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.connection.close()
+        self._output.close()
+
+
+class Ranks:
+    """The processes of one started job."""
+
+    def __init__(self, processes: Sequence[Rank]) -> None:
+        self._server = ForkServer.get()
+        self._processes = processes
+        self._outcomes = [Outcome(rank) for rank in range(len(processes))]
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        os.kill(self._processes[rank].pid, number)
+
+    def tell(self, rank: int, thing: object) -> None:
+        self._processes[rank].connection.send(thing)
+
+    def hear(self, rank: int, timeout_s: float = 30.0) -> Any:
+        """Wait for the next thing that the rank tells."""
+        told = self._processes[rank].told
+        if not self._watch(lambda: told or self._has_ended(rank), timeout_s) or not told:
+            self._fail(f"rank {rank} told nothing")
+        return told.pop(0)
+
+    def hear_all(self, timeout_s: float = 30.0) -> list[Any]:
+        return [self.hear(rank, timeout_s) for rank in range(len(self._processes))]
+
+    def output(self, rank: int) -> str:
+        """Return what the rank has printed so far."""
+        return self._processes[rank].output()
+
+    def wait(self, timeout_s: float = 60.0, ranks: Sequence[int] | None = None) -> list[Outcome]:
+        """Wait until these ranks (default: all) have ended; return what became of them."""
+        chosen = range(len(self._processes)) if ranks is None else ranks
+        if not self._watch(lambda: all(map(self._has_ended, chosen)), timeout_s):
+            self._fail(f"ranks did not end within {timeout_s:g} s")
+        return [self._settle(rank) for rank in chosen]
+
+    def values(self, timeout_s: float = 60.0) -> list[Any]:
+        """Wait; return what the bodies returned. RanksFailed if any rank failed."""
+        outcomes = self.wait(timeout_s)
+        if any(o.error or o.status for o in outcomes):
+            raise RanksFailed("a rank failed", outcomes)
+        return [o.value for o in outcomes]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.close()
+        # A killed process is gone when the server has reaped it.
+        deadline_s = time.monotonic() + 10
+        while any(p.status is None for p in self._processes) and time.monotonic() < deadline_s:
+            self._server.read()
+
+    def _has_ended(self, rank: int) -> bool:
+        return self._processes[rank].status is not None
+
+    def _settle(self, rank: int) -> Outcome:
+        process, outcome = self._processes[rank], self._outcomes[rank]
+        while process.is_listening and process.connection.poll():
+            self._read(rank)
+        outcome.status, outcome.output = process.status, process.output()
+        if outcome.status == 0 and not outcome.has_reported:
+            outcome.error = RuntimeError("it ended without a result")
+        return outcome
+
+    def _watch(self, is_enough: Callable[[], object], timeout_s: float) -> bool:
+        """Handle what arrives until it is enough; False when the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        while not is_enough():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            by_source = {p.connection: r for r, p in enumerate(self._processes) if p.is_listening}
+            for ready in wait_any([self._server.control, *by_source], left_s):
+                if ready is self._server.control:
+                    self._server.read()
+                else:
+                    self._read(by_source[ready])
+        return True
+
+    def _read(self, rank: int) -> None:
+        process, outcome = self._processes[rank], self._outcomes[rank]
+        try:
+            kind, thing = process.connection.recv()
+        except (EOFError, ConnectionResetError):
+            process.is_listening = False
+            return
+        if kind == "told":
+            process.told.append(thing)
+        else:
+            outcome.has_reported = True
+            setattr(outcome, kind, thing)
+
+    def _fail(self, what: str) -> None:
+        for rank, process in enumerate(self._processes):
+            if not self._has_ended(rank):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGCONT)
+                    os.kill(process.pid, signal.SIGUSR1)  # prints its stacks
+        time.sleep(0.5)
+        raise RanksFailed(what, [self._settle(rank) for rank in range(len(self._processes))])
+
+
+def _join_job(body: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    import paceline as pl
+
+    pl.init()
+    return body(pl.world(), *arguments)
+
+
+def _unpack_and_join(packed: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
+    from support.body import unpack
+
+    return _join_job(unpack(packed), arguments)
+
+
+@contextlib.contextmanager
+def started_processes(
+    functions: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
+    environs: Sequence[Mapping[str, str]],
+) -> Iterator[Ranks]:
+    """Run one function per process, each in its own environment; nothing survives the block."""
+    server, processes = ForkServer.get(), list[Rank]()
+    try:
+        for (function, arguments), environ in zip(functions, environs, strict=True):
+            processes.append(server.start(function, arguments, environ))
+        yield Ranks(processes)
+    finally:
+        Ranks(processes).close()
+
+
+@contextlib.contextmanager
+def job_environs(
+    world_size: int, hosts: Hosts = 1, env: Mapping[str, str] | None = None
+) -> Iterator[list[dict[str, str]]]:
+    """Run a coordinator, as the launcher does; yield the environment of every rank.
+
+    `hosts` is a number of hosts, filled one after the other, or the host of each rank. Ranks that
+    pretend to be on different hosts do not share memory and talk over TCP.
+    """
+    host_of = _placement(world_size, hosts)
+    with tempfile.TemporaryDirectory(prefix="paceline-test-") as directory:
+        secret_file = create_secret_file(Path(directory))
+        secret = load_secret(secret_file)
+        limits = env or {}
+        coordinator = CoordinatorThread(
+            f"test-{os.path.basename(directory)}",
+            secret,
+            world_size,
+            float(limits.get("PACELINE_JOIN_TIMEOUT_S", 30)),
+            liveness_s=float(limits.get("PACELINE_LIVENESS_S", 5)),
+        )
+        address = coordinator.start()
+        try:
+            yield [
+                {
+                    **_base_environ(directory),
+                    "PACELINE_RANK": str(rank),
+                    "PACELINE_WORLD_SIZE": str(world_size),
+                    "PACELINE_LOCAL_RANK": str(host_of[:rank].count(host_of[rank])),
+                    "PACELINE_LOCAL_WORLD_SIZE": str(host_of.count(host_of[rank])),
+                    "PACELINE_COORDINATOR": address,
+                    "PACELINE_JOB": f"test-{os.path.basename(directory)}",
+                    "PACELINE_SECRET_FILE": str(secret_file),
+                    **({"PACELINE_HOST_ID": f"h{host_of[rank]}"} if len(set(host_of)) > 1 else {}),
+                    **limits,
+                }
+                for rank in range(world_size)
+            ]
+        finally:
+            coordinator.stop()
+
+
+def _placement(world_size: int, hosts: Hosts) -> list[int]:
+    if isinstance(hosts, int):
+        return [rank * hosts // world_size for rank in range(world_size)]
+    assert len(hosts) == world_size, f"{len(hosts)} hosts for {world_size} ranks"
+    return list(hosts)
+
+
+def _base_environ(directory: str) -> dict[str, str]:
+    """The test session's environment, without what a launcher or a person may have set in it."""
+    foreign = ("PACELINE_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "RANK", "WORLD_SIZE")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    return {**kept, "TMPDIR": directory, "XDG_RUNTIME_DIR": directory}
+
+
+@contextlib.contextmanager
+def started(
+    world_size: int,
+    body: Callable[..., Any],
+    *arguments: Any,
+    hosts: Hosts = 1,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Ranks]:
+    """Start a job whose ranks call `body(world group, *arguments)`; yield it while it runs."""
+    with job_environs(world_size, hosts, env) as environs:
+        joining = (_unpack_and_join, (pack(body), arguments))
+        with started_processes([joining] * world_size, environs) as ranks:
+            yield ranks
+
+
+def run_ranks(
+    world_size: int,
+    body: Callable[..., Any],
+    *arguments: Any,
+    hosts: Hosts = 1,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+) -> list[Any]:
+    """Run `body(world group, *arguments)` in every rank of a new job; return their results."""
+    with started(world_size, body, *arguments, hosts=hosts, env=env) as ranks:
+        return ranks.values(timeout_s)
+
+
+def outcomes_of(
+    world_size: int,
+    body: Callable[..., Any],
+    *arguments: Any,
+    hosts: Hosts = 1,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+) -> list[Outcome]:
+    """Like run_ranks, for ranks that may fail: return what became of each."""
+    with started(world_size, body, *arguments, hosts=hosts, env=env) as ranks:
+        return ranks.wait(timeout_s)
+
+
+def run_processes(
+    function: Callable[..., Any], environs: Sequence[Mapping[str, str]], timeout_s: float = 60.0
+) -> list[Outcome]:
+    """Run `function(number)` in one process per environment, without joining a job."""
+    calls = [(function, (number,)) for number in range(len(environs))]
+    with started_processes(calls, environs) as ranks:
+        return ranks.wait(timeout_s)
