@@ -196,11 +196,15 @@ def _launchers(environ: Mapping[str, str]) -> list[_Launcher]:
         return found  # whatever surrounds torchrun started torchrun, not us
     if _present(environ, _BY_HAND):
         found.append(_BY_HAND)
+    mpi = [x for x in (_OPEN_MPI, _MPICH) if environ.get(x.rank) and environ.get(x.world_size)]
     # Inside a batch script, but outside of srun, Slurm sets SLURM_PROCID=0 and the task count of
-    # the whole job for what is only one process; the step id is what srun adds.
+    # the whole job for what is only one process; the step id is what srun adds. And mpirun may have
+    # been started by srun, whose numbers are then mpirun's own: only equal ones are about us.
     in_batch_script = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
-    outer = (_OPEN_MPI, _MPICH) if in_batch_script else (_SLURM, _OPEN_MPI, _MPICH)
-    found += [x for x in outer if environ.get(x.rank) and environ.get(x.world_size)]
+    around_mpi = mpi and environ.get(_SLURM.rank) != environ.get(mpi[0].rank)
+    if environ.get(_SLURM.rank) and environ.get(_SLURM.world_size):
+        found += [] if in_batch_script or around_mpi else [_SLURM]
+    found += mpi
     return found
 
 

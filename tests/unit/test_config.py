@@ -87,6 +87,12 @@ def test_torchrun_inside_another_launcher_is_the_one_that_counts(outer):
     assert (env.source, env.rank, env.world_size) == ("torchrun", 1, 4)
 
 
+@pytest.mark.parametrize(("inner", "name"), [(OPEN_MPI, "openmpi"), (MPICH, "mpich")])
+def test_mpirun_inside_an_allocation_is_the_one_that_counts(inner, name):
+    env = job_env(SLURM | inner)
+    assert (env.source, env.rank, env.world_size) == (name, 1, 2)
+
+
 def test_sources_that_agree_are_fine():
     env = job_env(MPICH | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"})
     assert (env.source, env.rank) == ("slurm", 1)
@@ -97,7 +103,7 @@ def test_sources_that_agree_are_fine():
     [
         (TORCH | OPEN_MPI, ["environment (RANK=1, WORLD_SIZE=4)",
                             "openmpi (OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=2)"]),
-        (SLURM | MPICH, ["slurm (SLURM_PROCID=5", "mpich (PMI_RANK=1"]),
+        (SLURM | MPICH | {"SLURM_PROCID": "1"}, ["slurm (SLURM_PROCID=1", "mpich (PMI_RANK=1"]),
         (PACELINE | TORCH | {"RANK": "0"}, ["paceline (PACELINE_RANK=1", "environment (RANK=0"]),
     ],
 )  # fmt: skip

@@ -55,9 +55,9 @@ class Buffer:
         """Bring a result into the strided tensor that this buffer stands in for."""
         if isinstance(self._original, torch.Tensor):
             with torch.no_grad():
-                self._original.copy_(self._memory)
+                self._original.copy_(self._memory)  # type: ignore[arg-type]
         elif self._original is not None:
-            np.copyto(self._original, self._memory)  # type: ignore[arg-type]
+            np.copyto(self._original, self._memory)
 
 
 def result_buffer(tensor: Tensor) -> Buffer:
