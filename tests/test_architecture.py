@@ -1,0 +1,125 @@
+"""The shape of the project, as tests: layers, public names, lazy imports, and the README's tree."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "paceline"
+PUBLIC = {
+    *("init", "shutdown", "rank", "world_size", "local_rank", "world", "new_group", "empty"),
+    *("report", "Group", "Work", "Membership", "PacelineError", "errors"),
+}
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*sorted(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(out.stdout.split())
+
+
+def python_files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def test_public_names_are_pinned():
+    assert set(paceline.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(paceline, name).__doc__, f"{name} has no docstring"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import paceline",
+        "import paceline.cli.main, paceline.launch.local",
+        "import paceline.cluster.rendezvous, paceline.config",
+    ],
+)
+def test_the_command_line_and_control_plane_need_no_torch(statement):
+    loaded = modules_after(statement)
+    assert "torch" not in loaded
+    assert "paceline._core" not in loaded
+
+
+def test_importing_paceline_does_not_import_the_launcher():
+    loaded = modules_after("import paceline; paceline.init")
+    assert not {name for name in loaded if name.startswith(("paceline.launch", "paceline.cli"))}
+
+
+def test_layers_point_downwards():
+    linter = Path(sys.executable).with_name("lint-imports")
+    out = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert out.returncode == 0, out.stdout + out.stderr
+
+
+def test_only_config_reads_the_environment():
+    readers = {
+        str(path.relative_to(SOURCE))
+        for path in python_files()
+        if re.search(r"\bos\.(environ|getenv)\b", path.read_text())
+    }
+    assert readers == {"config.py"}
+
+
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile"}
+
+
+def test_nothing_is_unpickled_evaluated_or_given_to_a_shell():
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name.split(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [(node.module or "").split(".")[0]]
+            assert not FORBIDDEN_MODULES & set(names), f"{path} imports {names}"
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in FORBIDDEN_CALLS and called != "torch.load", f"{path}: {called}"
+                assert not any(k.arg == "shell" for k in node.keywords), f"{path}: shell="
+
+
+def test_errors_are_drawn_as_they_are():
+    errors = (SOURCE / "errors.py").read_text()
+    classes = {node.name for node in ast.walk(ast.parse(errors)) if isinstance(node, ast.ClassDef)}
+    drawn = set(re.findall(r"^\s*(?:[|\s-]*)\b([A-Z]\w+)\b", errors.split('"""')[1], re.MULTILINE))
+    assert classes <= drawn
+
+
+def tree_in_readme() -> set[str]:
+    """Paths named in the README's annotated tree, relative to the root."""
+    block = re.search(r"```\npaceline/\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block, "the README has no tree"
+    paths, parents = set(), [""]
+    for line in block[1].splitlines():
+        match = re.match(r"^([│ ]*)[├└]── (\S+)", line)
+        if not match:
+            continue
+        depth = len(match[1]) // 4
+        parents[depth + 1 :] = [f"{parents[depth]}{match[2]}"]
+        paths.add(parents[depth + 1])
+    return paths
+
+
+def test_the_readmes_tree_is_true():
+    tree = tree_in_readme()
+    missing = {path for path in tree if not (ROOT / path).exists()}
+    assert not missing
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    top = {name.split("/")[0] for name in tracked if not name.startswith(".git")}
+    named = {path.split("/")[0] for path in tree}
+    assert top - {".ci"} <= named, f"not in the README's tree: {top - named}"
+    packages = {f"src/paceline/{p.name}/" for p in SOURCE.iterdir() if (p / "__init__.py").exists()}
+    assert packages <= tree
