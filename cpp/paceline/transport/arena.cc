@@ -43,7 +43,10 @@ void Arena::free(void* p) {
     if (used == pool.used.end()) break;
     give_back(pool, used->first, used->second);
     pool.used.erase(used);
-    if (pool.used.empty()) {
+    // The last ordinary segment stays: a loop that allocates and frees one tensor must not pay for 64 MB of
+    // fresh pages every time.
+    bool spare = pool.segment.bytes() == kSegmentBytes && pools_.size() == 1;
+    if (pool.used.empty() && !spare) {
       announce_(it->first, pool.segment.bytes(), -1);
       pools_.erase(it);
     }

@@ -2,7 +2,7 @@
 // maps the same pages.
 //
 // Memory is cut from SEGMENTS of at least kSegmentBytes; a segment with nothing left in it is given
-// back. A peer finds a tensor by (segment id, offset).
+// back, unless it is the only one. A peer finds a tensor by (segment id, offset).
 #pragma once
 #include <cstdint>
 #include <functional>
