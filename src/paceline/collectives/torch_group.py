@@ -1,0 +1,254 @@
+"""A process group of torch.distributed without its collectives: identity, running, end.
+
+torch asks a group for more than collectives (names, devices, sequence numbers, splitting), and its
+C++ side calls back through a trampoline that finds these methods by name. `torch_backend.py` adds
+the collectives on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch._C._profiler import _RecordFunctionFast
+
+from paceline import _core
+from paceline.collectives.group import Group
+from paceline.collectives.tensors import Buffer
+from paceline.collectives.torch_arguments import cut
+from paceline.collectives.torch_work import DoneWork, TorchWork
+from paceline.errors import UnsupportedTensor, UsageError
+
+_KINDS = {name: code for code, name in enumerate(_core.KINDS)}
+_CPU = torch.device("cpu")
+DONE = DoneWork()
+_MANY_IN_FLIGHT = 64
+
+is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+# torch's stubs give many methods several signatures; ours accept all of them.
+_ProcessGroup: Any = c10d.ProcessGroup
+
+
+class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """A group of ranks as torch.distributed sees it, apart from the collectives."""
+
+    def __init__(
+        self, group: Group, store: c10d.Store, on_shutdown: Callable[[], None] | None = None
+    ) -> None:
+        # Without the store: torch makes a subclassable instance only of this constructor.
+        super().__init__(group.rank, group.size)
+        self._group = group
+        self._core = group._core
+        self._members = group.size
+        self._store = store
+        self._on_shutdown = on_shutdown
+        self._sequence = 0
+        self._in_flight: list[TorchWork] = []
+        self._batch: list[TorchWork] | None = None  # between _start_ and _end_coalescing
+        self._barriers = 0  # monitored ones, so far
+
+    # -- running ------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        kind: str,
+        sources: list[Buffer],
+        targets: list[Buffer],
+        results: list[Tensor],
+        shown: list[Tensor],
+        opts: Any,
+        op: int = 0,
+        root: int = 0,
+        *,
+        cut_inputs: bool = False,
+        cut_outputs: bool = False,
+        title: str | None = None,
+    ) -> c10d.Work:
+        first = sources[0] if sources else targets[0]
+        for buffer in (*sources, *targets):
+            if buffer.dtype != first.dtype:
+                raise UsageError(
+                    f"{kind}: tensors of {_core.DTYPES[first.dtype]} and"
+                    f" {_core.DTYPES[buffer.dtype]} in one call; convert them to one dtype"
+                )
+        inputs = cut(sources[0], self._members) if cut_inputs else [b.part for b in sources]
+        outputs = cut(targets[0], self._members) if cut_outputs else [b.part for b in targets]
+        return self._start(
+            kind, first, inputs, outputs, targets, results, shown, opts, op, root, sources, title
+        )
+
+    def _start(
+        self,
+        kind: str,
+        first: Buffer | None,
+        inputs: _core.Parts,
+        outputs: _core.Parts,
+        targets: list[Buffer],
+        results: list[Tensor],
+        shown: list[Tensor],
+        opts: Any,
+        op: int = 0,
+        root: int = 0,
+        keep: object = None,
+        title: str | None = None,
+    ) -> c10d.Work:
+        self._sequence += 1
+        dtype, shape = (first.dtype, first.shape) if first is not None else (0, ())
+        arguments = (_KINDS[kind], dtype, op, root, inputs, outputs, shape)
+        if not opts.asyncOp and not is_profiled():
+            self._core.run(*arguments)
+            for target in targets:
+                target.write_back()
+            return DONE
+        record = opened(title or kind, shown)
+        work = TorchWork((self._core.start(*arguments),), targets, results, keep)
+        return self._track(work, record, opts.asyncOp)
+
+    def _track(self, work: TorchWork, record: Any, is_async: bool) -> c10d.Work:
+        """Hold on to memory in use, also when the caller drops the work; wait if not async."""
+        if record is not None:
+            work.trace(record)
+        if not is_async:
+            work.wait()
+            return work
+        if len(self._in_flight) >= _MANY_IN_FLIGHT:
+            self._in_flight = [other for other in self._in_flight if not other.has_ended()]
+        self._in_flight.append(work)
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+    # -- coalescing ---------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> c10d.Work:  # noqa: ARG002
+        works, self._batch = self._batch or [], None
+        return _joined(works)
+
+    def _together(self, works: Sequence[c10d.Work], opts: Any) -> c10d.Work:
+        work = _joined([work for work in works if isinstance(work, TorchWork)])
+        if not opts.asyncOp:
+            work.wait()
+        return work
+
+    # -- checks -------------------------------------------------------------------------------
+
+    def _check_parts(self, parts: Sequence[object], kind: str) -> None:
+        if len(parts) != self._members:
+            raise UsageError(
+                f"{kind}: {len(parts)} tensors for a group of {self._members}; pass one for each"
+                " rank"
+            )
+
+    def _check_multiple(
+        self, large: Buffer, small: Buffer, kind: str, larger: Tensor, smaller: Tensor
+    ) -> None:
+        if large.count != small.count * self._members:
+            raise UsageError(
+                f"{kind}: tensors of {list(larger.shape)} and {list(smaller.shape)} in a group of"
+                f" {self._members}: one must be {self._members} times the size of the other"
+            )
+
+    # -- what torch asks about the group ------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return "paceline"
+
+    name = _get_backend_name = getBackendName
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type != "cpu":
+            raise UnsupportedTensor(
+                f"the paceline backend moves CPU tensors; there is none for {device} in this group"
+            )
+        return self
+
+    def _backend_id(self, backend_type: Any) -> int:  # noqa: ARG002
+        return id(self)
+
+    supports_splitting = False  # in torch's sense: together with a device's communicator
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:  # noqa: ARG002
+        return False
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        for work in list(self._in_flight):
+            work.wait()
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def get_group_store(self) -> c10d.Store:
+        return self._store
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,  # noqa: ARG002
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,  # noqa: ARG002
+    ) -> EngineProcessGroup | None:
+        """Form a group of some members (ranks of this group); None on the others."""
+        if self.rank() not in ranks:
+            return None
+        members = [self._group.ranks[rank] for rank in ranks]
+        limit_s = None if timeout is None else timeout.total_seconds()
+        name = group_name or f"{self.group_name}:split:{','.join(map(str, ranks))}"
+        part = Group(self._group._fabric, members, limit_s)
+        made = type(self)(part, c10d.PrefixStore(f"{name}/", self._store))
+        made._set_group_name(name)
+        made._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return made
+
+    splitGroup = split_group
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """End what is in flight on all members with an error, and close the group."""
+        self._core.fail(f"rank {self._group.ranks[self.rank()]} aborted the process group")
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Close the group; called by destroy_process_group. May be called twice."""
+        self._group.close()
+        self._in_flight.clear()
+        end, self._on_shutdown = self._on_shutdown, None
+        if end is not None:
+            end()
+
+
+def opened(title: str, tensors: list[Tensor]) -> Any:
+    """Begin the profiler's event of an operation, if a profiler runs."""
+    if not is_profiled():
+        return None
+    record = _RecordFunctionFast(f"paceline:{title}", tensors)
+    record.__enter__()
+    return record
+
+
+def _joined(works: Sequence[TorchWork]) -> TorchWork:
+    handles = [handle for work in works for handle in work.handles]
+    targets = [target for work in works for target in work.targets]
+    return TorchWork(handles, targets, [output for work in works for output in work.outputs], works)

@@ -1,0 +1,39 @@
+"""Tells torch.distributed that the backend "paceline" exists.
+
+torch calls `register()` during every `import torch` of an environment in which Paceline is
+installed, so it only writes down two names: everything else is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+
+def register() -> None:
+    """Register backend "paceline", and let env:// meet over our control plane. Never raises."""
+    try:
+        from torch.distributed import Backend
+
+        if "PACELINE" in Backend._plugins:
+            return
+        Backend.register_backend("paceline", _create_group, extended_api=True, devices=["cpu"])
+        # By its full name: the package has a function that is called like its module.
+        handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+        theirs = handlers["env"]
+    except Exception:  # a torch that lacks these must still be importable
+        return
+
+    def meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+        from paceline.torch_rendezvous import control_plane_rendezvous
+
+        return control_plane_rendezvous(url) or theirs(url, **options)
+
+    handlers["env"] = meet
+
+
+def _create_group(options: Any, _: Any) -> Any:
+    from paceline.torch_rendezvous import create_group
+
+    return create_group(options)
