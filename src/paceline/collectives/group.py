@@ -47,7 +47,7 @@ class Group:
         self, fabric: Fabric, ranks: Sequence[int], timeout_s: float | None = None
     ) -> None:
         self._fabric = fabric
-        self._timeout_s = timeout_s  # of one operation; None: the job's
+        self.timeout_s = fabric.timeout_s if timeout_s is None else timeout_s  # of one operation
         self._id = fabric.next_id(ranks)
         self._form(fabric.membership, tuple(ranks))
 
@@ -56,7 +56,7 @@ class Group:
         self.ranks = ranks  # global ranks of the members
         self.size = len(ranks)
         self.rank = ranks.index(self._fabric.rank)
-        self._core = self._fabric.create_group(self._id, membership, ranks, self._timeout_s)
+        self._core = self._fabric.create_group(self._id, membership, ranks, self.timeout_s)
         self._in_flight: list[Work[object]] = []
 
     def __repr__(self) -> str:

@@ -55,15 +55,14 @@ class Fabric:
         group_id: int,
         membership: Membership,
         ranks: Sequence[int],
-        timeout_s: float | None = None,
+        timeout_s: float,
     ) -> _core.Group:
         """Form the group in the engine and connect its members. Collective among the ranks."""
         members = [membership.member(rank) for rank in ranks]
         host_ids = list(dict.fromkeys(member.host_id for member in members))
         hosts = [host_ids.index(member.host_id) for member in members]
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
         group = _core.Group(
-            self.engine, group_id, membership.generation, list(ranks), hosts, limit_s
+            self.engine, group_id, membership.generation, list(ranks), hosts, timeout_s
         )
         here = membership.member(self.rank).host_id
         remote = [member for member in members if member.host_id != here]
