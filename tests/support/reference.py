@@ -11,13 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        "float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool"
-    ).split()
-}
+_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 FLOATING = ("float32", "float64", "float16", "bfloat16")
+DTYPES = {name: getattr(torch, name) for name in (*FLOATING, *_INTEGERS, "bool")}
 ARITHMETIC = ("sum", "min", "max", "product")
 BITWISE = ("band", "bor", "bxor")
 
@@ -68,6 +64,8 @@ def bits(tensor: torch.Tensor | np.ndarray) -> bytes:
     """Return the memory of a tensor, to compare without regard to what numbers mean."""
     if isinstance(tensor, np.ndarray):
         return tensor.tobytes()
+    if tensor.numel() == 0:
+        return b""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
