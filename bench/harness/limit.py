@@ -1,0 +1,55 @@
+"""The shared-memory limit: compiles shm_limit.cc and drives it like any other contender."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from harness.ranks import ContenderFailed
+
+MODES = ("two phases", "one pass", "owner writes", "owner streams")
+_SOURCE = Path(__file__).resolve().parent.parent / "shm_limit.cc"
+
+
+def compile_limit(scratch: Path) -> Path:
+    """Build the program; raises ContenderFailed with the compiler's words."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise ContenderFailed("limit: no C++ compiler found (set CXX)")
+    program = scratch / "shm_limit"
+    command = [compiler, "-O3", "-march=native", "-std=c++20", str(_SOURCE), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    if built.returncode != 0:
+        raise ContenderFailed(f"limit: {_SOURCE.name} does not compile here\n{built.stderr[:500]}")
+    return program
+
+
+class LimitRanks:
+    """The running program: its ranks sleep between commands."""
+
+    def __init__(self, program: Path, world: int) -> None:
+        self.name, self.version = "limit", "shm_limit.cc"
+        self._process = subprocess.Popen(
+            [str(program), str(world)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def turn(self, mode: int, num_bytes: int, warmup: int, samples: int) -> list[float]:
+        """Return the seconds of each counted sample."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{mode} {num_bytes} {warmup + samples}\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline().split()
+        if len(answer) != warmup + samples:
+            raise ContenderFailed(f"limit: mode {mode} answered {answer[-1:] or 'nothing'}")
+        return [float(text) for text in answer[warmup:]]
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)

@@ -1,0 +1,216 @@
+// The limit of an all-reduce over shared memory: what this machine can do when nothing but the
+// memory stands in the way. Float32 sum; every rank writes fresh values before each sample, so that
+// cache lines really have to cross from core to core, as they do with new gradients.
+//
+//   g++ -O3 -march=native -std=c++20 shm_limit.cc -o shm_limit && echo "0 16777216 5" | ./shm_limit 2
+//
+// argv[1] is the number of ranks. Each line of stdin is "mode bytes samples"; the answer is a line
+// with the seconds of each sample, from the common start until all ranks have finished. While no
+// line comes, all ranks sleep in read(): other contenders have the machine to themselves.
+//
+//   mode 0  in place, two phases: reduce my share, barrier, copy the shares of the others
+//   mode 1  one pass: every rank adds everything into its own output, with streaming stores
+//   mode 2  the owner of a share reads it from all inputs and writes the sum into all of them
+//   mode 3  the same into separate outputs, with streaming stores
+//
+// It deliberately knows nothing of groups, types, failures or odd sizes: it is a yardstick.
+#include <immintrin.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace {
+
+constexpr int kMaxRanks = 8;
+constexpr size_t kMaxBytes = size_t{256} << 20;
+constexpr size_t kBlock = 16;         // floats: one cache line
+constexpr size_t kPrefetch = 128;     // floats ahead, on what another core wrote
+constexpr int kSpinsBeforeYield = 2000;
+
+struct Command {
+  int mode;
+  size_t bytes;
+  int samples;
+};
+
+struct Control {
+  alignas(64) std::atomic<int> arrived;
+  alignas(64) std::atomic<int> turn;
+  alignas(64) std::atomic<bool> wrong;
+};
+
+Control* control;
+int world, rank;
+float* input[kMaxRanks];
+float* output[kMaxRanks];
+
+template <typename T>
+T* share(size_t bytes) {
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    perror("shm_limit: mmap");
+    exit(1);
+  }
+  madvise(memory, bytes, MADV_HUGEPAGE);
+  return static_cast<T*>(memory);
+}
+
+void barrier() {
+  const int turn = control->turn.load();
+  if (control->arrived.fetch_add(1) == world - 1) {
+    control->arrived = 0;
+    control->turn.store(turn + 1);
+    return;
+  }
+  for (int spins = 0; control->turn.load(std::memory_order_acquire) == turn; ++spins) {
+    spins < kSpinsBeforeYield ? _mm_pause() : static_cast<void>(sched_yield());
+  }
+}
+
+// Sums elements [begin, end) of all inputs, in rank order, and hands each block to `store`.
+template <int kWorld, typename Store>
+void sum(size_t begin, size_t end, Store store) {
+  for (size_t i = begin; i < end; i += kBlock) {
+    __m256 low = _mm256_load_ps(input[0] + i), high = _mm256_load_ps(input[0] + i + 8);
+    _mm_prefetch(reinterpret_cast<const char*>(input[0] + i + kPrefetch), _MM_HINT_T0);
+    for (int r = 1; r < kWorld; ++r) {
+      _mm_prefetch(reinterpret_cast<const char*>(input[r] + i + kPrefetch), _MM_HINT_T0);
+      low = _mm256_add_ps(low, _mm256_load_ps(input[r] + i));
+      high = _mm256_add_ps(high, _mm256_load_ps(input[r] + i + 8));
+    }
+    store(i, low, high);
+  }
+}
+
+void put(float* to, __m256 low, __m256 high) {
+  _mm256_store_ps(to, low);
+  _mm256_store_ps(to + 8, high);
+}
+
+void stream(float* to, __m256 low, __m256 high) {
+  _mm256_stream_ps(to, low);
+  _mm256_stream_ps(to + 8, high);
+}
+
+void copy(float* to, const float* from, size_t count) {
+  for (size_t i = 0; i < count; i += kBlock) {
+    _mm_prefetch(reinterpret_cast<const char*>(from + i + kPrefetch), _MM_HINT_T0);
+    put(to + i, _mm256_load_ps(from + i), _mm256_load_ps(from + i + 8));
+  }
+}
+
+template <int kWorld>
+const float* all_reduce(int mode, size_t count) {
+  const size_t part = count / kWorld, begin = rank * part, end = begin + part;
+  if (mode == 0) {
+    float* const mine = input[rank];
+    sum<kWorld>(begin, end, [=](size_t i, __m256 a, __m256 b) { put(mine + i, a, b); });
+    barrier();
+    for (int k = 1; k < kWorld; ++k) {
+      const int owner = (rank + k) % kWorld;
+      copy(mine + owner * part, input[owner] + owner * part, part);
+    }
+    return mine;
+  }
+  if (mode == 1) {
+    float* const mine = output[rank];
+    sum<kWorld>(0, count, [=](size_t i, __m256 a, __m256 b) { stream(mine + i, a, b); });
+  } else if (mode == 2) {
+    sum<kWorld>(begin, end, [](size_t i, __m256 a, __m256 b) {
+      for (int r = 0; r < kWorld; ++r) put(input[r] + i, a, b);
+    });
+  } else {
+    sum<kWorld>(begin, end, [](size_t i, __m256 a, __m256 b) {
+      for (int r = 0; r < kWorld; ++r) stream(output[r] + i, a, b);
+    });
+  }
+  _mm_sfence();
+  return mode == 2 ? input[rank] : output[rank];
+}
+
+float value(size_t i, int owner, int sample) { return float(i % 1021 + 7 * owner + sample % 5); }
+
+bool is_right(const float* result, size_t count, int sample) {
+  const float bias = 7.0f * world * (world - 1) / 2 + world * (sample % 5);
+  float worst = 0;
+  for (size_t i = 0; i < count; ++i) {
+    worst = std::max(worst, std::abs(result[i] - (world * float(i % 1021) + bias)));
+  }
+  return worst == 0;
+}
+
+void run(const Command& command) {
+  const size_t count = command.bytes / sizeof(float);
+  for (int sample = 0; sample < command.samples; ++sample) {
+    for (size_t i = 0; i < count; ++i) input[rank][i] = value(i, rank, sample);
+    barrier();
+    const auto start = std::chrono::steady_clock::now();
+    const float* result = world == 2   ? all_reduce<2>(command.mode, count)
+                          : world == 4 ? all_reduce<4>(command.mode, count)
+                                       : all_reduce<8>(command.mode, count);
+    barrier();
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+    if (!is_right(result, count, sample)) control->wrong = true;
+    barrier();
+    if (rank == 0) printf("%.9f ", taken.count());
+  }
+  if (rank == 0) {
+    printf("%s\n", control->wrong ? "wrong" : "");
+    fflush(stdout);
+  }
+}
+
+void serve_as_child(int commands) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  Command command;
+  while (read(commands, &command, sizeof command) == sizeof command) run(command);
+  exit(0);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  world = argc > 1 ? atoi(argv[1]) : 2;
+  if (world != 2 && world != 4 && world != 8) {
+    fprintf(stderr, "shm_limit: %d ranks; it knows 2, 4 and 8\n", world);
+    return 2;
+  }
+  control = share<Control>(sizeof(Control));
+  for (int r = 0; r < world; ++r) {
+    input[r] = share<float>(kMaxBytes + 4096);  // prefetching may look past the end
+    output[r] = share<float>(kMaxBytes);
+  }
+  int pipes[kMaxRanks][2];
+  for (rank = 1; rank < world; ++rank) {
+    if (pipe(pipes[rank]) != 0) return 1;
+    if (fork() == 0) {
+      close(pipes[rank][1]);
+      serve_as_child(pipes[rank][0]);
+    }
+    close(pipes[rank][0]);
+  }
+  rank = 0;
+  Command command;
+  while (scanf("%d %zu %d", &command.mode, &command.bytes, &command.samples) == 3) {
+    if (command.bytes > kMaxBytes || command.bytes % (world * 64) != 0) return 2;
+    for (int r = 1; r < world; ++r) {
+      if (write(pipes[r][1], &command, sizeof command) != sizeof command) return 1;
+    }
+    run(command);
+  }
+  for (int r = 1; r < world; ++r) close(pipes[r][1]);
+  while (wait(nullptr) > 0) {
+  }
+  return 0;
+}
