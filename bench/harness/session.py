@@ -1,0 +1,68 @@
+"""A run: starts the contenders side by side, says who is missing, stops them whatever happens."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+from harness.ranks import ContenderFailed, RankSet
+
+
+class _Stoppable(Protocol):
+    def stop(self) -> None: ...
+
+
+Ranks = TypeVar("Ranks", bound=_Stoppable)
+
+
+class Session:
+    """The contenders of one part of a benchmark; use it in a `with` statement."""
+
+    def __init__(self) -> None:
+        self.scratch = Path(tempfile.mkdtemp(prefix="paceline-bench-"))
+        self._started: list[_Stoppable] = []
+
+    def __enter__(self) -> Session:
+        # Being told to end must run the clean-up as well.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            for ranks in reversed(self._started):
+                ranks.stop()
+        finally:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def start(self, make: Callable[..., Ranks], *arguments: Any) -> Ranks:
+        """Start something that will be stopped at the end."""
+        ranks = make(*arguments)
+        self._started.append(ranks)
+        return ranks
+
+    def keep(self, ranks: Sequence[RankSet]) -> None:
+        """Take over what somebody else has started."""
+        self._started.extend(ranks)
+
+    def wait_until_ready(self, sets: Sequence[RankSet]) -> dict[str, RankSet]:
+        """Return by name those that came up; say why the others did not."""
+        return {ranks.name: ranks for ranks in sets if _comes_up(ranks)}
+
+
+def _comes_up(ranks: RankSet) -> bool:
+    try:
+        ranks.wait_until_ready()
+    except ContenderFailed as failure:
+        print(f"  {failure}", flush=True)
+        return False
+    return True
