@@ -28,13 +28,13 @@ _TWO_RANKS = [
     Plan(1 * _MB, rounds=10, samples=8, warmup=2),
     Plan(4 * _MB, rounds=10, samples=5, warmup=1),
     Plan(16 * _MB, rounds=10, samples=3, warmup=1),
-    Plan(64 * _MB, rounds=6, samples=2, warmup=1),
-    Plan(256 * _MB, rounds=5, samples=1, warmup=1),
+    Plan(64 * _MB, rounds=6, samples=2, warmup=0),
+    Plan(256 * _MB, rounds=5, samples=1, warmup=0),
 ]
 _FOUR_RANKS = [
     Plan(16 * _MB, rounds=6, samples=3, warmup=1),
-    Plan(64 * _MB, rounds=4, samples=2, warmup=1),
-    Plan(256 * _MB, rounds=3, samples=1, warmup=1),
+    Plan(64 * _MB, rounds=4, samples=2, warmup=0),
+    Plan(256 * _MB, rounds=4, samples=1, warmup=0),
 ]
 _QUICK_LATENCY = [Plan(1 << 10, rounds=3, samples=2, calls=50)]
 _QUICK_TWO = [Plan(1 * _MB, rounds=3, samples=4), Plan(16 * _MB, rounds=2, samples=1)]

@@ -25,7 +25,7 @@ _PLANS = [
     Plan(64 << 10, rounds=6, samples=10, warmup=2),
     Plan(1 * _MB, rounds=6, samples=5),
     Plan(16 * _MB, rounds=4, samples=2),
-    Plan(64 * _MB, rounds=3, samples=1),
+    Plan(64 * _MB, rounds=4, samples=1, warmup=0),
 ]
 _QUICK = [Plan(1 << 10, rounds=2, samples=3), Plan(1 * _MB, rounds=2, samples=2)]
 

@@ -29,10 +29,10 @@ _MB = 1 << 20
 _RATE_MBIT = 1000
 _PLANS = [
     Plan(16 * _MB, rounds=8, samples=3),
-    Plan(64 * _MB, rounds=5, samples=2),
-    Plan(256 * _MB, rounds=4, samples=1),
+    Plan(64 * _MB, rounds=5, samples=2, warmup=0),
+    Plan(256 * _MB, rounds=4, samples=1, warmup=0),
 ]
-_SHAPED = [Plan(16 * _MB, rounds=4, samples=2), Plan(64 * _MB, rounds=3, samples=1)]
+_SHAPED = [Plan(16 * _MB, rounds=4, samples=2), Plan(64 * _MB, rounds=4, samples=1, warmup=0)]
 _QUICK = [Plan(4 * _MB, rounds=2, samples=2)]
 
 

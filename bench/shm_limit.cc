@@ -152,6 +152,8 @@ bool is_right(const float* result, size_t count, int sample) {
 
 void run(const Command& command) {
   const size_t count = command.bytes / sizeof(float);
+  static size_t touched = 0;  // page faults are not what is measured
+  if (command.bytes > touched) memset(output[rank], 0, touched = command.bytes);
   for (int sample = 0; sample < command.samples; ++sample) {
     for (size_t i = 0; i < count; ++i) input[rank][i] = value(i, rank, sample);
     barrier();

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harness.limit import MODES, LimitRanks
 from harness.ranks import ContenderFailed, RankSet
@@ -66,15 +66,23 @@ def interleave(runners: Sequence[Runner], plan: Plan) -> None:
 
     A runner that fails says so and is out for the rest of the run.
     """
+    for runner in runners:  # memory is mapped and connections are made on first use
+        _turn(runner, replace(plan, samples=0, warmup=1), 0)
     for number in range(plan.rounds):
-        running = [runner for runner in runners if not runner.has_failed]
-        shift = number % max(1, len(running))
-        for runner in [*running[shift:], *running[:shift]]:
-            try:
-                taken = runner.measure(plan, number * (plan.samples + plan.warmup))
-            except ContenderFailed as failure:
-                print(f"  {failure}", flush=True)
-                runner.has_failed = True
-                runner.times.pop(plan.num_bytes, None)
-                continue
-            runner.times.setdefault(plan.num_bytes, []).extend(taken)
+        shift = number % max(1, len(runners))
+        for runner in [*runners[shift:], *runners[:shift]]:
+            _turn(runner, plan, number * (plan.samples + plan.warmup))
+
+
+def _turn(runner: Runner, plan: Plan, seed: int) -> None:
+    if runner.has_failed:
+        return
+    try:
+        taken = runner.measure(plan, seed)
+    except ContenderFailed as failure:
+        print(f"  {failure}", flush=True)
+        runner.has_failed = True
+        runner.times.pop(plan.num_bytes, None)
+        return
+    if plan.samples > 0:
+        runner.times.setdefault(plan.num_bytes, []).extend(taken)
