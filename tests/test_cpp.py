@@ -1,0 +1,45 @@
+"""The C++ tests, built with AddressSanitizer and UndefinedBehaviorSanitizer."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BUILD = ROOT / "build" / "sanitize"
+TESTS = ("wire_test", "reduce_test", "arena_test", "group_test")
+
+
+def tool(name: str) -> str:
+    """Find a build tool beside this Python (the `dev` extra installs it), else on the PATH."""
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    assert found, f"{name} is missing: pip install '.[dev]'"
+    return found
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    cmake = tool("cmake")
+    options = ["-DPACELINE_PYTHON=OFF", "-DPACELINE_TESTS=ON", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
+    options += ["-DPACELINE_SANITIZE=address,undefined", "-G", "Ninja"]
+    options += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
+    for command in (
+        [cmake, "-S", ROOT, "-B", BUILD, *options],
+        [cmake, "--build", BUILD, "--parallel", "2"],
+    ):
+        out = subprocess.run(command, capture_output=True, text=True)
+        assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-3000:]
+    return BUILD
+
+
+@pytest.mark.timeout(600)  # the first run builds everything
+@pytest.mark.parametrize("name", TESTS)
+def test_core_under_sanitizers(built, name):
+    out = subprocess.run([built / name], capture_output=True, text=True, timeout=180)
+    assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-3000:]
+    assert "runtime error" not in out.stderr, out.stderr[-3000:]
