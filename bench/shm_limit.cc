@@ -36,7 +36,6 @@ constexpr int kMaxRanks = 8;
 constexpr size_t kMaxBytes = size_t{256} << 20;
 constexpr size_t kBlock = 16;         // floats: one cache line
 constexpr size_t kPrefetch = 128;     // floats ahead, on what another core wrote
-constexpr int kSpinsBeforeYield = 2000;
 
 struct Command {
   int mode;
@@ -52,6 +51,7 @@ struct Control {
 
 Control* control;
 int world, rank;
+int spins_before_yield;  // none when ranks share cores: spinning would hold up the one awaited
 float* input[kMaxRanks];
 float* output[kMaxRanks];
 
@@ -74,7 +74,7 @@ void barrier() {
     return;
   }
   for (int spins = 0; control->turn.load(std::memory_order_acquire) == turn; ++spins) {
-    spins < kSpinsBeforeYield ? _mm_pause() : static_cast<void>(sched_yield());
+    spins < spins_before_yield ? _mm_pause() : static_cast<void>(sched_yield());
   }
 }
 
@@ -188,6 +188,7 @@ int main(int argc, char** argv) {
     fprintf(stderr, "shm_limit: %d ranks; it knows 2, 4 and 8\n", world);
     return 2;
   }
+  spins_before_yield = world <= sysconf(_SC_NPROCESSORS_ONLN) ? 2000 : 0;
   control = share<Control>(sizeof(Control));
   for (int r = 0; r < world; ++r) {
     input[r] = share<float>(kMaxBytes + 4096);  // prefetching may look past the end
