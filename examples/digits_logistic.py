@@ -36,7 +36,7 @@ def accuracy(weights: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--lr", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
