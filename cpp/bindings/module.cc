@@ -109,8 +109,14 @@ class PyGroup {
   PyGroup(PyEngine& engine, uint64_t id, uint32_t generation, std::vector<int> ranks, std::vector<int> hosts,
           double timeout_s) {
     nb::gil_scoped_release release;
-    group_ = std::make_shared<Group>(engine.engine,
-                                     GroupConfig{id, generation, std::move(ranks), std::move(hosts), timeout_s});
+    auto* group = new Group(engine.engine,
+                            GroupConfig{id, generation, std::move(ranks), std::move(hosts), timeout_s});
+    // The last reference may go in a garbage collection, and a group takes leave of its members.
+    group_ = std::shared_ptr<Group>(group, [](Group* g) {
+      std::optional<nb::gil_scoped_release> release;
+      if (PyGILState_Check()) release.emplace();
+      delete g;
+    });
   }
 
   void close() {
@@ -120,6 +126,12 @@ class PyGroup {
     group_.reset();
   }
 
+  // Another thread may close the group while this one waits in it.
+  std::shared_ptr<Group> hold() {
+    get();
+    return group_;
+  }
+
   Group& get() {
     if (!group_) throw Error(ErrorKind::usage, "this group has been closed");
     return *group_;
@@ -127,8 +139,9 @@ class PyGroup {
 
   // The most frequent call has a path of its own: no lists.
   void all_reduce(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op, std::vector<int64_t> shape) {
-    auto operation = get().submit(reduction(in, out, count, dtype, op, std::move(shape)), false);
-    wait_for(*group_, *operation, kForever);
+    auto group = hold();
+    auto operation = group->submit(reduction(in, out, count, dtype, op, std::move(shape)), false);
+    wait_for(*group, *operation, kForever);
   }
   PyWork start_all_reduce(uintptr_t in, uintptr_t out, uint64_t count, int dtype, int op,
                           std::vector<int64_t> shape) {
@@ -136,8 +149,9 @@ class PyGroup {
   }
 
   void run(int kind, int dtype, int op, int root, const Parts& in, const Parts& out, std::vector<int64_t> shape) {
-    auto operation = get().submit(request(kind, dtype, op, root, in, out, std::move(shape)), false);
-    wait_for(*group_, *operation, kForever);
+    auto group = hold();
+    auto operation = group->submit(request(kind, dtype, op, root, in, out, std::move(shape)), false);
+    wait_for(*group, *operation, kForever);
   }
   PyWork start(int kind, int dtype, int op, int root, const Parts& in, const Parts& out,
                std::vector<int64_t> shape) {

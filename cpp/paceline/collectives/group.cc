@@ -1,7 +1,9 @@
 #include "paceline/collectives/group.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
+#include <thread>
 
 #include "paceline/base/error.h"
 #include "paceline/reduce/kernels.h"
@@ -9,6 +11,7 @@
 namespace paceline {
 namespace {
 constexpr double kHeartbeat_s = 1.0;
+constexpr double kGoodbye_s = 1.0;  // how long a closing group waits for the others to close theirs
 
 std::exception_ptr make_error(ErrorKind kind, const std::string& text, int rank) {
   return std::make_exception_ptr(Error(kind, text, rank));
@@ -52,6 +55,17 @@ Group::Group(std::shared_ptr<Engine> engine, GroupConfig config)
 Group::~Group() {
   close();
   engine_->detach(this);
+  say_goodbye();
+}
+
+// All channels at once, because the other members close theirs in another order.
+void Group::say_goodbye() {
+  for (auto& [key, port] : ports_) port->end_output();
+  auto all_ended = [this] {
+    return std::all_of(ports_.begin(), ports_.end(), [](auto& entry) { return entry.second->ended(); });
+  };
+  for (double deadline = now_s() + kGoodbye_s; !all_ended() && now_s() < deadline;)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 int Group::member_of(int global) const {
@@ -261,8 +275,9 @@ void Group::check_waiting(Operation& operation, double now) {
   for (int rank : ranks) on += (on.empty() ? "" : ", ") + peer_name(rank);
   if (age > config_.timeout_s)
     throw Error(ErrorKind::peer_timeout,
-                me + operation.describe() + " has waited " + std::to_string(int(age)) + " s for " + on +
-                    ". It may be busy or stuck elsewhere in its script; raise PACELINE_TIMEOUT_S if this is expected.",
+                me + operation.describe() + " hit its timeout after " + std::to_string(int(age)) + " s of waiting for " +
+                    on + ". It may be busy or stuck elsewhere in its script; raise the timeout (PACELINE_TIMEOUT_S, or "
+                    "the one given to the group) if this is expected.",
                 ranks.empty() ? -1 : ranks[0]);
   if (operation.next_warning_s == 0) operation.next_warning_s = limits.warn_s;
   if (age > operation.next_warning_s && !on.empty()) {

@@ -95,6 +95,7 @@ class Group final : public Pollable {
   void end_operations(std::exception_ptr error);  // driver only
   void check_waiting(Operation& operation, double now);
   std::string peer_name(int global_rank);
+  void say_goodbye();
 
   Task run(std::shared_ptr<Request> request, Descriptor shown);
   Task run_spanning(const Request& request, const Descriptor& shown);

@@ -22,20 +22,19 @@ TcpChannel::TcpChannel(Fd socket) : socket_(std::move(socket)) {
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
 }
 
-TcpChannel::~TcpChannel() {
-  // Closing with unread bytes would reset the connection and destroy what the peer has not read yet:
-  // end our direction, then read what is left until the peer has closed too (or a second has passed).
-  if (lost_ || !socket_) return;
-  shutdown(socket_.get(), SHUT_WR);
+// Closing with unread bytes would reset the connection and destroy what the peer has not read yet.
+void TcpChannel::end_output() {
+  if (!lost_) shutdown(socket_.get(), SHUT_WR);
+}
+
+bool TcpChannel::ended() {
   char rest[4096];
-  for (double deadline = now_s() + 1.0; now_s() < deadline;) {
+  while (!lost_) {
     ssize_t n = recv(socket_.get(), rest, sizeof rest, MSG_DONTWAIT);
-    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) return;
-    if (n < 0) {
-      pollfd p{socket_.get(), POLLIN, 0};
-      ::poll(&p, 1, 50);
-    }
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
+    if (n == 0 || (n < 0 && errno != EINTR)) lost_ = true;
   }
+  return true;
 }
 
 void TcpChannel::close_after_fork() { close(socket_.get()); }

@@ -18,6 +18,10 @@ class Channel {
   virtual size_t write_some(const iovec* parts, int num_parts) = 0;
   virtual size_t read_some(void* to, size_t bytes) = 0;
   virtual void close_after_fork() {}
+  // Leaving in good order: first end the own direction, then drop what still arrives until the peer has
+  // ended its direction too.
+  virtual void end_output() {}
+  virtual bool ended() { return true; }
   bool lost() const { return lost_; }
   // Whether bytes can be damaged on the way, so that a checksum is worth its price.
   virtual bool needs_checksum() const = 0;
@@ -30,10 +34,11 @@ class Channel {
 class TcpChannel final : public Channel {
  public:
   explicit TcpChannel(Fd socket);
-  ~TcpChannel() override;
   size_t write_some(const iovec* parts, int num_parts) override;
   size_t read_some(void* to, size_t bytes) override;
   void close_after_fork() override;
+  void end_output() override;
+  bool ended() override;
   bool needs_checksum() const override { return true; }
   int socket() const { return socket_.get(); }
 

@@ -55,6 +55,8 @@ class Port {
   uint64_t bytes_sent() const { return bytes_sent_; }
   void expect_life_from(double now) { heard_s_ = now; }
   void close_after_fork() { channel_->close_after_fork(); }
+  void end_output() { channel_->end_output(); }
+  bool ended() { return channel_->ended(); }
 
  private:
   struct Control {
