@@ -17,7 +17,7 @@ from support.reference import DTYPES, fold, ops_of, require_same, values
 
 SLOT, CHUNK = 16 << 10, 256 << 10  # where the engine changes its ways on one host
 
-# (number of ranks, host of each rank); memory is "torch" or "engine"
+# number of ranks; number of hosts, or the host of each rank
 PLACES = {
     "alone": (1, 1),
     "2 on a host": (2, 1),
@@ -33,10 +33,10 @@ PLACES = {
 }
 
 
-def everywhere(test):
-    """Run a test in all places, with both kinds of memory."""
-    test = pytest.mark.parametrize("memory", ["torch", "engine"])(test)
-    return pytest.mark.parametrize("place", PLACES)(test)
+# Engine memory matters where ranks share a host.
+CASES = [(place, "torch") for place in PLACES]
+CASES += [(place, "engine") for place in PLACES if "a host" in place or "2 hosts with 2" in place]
+everywhere = pytest.mark.parametrize(("place", "memory"), CASES)
 
 
 def run(place: str, body, *arguments, timeout_s: float = 90.0) -> list:
@@ -206,7 +206,7 @@ def test_every_dtype_and_reduction(place: str, memory: str) -> None:
     def battery(group: Group, memory: str) -> None:
         for dtype in DTYPES:
             for op in ops_of(dtype):
-                for count in (1, 37, 20_001):
+                for count in (1, 9001):
                     check_reductions(group, memory, count, dtype, op)
 
     run(place, battery, memory)
@@ -216,7 +216,7 @@ def test_every_dtype_and_reduction(place: str, memory: str) -> None:
 def test_sizes_around_every_edge(place: str, memory: str) -> None:
     def battery(group: Group, memory: str) -> None:
         near = [edge // 4 + d for edge in (SLOT, 2 * SLOT, CHUNK, 4 * CHUNK) for d in (-1, 0, 1)]
-        for count in (0, 1, 3, *near, 7 * CHUNK // 4 + 13, 1_000_003):
+        for count in (0, 1, 3, *near, 7 * CHUNK // 4 + 13, 500_003):
             check_reductions(group, memory, count, "float32", "sum")
         for count in (SLOT - 1, SLOT, SLOT + 1, 4 * CHUNK + 1):
             check_reductions(group, memory, count, "uint8", "max")
