@@ -73,8 +73,7 @@ def main() -> None:
         _answer(lines, {"rank": subject.rank, "version": subject.version})
         for line in lines:
             _answer(lines, bench.turn(json.loads(line)))
-    # The controller has closed the socket: the run is over. Shutting libraries down is not
-    # measured, and some of them wait there for peers that are gone already.
+    subject.close()  # the controller has closed the socket: the run is over
     sys.stderr.flush()
     os._exit(0)
 

@@ -30,6 +30,7 @@ class Subject(Protocol):
     def allocate(self, count: int, memory: str) -> Any: ...
     def view(self, tensor: Any) -> Array: ...
     def bind(self, op: str, source: Any, target: Any) -> Call: ...
+    def close(self) -> None: ...
 
 
 class _TorchTensors:
@@ -44,6 +45,9 @@ class _TorchTensors:
 
     def view(self, tensor: Any) -> Array:
         return tensor.numpy()  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Nothing outlives the process, and some libraries wait for peers that are gone already."""
 
 
 class PacelineGroup(_TorchTensors):
@@ -159,6 +163,10 @@ class Mpi:
         comm, in_place, add = self._comm, self._mpi.IN_PLACE, self._mpi.SUM
         return {"all_reduce": lambda: comm.Allreduce(in_place, source, op=add)}[op]
 
+    def close(self) -> None:
+        """Give MPICH the chance to remove its shared memory."""
+        self._mpi.Finalize()
+
 
 class PlainTcp(Mpi):
     """One TCP connection between two ranks that exchange their arrays: what the link can carry.
@@ -197,6 +205,9 @@ class PlainTcp(Mpi):
             sender.join()
 
         return exchange
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 def make(kind: str) -> Subject:
