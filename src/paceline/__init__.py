@@ -7,6 +7,7 @@ never pay for importing torch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -40,6 +41,11 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+if "torch" in sys.modules:
+    # An installed Paceline is found by `import torch` itself; one on PYTHONPATH is not.
+    importlib.import_module("paceline.torch_plugin").register()
 
 
 if TYPE_CHECKING:

@@ -35,8 +35,11 @@ from paceline.config import (
 )
 from paceline.errors import UsageError
 from paceline.telemetry.events import Progress
+from paceline.torch_plugin import register as register_with_torch
 
 _REPORT_INTERVAL_S = 0.1
+
+register_with_torch()  # again, for those who are not installed: `import torch` found no plugin
 
 
 @dataclass

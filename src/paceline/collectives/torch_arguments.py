@@ -8,6 +8,7 @@ travel as numbers of the same bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from paceline import _core
 from paceline.collectives.tensors import FLOATING, Buffer
 from paceline.errors import UnsupportedTensor, UsageError
 
+_KINDS = {name: code for code, name in enumerate(_core.KINDS)}
 _OPS: dict[Any, int] = {
     getattr(ReduceOp.RedOpType, theirs): _core.OPS.index(ours)
     for theirs, ours in {
@@ -35,6 +37,42 @@ _MEAN = _core.OPS.index("mean")
 _BITWISE = frozenset(_core.OPS.index(name) for name in ("band", "bor", "bxor"))
 _ITEM_BYTES = [getattr(torch, name).itemsize for name in _core.DTYPES]
 _NATIVE = frozenset(getattr(torch, name) for name in _core.DTYPES)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One collective for the engine, and the memory that it works on."""
+
+    arguments: tuple[int, int, int, int, _core.Parts, _core.Parts, Sequence[int]]
+    sources: Sequence[Buffer]
+    targets: Sequence[Buffer]
+    results: list[Tensor]  # what torch sees of the targets
+
+
+def request(
+    kind: str,
+    sources: Sequence[Buffer],
+    targets: Sequence[Buffer],
+    results: list[Tensor],
+    *,
+    op: int = 0,
+    root: int = 0,
+    inputs: _core.Parts | None = None,
+    outputs: _core.Parts | None = None,
+) -> Request:
+    """Describe a collective; `inputs` and `outputs` where one buffer has a part for each rank."""
+    first = sources[0] if sources else targets[0] if targets else None
+    dtype, shape = (first.dtype, first.shape) if first is not None else (0, ())
+    for buffer in (*sources, *targets):
+        if buffer.dtype != dtype:
+            raise UsageError(
+                f"{kind}: tensors of {_core.DTYPES[dtype]} and {_core.DTYPES[buffer.dtype]} in one"
+                " call; convert them to one dtype"
+            )
+    given = [buffer.part for buffer in sources] if inputs is None else inputs
+    taken = [buffer.part for buffer in targets] if outputs is None else outputs
+    arguments = (_KINDS[kind], dtype, op, root, given, taken, shape)
+    return Request(arguments, sources, targets, results)
 
 
 def listed(tensors: Any) -> list[Tensor]:
@@ -90,6 +128,16 @@ def op_code(op: Any, dtype: int) -> int:
     if code in _BITWISE and dtype in FLOATING:
         raise UnsupportedTensor(f"{op.op} works on integers and bool, not on {_core.DTYPES[dtype]}")
     return code
+
+
+def cut_to(large: Buffer, small: Buffer, num_parts: int, kind: str) -> _core.Parts:
+    """Cut one buffer into parts of the size of the other."""
+    if large.count != small.count * num_parts:
+        raise UsageError(
+            f"{kind}: tensors of {list(large.shape)} and {list(small.shape)} in a group of"
+            f" {num_parts}; the first must have {num_parts} times as many elements"
+        )
+    return cut(large, num_parts)
 
 
 def cut(buffer: Buffer, num_parts: int) -> _core.Parts:

@@ -23,11 +23,14 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp
 
 from paceline.collectives.torch_arguments import (
+    Request,
     bytes_of,
     cut_rows,
+    cut_to,
     listed,
     numbers_of,
     op_code,
+    request,
     with_op,
     with_root,
 )
@@ -49,6 +52,7 @@ class PacelineProcessGroup(EngineProcessGroup):
         tensor = tensors[0]
         if tensor.layout is not torch.strided:
             return self._all_reduce_sparse(tensor, opts)
+        # The most frequent call has a path of its own, without lists.
         buffer = numbers_of(tensor)
         code = op_code(opts.reduceOp, buffer.dtype)
         self._sequence += 1
@@ -65,15 +69,16 @@ class PacelineProcessGroup(EngineProcessGroup):
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> c10d.Work:
         opts = opts or c10d.AllreduceCoalescedOptions()
-        single = c10d.AllreduceOptions()
-        single.reduceOp = opts.reduceOp
-        return self._together([self.allreduce([tensor], single) for tensor in tensors], opts)
+        requests = []
+        for tensor in tensors:
+            memory = [numbers_of(tensor)]
+            code = op_code(opts.reduceOp, memory[0].dtype)
+            requests.append(request("all_reduce", memory, memory, [tensor], op=code))
+        return self._submit("all_reduce", requests, tensors, opts)
 
     def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> c10d.Work:
         if opts.reduceOp != ReduceOp.SUM:
-            raise UnsupportedTensor(
-                f"all_reduce of a sparse tensor with {opts.reduceOp.op}: only SUM"
-            )
+            raise UnsupportedTensor("all_reduce of a sparse tensor: only SUM is defined")
         record = opened("sparse_all_reduce", [tensor])
         try:
             return DoneWork([sparse_all_reduce(self, tensor)])
@@ -85,110 +90,104 @@ class PacelineProcessGroup(EngineProcessGroup):
         tensors, opts = listed(tensors), with_root(opts, named, c10d.ReduceOptions)
         if "op" in named:
             opts.reduceOp = named["op"]
-        buffer = numbers_of(tensors[0])
-        outputs = [buffer] if self.rank() == opts.rootRank else []
-        code = op_code(opts.reduceOp, buffer.dtype)
-        return self._run("reduce", [buffer], outputs, tensors, tensors, opts, code, opts.rootRank)
+        memory, root = [numbers_of(tensors[0])], opts.rootRank
+        targets = memory if self.rank() == root else []
+        code = op_code(opts.reduceOp, memory[0].dtype)
+        asked = request("reduce", memory, targets, tensors, op=code, root=root)
+        return self._submit("reduce", [asked], tensors, opts)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, *, op: Any = None, **_: Any
     ) -> c10d.Work:
         outputs, opts = listed(outputs), with_op(opts, op, c10d.ReduceScatterOptions)
-        parts = inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs
-        self._check_parts(parts, "reduce_scatter")
-        sources, target = [numbers_of(part) for part in parts], numbers_of(outputs[0])
-        code = op_code(opts.reduceOp, target.dtype)
-        return self._run("reduce_scatter", sources, [target], outputs, list(parts), opts, code)
+        parts = self._parts(inputs, "reduce_scatter")
+        target = numbers_of(outputs[0])
+        code, sources = op_code(opts.reduceOp, target.dtype), [numbers_of(part) for part in parts]
+        asked = request("reduce_scatter", sources, [target], outputs, op=code)
+        return self._submit("reduce_scatter", [asked], parts, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> c10d.Work:
-        opts = opts or c10d.ReduceScatterOptions()
-        source, target = numbers_of(input), numbers_of(output)
-        code = op_code(opts.reduceOp, target.dtype)
-        self._check_multiple(source, target, "reduce_scatter_tensor", input, output)
-        return self._run(
-            "reduce_scatter", [source], [target], [output], [input], opts, code,
-            cut_inputs=True, title="_reduce_scatter_base",
-        )  # fmt: skip
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> c10d.Work:
-        opts = opts or c10d.ReduceScatterOptions()
-        single = c10d.ReduceScatterOptions()
-        single.reduceOp = opts.reduceOp
-        pairs = zip(outputs, inputs, strict=True)
-        return self._together([self.reduce_scatter_single(o, i, single) for o, i in pairs], opts)
+        opts, requests = opts or c10d.ReduceScatterOptions(), []
+        for output, input in zip(outputs, inputs, strict=True):
+            source, target = numbers_of(input), numbers_of(output)
+            code = op_code(opts.reduceOp, target.dtype)
+            parts = cut_to(source, target, self._members, "reduce_scatter_tensor")
+            requests.append(
+                request("reduce_scatter", [source], [target], [output], op=code, inputs=parts)
+            )
+        return self._submit("_reduce_scatter_base", requests, inputs, opts)
 
     # -- moving -------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, **named: Any) -> c10d.Work:
         tensors, opts = listed(tensors), with_root(opts, named, c10d.BroadcastOptions)
-        buffer, root = bytes_of(tensors[0]), opts.rootRank
-        is_root = self.rank() == root
-        sources, targets = ([buffer], []) if is_root else ([], [buffer])
-        return self._run("broadcast", sources, targets, tensors, tensors, opts, root=root)
+        memory, root = [bytes_of(tensors[0])], opts.rootRank
+        sources, targets = (memory, []) if self.rank() == root else ([], memory)
+        asked = request("broadcast", sources, targets, tensors, root=root)
+        return self._submit("broadcast", [asked], tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> c10d.Work:
         opts, inputs = opts or c10d.AllgatherOptions(), listed(inputs)
-        if len(inputs) != 1:
-            return self.allgather_coalesced(outputs, inputs, opts)
-        parts = outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
-        self._check_parts(parts, "all_gather")
-        targets = [bytes_of(part) for part in parts]
-        source = [bytes_of(inputs[0])]
-        return self._run("all_gather", source, targets, list(parts), inputs, opts)
+        parts = self._parts(outputs, "all_gather")
+        asked = self._gathering(inputs[0], parts)
+        return self._submit("all_gather", [asked], inputs, opts)
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> c10d.Work:
-        opts = opts or c10d.AllgatherOptions()
-        # torch gives a list of tensors for each rank; the engine wants one of ranks per tensor.
+        """Gather several tensors; torch gives a list of results for each rank."""
         self._check_parts(output_lists, "all_gather_coalesced")
-        output_lists = [list(ranks) for ranks in zip(*output_lists, strict=True)]
-        pairs = zip(output_lists, input_list, strict=True)
-        single = c10d.AllgatherOptions()
-        return self._together([self.allgather([o], [i], single) for o, i in pairs], opts)
+        by_tensor = zip(*output_lists, strict=True)
+        pairs = zip(input_list, by_tensor, strict=True)
+        requests = [self._gathering(input, list(parts)) for input, parts in pairs]
+        return self._submit("all_gather", requests, input_list, opts or c10d.AllgatherOptions())
+
+    def _gathering(self, input: Tensor, parts: list[Tensor]) -> Request:
+        targets = [bytes_of(part) for part in parts]
+        return request("all_gather", [bytes_of(input)], targets, parts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> c10d.Work:
-        opts = opts or c10d.AllgatherOptions()
-        source, target = bytes_of(input), bytes_of(output)
-        self._check_multiple(target, source, "all_gather_into_tensor", output, input)
-        return self._run(
-            "all_gather", [source], [target], [output], [input], opts,
-            cut_outputs=True, title="_all_gather_base",
-        )  # fmt: skip
+        return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> c10d.Work:
-        opts = opts or c10d.AllgatherOptions()
-        pairs, single = zip(outputs, inputs, strict=True), c10d.AllgatherOptions()
-        return self._together([self.all_gather_single(o, i, single) for o, i in pairs], opts)
+        requests = []
+        for output, input in zip(outputs, inputs, strict=True):
+            source, target = bytes_of(input), bytes_of(output)
+            parts = cut_to(target, source, self._members, "all_gather_into_tensor")
+            requests.append(request("all_gather", [source], [target], [output], outputs=parts))
+        return self._submit("_all_gather_base", requests, inputs, opts or c10d.AllgatherOptions())
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> c10d.Work:
         inputs, opts = listed(inputs), with_root(opts, named, c10d.GatherOptions)
-        parts: list[Tensor] = []
-        if self.rank() == opts.rootRank:
-            parts = list(outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs)
-            self._check_parts(parts, "gather")
-        source, targets = [bytes_of(inputs[0])], [bytes_of(part) for part in parts]
-        return self._run("gather", source, targets, parts, inputs, opts, root=opts.rootRank)
+        root = opts.rootRank
+        parts = self._parts(outputs, "gather") if self.rank() == root else []
+        targets = [bytes_of(part) for part in parts]
+        asked = request("gather", [bytes_of(inputs[0])], targets, parts, root=root)
+        return self._submit("gather", [asked], inputs, opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> c10d.Work:
         outputs, opts = listed(outputs), with_root(opts, named, c10d.ScatterOptions)
-        parts: list[Tensor] = []
-        if self.rank() == opts.rootRank:
-            parts = list(inputs[0] if isinstance(inputs[0], (list, tuple)) else inputs)
-            self._check_parts(parts, "scatter")
-        sources, target = [bytes_of(part) for part in parts], [bytes_of(outputs[0])]
-        return self._run("scatter", sources, target, outputs, parts, opts, root=opts.rootRank)
+        root = opts.rootRank
+        parts = self._parts(inputs, "scatter") if self.rank() == root else []
+        sources = [bytes_of(part) for part in parts]
+        asked = request("scatter", sources, [bytes_of(outputs[0])], outputs, root=root)
+        return self._submit("scatter", [asked], parts, opts)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> c10d.Work:
-        opts = opts or c10d.AllToAllOptions()
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, **_: Any
+    ) -> c10d.Work:
         self._check_parts(inputs, "all_to_all")
         self._check_parts(outputs, "all_to_all")
         sources, targets = [bytes_of(part) for part in inputs], [bytes_of(part) for part in outputs]
-        return self._run("all_to_all", sources, targets, outputs, inputs, opts)
+        asked = request("all_to_all", sources, targets, outputs)
+        return self._submit("all_to_all", [asked], inputs, opts or c10d.AllToAllOptions())
 
     def all_to_all_single(
         self,
@@ -199,21 +198,25 @@ class PacelineProcessGroup(EngineProcessGroup):
         opts: Any = None,
         **_: Any,
     ) -> c10d.Work:
-        opts = opts or c10d.AllToAllOptions()
         source, target = bytes_of(input), bytes_of(output)
-        given = cut_rows(source, input, input_splits, self._members)
-        taken = cut_rows(target, output, output_splits, self._members)
-        return self._start(
-            "all_to_all", source, given, taken, [target], [output], [input], opts, keep=source
+        asked = request(
+            "all_to_all",
+            [source],
+            [target],
+            [output],
+            inputs=cut_rows(source, input, input_splits, self._members),
+            outputs=cut_rows(target, output, output_splits, self._members),
         )
+        return self._submit("all_to_all", [asked], [input], opts or c10d.AllToAllOptions())
 
     def barrier(self, opts: Any = None, **_: Any) -> c10d.Work:
         opts = opts or c10d.BarrierOptions()
         limit: timedelta = opts.timeout
-        if opts.asyncOp or limit < timedelta(0):
-            return self._start("barrier", None, [], [], [], [], [], opts)
+        asked = request("barrier", [], [], [])
+        if opts.asyncOp or limit < timedelta(0):  # no limit of its own
+            return self._submit("barrier", [asked], [], opts)
         opts.asyncOp = True
-        work = self._start("barrier", None, [], [], [], [], [], opts)
+        work = self._submit("barrier", [asked], [], opts)
         work.wait(limit)
         return work
 

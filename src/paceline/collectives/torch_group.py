@@ -16,14 +16,11 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._profiler import _RecordFunctionFast
 
-from paceline import _core
 from paceline.collectives.group import Group
-from paceline.collectives.tensors import Buffer
-from paceline.collectives.torch_arguments import cut
+from paceline.collectives.torch_arguments import Request
 from paceline.collectives.torch_work import DoneWork, TorchWork
 from paceline.errors import UnsupportedTensor, UsageError
 
-_KINDS = {name: code for code, name in enumerate(_core.KINDS)}
 _CPU = torch.device("cpu")
 DONE = DoneWork()
 _MANY_IN_FLIGHT = 64
@@ -49,63 +46,29 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._sequence = 0
         self._in_flight: list[TorchWork] = []
         self._batch: list[TorchWork] | None = None  # between _start_ and _end_coalescing
+        self._name = self._desc = ""
         self._barriers = 0  # monitored ones, so far
 
     # -- running ------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        kind: str,
-        sources: list[Buffer],
-        targets: list[Buffer],
-        results: list[Tensor],
-        shown: list[Tensor],
-        opts: Any,
-        op: int = 0,
-        root: int = 0,
-        *,
-        cut_inputs: bool = False,
-        cut_outputs: bool = False,
-        title: str | None = None,
+    def _submit(
+        self, title: str, requests: Sequence[Request], shown: list[Tensor], opts: Any
     ) -> c10d.Work:
-        first = sources[0] if sources else targets[0]
-        for buffer in (*sources, *targets):
-            if buffer.dtype != first.dtype:
-                raise UsageError(
-                    f"{kind}: tensors of {_core.DTYPES[first.dtype]} and"
-                    f" {_core.DTYPES[buffer.dtype]} in one call; convert them to one dtype"
-                )
-        inputs = cut(sources[0], self._members) if cut_inputs else [b.part for b in sources]
-        outputs = cut(targets[0], self._members) if cut_outputs else [b.part for b in targets]
-        return self._start(
-            kind, first, inputs, outputs, targets, results, shown, opts, op, root, sources, title
-        )
-
-    def _start(
-        self,
-        kind: str,
-        first: Buffer | None,
-        inputs: _core.Parts,
-        outputs: _core.Parts,
-        targets: list[Buffer],
-        results: list[Tensor],
-        shown: list[Tensor],
-        opts: Any,
-        op: int = 0,
-        root: int = 0,
-        keep: object = None,
-        title: str | None = None,
-    ) -> c10d.Work:
+        """Run collectives that torch sees as one; `shown` is what a profiler shows as its input."""
         self._sequence += 1
-        dtype, shape = (first.dtype, first.shape) if first is not None else (0, ())
-        arguments = (_KINDS[kind], dtype, op, root, inputs, outputs, shape)
         if not opts.asyncOp and not is_profiled():
-            self._core.run(*arguments)
-            for target in targets:
-                target.write_back()
+            for request in requests:
+                self._core.run(*request.arguments)
+                for target in request.targets:
+                    target.write_back()
             return DONE
-        record = opened(title or kind, shown)
-        work = TorchWork((self._core.start(*arguments),), targets, results, keep)
+        record = opened(title, shown)
+        work = TorchWork(
+            [self._core.start(*request.arguments) for request in requests],
+            [target for request in requests for target in request.targets],
+            [result for request in requests for result in request.results],
+            requests,
+        )
         return self._track(work, record, opts.asyncOp)
 
     def _track(self, work: TorchWork, record: Any, is_async: bool) -> c10d.Work:
@@ -131,12 +94,6 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
         works, self._batch = self._batch or [], None
         return _joined(works)
 
-    def _together(self, works: Sequence[c10d.Work], opts: Any) -> c10d.Work:
-        work = _joined([work for work in works if isinstance(work, TorchWork)])
-        if not opts.asyncOp:
-            work.wait()
-        return work
-
     # -- checks -------------------------------------------------------------------------------
 
     def _check_parts(self, parts: Sequence[object], kind: str) -> None:
@@ -146,14 +103,11 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 " rank"
             )
 
-    def _check_multiple(
-        self, large: Buffer, small: Buffer, kind: str, larger: Tensor, smaller: Tensor
-    ) -> None:
-        if large.count != small.count * self._members:
-            raise UsageError(
-                f"{kind}: tensors of {list(larger.shape)} and {list(smaller.shape)} in a group of"
-                f" {self._members}: one must be {self._members} times the size of the other"
-            )
+    def _parts(self, tensors: Any, kind: str) -> list[Tensor]:
+        """Return one tensor for each rank; torch wraps that list in another one."""
+        parts = tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors
+        self._check_parts(parts, kind)
+        return list(parts)
 
     # -- what torch asks about the group ------------------------------------------------------
 
@@ -161,6 +115,22 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return "paceline"
 
     name = _get_backend_name = getBackendName
+
+    # torch keeps a group's name in its C++ backends, of which this group has none.
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:
