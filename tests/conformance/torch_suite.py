@@ -5,8 +5,8 @@
 
 The tests are those that PyTorch ships in its wheel (`distributed_test.py`). They know the built-in
 backends by name; to run on another one, the module is loaded with the word "gloo" replaced by the
-backend's name, so that exactly the tests for gloo apply. Each test runs in fresh processes, forked
-from this one, because importing torch takes seconds.
+backend's name, so that exactly the tests for gloo apply (those for MPI too: `--stand-in gloo mpi`).
+Each test runs in fresh processes, forked from this one, because importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUITE = "torch.testing._internal.distributed.distributed_test"
 TIMEOUT_S = 90
 
 
-def load_suite(backend: str, world_size: int) -> type[unittest.TestCase]:
+def load_suite(backend: str, world_size: int, stand_ins: list[str]) -> type[unittest.TestCase]:
     """Return torch's test class, written for the given backend."""
     scratch = tempfile.mkdtemp(prefix="paceline-torch-suite-")
     os.environ.update(BACKEND=backend, WORLD_SIZE=str(world_size))
@@ -38,22 +38,24 @@ def load_suite(backend: str, world_size: int) -> type[unittest.TestCase]:
     from paceline.torch_plugin import register
 
     register()
+    common.logger.setLevel("ERROR")
     for feature in common.DistTestCases.backend_feature.values():
         if "gloo" in feature:
             feature.add(backend)
     common.DistTestCases.backend_feature["plugin"].add(backend)
     common.TIMEOUT_DEFAULT = TIMEOUT_S
-    common.logger.setLevel("ERROR")
     spec = importlib.util.find_spec(SUITE)
     assert spec is not None and spec.origin is not None
     text = Path(spec.origin).read_text()
-    text = text.replace('"gloo"', f'"{backend}"').replace(
-        "Backend.GLOO", f"Backend.{backend.upper()}"
-    )
+    for word in stand_ins:
+        text = text.replace(f'"{word}"', f'"{backend}"')
+        text = text.replace(f"Backend.{word.upper()}", f"Backend.{backend.upper()}")
+    # DDP reports gloo's environment variables for gloo only.
+    text = text.replace(f'get("backend_name") == "{backend}"', 'get("backend_name") == "gloo"')
     suite = types.ModuleType("torch_suite_under_test")
     suite.__file__ = spec.origin
     sys.modules[suite.__name__] = suite
-    exec(compile(text, spec.origin, "exec"), suite.__dict__)
+    exec(compile(text, spec.origin, "exec", dont_inherit=True), suite.__dict__)
     return _forking(suite)
 
 
@@ -101,9 +103,9 @@ class Outcomes(unittest.TestResult):
 
 
 def run(
-    backend: str, world_size: int, wanted: list[str], exact: bool
+    backend: str, world_size: int, stand_ins: list[str], wanted: list[str], exact: bool
 ) -> dict[str, dict[str, object]]:
-    cases = load_suite(backend, world_size)
+    cases = load_suite(backend, world_size, stand_ins)
     names = unittest.TestLoader().getTestCaseNames(cases)
     if exact:
         names = [name for name in names if name in wanted]
@@ -122,10 +124,22 @@ def main() -> int:
     parser.add_argument(
         "-k", dest="wanted", action="append", default=[], help="part of a test's name"
     )
+    parser.add_argument(
+        "--stand-in",
+        nargs="+",
+        default=["gloo"],
+        help="backends whose tests apply; only mpi's have all_to_all on CPU",
+    )
     parser.add_argument("--only", nargs="+", default=[], help="exact names")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    outcomes = run(asked.backend, asked.world_size, asked.only or asked.wanted, bool(asked.only))
+    outcomes = run(
+        asked.backend,
+        asked.world_size,
+        asked.stand_in,
+        asked.only or asked.wanted,
+        bool(asked.only),
+    )
     counts = {
         kind: sum(o["outcome"] == kind for o in outcomes.values())
         for kind in ("passed", "failed", "skipped")
