@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <thread>
 
 #include "paceline/base/error.h"
@@ -234,82 +233,6 @@ void Group::close() {
 bool Group::failed() {
   std::lock_guard lock(mu_);
   return failure_ != nullptr;
-}
-
-// ---- watching --------------------------------------------------------------------------------------
-
-std::string Group::peer_name(int rank) {
-  LocalLink* link = engine_->link(rank);
-  return "rank " + std::to_string(rank) + (link ? " (pid " + std::to_string(link->pid()) + ")" : "");
-}
-
-void Group::check_waiting(Operation& operation, double now) {
-  std::vector<int> ranks;
-  if (operation.fiber().wait && !operation.fiber().wait->ready()) operation.fiber().wait->blockers(ranks);
-  std::sort(ranks.begin(), ranks.end());
-  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-  const EngineConfig& limits = engine_->config();
-  std::string me = "rank " + std::to_string(limits.rank) + ": ";
-  double age = operation.age_s();
-  for (int rank : ranks) {
-    LocalLink* link = engine_->link(rank);
-    bool lost = link && link->lost();
-    double silent = link ? link->silent_s(now) : 0;
-    for (auto& [key, port] : ports_)
-      if (port->peer() == rank) {
-        lost |= port->lost();
-        silent = std::max(silent, now - std::max(port->heard_s(), now - age));
-      }
-    if (lost && (!operation.fiber().wait || !operation.fiber().wait->ready()))
-      throw Error(ErrorKind::peer_lost,
-                  me + peer_name(rank) + (link && link->left() ? " has finished and left the job" : " ended or lost its connection") +
-                      " during " + operation.describe() + ". Its own output says why; this rank cannot go on without it.",
-                  rank);
-    if (silent > limits.liveness_s)
-      throw Error(ErrorKind::peer_timeout,
-                  me + peer_name(rank) + " has not run for " + std::to_string(int(silent)) + " s during " +
-                      operation.describe() + ": it is stopped, or its machine is. Continue it, or raise "
-                      "PACELINE_LIVENESS_S.", rank);
-  }
-  std::string on;
-  for (int rank : ranks) on += (on.empty() ? "" : ", ") + peer_name(rank);
-  if (age > config_.timeout_s)
-    throw Error(ErrorKind::peer_timeout,
-                me + operation.describe() + " hit its timeout after " + std::to_string(int(age)) + " s of waiting for " +
-                    on + ". It may be busy or stuck elsewhere in its script; raise the timeout (PACELINE_TIMEOUT_S, or "
-                    "the one given to the group) if this is expected.",
-                ranks.empty() ? -1 : ranks[0]);
-  if (operation.next_warning_s == 0) operation.next_warning_s = limits.warn_s;
-  if (age > operation.next_warning_s && !on.empty()) {
-    operation.next_warning_s *= 3;
-    fprintf(stderr, "[paceline] %s%s has waited %.0f s for %s\n", me.c_str(), operation.describe().c_str(), age,
-            on.c_str());
-  }
-}
-
-void Group::inspect(double now) {
-  if (failure_) return;
-  try {
-    if (team_)
-      if (auto failure = team_->published_failure()) std::rethrow_exception(failure);
-    if (!collectives_.empty()) check_waiting(*collectives_.front(), now);
-    for (auto& transfer : transfers_) check_waiting(*transfer, now);
-    if (now - beat_s_ > kHeartbeat_s) {
-      beat_s_ = now;
-      uint64_t sum = 0;
-      for (auto& [key, port] : ports_) {
-        if (!is_local(key.first)) port->heartbeat();
-        sum += port->bytes_sent();
-      }
-      bytes_sent_ = sum;
-    }
-  } catch (const Error&) {
-    fail_now(std::current_exception());
-  }
-}
-
-void Group::close_after_fork() {
-  for (auto& [key, port] : ports_) port->close_after_fork();
 }
 
 // ---- channels --------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ class Group final : public Pollable {
   // Pollable, driver only.
   bool poll() override;
   void inspect(double now) override;
+  void beat(double now) override;
   void close_after_fork() override;
 
  private:

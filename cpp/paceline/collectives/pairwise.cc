@@ -40,7 +40,11 @@ Task Exchange::agree(const std::vector<int>& to, const std::vector<int>& from) {
   for (int member : to) send(member, &shown_, sizeof shown_);
   size_t first = theirs_.size();
   std::deque<Message*> awaited;
-  for (int member : from) awaited.push_back(&receive(member, &theirs_.emplace_back(), sizeof(Descriptor)));
+  for (int member : from) {
+    Message& message = receive(member, &theirs_.emplace_back(), sizeof(Descriptor));
+    message.any_tag = true;  // of another operation, too: comparing the two tells people what is wrong
+    awaited.push_back(&message);
+  }
   for (size_t i = 0; i < from.size(); ++i) {
     MessageMoved moved(*awaited[i]);
     co_await park(moved);

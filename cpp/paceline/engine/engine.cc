@@ -187,7 +187,10 @@ bool Engine::poll_all() {
 void Engine::inspect_all(double now) {
   inspected_s_ = now;
   receive_links();
-  for (size_t i = 0; i < pollables_.size(); ++i) pollables_[i]->inspect(now);
+  for (size_t i = 0; i < pollables_.size(); ++i) {
+    pollables_[i]->inspect(now);
+    pollables_[i]->beat(now);
+  }
 }
 
 // Drives until the operation has finished, or (until == nullptr) as long as anything is pending.
@@ -260,6 +263,10 @@ void Engine::run_progress_thread() {
     }
     // Idle, or a blocked caller drives and will call when it leaves.
     receive_links();
+    if (seat.owns_lock() || seat.try_lock()) {
+      for (Pollable* p : pollables_) p->beat(now_s());
+      seat.unlock();
+    }
     std::unique_lock lock(thread_mu_);
     thread_cv_.wait_for(lock, std::chrono::duration<double>(kBeat_s), [this] { return stopping_ || wanted_; });
     if (stopping_) return;

@@ -37,6 +37,7 @@ class Pollable {
  public:
   virtual bool poll() = 0;                // driver: move whatever can move; true when something did
   virtual void inspect(double now) = 0;   // driver, a few times a second: deadlines, dead peers, warnings
+  virtual void beat(double now) = 0;      // driver, also while idle: show the other hosts that we live
   virtual void close_after_fork() = 0;    // in a forked child: let go of sockets that belong to the parent
 
  protected:

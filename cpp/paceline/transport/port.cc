@@ -195,7 +195,7 @@ bool Port::begin_payload() {
     if (expected_.empty()) return false;
     m = expected_.front();
   }
-  if (!m || m->tag != h.tag || m->bytes != h.total_bytes || m->moved != h.offset)
+  if (!m || (m->tag != h.tag && !m->any_tag) || m->bytes != h.total_bytes || m->moved != h.offset)
     throw Error(ErrorKind::bad_frame,
                 "bad frame from rank " + std::to_string(peer_) + ": a piece at " + std::to_string(h.offset) +
                     " of a message of " + std::to_string(h.total_bytes) + " bytes with tag " +

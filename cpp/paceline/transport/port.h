@@ -23,6 +23,7 @@ struct Message {
   std::byte* data = nullptr;
   uint64_t bytes = 0;
   uint64_t tag = 0;
+  bool any_tag = false;  // receives whatever comes next, if it has this size
   int peer = -1;        // global rank, for error messages
   uint64_t moved = 0;   // bytes that have left or arrived
   bool done = false;
