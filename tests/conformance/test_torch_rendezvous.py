@@ -1,0 +1,171 @@
+"""The ways into a process group: our launcher, explicit stores, files, torchrun; and out again."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline as pl
+from support import run_processes
+from support.ranks import job_environs
+
+SCRIPT = """
+import torch, torch.distributed as dist, paceline
+dist.init_process_group("paceline")
+tensor = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(tensor)
+store = dist.distributed_c10d._get_default_store()
+while hasattr(store, "underlying_store"):
+    store = store.underlying_store
+print("sum", tensor.item(), "over", type(store).__name__)
+dist.destroy_process_group()
+"""
+
+
+def values(outcomes):
+    assert all(o.status == 0 and o.error is None for o in outcomes), "\n".join(map(str, outcomes))
+    return [o.value for o in outcomes]
+
+
+def plain_environ() -> dict[str, str]:
+    """An environment in which no launcher says anything."""
+    foreign = ("PACELINE_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "RANK", "WORLD_SIZE")
+    return {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+
+
+def listening_addresses() -> list[str]:
+    """Return the addresses on which this process listens for TCP."""
+    mine = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with_name = os.path.realpath(fd)
+        mine.add(with_name.rpartition("[")[2].rstrip("]"))
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    rows += [line.split() for line in Path("/proc/self/net/tcp6").read_text().splitlines()[1:]]
+    return [row[1] for row in rows if row[3] == "0A" and row[9] in mine]
+
+
+def test_under_our_launcher_nothing_listens_to_strangers():
+    def body(number):
+        import paceline.torch_plugin
+
+        paceline.torch_plugin.register()
+        sums = []
+        for _ in range(2):
+            dist.init_process_group("paceline")
+            tensor = torch.tensor([number + 1.0])
+            dist.all_reduce(tensor)
+            sums.append(tensor.item())
+            dist.distributed_c10d._get_default_store().set(f"from {number}", "hello")
+            other = dist.distributed_c10d._get_default_store().get(f"from {1 - number}")
+            dist.destroy_process_group()
+        return sums, other, listening_addresses(), pl.world_size()
+
+    with job_environs(2) as environs:
+        for sums, other, listening, world_size in values(run_processes(body, environs)):
+            assert sums == [3, 3] and other == b"hello" and world_size == 2
+            assert listening == []  # one host: the links are Unix sockets
+
+
+def test_gloo_meets_over_our_control_plane():
+    def body(number):
+        import paceline.torch_plugin
+
+        paceline.torch_plugin.register()
+        dist.init_process_group("gloo")
+        tensor = torch.tensor([number + 1.0])
+        dist.all_reduce(tensor)
+        pair = dist.new_group([0, 1], backend="paceline")
+        dist.all_reduce(tensor, group=pair)
+        dist.destroy_process_group()
+        return tensor.item()
+
+    with job_environs(2) as environs:
+        assert values(run_processes(body, environs)) == [6, 6]
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_explicit_stores_again_and_again(kind, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def body(number):
+        import paceline.torch_plugin
+
+        paceline.torch_plugin.register()
+        if kind == "tcp":
+            store = dist.TCPStore("127.0.0.1", port, 2, number == 0)
+        else:
+            store = dist.FileStore(str(tmp_path / "store"), 2)
+        counts = []
+        for _ in range(6):
+            dist.init_process_group("paceline", store=store, rank=number, world_size=2)
+            tensor = torch.tensor([number + 1.0])
+            dist.all_reduce(tensor)
+            assert tensor.item() == 3
+            group = dist.new_group([0, 1])
+            dist.all_reduce(tensor, group=group)
+            dist.barrier()
+            dist.destroy_process_group()
+            tasks, fds = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd")
+            counts.append((len(tasks), len(fds), threading.active_count()))
+        return counts
+
+    for counts in values(run_processes(body, [plain_environ()] * 2)):
+        # A destroyed group leaves nothing behind; threads of the last one may just be ending.
+        assert all(last < first + 3 for first, last in zip(counts[0], counts[-1], strict=True))
+
+
+def test_alone_and_with_a_wrong_rank():
+    def body(_):
+        import paceline.torch_plugin
+
+        paceline.torch_plugin.register()
+        dist.init_process_group("paceline", store=dist.HashStore(), rank=0, world_size=1)
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        dist.all_gather_object([None], "x")
+        dist.destroy_process_group()
+        pl.init()
+        with pytest.raises(pl.errors.UsageError, match="rank 0 of 1"):
+            dist.init_process_group("paceline", store=dist.HashStore(), rank=1, world_size=2)
+        return tensor.tolist()
+
+    assert values(run_processes(body, [plain_environ()])) == [[1, 1]]
+
+
+def test_paceline_run(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "paceline", "run", "-n", "2", str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=plain_environ())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("sum 3.0") == 2
+    assert "over ControlStore" in done.stdout
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command.append(str(tmp_path / "script.py"))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=plain_environ())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("sum 3.0") == 2
+
+
+def test_registering_is_quick_and_imports_nothing():
+    code = (
+        "import sys, torch, paceline.torch_plugin as p; before = set(sys.modules); p.register();"
+        "p.register(); new = {m for m in set(sys.modules) - before if m.startswith('paceline')};"
+        "assert not new, new; assert 'paceline' in torch.distributed.Backend.backend_list;"
+        "h = sys.modules['torch.distributed.rendezvous']._rendezvous_handlers['env'];"
+        "assert h.__module__ == 'paceline.torch_plugin', h"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=plain_environ())
