@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from paceline import job
 from paceline.collectives.group import Group
 from paceline.collectives.torch_backend import PacelineProcessGroup
-from paceline.collectives.torch_store import ControlStore, fresh_part
+from paceline.collectives.torch_store import control_store, fresh_part
 from paceline.config import is_launched_by_us
 from paceline.errors import UsageError
 
@@ -40,7 +40,7 @@ def control_plane_rendezvous(url: str) -> Iterator[tuple[Store, int, int]] | Non
         if int(asked.get(name, [number])[0]) != number:
             return None  # a rendezvous of its own, among other processes than the job's
     rank, world_size = mine.env.rank, mine.world.size
-    store, _ = fresh_part(ControlStore(mine.rendezvous.agent), "torch", world_size)
+    store, _ = fresh_part(control_store(mine.rendezvous.agent), "torch", world_size)
     return iter([(store, rank, world_size)])
 
 

@@ -7,6 +7,7 @@ questions. torch calls these methods from any thread, with names from two genera
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -74,7 +75,7 @@ class ControlStore(Store):
         return True
 
     def clone(self) -> ControlStore:
-        return ControlStore(self._agent)
+        return self  # the agent may be asked from any thread
 
     # C++ looks for these under their C++ names.
     deleteKey = delete_key
@@ -82,6 +83,12 @@ class ControlStore(Store):
 
     def _patience_s(self) -> float:
         return self.timeout.total_seconds()  # type: ignore[attr-defined,no-any-return]
+
+
+@functools.cache
+def control_store(agent: AnyAgent) -> ControlStore:
+    """Return the store of an agent; kept, because C++ holds on to only half of the object."""
+    return ControlStore(agent)
 
 
 def _as_bytes(value: str | bytes) -> bytes:
