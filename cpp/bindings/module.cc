@@ -158,13 +158,15 @@ class PyGroup {
     return {group_, get().submit(request(kind, dtype, op, root, in, out, std::move(shape)), true), nullptr};
   }
 
-  PyWork start_send(int member, uint64_t tag, uintptr_t data, uint64_t count, int dtype) {
-    return {group_, get().submit_send(member, tag, {reinterpret_cast<void*>(data), count}, DType(dtype), true), nullptr};
+  // `background` is false when the caller is going to wait at once, and so to drive the operation itself.
+  PyWork start_send(int member, uint64_t tag, uintptr_t data, uint64_t count, int dtype, bool background) {
+    Part part{reinterpret_cast<void*>(data), count};
+    return {group_, get().submit_send(member, tag, part, DType(dtype), background), nullptr};
   }
-  PyWork start_receive(int member, uint64_t tag, uintptr_t data, uint64_t count, int dtype) {
+  PyWork start_receive(int member, uint64_t tag, uintptr_t data, uint64_t count, int dtype, bool background) {
+    Part part{reinterpret_cast<void*>(data), count};
     auto source = std::make_shared<int>(-1);
-    return {group_, get().submit_receive(member, tag, {reinterpret_cast<void*>(data), count}, DType(dtype), source, true),
-            source};
+    return {group_, get().submit_receive(member, tag, part, DType(dtype), source, background), source};
   }
 
   void add_channel(int member, int lane, int fd) { get().add_channel(member, Lane(lane), Fd(fd)); }
@@ -255,6 +257,8 @@ NB_MODULE(_core, m) {
       .def("start_all_reduce", &PyGroup::start_all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "shape"_a)
       .def("run", &PyGroup::run, "kind"_a, "dtype"_a, "op"_a, "root"_a, "inputs"_a, "outputs"_a, "shape"_a)
       .def("start", &PyGroup::start, "kind"_a, "dtype"_a, "op"_a, "root"_a, "inputs"_a, "outputs"_a, "shape"_a)
-      .def("start_send", &PyGroup::start_send, "member"_a, "tag"_a, "address"_a, "count"_a, "dtype"_a)
-      .def("start_receive", &PyGroup::start_receive, "member"_a, "tag"_a, "address"_a, "count"_a, "dtype"_a);
+      .def("start_send", &PyGroup::start_send, "member"_a, "tag"_a, "address"_a, "count"_a, "dtype"_a,
+           "background"_a = true)
+      .def("start_receive", &PyGroup::start_receive, "member"_a, "tag"_a, "address"_a, "count"_a, "dtype"_a,
+           "background"_a = true);
 }

@@ -57,7 +57,21 @@ class Group:
     def start(
         self, kind: int, dtype: int, op: int, root: int, inputs: Parts, outputs: Parts, shape: Any
     ) -> Work: ...
-    def start_send(self, member: int, tag: int, address: int, count: int, dtype: int) -> Work: ...
+    def start_send(
+        self,
+        member: int,
+        tag: int,
+        address: int,
+        count: int,
+        dtype: int,
+        background: bool = True,
+    ) -> Work: ...
     def start_receive(
-        self, member: int, tag: int, address: int, count: int, dtype: int
+        self,
+        member: int,
+        tag: int,
+        address: int,
+        count: int,
+        dtype: int,
+        background: bool = True,
     ) -> Work: ...

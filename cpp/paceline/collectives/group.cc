@@ -140,7 +140,7 @@ void Group::take_inbox() {
   for (auto& [member, lane, channel] : new_channels_) {
     ports_[{member, lane}] = std::make_unique<Port>(
         global_rank(member), std::move(channel), config_.generation,
-        [this](Port& p, const FrameHeader& h) { on_announce(p, h); }, raise_abort);
+        [this](Port& p, const FrameHeader& h, std::string data) { on_announce(p, h, std::move(data)); }, raise_abort);
   }
   new_channels_.clear();
 }
@@ -273,7 +273,7 @@ Port* Group::open_local_port(int member) {
   auto& made = ports_[{member, Lane::point_to_point}];
   made = std::make_unique<Port>(
       peer, std::move(channel), config_.generation,
-      [this](Port& p, const FrameHeader& h) { on_announce(p, h); }, raise_abort);
+      [this](Port& p, const FrameHeader& h, std::string data) { on_announce(p, h, std::move(data)); }, raise_abort);
   return made.get();
 }
 

@@ -84,9 +84,11 @@ class Group final : public Pollable {
   struct Announced {
     Port* port;
     FrameHeader header;
+    std::string eager_data;
   };
   using Posted = std::shared_ptr<PostedReceive>;
   class LocalPortOpen;
+  class Flushed;
   class Matched;
 
   OperationPtr enqueue(OperationPtr operation, bool collective, bool background);
@@ -113,7 +115,7 @@ class Group final : public Pollable {
   Port* open_local_port(int member);
   bool try_match(const Posted& posted);
   void accept(const Posted& posted, const Announced& announced);
-  void on_announce(Port& port, const FrameHeader& header);
+  void on_announce(Port& port, const FrameHeader& header, std::string eager_data);
   int member_of(int global_rank) const;
   int team_index(int member) const;
 

@@ -73,7 +73,8 @@ void Group::inspect(double now) {
 
 // A rank that computes for a minute has no operation pending, but its peers on other hosts must still hear it.
 void Group::beat(double now) {
-  if (now - beat_s_ < kHeartbeat_s || failure_) return;
+  // Several times within the limit: one late heartbeat must not look like a stopped process.
+  if (now - beat_s_ < std::min(kHeartbeat_s, engine_->config().liveness_s / 4) || failure_) return;
   beat_s_ = now;
   uint64_t sum = 0;
   for (auto& [key, port] : ports_) {

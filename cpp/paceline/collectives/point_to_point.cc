@@ -38,6 +38,20 @@ class Group::Matched final : public Wait {
   const Posted& posted_;
 };
 
+// Until what was queued on a port has left: an eager message is complete before it is sent.
+class Group::Flushed final : public Wait {
+ public:
+  explicit Flushed(Port& port) : port_(port) {}
+  bool ready() override {
+    if (!port_.flushed()) port_.flush();
+    return port_.flushed();
+  }
+  void blockers(std::vector<int>& ranks) const override { ranks.push_back(port_.peer()); }
+
+ private:
+  Port& port_;
+};
+
 OperationPtr Group::submit_send(int member, uint64_t tag, Part part, DType dtype, bool background) {
   auto message = std::make_shared<Message>();
   message->data = static_cast<std::byte*>(part.data);
@@ -78,6 +92,8 @@ Task Group::send_message(int member, std::shared_ptr<Message> message, DType dty
   to->announce(message.get(), uint64_t(dtype));
   MessageMoved moved(*message);
   co_await park(moved);
+  Flushed flushed(*to);
+  co_await park(flushed);
 }
 
 Task Group::receive_message(Posted posted) {
@@ -86,10 +102,12 @@ Task Group::receive_message(Posted posted) {
   co_await park(matched);
   MessageMoved moved(posted->message);
   co_await park(moved);
+  Flushed flushed(*posted->port);  // the grant, which the sender counts
+  co_await park(flushed);
 }
 
-void Group::on_announce(Port& port, const FrameHeader& header) {
-  announced_.push_back({&port, header});
+void Group::on_announce(Port& port, const FrameHeader& header, std::string eager_data) {
+  announced_.push_back({&port, header, std::move(eager_data)});
   // Receives are served in the order in which they were posted.
   for (auto it = posted_.begin(); it != posted_.end();) {
     Posted posted = *it++;
@@ -102,7 +120,7 @@ bool Group::try_match(const Posted& posted) {
   for (auto it = announced_.begin(); it != announced_.end(); ++it) {
     if (it->header.tag != posted->tag) continue;
     if (posted->member != kAnySource && global_rank(posted->member) != it->port->peer()) continue;
-    Announced announced = *it;
+    Announced announced = std::move(*it);
     announced_.erase(it);
     accept(posted, announced);
     return true;
@@ -126,7 +144,7 @@ void Group::accept(const Posted& posted, const Announced& announced) {
   posted->port = announced.port;
   if (posted->source) *posted->source = member_of(from);
   posted->message.tag = h.tag;
-  announced.port->grant(h, &posted->message);
+  announced.port->grant(h, announced.eager_data, &posted->message);
 }
 
 }  // namespace paceline

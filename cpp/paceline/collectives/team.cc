@@ -146,6 +146,8 @@ Task Team::run(const Request& request, const Descriptor& shown, size_t divisor) 
   post_request(c);
   Reached arrived(*this, &Block::arrived, c.op);
   co_await park(arrived);
+  // Somebody may have arrived and given up: what it posted stands for nothing any more.
+  if (auto failure = published_failure()) std::rethrow_exception(failure);
   check_requests(c);
   if (request.kind == Kind::barrier) co_return;
   if (c.placement == Placement::staged) co_await run_staged(c);

@@ -34,18 +34,28 @@ void Port::announce(Message* m, uint64_t detail) {
   h.message = next_number_++;
   h.total_bytes = m->bytes;
   h.offset = detail;
+  if (m->bytes <= kEagerBytes && eager_ < kMaxEager) {
+    control_.push_back({h, std::string(reinterpret_cast<const char*>(m->data), m->bytes)});
+    ++eager_;
+    m->done = true;  // its data is on its way in a copy
+    return;
+  }
   announced_[h.message] = m;
   control_.push_back({h, {}});
 }
 
-void Port::grant(const FrameHeader& announced, Message* m) {
+void Port::grant(const FrameHeader& announced, const std::string& eager_data, Message* m) {
   m->peer = peer_;
   FrameHeader h;
   h.kind = FrameKind::grant;
   h.message = announced.message;
   control_.push_back({h, {}});
-  if (m->bytes == 0) m->done = true;
-  else granted_[announced.message] = m;
+  if (announced.payload_bytes == announced.total_bytes) {  // eager, or empty
+    std::copy_n(reinterpret_cast<const std::byte*>(eager_data.data()), m->bytes, m->data);
+    m->done = true;
+  } else {
+    granted_[announced.message] = m;
+  }
 }
 
 void Port::abort(uint64_t kind, int rank, const std::string& text) {
@@ -231,10 +241,17 @@ void Port::accept_control() {
   const FrameHeader& h = in_header_;
   switch (h.kind) {
     case FrameKind::announce:
-      return on_announce_(*this, h);
+      if (h.payload_bytes != 0 && h.payload_bytes != h.total_bytes)
+        throw Error(ErrorKind::bad_frame, "bad frame from rank " + std::to_string(peer_) + ": an announcement of " +
+                                              std::to_string(h.total_bytes) + " bytes with " +
+                                              std::to_string(h.payload_bytes) + " of them", peer_);
+      return on_announce_(*this, h, std::move(in_text_));
     case FrameKind::grant: {
       auto it = announced_.find(h.message);
-      if (it == announced_.end()) return;  // its operation has been given up meanwhile
+      if (it == announced_.end()) {  // an eager message has been matched
+        eager_ -= eager_ > 0;
+        return;
+      }
       Message* m = it->second;
       announced_.erase(it);
       if (m->bytes == 0) {

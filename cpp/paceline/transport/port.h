@@ -3,7 +3,8 @@
 // Two ways to send. EXPECTED messages (collectives): both sides post the same messages in the same order,
 // so data goes out at once; a side that has not posted its receive yet simply does not read on.
 // ANNOUNCED messages (point to point): the sender announces size and tag, the receiver grants the message
-// when a matching receive exists, then the data flows; so any order of tags works and nothing is buffered.
+// when a matching receive exists, then the data flows; so any order of tags works. Small messages ride along
+// in their announcement (EAGER), up to a bounded number that the receiver has not matched yet.
 //
 // Driver only. Messages belong to the caller and must outlive their transfer.
 #pragma once
@@ -31,7 +32,7 @@ struct Message {
 
 class Port {
  public:
-  using OnAnnounce = std::function<void(Port&, const FrameHeader&)>;
+  using OnAnnounce = std::function<void(Port&, const FrameHeader&, std::string eager_data)>;
   using OnAbort = std::function<void(const FrameHeader&, std::string text)>;
 
   Port(int peer, std::unique_ptr<Channel> channel, uint32_t generation, OnAnnounce on_announce,
@@ -40,7 +41,7 @@ class Port {
   void send(Message* message);
   void receive(Message* message);
   void announce(Message* message, uint64_t detail);      // detail: what both ends must agree on (dtype)
-  void grant(const FrameHeader& announced, Message* message);
+  void grant(const FrameHeader& announced, const std::string& eager_data, Message* message);
   void abort(uint64_t kind, int rank, const std::string& text);
   void heartbeat();
   // Drops references to all messages, because their operations have ended; only flush() may follow.
@@ -49,6 +50,7 @@ class Port {
   // Moves what can be moved; true when anything did. Throws bad_frame.
   bool pump();
   bool flush();  // the outgoing half of it
+  bool flushed() const { return control_.empty() && out_at_ == out_total_; }  // no control frame left to send
 
   int peer() const { return peer_; }
   bool lost() const { return channel_->lost(); }
@@ -71,6 +73,8 @@ class Port {
   void accept_control();
 
   static constexpr uint32_t kPieceBytes = 256 << 10;  // stays in the cache between checksum and send
+  static constexpr uint32_t kEagerBytes = 8 << 10;
+  static constexpr int kMaxEager = 64;
 
   int peer_;
   std::unique_ptr<Channel> channel_;
@@ -84,6 +88,7 @@ class Port {
   std::map<uint64_t, Message*> announced_;    // by message number, waiting for a grant
   std::map<Message*, uint64_t> number_of_;    // granted messages in sending_
   uint64_t next_number_ = 1;
+  int eager_ = 0;                             // eager messages that the peer has not matched yet
   uint32_t out_sequence_ = 0;
   std::array<std::byte, kFrameHeaderBytes> out_header_;
   std::string out_text_;

@@ -217,7 +217,9 @@ class Group:
         """Send a tensor to one rank, which receives it with the same tag."""
         source = Buffer(tensor)
         self._check_peer(to, tag, "send")
-        handle = self._core.start_send(to, tag, source.address, source.count, source.dtype)
+        handle = self._core.start_send(
+            to, tag, source.address, source.count, source.dtype, async_op
+        )
         work = self._keep(Work(handle, lambda: None, source))
         return work if async_op else work.wait()
 
@@ -228,7 +230,9 @@ class Group:
         target = result_buffer(tensor)
         self._check_peer(source, tag, "recv")
         member = -1 if source is None else source
-        handle = self._core.start_receive(member, tag, target.address, target.count, target.dtype)
+        handle = self._core.start_receive(
+            member, tag, target.address, target.count, target.dtype, async_op
+        )
 
         def finish() -> int:
             target.write_back()
