@@ -200,6 +200,8 @@ class PyGroup {
 NB_MODULE(_core, m) {
   using namespace paceline;
   m.doc() = "Paceline's engine: collectives over shared memory and TCP.";
+  // A future of torch that never ended keeps its work beyond the interpreter's end: no reason to alarm a user.
+  nb::set_leak_warnings(false);
   register_errors();
   m.def("crc32c", [](nb::bytes data, uint32_t crc) { return crc32c(crc, data.data(), data.size()); },
         "data"_a, "crc"_a = 0);
