@@ -33,7 +33,7 @@ from paceline.config import (
     natural_host_id,
     told_env,
 )
-from paceline.errors import UsageError
+from paceline.errors import ConfigError, UsageError
 from paceline.telemetry.events import Progress
 from paceline.torch_plugin import register as register_with_torch
 
@@ -81,6 +81,7 @@ def join_through(store: KeyValue, rank: int, world_size: int, timeout_s: float) 
     def meet(config: EngineConfig) -> Rendezvous:
         if world_size == 1:
             return establish(env, config)
+        _refuse_unreachable(store, env)
         return establish_from_store(
             store,
             rank,
@@ -91,6 +92,20 @@ def join_through(store: KeyValue, rank: int, world_size: int, timeout_s: float) 
         )
 
     return _start(env, meet, replace(EngineConfig.from_environ(), join_timeout_s=timeout_s))
+
+
+def _refuse_unreachable(store: KeyValue, env: JobEnv) -> None:
+    """Say at once when rank 0 listens where this rank cannot reach it, instead of trying long."""
+    key, here = "paceline/host", natural_host_id()
+    if env.rank == 0:
+        store.set(key, f"{here} {env.bind_address}")
+        return
+    host, _, address = store.get(key).decode().rpartition(" ")
+    if host != here and address.startswith("127."):
+        raise ConfigError(
+            f"rank {env.rank} is on another host than rank 0, which listens on {address} only;"
+            " export PACELINE_BIND=ADDRESS for rank 0, its host's address in the network of the job"
+        )
 
 
 def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: EngineConfig) -> Job:

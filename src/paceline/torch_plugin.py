@@ -33,7 +33,7 @@ def register() -> None:
     handlers["env"] = meet
 
 
-def _create_group(options: Any, _: Any) -> Any:
+def _create_group(options: Any, pg_options: Any) -> Any:
     from paceline.torch_rendezvous import create_group
 
-    return create_group(options)
+    return create_group(options, pg_options)

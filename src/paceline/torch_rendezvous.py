@@ -44,8 +44,13 @@ def control_plane_rendezvous(url: str) -> Iterator[tuple[Store, int, int]] | Non
     return iter([(store, rank, world_size)])
 
 
-def create_group(options: Any) -> PacelineProcessGroup:
+def create_group(options: Any, pg_options: Any = None) -> PacelineProcessGroup:
     """Make the process group that torch asks for; every member calls this."""
+    if pg_options is not None:
+        raise UsageError(
+            f"pg_options={pg_options!r}: the paceline backend has none; its settings are the"
+            " PACELINE_... variables and the group's timeout"
+        )
     ranks = list(options.global_ranks_in_group)
     timeout_s = min(options.timeout / timedelta(seconds=1), _LONGEST_JOIN_S)
     _teach_monitored_barrier()

@@ -154,6 +154,12 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def supports_tensor_alloc(self, device: torch.device) -> bool:  # noqa: ARG002
         return False
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        raise UsageError(
+            f"set_timeout({timeout}): a group keeps the timeout with which it was made; pass it to"
+            " init_process_group or new_group"
+        )
+
     def _has_hooks(self) -> bool:
         return False
 
