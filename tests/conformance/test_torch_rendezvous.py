@@ -150,6 +150,35 @@ def test_paceline_run(tmp_path):
     assert "over ControlStore" in done.stdout
 
 
+def test_exit_without_destroying_the_group(tmp_path):
+    """As most scripts do: also with a future that nobody waited for."""
+    script = SCRIPT.replace("dist.destroy_process_group()", "keep = dist.new_group([0, 1])")
+    script += "future = dist.all_reduce(tensor, async_op=True).get_future()\n"
+    script += "if dist.get_rank() == 0: late = dist.irecv(tensor, 1).get_future()\n"
+    (tmp_path / "script.py").write_text(script)
+    store = f"file://{tmp_path}/store"
+    text = (tmp_path / "script.py").read_text()
+
+    def body(number):
+        import paceline.torch_plugin
+
+        paceline.torch_plugin.register()
+        init = f'"paceline", init_method="{store}", rank={number}, world_size=2'
+        exec(text.replace('"paceline")', f"{init})"), {})
+
+    values(run_processes(body, [plain_environ()] * 2))
+
+
+def test_rank_on_another_host_is_told_at_once_what_to_export(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    store.set("paceline/host", "another-machine 127.0.0.1")
+    from paceline.errors import ConfigError
+    from paceline.job import join_through
+
+    with pytest.raises(ConfigError, match="export PACELINE_BIND"):
+        join_through(store, 1, 2, 5.0)
+
+
 @pytest.mark.slow
 def test_torchrun(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
