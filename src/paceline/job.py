@@ -33,7 +33,7 @@ from paceline.config import (
     natural_host_id,
     told_env,
 )
-from paceline.errors import ConfigError, UsageError
+from paceline.errors import ConfigError, SetupError, UsageError
 from paceline.telemetry.events import Progress
 from paceline.torch_plugin import register as register_with_torch
 
@@ -112,12 +112,18 @@ def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: Engi
     global _job
     with _lock:
         if _job is None:
-            rendezvous = meet(config)
             try:
-                _job = _form(env, config, rendezvous)
-            except BaseException:
-                rendezvous.close(grace_s=0.0)
-                raise
+                rendezvous = meet(config)
+                try:
+                    _job = _form(env, config, rendezvous)
+                except BaseException:
+                    rendezvous.close(grace_s=0.0)
+                    raise
+            except OSError as error:  # descriptors, threads: the machine's limits
+                raise SetupError(
+                    f"rank {env.rank} of {env.world_size} cannot join: {error}; `paceline doctor`"
+                    " shows this machine's limits"
+                ) from error
             if env.rank == 0 and env.source != "alone":
                 sys.stderr.write(f"[paceline] {describe(env)}\n")
                 sys.stderr.flush()
@@ -168,9 +174,17 @@ def shutdown() -> None:
         job.rendezvous.close()
 
 
+_inherited: list[Job] = []
+
+
 def _let_go_in_child() -> None:
+    """In a forked child: the job is the parent's, and so are the threads that could end it."""
+    global _job, _lock
+    _lock = threading.Lock()
     if _job is not None:
         _job.fabric.engine.close_after_fork()
+        _inherited.append(_job)  # never taken down here
+        _job = None
 
 
 atexit.register(shutdown)

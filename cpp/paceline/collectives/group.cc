@@ -9,7 +9,6 @@
 
 namespace paceline {
 namespace {
-constexpr double kHeartbeat_s = 1.0;
 constexpr double kGoodbye_s = 1.0;  // how long a closing group waits for the others to close theirs
 
 std::exception_ptr make_error(ErrorKind kind, const std::string& text, int rank) {
@@ -52,6 +51,7 @@ Group::Group(std::shared_ptr<Engine> engine, GroupConfig config)
 }
 
 Group::~Group() {
+  if (engine_->in_forked_child()) return;
   close();
   engine_->detach(this);
   say_goodbye();
@@ -79,6 +79,9 @@ int Group::team_index(int member) const {
 // ---- submission ------------------------------------------------------------------------------------
 
 OperationPtr Group::enqueue(OperationPtr operation, bool collective, bool background) {
+  if (engine_->in_forked_child())
+    throw Error(ErrorKind::usage, "this process was forked from rank " + std::to_string(engine_->config().rank) +
+                                      ", whose groups it cannot use. Use them in the rank itself, or start ranks.");
   std::exception_ptr failure;
   {
     std::lock_guard lock(mu_);
@@ -227,6 +230,7 @@ void Group::fail(ErrorKind kind, const std::string& text, int rank) {
 }
 
 void Group::close() {
+  if (engine_->in_forked_child()) return;
   engine_->as_driver([&] { end_operations(make_error(ErrorKind::generation_changed, "the group was closed", -1)); });
 }
 

@@ -43,6 +43,7 @@ Engine::Engine(const EngineConfig& config)
 }
 
 Engine::~Engine() {
+  if (in_forked_child_) return;
   {
     std::lock_guard lock(thread_mu_);
     stopping_ = true;
@@ -280,7 +281,9 @@ void Engine::say_goodbye() {
 }
 
 void Engine::close_after_fork() {
-  for (auto& [rank, link] : links_) close(link->socket());
+  in_forked_child_ = true;
+  new std::thread(std::move(thread_));  // lost on purpose: there is no such thread here to join
+  for (auto& [rank, link] : links_) link->close_after_fork();
   for (Pollable* p : pollables_) p->close_after_fork();
 }
 

@@ -86,7 +86,9 @@ class Engine {
   void say_goodbye();
   void receive_links();
   // A forked child must not keep the parent's sockets open: the peers would not notice its death.
+  // What is left there must not be used, and is not taken down: the threads that could do it are not there.
   void close_after_fork();
+  bool in_forked_child() const { return in_forked_child_; }
 
  private:
   bool poll_all();
@@ -127,6 +129,7 @@ class Engine {
   bool stopping_ = false;  // guarded by thread_mu_
   bool wanted_ = false;    // guarded by thread_mu_: pending work and nobody who drives
   std::thread thread_;
+  bool in_forked_child_ = false;
 };
 
 }  // namespace paceline

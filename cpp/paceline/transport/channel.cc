@@ -37,7 +37,7 @@ bool TcpChannel::ended() {
   return true;
 }
 
-void TcpChannel::close_after_fork() { close(socket_.get()); }
+void TcpChannel::close_after_fork() { socket_.reset(); }
 
 size_t TcpChannel::write_some(const iovec* parts, int num_parts) {
   if (lost_) return 0;

@@ -55,6 +55,7 @@ class LocalLink {
 
   int peer() const { return peer_; }
   int socket() const { return socket_.get(); }
+  void close_after_fork() { socket_.reset(); }
   int pid() const { return presence_ ? presence_->pid : -1; }
   bool present() const { return presence_ != nullptr; }
   bool lost() const { return lost_.load(std::memory_order_acquire); }
