@@ -35,8 +35,9 @@ class Buffer:
         self._original: Tensor | None = None
         if isinstance(tensor, torch.Tensor):
             self.dtype = _torch_code(tensor)
-            if not tensor.is_contiguous():
-                self._original, tensor = tensor, tensor.contiguous()
+            # A negative view is one whose sign is not in its memory.
+            if not tensor.is_contiguous() or tensor.is_neg():
+                self._original, tensor = tensor, tensor.resolve_neg().contiguous()
             self.address, self.count = tensor.data_ptr(), tensor.numel()
             self.shape: Sequence[int] = tensor.shape
         else:
