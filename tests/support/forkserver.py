@@ -124,7 +124,7 @@ def _become_rank(connection_fd: int, output_fd: int, environ: dict[str, str]) ->
 def _run(prepared: Any, connection: Connection) -> int:
     function, arguments = prepared
     body.connect_to_test(connection)
-    status = 0
+    status, rank_pid = 0, os.getpid()
     try:
         if isinstance(function, Exception):
             raise function
@@ -138,9 +138,9 @@ def _run(prepared: Any, connection: Connection) -> int:
         packed = pickle.dumps(outcome)
     except Exception:
         packed = pickle.dumps(("error", RuntimeError(f"cannot be pickled: {outcome[1]!r}")))
-    # The test may have stopped listening.
-    with contextlib.suppress(OSError):
-        connection.send_bytes(packed)
+    if os.getpid() == rank_pid:  # else the body forked, and this is the child at its end
+        with contextlib.suppress(OSError):  # the test may have stopped listening
+            connection.send_bytes(packed)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
