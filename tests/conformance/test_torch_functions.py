@@ -163,6 +163,7 @@ def test_point_to_point(hosts):
             assert sorted(senders) == [1, 2, 3]
         else:
             dist.send(torch.full((3,), float(rank)), 0)
+        dist.barrier()  # what follows must not be mistaken for one of these
         # Tags tell messages of one sender apart, whatever their order.
         sends = [dist.isend(torch.full((2,), float(tag)), after, tag=tag) for tag in (1, 2)]
         for tag in (2, 1):
