@@ -7,6 +7,7 @@ the collectives on top.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -44,7 +45,7 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._store = store
         self._on_shutdown = on_shutdown
         self._sequence = 0
-        self._in_flight: list[TorchWork] = []
+        self._in_flight: deque[TorchWork] = deque()
         self._batch: list[TorchWork] | None = None  # between _start_ and _end_coalescing
         self._name = self._desc = ""
         self._barriers = 0  # monitored ones, so far
@@ -78,9 +79,12 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if not is_async:
             work.wait()
             return work
-        if len(self._in_flight) >= _MANY_IN_FLIGHT:
-            self._in_flight = [other for other in self._in_flight if not other.has_ended()]
-        self._in_flight.append(work)
+        flying = self._in_flight
+        while flying and flying[0].has_ended():  # collectives end in order
+            flying.popleft()
+        if len(flying) >= _MANY_IN_FLIGHT:  # a receive may wait for long at the front
+            self._in_flight = flying = deque(other for other in flying if not other.has_ended())
+        flying.append(work)
         if self._batch is not None:
             self._batch.append(work)
         return work
