@@ -89,6 +89,7 @@ class Group final : public Pollable {
   using Posted = std::shared_ptr<PostedReceive>;
   class LocalPortOpen;
   class Flushed;
+  class FlushedOrLost;
   class Matched;
 
   OperationPtr enqueue(OperationPtr operation, bool collective, bool background);

@@ -39,7 +39,7 @@ class Group::Matched final : public Wait {
 };
 
 // Until what was queued on a port has left: an eager message is complete before it is sent.
-class Group::Flushed final : public Wait {
+class Group::Flushed : public Wait {
  public:
   explicit Flushed(Port& port) : port_(port) {}
   bool ready() override {
@@ -48,8 +48,15 @@ class Group::Flushed final : public Wait {
   }
   void blockers(std::vector<int>& ranks) const override { ranks.push_back(port_.peer()); }
 
- private:
+ protected:
   Port& port_;
+};
+
+// The same for a thank-you: a sender that has left the job does not wait for it.
+class Group::FlushedOrLost final : public Flushed {
+ public:
+  using Flushed::Flushed;
+  bool ready() override { return Flushed::ready() || port_.lost(); }
 };
 
 OperationPtr Group::submit_send(int member, uint64_t tag, Part part, DType dtype, bool background) {
@@ -102,7 +109,7 @@ Task Group::receive_message(Posted posted) {
   co_await park(matched);
   MessageMoved moved(posted->message);
   co_await park(moved);
-  Flushed flushed(*posted->port);  // the grant, which the sender counts
+  FlushedOrLost flushed(*posted->port);  // the grant, which the sender counts
   co_await park(flushed);
 }
 
