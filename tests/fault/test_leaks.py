@@ -1,0 +1,145 @@
+"""Starting and killing jobs over and over leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline as pl
+from paceline import job
+from paceline.collectives.group import Group
+from support import run_ranks, started, tell
+from support.ranks import ForkServer, job_environs, run_processes
+
+
+def use_everything(group: Group) -> None:
+    """Have one of each: segments, channels, links, groups; then work until killed."""
+    here = job.current()
+    listener = here.fabric.listener
+    tensors = [torch.ones(50_000), pl.empty(50_000).fill_(1)]
+    other = pl.new_group(range(group.size))
+    peer = group.rank ^ 1
+    work = group.send(tensors[0], peer, async_op=True)
+    group.recv(tensors[0].clone(), peer)
+    work.wait()
+    tell((listener.unix_name, listener.tcp_address))
+    while True:
+        for tensor in tensors:
+            group.all_reduce(tensor)
+            other.all_reduce(tensor, "max", async_op=True)
+
+
+def descriptors(pid: int | str) -> list[str]:
+    """Return the kinds of all open descriptors of a process."""
+    links = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # the one that lists the directory
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return sorted(link.partition(":")[0] for link in links)
+
+
+def is_free(address: str) -> bool:
+    """Tell whether nobody listens on a TCP address any more."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as sock:
+        return sock.connect_ex((host, int(port))) != 0
+
+
+def require_nothing_left(names: list[str], addresses: list[str]) -> None:
+    unix = Path("/proc/net/unix").read_text()
+    assert not [name for name in names if name in unix]
+    assert all(is_free(address) for address in addresses if address)
+    assert ForkServer.get().children() == []
+    assert not [name for name in os.listdir("/dev/shm") if "paceline" in name]
+
+
+def kill_cycles(number: int, seed: int) -> None:
+    chosen, server = random.Random(seed), ForkServer.get()
+    run_ranks(2, only_meet)  # what is made once is made now
+    before = descriptors("self"), descriptors(server.pid)
+    temporary = set(os.listdir("/tmp"))
+    names, addresses = [], []
+    for cycle in range(number):
+        with started(2, use_everything, hosts=1 + cycle % 2) as ranks:
+            for name, address in ranks.hear_all():
+                names.append(name)
+                addresses.append(address)
+            time.sleep(chosen.random() * 0.05)
+            victims = chosen.choice([(0,), (1,), (0, 1)])
+            for victim in victims:
+                ranks.kill(victim)
+            for outcome in ranks.wait(30):
+                expected = -signal.SIGKILL if outcome.rank in victims else 1
+                assert outcome.status == expected, outcome
+    require_nothing_left(names, addresses)
+    assert (descriptors("self"), descriptors(server.pid)) == before
+    left = [name for name in set(os.listdir("/tmp")) - temporary if "paceline-test" in name]
+    assert left == []
+
+
+def only_meet(group: Group) -> None:
+    group.barrier()
+
+
+def test_a_few_kills_leave_nothing_behind() -> None:
+    kill_cycles(15, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_hundred_kills_leave_nothing_behind() -> None:
+    kill_cycles(200, seed=2)
+
+
+@pytest.mark.parametrize("hosts", [1, 2], ids=["one host", "a host each"])
+def test_groups_that_are_closed_leave_nothing_behind(hosts: int) -> None:
+    def body(group: Group) -> None:
+        def use() -> None:
+            other = pl.new_group([0, 1])
+            other.all_reduce(torch.ones(100_000))
+            work = other.send(torch.ones(3), 1 - other.rank, async_op=True)
+            other.recv(torch.ones(3), 1 - other.rank)
+            work.wait()
+            other.close()
+
+        use()
+        group.barrier()
+        before = descriptors("self")
+        for _ in range(10):
+            use()
+        group.barrier()
+        after = descriptors("self")
+        assert len(after) <= len(before) + 2, (before, after)  # the last one may be on its way out
+
+    run_ranks(2, body, hosts=hosts)
+
+
+def test_leaving_a_job_gives_everything_back() -> None:
+    def body(_: int) -> None:
+        before = descriptors("self")
+        pl.init()
+        tensor = pl.empty(10).fill_(1)
+        assert pl.world().all_reduce(tensor).sum().item() == 20
+        del tensor
+        pl.shutdown()
+        gc.collect()
+        names = [thread.name for thread in threading.enumerate()]
+        assert not [name for name in names if name.startswith("paceline")], names
+        threads = [Path(f"{task}/comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        assert not [name for name in threads if name.startswith("paceline")], threads
+        assert descriptors("self") == before
+
+    for hosts in (1, 2):
+        with job_environs(2, hosts) as environs:
+            for outcome in run_processes(body, environs):
+                assert outcome.error is None and outcome.status == 0, outcome

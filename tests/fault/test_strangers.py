@@ -1,0 +1,137 @@
+"""Bytes from strangers on every listening port, while a job runs undisturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import paceline as pl
+from paceline import job
+from paceline.collectives.group import Group
+from support import hear, started, tell
+
+# What a stranger may say at once; a length prefix comes first in our own protocol.
+SPEECHES = {
+    "nothing": b"",
+    "one byte": b"\x00",
+    "web browser": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "noise": os.urandom(4096),
+    "much noise": os.urandom(1 << 20),
+    "huge length": struct.pack("<I", 0xFFFFFFFF) + b"x" * 100,
+    "huge length, big-endian": struct.pack(">I", 0x7FFFFFFF) + b"x" * 100,
+    "no length": struct.pack("<I", 0) * 50,
+    "truncated": struct.pack("<I", 200) + b"x" * 50,
+    "right length, wrong bytes": struct.pack("<I", 64) + os.urandom(64),
+    "magic of a data frame": b"PCL1" + bytes(60),
+}
+
+
+def work_undisturbed(group: Group) -> tuple[int, int]:
+    """Compute, and form new groups, until told to stop; return rounds and growth in KiB."""
+    here = job.current()
+    listener = here.fabric.listener
+    tell((here.env.coordinator, listener.tcp_address, listener.unix_name))
+    stop, rounds, before = torch.zeros(1), 0, resident_kib()
+    while stop.item() == 0:
+        for count in (10, 50_000):
+            assert group.all_reduce(torch.ones(count)).sum().item() == count * group.size
+        if rounds % 200 == 100:
+            other = pl.new_group(range(group.size))
+            assert other.all_reduce(torch.ones(1)).item() == group.size
+        rounds += 1
+        if group.rank == 0:
+            from support import body
+
+            stop[0] = float(body._to_test.poll())
+        group.broadcast(stop)
+    if group.rank == 0:
+        hear()
+    return rounds, resident_kib() - before
+
+
+def resident_kib() -> int:
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
+
+def addresses(told: list[tuple[str, str, str]]) -> Iterator[tuple[int, object]]:
+    """Yield (family, address) of everything that the job listens on."""
+    for coordinator, tcp, unix in told:
+        for address in {coordinator, tcp} - {""}:
+            host, _, port = address.rpartition(":")
+            yield socket.AF_INET, (host, int(port))
+        yield socket.AF_UNIX, f"\0{unix}"
+
+
+@contextlib.contextmanager
+def call(family: int, address: object) -> Iterator[socket.socket]:
+    with socket.socket(family) as sock:
+        sock.settimeout(10)
+        sock.connect(address)
+        yield sock
+
+
+@pytest.mark.parametrize("hosts", [1, 3], ids=["one host", "a host each"])
+def test_garbage_on_every_port(hosts: int) -> None:
+    with started(3, work_undisturbed, hosts=hosts) as ranks:
+        where = list(addresses(ranks.hear_all()))
+        assert len(where) == (6 if hosts == 1 else 9)  # the coordinator's is among them thrice
+        for family, address in where:
+            for speech in SPEECHES.values():
+                with call(family, address) as sock, contextlib.suppress(OSError):
+                    sock.sendall(speech)
+                    sock.shutdown(socket.SHUT_WR)
+                    sock.settimeout(0.05)
+                    answer = sock.recv(1 << 16)
+                    assert len(answer) < 4096  # a greeting at most, nothing of the job
+        ranks.tell(0, "stop")
+        for rounds, growth_kib in ranks.values(60):
+            assert rounds > 0 and growth_kib < 100 << 10
+
+
+@pytest.mark.parametrize("hosts", [1, 2], ids=["one host", "a host each"])
+def test_slow_and_silent_strangers(hosts: int) -> None:
+    with started(2, work_undisturbed, hosts=hosts) as ranks, contextlib.ExitStack() as stack:
+        where = list(addresses(ranks.hear_all()))
+        # More than are admitted unauthenticated; most of them are refused.
+        silent = [stack.enter_context(call(*address)) for address in where for _ in range(80)]
+        dripping = [stack.enter_context(call(*address)) for address in where]
+        for _ in range(15):
+            for sock in dripping:
+                with contextlib.suppress(OSError):
+                    sock.send(b"\x40")
+            time.sleep(0.1)
+        assert silent
+        ranks.tell(0, "stop")
+        for rounds, growth_kib in ranks.values(60):
+            assert rounds > 0 and growth_kib < 100 << 10
+
+
+def test_the_kernel_shows_nothing_on_public_interfaces() -> None:
+    def body(group: Group) -> list[str]:
+        inodes = set()
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(f"/proc/self/fd/{fd}"))
+        found = []
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            with contextlib.suppress(FileNotFoundError), open(table, encoding="ascii") as lines:
+                for line in list(lines)[1:]:
+                    fields = line.split()
+                    if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                        found.append(fields[1])
+        group.barrier()
+        return found
+
+    for hosts in (1, 2):
+        with started(2, body, hosts=hosts) as ranks:
+            for listening in ranks.values():
+                assert len(listening) == (0 if hosts == 1 else 1)
+                assert all(address.startswith("0100007F:") for address in listening)  # 127.0.0.1
