@@ -273,3 +273,28 @@ def test_works_and_futures(hosts):
             late.wait()
 
     run_ranks(4, body, hosts=hosts)
+
+
+def test_profiler_events_last_until_the_operation_has_ended(hosts):
+    def body(_):
+        rank, n = start()
+        with torch.autograd.profiler.profile(record_shapes=True) as profile:
+            for sender in range(n):
+                if rank == sender:
+                    for other in range(n):
+                        if other != rank:
+                            dist.send(torch.ones(3), other)
+                else:
+                    dist.recv(torch.empty(3))
+            dist.all_reduce(torch.ones(5))
+            dist.all_reduce(torch.ones(5), async_op=True).wait()
+        events = [e for e in profile.function_events if e.name.startswith("paceline:")]
+        names = sorted(event.name.removeprefix("paceline:") for event in events)
+        assert names == ["all_reduce"] * 2 + ["recvAnySource"] * 3 + ["send"] * 3
+        for event in events:
+            # Ended by another thread than the one that began it: at its own end, not at the end of
+            # the next operation.
+            assert event.is_async and event.count == 1
+            assert event.input_shapes == [[5 if event.name.endswith("all_reduce") else 3]]
+
+    run_ranks(4, body, hosts=hosts)

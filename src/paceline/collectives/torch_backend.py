@@ -61,11 +61,11 @@ class PacelineProcessGroup(EngineProcessGroup):
             self._core.all_reduce(address, address, count, buffer.dtype, code, buffer.shape)
             buffer.write_back()
             return DONE
-        record = opened("all_reduce", tensors)
+        event = opened("all_reduce", tensors)
         handle = self._core.start_all_reduce(
             address, address, count, buffer.dtype, code, buffer.shape
         )
-        return self._track(TorchWork((handle,), (buffer,), tensors), record, opts.asyncOp)
+        return self._track(TorchWork((handle,), (buffer,), tensors), event, opts.asyncOp)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> c10d.Work:
         opts = opts or c10d.AllreduceCoalescedOptions()
@@ -79,12 +79,12 @@ class PacelineProcessGroup(EngineProcessGroup):
     def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> c10d.Work:
         if opts.reduceOp != ReduceOp.SUM:
             raise UnsupportedTensor("all_reduce of a sparse tensor: only SUM is defined")
-        record = opened("sparse_all_reduce", [tensor])
+        event = opened("sparse_all_reduce", [tensor])
         try:
             return DoneWork([sparse_all_reduce(self, tensor)])
         finally:
-            if record is not None:
-                record.__exit__(None, None, None)
+            if event is not None:
+                event.end()
 
     def reduce(self, tensors: Any, opts: Any = None, **named: Any) -> c10d.Work:
         tensors, opts = listed(tensors), with_root(opts, named, c10d.ReduceOptions)
@@ -230,14 +230,14 @@ class PacelineProcessGroup(EngineProcessGroup):
     # -- point to point -----------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> c10d.Work:
-        buffer, record = bytes_of(tensors[0]), opened("send", tensors)
+        buffer, event = bytes_of(tensors[0]), opened("send", tensors)
         handle = self._core.start_send(dst, tag, buffer.address, buffer.count, buffer.dtype)
-        return self._track(TorchWork((handle,), (), tensors, buffer), record, True)
+        return self._track(TorchWork((handle,), (), tensors, buffer), event, True)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int, title: str = "recv") -> c10d.Work:
-        buffer, record = bytes_of(tensors[0]), opened(title, tensors)
+        buffer, event = bytes_of(tensors[0]), opened(title, tensors)
         handle = self._core.start_receive(src, tag, buffer.address, buffer.count, buffer.dtype)
-        return self._track(TorchWork((handle,), (buffer,), tensors), record, True)
+        return self._track(TorchWork((handle,), (buffer,), tensors), event, True)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> c10d.Work:
         return self.recv(tensors, -1, tag, "recvAnySource")

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch._C._profiler import _RecordFunctionFast
 
 from paceline.collectives.group import Group
 from paceline.collectives.torch_arguments import Request
-from paceline.collectives.torch_work import DoneWork, TorchWork
+from paceline.collectives.torch_work import DoneWork, ProfilerEvent, TorchWork
 from paceline.errors import UnsupportedTensor, UsageError
 
 _CPU = torch.device("cpu")
@@ -63,19 +62,19 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 for target in request.targets:
                     target.write_back()
             return DONE
-        record = opened(title, shown)
+        event = opened(title, shown)
         work = TorchWork(
             [self._core.start(*request.arguments) for request in requests],
             [target for request in requests for target in request.targets],
             [result for request in requests for result in request.results],
             requests,
         )
-        return self._track(work, record, opts.asyncOp)
+        return self._track(work, event, opts.asyncOp)
 
-    def _track(self, work: TorchWork, record: Any, is_async: bool) -> c10d.Work:
+    def _track(self, work: TorchWork, event: ProfilerEvent | None, is_async: bool) -> c10d.Work:
         """Hold on to memory in use, also when the caller drops the work; wait if not async."""
-        if record is not None:
-            work.trace(record)
+        if event is not None:
+            work.trace(event)
         if not is_async:
             work.wait()
             return work
@@ -219,13 +218,9 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
             end()
 
 
-def opened(title: str, tensors: list[Tensor]) -> Any:
+def opened(title: str, tensors: list[Tensor]) -> ProfilerEvent | None:
     """Begin the profiler's event of an operation, if a profiler runs."""
-    if not is_profiled():
-        return None
-    record = _RecordFunctionFast(f"paceline:{title}", tensors)
-    record.__enter__()
-    return record
+    return ProfilerEvent(title, tensors) if is_profiled() else None
 
 
 def _joined(works: Sequence[TorchWork]) -> TorchWork:

@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
+from torch._C._profiler import _RecordFunctionFast
 
 from paceline import _core
 from paceline.collectives.tensors import Buffer
@@ -23,6 +23,18 @@ from paceline.collectives.torch_settler import settler
 from paceline.errors import PacelineError
 
 _NO_TIMEOUT = timedelta(0)  # torch's way of saying "as long as it takes"
+
+
+class ProfilerEvent:
+    """An operation in a profiler's report; begins at once, and may end in another thread."""
+
+    def __init__(self, title: str, tensors: list[torch.Tensor]) -> None:
+        self._records = [_RecordFunctionFast(f"paceline:{title}", tensors)]
+        self._records[0].__enter__()
+
+    def end(self) -> None:
+        # Its `__exit__` does nothing outside of the profiler's thread; the end of the object does.
+        self._records.clear()
 
 
 class TorchWork(Work):
@@ -44,8 +56,8 @@ class TorchWork(Work):
         self._is_written = False  # guarded by: _lock
         self._start_of_future: torch.futures.Future[None] | None = None  # guarded by: _lock
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None  # guarded by: _lock
-        self._record: Any = None  # the profiler's event, open until the work is settled
-        self._settled: threading.Event | None = None
+        self._event: ProfilerEvent  # open until the work is settled
+        self._settled: threading.Event | None = None  # set with the event's end; None without one
 
     # -- what torch asks ----------------------------------------------------------------------
 
@@ -124,9 +136,9 @@ class TorchWork(Work):
     def outputs(self) -> list[torch.Tensor]:
         return self._outputs
 
-    def trace(self, record: Any) -> None:
+    def trace(self, event: ProfilerEvent) -> None:
         """End the profiler's event when the work ends."""
-        self._record, self._settled = record, threading.Event()
+        self._event, self._settled = event, threading.Event()
         settler.add(self)
 
     def has_ended(self) -> bool:
@@ -144,7 +156,7 @@ class TorchWork(Work):
     def settle(self) -> None:
         """End what hangs on this work; called once for each time it was handed to the settler."""
         if self._settled is not None and not self._settled.is_set():
-            self._record.__exit__(None, None, None)
+            self._event.end()
             self._settled.set()
         self._end_future()
 
