@@ -74,8 +74,12 @@ void Group::inspect(double now) {
 // A rank that computes for a minute has no operation pending, but its peers on other hosts must still hear it.
 void Group::beat(double now) {
   // Several times within the limit: one late heartbeat must not look like a stopped process.
-  if (now - beat_s_ < std::min(kHeartbeat_s, engine_->config().liveness_s / 4) || failure_) return;
+  if (now - beat_s_ < std::min(kHeartbeat_s, engine_->config().liveness_s / 4)) return;
   beat_s_ = now;
+  if (failure_) {  // nothing but the news of it may be left to send
+    for (auto& [key, port] : ports_) port->flush();
+    return;
+  }
   uint64_t sum = 0;
   for (auto& [key, port] : ports_) {
     sum += port->bytes_sent();
