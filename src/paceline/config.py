@@ -156,6 +156,11 @@ def told_env(
     )
 
 
+def inherited_environ() -> dict[str, str]:
+    """Return the environment that a launcher passes on to what it starts."""
+    return dict(os.environ)
+
+
 def is_launched_by_us(environ: Mapping[str, str] | None = None) -> bool:
     """Say whether `paceline run` started this process."""
     return _present(os.environ if environ is None else environ, _PACELINE)

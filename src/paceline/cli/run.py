@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 
+from paceline.config import inherited_environ
 from paceline.launch.display import Display, choose_screen, open_logs
 from paceline.launch.environment import JobAddresses, worker_environ
 from paceline.launch.local import LocalJob
@@ -45,8 +46,7 @@ def run(spec: RunSpec) -> int:
         logging.getLogger(name).addHandler(handler)
     patience_s: float | None = _PATIENCE_S
     try:
-        # The environment is passed on to the ranks as a whole, not read for settings.
-        job = LocalJob(spec, os.environ, display)
+        job = LocalJob(spec, inherited_environ(), display)
         outcome = asyncio.run(job.run())
         _tell(job, outcome, display, spec)
         if outcome.interrupted_by is None:
@@ -86,15 +86,15 @@ def dry_run(spec: RunSpec) -> int:
         job_id="<random>", coordinator="127.0.0.1:<port>", secret_file="<file>", master_port=0
     )
     write = sys.stdout.write
-    cores = usable_cores()
+    cores, inherited = usable_cores(), inherited_environ()
     for rank in range(spec.num_workers):
-        environ = worker_environ(os.environ, spec, rank, where, cores=cores)
+        environ = worker_environ(inherited, spec, rank, where, cores=cores)
         environ["MASTER_PORT"] = spec.env.get("MASTER_PORT", "<port>")
-        added = {k: v for k, v in environ.items() if os.environ.get(k) != v}
+        added = {k: v for k, v in environ.items() if inherited.get(k) != v}
         write(f"[{rank}] {shlex.join(spec.argv())}\n")
         for name in sorted(added):
             write(f"[{rank}]     {name}={_quoted(added[name])}\n")
-    removed = sorted(set(os.environ) - set(environ))
+    removed = sorted(set(inherited) - set(environ))
     if removed:
         write(f"not passed on: {' '.join(removed)}\n")
     if spec.log_dir is not None:

@@ -13,6 +13,8 @@ and forms the group anew from the members that are left.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -57,7 +59,8 @@ class Group:
         self.size = len(ranks)
         self.rank = ranks.index(self._fabric.rank)
         self._core = self._fabric.create_group(self._id, membership, ranks, self.timeout_s)
-        self._in_flight: list[Work[object]] = []
+        self._lock = threading.Lock()
+        self._in_flight: deque[Work[object]] = deque()  # guarded by: _lock
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, ranks={list(self.ranks)}, generation={self.generation})"
@@ -316,9 +319,10 @@ class Group:
 
     def _keep(self, work: Work[Result]) -> Work[Result]:
         """Hold on to the memory of operations in flight, also when the caller drops the Work."""
-        if len(self._in_flight) >= 64:
-            self._in_flight = [other for other in self._in_flight if not other.done()]
-        self._in_flight.append(work)  # type: ignore[arg-type]
+        with self._lock:
+            while self._in_flight and self._in_flight[0].done():
+                self._in_flight.popleft()
+            self._in_flight.append(work)  # type: ignore[arg-type]
         return work
 
     def _parts(self, tensor: Tensor | Sequence[Tensor]) -> list[Tensor]:
