@@ -32,7 +32,7 @@ def test_a_rank_that_is_missing() -> None:
 
 
 def test_a_rank_that_is_claimed_twice() -> None:
-    with job_environs(2, env={"PACELINE_JOIN_TIMEOUT_S": "3"}) as environs:
+    with job_environs(2, env={"PACELINE_JOIN_TIMEOUT_S": "1.5"}) as environs:
         outcomes = run_processes(join, [environs[0], environs[0]], timeout_s=30)
     assert all(o.error is None for o in outcomes), outcomes
     twice = [o.value for o in outcomes if "twice" in o.value or "claimed" in o.value]

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -67,7 +68,6 @@ def kill_cycles(number: int, seed: int) -> None:
     chosen, server = random.Random(seed), ForkServer.get()
     run_ranks(2, only_meet)  # what is made once is made now
     before = descriptors("self"), descriptors(server.pid)
-    temporary = set(os.listdir("/tmp"))
     names, addresses = [], []
     for cycle in range(number):
         with started(2, use_everything, hosts=1 + cycle % 2) as ranks:
@@ -83,8 +83,8 @@ def kill_cycles(number: int, seed: int) -> None:
                 assert outcome.status == expected, outcome
     require_nothing_left(names, addresses)
     assert (descriptors("self"), descriptors(server.pid)) == before
-    left = [name for name in set(os.listdir("/tmp")) - temporary if "paceline-test" in name]
-    assert left == []
+    ours = f"paceline-test-{os.getpid()}-"
+    assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(ours)]
 
 
 def only_meet(group: Group) -> None:

@@ -138,9 +138,9 @@ def test_sends_and_receives_notice_a_death(hosts) -> None:
 def test_an_asynchronous_operation_keeps_its_error() -> None:
     def body(group: Group) -> None:
         if group.rank == 1:
-            tell("here")
             time.sleep(60)
         works = [group.all_reduce(torch.ones(10), async_op=True) for _ in range(5)]
+        tell("started")
         for work in works:
             for _ in range(2):
                 with pytest.raises(pl.errors.PeerLost, match="rank 1"):
@@ -150,7 +150,7 @@ def test_an_asynchronous_operation_keeps_its_error() -> None:
             group.barrier()
 
     with started(2, body) as ranks:
-        ranks.hear(1)
+        ranks.hear(0)
         ranks.kill(1)
         [outcome] = ranks.wait(30, [0])
     assert outcome.error is None, outcome
@@ -176,7 +176,7 @@ def test_a_stopped_rank_is_named(hosts) -> None:
 def test_a_short_stop_does_no_harm(hosts) -> None:
     def body(group: Group) -> None:
         tell("here")
-        for _ in range(600):
+        for _ in range(200):
             assert group.all_reduce(torch.ones(20_000))[-1].item() == 3
             time.sleep(0.002)
 
@@ -224,7 +224,7 @@ def test_a_long_wait_says_on_whom(hosts) -> None:
 def test_an_operation_that_takes_too_long(hosts) -> None:
     def body(group: Group) -> str:
         if group.rank == 1:
-            time.sleep(4)
+            time.sleep(2.5)
             with pytest.raises(pl.errors.PeerTimeout):
                 group.barrier()
             return ""
@@ -232,7 +232,7 @@ def test_an_operation_that_takes_too_long(hosts) -> None:
             group.barrier()
         return str(caught.value)
 
-    outcomes = outcomes_of(3, body, hosts=hosts, env={"PACELINE_TIMEOUT_S": "1.5"})
+    outcomes = outcomes_of(3, body, hosts=hosts, env={"PACELINE_TIMEOUT_S": "1"})
     assert all(o.error is None for o in outcomes), outcomes
     assert any("rank 1" in o.value and "barrier #1" in o.value for o in outcomes), outcomes
 
@@ -242,7 +242,7 @@ def test_ctrl_c_ends_a_blocking_call(hosts: int) -> None:
     def body(group: Group) -> str:
         tell("here")
         if group.rank == 1:
-            time.sleep(3)
+            time.sleep(1.5)
             with pytest.raises(pl.errors.PeerError) as caught:
                 group.barrier()
             return str(caught.value)

@@ -92,7 +92,7 @@ def test_a_rank_that_cannot_join(limit: str) -> None:
     def body(number: int) -> str:
         return join_with(number, limit)
 
-    env = {"PACELINE_JOIN_TIMEOUT_S": "3", "PACELINE_TIMEOUT_S": "3"}
+    env = {"PACELINE_JOIN_TIMEOUT_S": "1.5", "PACELINE_TIMEOUT_S": "3"}
     with job_environs(2, env=env) as environs:
         outcomes = run_processes(body, environs, timeout_s=30)
     for outcome in outcomes:

@@ -298,7 +298,7 @@ def job_environs(
     pretend to be on different hosts do not share memory and talk over TCP.
     """
     host_of = _placement(world_size, hosts)
-    with tempfile.TemporaryDirectory(prefix="paceline-test-") as directory:
+    with tempfile.TemporaryDirectory(prefix=f"paceline-test-{os.getpid()}-") as directory:
         secret_file = create_secret_file(Path(directory))
         secret = load_secret(secret_file)
         limits = env or {}

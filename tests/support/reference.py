@@ -27,8 +27,9 @@ def values(rank: int, count: int, dtype: str, op: str = "sum", seed: int = 0) ->
     """Return the input of one rank; the same wherever it is asked for."""
     random = np.random.default_rng([seed, rank, count])
     if dtype in FLOATING:
-        source = [-1.0, 1.0, 0.5, 2.0] if op == "product" else [float(x) for x in range(-4, 5)]
-        array = random.choice(np.array(source, dtype=np.float32), size=count)
+        source = [-1.0, 1.0, 0.5, 2.0] if op == "product" else range(-4, 5)
+        chosen = random.integers(0, len(source), size=count, dtype=np.int8)
+        array = np.array(source, dtype=np.float32)[chosen]
         return torch.from_numpy(array).to(DTYPES[dtype])
     if dtype == "bool":
         return torch.from_numpy(random.integers(0, 2, size=count).astype(bool))
