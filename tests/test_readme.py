@@ -1,0 +1,49 @@
+"""What the README tells a person to type works: its Python runs, its commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = re.findall(r"^(paceline [a-z].*?)\s*(?:#.*)?$", README, re.MULTILINE)
+VERBS = re.findall(r"^make (\w+)", README, re.MULTILINE)
+
+
+def paceline(*arguments: str, cwd: Path) -> str:
+    out = subprocess.run(
+        [sys.executable, "-m", "paceline", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert out.returncode == 0, out.stdout + out.stderr
+    return out.stdout
+
+
+@pytest.mark.parametrize("block", range(len(BLOCKS)))
+def test_python_of_the_readme_runs_on_two_ranks(block, tmp_path):
+    (tmp_path / "script.py").write_text(BLOCKS[block] + '\nprint("reached the end")\n')
+    out = paceline("run", "-n", "2", "script.py", cwd=tmp_path)
+    assert out.count("reached the end") == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_readme_are_understood(command, tmp_path):
+    (tmp_path / "train.py").write_text("import sys; print('trained', sys.argv[1:])")
+    out = paceline(*command.split()[1:], cwd=tmp_path)
+    assert out
+
+
+def test_make_has_the_verbs_of_the_readme():
+    makefile = (ROOT / "Makefile").read_text()
+    assert VERBS
+    for verb in VERBS:
+        assert re.search(rf"^{verb}:", makefile, re.MULTILINE), f"make {verb} does not exist"
