@@ -14,6 +14,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import multiprocessing.util
 import os
 import pickle
 import selectors
@@ -47,6 +48,10 @@ def main(control_fd: int) -> int:
     for name in _LOADED:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
+    # Only what matters to a rank: torch's own exit handlers take longer than most tests.
+    atexit._clear()
+    for function in (sys.modules["paceline.job"].shutdown, multiprocessing.util._exit_function):
+        atexit.register(function)
     gc.collect()
     gc.freeze()  # forked ranks then share these objects' pages
     control = socket.socket(fileno=control_fd)
