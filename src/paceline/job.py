@@ -154,7 +154,8 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
     membership = rendezvous.agent.join(me, config.join_timeout_s)
     num_local = sum(member.host_id == env.host_id for member in membership.members)
     engine = _core.Engine(env.rank, num_local, config.timeout_s, config.liveness_s, config.warn_s)
-    fabric = Fabric(env.rank, engine, listener, membership, config.timeout_s)
+    presence = rendezvous.agent.presence
+    fabric = Fabric(env.rank, engine, listener, membership, config.timeout_s, presence)
     fabric.link_neighbours()
     return Job(env, rendezvous, fabric, Group(fabric, membership.ranks))
 

@@ -9,13 +9,20 @@ The lower rank connects, the higher one waits; a link is authenticated before th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline import _core
 from paceline.cluster.links import LinkListener
 from paceline.cluster.member import Member, Membership
+from paceline.cluster.messages import Presence
+from paceline.cluster.notice import WaitNotice
+from paceline.errors import ConnectError, PeerLost, RendezvousError
 
+_STEP_S = 0.5
+_CONNECT_STEPS = 10  # a handshake under way must not be given up for the sake of a look around
 LANES = ("collective", "point-to-point")  # numbered as in the engine
 
 
@@ -28,6 +35,7 @@ class Fabric:
     listener: LinkListener | None  # None in a world of one
     membership: Membership
     timeout_s: float
+    presence: Mapping[int, Presence] = field(default_factory=dict)  # what is known of the others
     _created: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def link_neighbours(self) -> None:
@@ -38,7 +46,7 @@ class Fabric:
             for member in self.membership.members
             if member.host_id == me.host_id and member.rank != self.rank
         ]
-        for rank, fd in self._link(neighbours, "local", local=True):
+        for rank, fd in self._link(neighbours, "local", self.timeout_s, local=True):
             self.engine.add_local_peer(rank, fd)
         self.engine.await_local_peers(self.timeout_s)
 
@@ -68,23 +76,61 @@ class Fabric:
         remote = [member for member in members if member.host_id != here]
         for lane, name in enumerate(LANES):
             purpose = f"group {group_id:x} generation {membership.generation} {name}"
-            for rank, fd in self._link(remote, purpose, local=False):
+            for rank, fd in self._link(remote, purpose, timeout_s, local=False):
                 group.add_channel(list(ranks).index(rank), lane, fd)
         return group
 
     def _link(
-        self, members: Sequence[Member], purpose: str, *, local: bool
+        self, members: Sequence[Member], purpose: str, timeout_s: float, *, local: bool
     ) -> list[tuple[int, int]]:
         if not members:
             return []
         assert self.listener is not None, "a world of one has no other members"
-        fds = []
+        listener, fds = self.listener, list[tuple[int, int]]()
         # All connects come first: they need no one's cooperation, so nobody waits in a circle.
-        for member in members:
-            if self.rank < member.rank:
-                fd = self.listener.connect(member, purpose, local, self.timeout_s)
-                fds.append((member.rank, fd))
-        accepted = self.listener.accepted
-        lower = [member.rank for member in members if member.rank < self.rank]
-        fds += [(rank, accepted(rank, purpose, self.timeout_s)) for rank in lower]
+        for member in sorted(members, key=lambda member: member.rank < self.rank):
+
+            def link(step_s: float, member: Member = member) -> int:
+                if self.rank < member.rank:
+                    return listener.connect(member, purpose, local, _CONNECT_STEPS * step_s)
+                return listener.accepted(member.rank, purpose, step_s)
+
+            try:
+                fds.append((member.rank, self._patiently(link, member, members, timeout_s)))
+            except BaseException:
+                for _, fd in fds:
+                    os.close(fd)
+                raise
         return fds
+
+    def _patiently(
+        self,
+        link: Callable[[float], int],
+        member: Member,
+        members: Sequence[Member],
+        timeout_s: float,
+    ) -> int:
+        """Link in short steps: somebody who is gone is noticed, and a long wait says on whom."""
+        deadline_s = time.monotonic() + timeout_s
+        notice = WaitNotice(
+            f"rank {self.rank} waits for rank {member.rank} ({member.where}) to form a group"
+        )
+        while True:
+            self._require_presence(members)
+            try:
+                return link(min(_STEP_S, max(deadline_s - time.monotonic(), 0.1)))
+            except (ConnectError, RendezvousError):
+                if time.monotonic() >= deadline_s:
+                    raise
+            notice.check()
+
+    def _require_presence(self, members: Sequence[Member]) -> None:
+        known = [self.presence[member.rank] for member in members if member.rank in self.presence]
+        gone = [presence for presence in known if presence.state in ("lost", "left")]
+        # Those who left because somebody was lost are not the ones to be named.
+        for presence in sorted(gone, key=lambda presence: presence.state != "lost"):
+            raise PeerLost(
+                f"rank {self.rank}: rank {presence.rank} is gone: {presence.detail}; a group with"
+                " it cannot be formed",
+                rank=presence.rank,
+            )
