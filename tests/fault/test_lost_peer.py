@@ -282,3 +282,34 @@ def test_other_threads_run_during_a_blocking_call() -> None:
         return rounds[0]
 
     assert run_ranks(2, body)[0] > 10  # hundreds; few when the GIL is held
+
+
+@everywhere
+def test_a_group_with_a_dead_member_is_refused(hosts) -> None:
+    def body(group: Group) -> str:
+        group.barrier()
+        tell("here")
+        if group.rank == 1:
+            time.sleep(60)
+        time.sleep(0.5)
+        with pytest.raises(pl.errors.PeerLost) as caught:
+            pl.new_group(range(3)).barrier()
+        assert caught.value.rank == 1
+        return str(caught.value)
+
+    with started(3, body, hosts=hosts) as ranks:
+        ranks.hear_all()
+        ranks.kill(1)
+        for outcome in ranks.wait(30, [0, 2]):
+            assert outcome.error is None and "rank 1" in outcome.value, outcome
+
+
+def test_waiting_for_a_group_says_on_whom() -> None:
+    def body(group: Group) -> None:
+        if group.rank == 0:
+            time.sleep(3.5)
+        assert pl.new_group([0, 1]).all_reduce(torch.ones(1)).item() == 2
+
+    _, late = outcomes_of(2, body, hosts=2)
+    assert late.error is None, late
+    assert "rank 1 waits for rank 0" in late.output and "to form a group" in late.output, late
