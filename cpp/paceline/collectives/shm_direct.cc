@@ -60,12 +60,15 @@ void Team::reduce_slice(const Context& c) {
   uint64_t lo = slice_start(count, es, me_, size()), hi = slice_start(count, es, me_ + 1, size());
   std::vector<const void*> sources;
   std::vector<void*> destinations;
+  bool in_place = true;  // then the lines to write have just been read, and streaming would only lose them
   for (int m = 0; m < size(); ++m) {
     sources.push_back(source(c, m, 0) + lo * es);
-    if (c.is_destination(m)) destinations.push_back(output_of(c, m) + lo * es);
+    if (!c.is_destination(m)) continue;
+    destinations.push_back(output_of(c, m) + lo * es);
+    in_place &= destinations.back() == sources.back();
   }
   reduce({r.dtype, r.op, c.divisor}, sources.data(), sources.size(), destinations.data(), destinations.size(),
-         hi - lo, count * es >= kStreamingBytes);
+         hi - lo, count * es >= kStreamingBytes && !in_place);
 }
 
 // Everything that I need, from everybody's inputs into my outputs.
