@@ -78,6 +78,7 @@ class Team {
   Task run_staged(Context& c);
   Task stage_pieces(Context& c);
   Task stage_reduction(Context& c);
+  Task stage_pair(Context& c);
   void post_request(Context& c);
   void check_requests(Context& c);
   const std::byte* source(const Context& c, int member, int piece) const;
