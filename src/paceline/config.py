@@ -47,7 +47,6 @@ class EngineConfig:
     timeout_s: float = 600.0  # one operation
     liveness_s: float = 5.0  # a peer without heartbeat for so long counts as stopped
     warn_s: float = 2.0  # a longer wait says on whom
-    segment_bytes: int = 1 << 20
     join_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -55,10 +54,6 @@ class EngineConfig:
             value = getattr(self, field.name)
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{field.name} must be a finite number above 0 (got {value!r})")
-        if self.segment_bytes % 64:
-            raise ConfigError(
-                f"segment_bytes must be a multiple of 64, a cache line (got {self.segment_bytes})"
-            )
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:
@@ -68,9 +63,8 @@ class EngineConfig:
         for field in fields(cls):
             variable = f"PACELINE_{field.name.upper()}"
             if environ.get(variable, ""):
-                parse = int if isinstance(field.default, int) else float
-                values[field.name] = _number(environ, variable, parse)
-        return cls(**values)  # type: ignore[arg-type]  # int or float by the field's own type
+                values[field.name] = _number(environ, variable, float)
+        return cls(**values)
 
 
 class _Launcher(NamedTuple):

@@ -131,33 +131,41 @@ def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: Engi
 
 
 def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
-    listener = None
-    if env.world_size > 1:
-        several_hosts = env.local_world_size < env.world_size or env.host_id != natural_host_id()
-        listener = LinkListener(
-            rendezvous.secret,
-            rendezvous.job_id,
-            env.rank,
-            rendezvous.bind_address,
-            want_tcp=several_hosts or not rendezvous.bind_address.startswith("127."),
+    listener = _listen(env, rendezvous) if env.world_size > 1 else None
+    try:
+        me = Member(
+            rank=env.rank,
+            role=env.role,
+            host_id=env.host_id,
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            local_rank=env.local_rank,
+            unix=listener.unix_name if listener else "",
+            tcp=listener.tcp_address if listener else "",
         )
-    me = Member(
-        rank=env.rank,
-        role=env.role,
-        host_id=env.host_id,
-        hostname=socket.gethostname(),
-        pid=os.getpid(),
-        local_rank=env.local_rank,
-        unix=listener.unix_name if listener else "",
-        tcp=listener.tcp_address if listener else "",
+        membership = rendezvous.agent.join(me, config.join_timeout_s)
+        num_local = sum(member.host_id == env.host_id for member in membership.members)
+        limits = (config.timeout_s, config.liveness_s, config.warn_s)
+        engine = _core.Engine(env.rank, num_local, *limits)
+        presence = rendezvous.agent.presence
+        fabric = Fabric(env.rank, engine, listener, membership, config.timeout_s, presence)
+        fabric.link_neighbours()
+        return Job(env, rendezvous, fabric, Group(fabric, membership.ranks))
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+
+
+def _listen(env: JobEnv, rendezvous: Rendezvous) -> LinkListener:
+    several_hosts = env.local_world_size < env.world_size or env.host_id != natural_host_id()
+    return LinkListener(
+        rendezvous.secret,
+        rendezvous.job_id,
+        env.rank,
+        rendezvous.bind_address,
+        want_tcp=several_hosts or not rendezvous.bind_address.startswith("127."),
     )
-    membership = rendezvous.agent.join(me, config.join_timeout_s)
-    num_local = sum(member.host_id == env.host_id for member in membership.members)
-    engine = _core.Engine(env.rank, num_local, config.timeout_s, config.liveness_s, config.warn_s)
-    presence = rendezvous.agent.presence
-    fabric = Fabric(env.rank, engine, listener, membership, config.timeout_s, presence)
-    fabric.link_neighbours()
-    return Job(env, rendezvous, fabric, Group(fabric, membership.ranks))
 
 
 def shutdown() -> None:

@@ -197,9 +197,9 @@ def test_runtime_dir_falls_back_when_xdg_is_of_no_use(tmp_path):
 
 
 def test_engine_settings_come_from_the_environment():
-    environ = {"PACELINE_TIMEOUT_S": "12.5", "PACELINE_SEGMENT_BYTES": "128", "PACELINE_WARN_S": ""}
+    environ = {"PACELINE_TIMEOUT_S": "12.5", "PACELINE_LIVENESS_S": "128", "PACELINE_WARN_S": ""}
     config = EngineConfig.from_environ(environ)
-    assert (config.timeout_s, config.segment_bytes, config.warn_s) == (12.5, 128, 2.0)
+    assert (config.timeout_s, config.liveness_s, config.warn_s) == (12.5, 128, 2.0)
     assert EngineConfig.from_environ({}) == EngineConfig()
 
 
@@ -211,8 +211,8 @@ def test_engine_settings_come_from_the_environment():
         ("TIMEOUT_S", "nan"),
         ("LIVENESS_S", "inf"),
         ("JOIN_TIMEOUT_S", "0"),
-        ("SEGMENT_BYTES", "1.5"),
-        ("SEGMENT_BYTES", "100"),
+        ("LIVENESS_S", "-1"),
+        ("JOIN_TIMEOUT_S", "soon"),
     ],
 )
 def test_bad_engine_settings_are_named(name, value):

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 
 #include "paceline/base/error.h"
 #include "paceline/base/fence.h"
@@ -123,9 +124,14 @@ bool Engine::try_expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, ui
 
 Fd Engine::expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, double timeout_s) {
   LocalLink* l = link(rank);
-  double deadline = now_s() + timeout_s;
+  double start = now_s(), deadline = start + timeout_s, warning = start + config_.warn_s;
   for (Fd fd;;) {
     if (try_expect(rank, kind, id, extra, bytes, fd)) return fd;
+    if (now_s() > warning) {
+      warning = start + 3 * (warning - start);
+      fprintf(stderr, "[paceline] rank %d: forming a group has waited %.0f s for rank %d\n", config_.rank,
+              now_s() - start, rank);
+    }
     if (!l || l->lost() || now_s() > deadline)
       throw Error(!l || l->lost() ? ErrorKind::peer_lost : ErrorKind::peer_timeout,
                   "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(rank) +
