@@ -18,8 +18,8 @@
 namespace paceline {
 namespace {
 constexpr uint64_t kDoublingBytes = 32 << 10;   // up to here latency counts, not bytes
-constexpr uint64_t kSegmentBytes = 512 << 10;
-constexpr size_t kWindow = 4;                   // segments that may be on their way to us
+constexpr uint64_t kSegmentBytes = 256 << 10;
+constexpr size_t kWindow = 8;                   // segments that may be on their way to us
 }  // namespace
 
 Task Group::run_spanning(const Request& request, const Descriptor& shown) {
