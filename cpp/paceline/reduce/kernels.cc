@@ -7,7 +7,7 @@ namespace {
 
 const KernelSet* best() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return &kAvx2Kernels;
+  if (__builtin_cpu_supports("avx2")) return &kAvx2Kernels;
 #endif
   return &kPortableKernels;
 }
