@@ -1,6 +1,6 @@
 """Draw what a command prints on a terminal, as an SVG.
 
-    python docs/images/terminal.py docs/images/demo.svg -- paceline run -n 2 examples/digits_logistic.py
+    python docs/images/terminal.py demo.svg -- paceline run -n 2 examples/digits_logistic.py
 
 The command runs on a pseudo-terminal, so it shows what a person sees; of a live display the last
 state stays, as on a real screen.

@@ -98,6 +98,7 @@ class Group final : public Pollable {
   void fail_now(std::exception_ptr error);  // driver only
   void end_operations(std::exception_ptr error);  // driver only
   void check_waiting(Operation& operation, double now);
+  void require_alive(int rank, const Operation& operation, double now);
   std::string peer_name(int global_rank);
   void say_goodbye();
 

@@ -16,47 +16,53 @@ std::string Group::peer_name(int rank) {
 }
 
 void Group::check_waiting(Operation& operation, double now) {
+  Wait* wait = operation.fiber().wait;
   std::vector<int> ranks;
-  if (operation.fiber().wait && !operation.fiber().wait->ready()) operation.fiber().wait->blockers(ranks);
+  if (wait && !wait->ready()) wait->blockers(ranks);
   std::sort(ranks.begin(), ranks.end());
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-  const EngineConfig& limits = engine_->config();
-  std::string me = "rank " + std::to_string(limits.rank) + ": ";
-  double age = operation.age_s();
-  for (int rank : ranks) {
-    LocalLink* link = engine_->link(rank);
-    bool lost = link && link->lost();
-    double silent = link ? link->silent_s(now) : 0;
-    for (auto& [key, port] : ports_)
-      if (port->peer() == rank) {
-        lost |= port->lost();
-        silent = std::max(silent, now - std::max(port->heard_s(), now - age));
-      }
-    if (lost && (!operation.fiber().wait || !operation.fiber().wait->ready()))
-      throw Error(ErrorKind::peer_lost,
-                  me + peer_name(rank) + (link && link->left() ? " has finished and left the job" : " ended or lost its connection") +
-                      " during " + operation.describe() + ". Its own output says why; this rank cannot go on without it.",
-                  rank);
-    if (silent > limits.liveness_s)
-      throw Error(ErrorKind::peer_timeout,
-                  me + peer_name(rank) + " has not run for " + std::to_string(int(silent)) + " s during " +
-                      operation.describe() + ": it is stopped, or its machine is. Continue it, or raise "
-                      "PACELINE_LIVENESS_S.", rank);
-  }
+  for (int rank : ranks) require_alive(rank, operation, now);
   std::string on;
   for (int rank : ranks) on += (on.empty() ? "" : ", ") + peer_name(rank);
+  const EngineConfig& limits = engine_->config();
+  double age = operation.age_s();
   if (age > config_.timeout_s)
     throw Error(ErrorKind::peer_timeout,
-                me + operation.describe() + " hit its timeout after " + std::to_string(int(age)) + " s of waiting for " +
-                    on + ". It may be busy or stuck elsewhere in its script; raise the timeout (PACELINE_TIMEOUT_S, or "
-                    "the one given to the group) if this is expected.",
+                operation.describe() + " hit its timeout after " + std::to_string(int(age)) + " s: rank " +
+                    std::to_string(limits.rank) + " waits for " + on + ", which may be busy or stuck elsewhere. Raise the timeout (PACELINE_TIMEOUT_S, or the one given to the group) if this is expected.",
                 ranks.empty() ? -1 : ranks[0]);
   if (operation.next_warning_s == 0) operation.next_warning_s = limits.warn_s;
   if (age > operation.next_warning_s && !on.empty()) {
     operation.next_warning_s *= 3;
-    fprintf(stderr, "[paceline] %s%s has waited %.0f s for %s\n", me.c_str(), operation.describe().c_str(), age,
+    fprintf(stderr, "[paceline] rank %d: %s has waited %.0f s for %s\n", limits.rank, operation.describe().c_str(), age,
             on.c_str());
   }
+}
+
+// Throws when the operation waits for a rank that can no longer do its part. All members get these words, so they
+// say who noticed.
+void Group::require_alive(int rank, const Operation& operation, double now) {
+  const EngineConfig& limits = engine_->config();
+  LocalLink* link = engine_->link(rank);
+  bool lost = link && link->lost();
+  double silent = link ? link->silent_s(now) : 0;
+  for (auto& [key, port] : ports_)
+    if (port->peer() == rank) {
+      lost |= port->lost();
+      silent = std::max(silent, now - std::max(port->heard_s(), now - operation.age_s()));
+    }
+  std::string noticed = " during " + operation.describe() + " (noticed by rank " + std::to_string(limits.rank) + "). ";
+  // What it did before its end counts: look once more.
+  Wait* wait = operation.fiber().wait;
+  if (lost && (!wait || !wait->ready()))
+    throw Error(ErrorKind::peer_lost,
+                peer_name(rank) +
+                    (link && link->left() ? " has finished and left the job" : " ended or lost its connection") + noticed +
+                    "Its own output says why; the group cannot go on without it.", rank);
+  if (silent > limits.liveness_s)
+    throw Error(ErrorKind::peer_timeout,
+                peer_name(rank) + " has not run for " + std::to_string(int(silent)) + " s" + noticed +
+                    "It is stopped, or its machine is: continue it, or raise PACELINE_LIVENESS_S.", rank);
 }
 
 void Group::inspect(double now) {
@@ -66,7 +72,7 @@ void Group::inspect(double now) {
       if (auto failure = team_->published_failure()) std::rethrow_exception(failure);
     if (!collectives_.empty()) check_waiting(*collectives_.front(), now);
     for (auto& transfer : transfers_) check_waiting(*transfer, now);
-  } catch (const Error&) {
+  } catch (const std::exception&) {
     fail_now(std::current_exception());
   }
 }

@@ -39,14 +39,15 @@ bool TcpChannel::ended() {
 
 void TcpChannel::close_after_fork() { socket_.reset(); }
 
+// A peer that went away may have said why before: only the end of what it sent makes the channel lost.
 size_t TcpChannel::write_some(const iovec* parts, int num_parts) {
-  if (lost_) return 0;
+  if (unwritable_) return 0;
   msghdr header{};
   header.msg_iov = const_cast<iovec*>(parts);
   header.msg_iovlen = size_t(num_parts);
   ssize_t n = sendmsg(socket_.get(), &header, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (n >= 0) return size_t(n);
-  if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) lost_ = true;
+  if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) unwritable_ = true;
   return 0;
 }
 

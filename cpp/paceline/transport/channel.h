@@ -22,12 +22,13 @@ class Channel {
   // ended its direction too.
   virtual void end_output() {}
   virtual bool ended() { return true; }
-  bool lost() const { return lost_; }
+  bool lost() const { return lost_; }              // nothing more will arrive
+  bool unwritable() const { return unwritable_; }  // nothing more can be sent; something may still arrive
   // Whether bytes can be damaged on the way, so that a checksum is worth its price.
   virtual bool needs_checksum() const = 0;
 
  protected:
-  bool lost_ = false;
+  bool lost_ = false, unwritable_ = false;
 };
 
 // A connected, authenticated TCP socket.

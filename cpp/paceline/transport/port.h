@@ -53,7 +53,8 @@ class Port {
   bool flushed() const { return control_.empty() && out_at_ == out_total_; }  // no control frame left to send
 
   int peer() const { return peer_; }
-  bool lost() const { return channel_->lost(); }
+  // Gone, and nothing that it sent is left to read, or what is left will never be asked for.
+  bool lost() const { return channel_->lost() || (channel_->unwritable() && is_parked()); }
   double heard_s() const { return heard_s_; }
   uint64_t bytes_sent() const { return bytes_sent_; }
   void expect_life_from(double now) { heard_s_ = now; }
@@ -69,6 +70,7 @@ class Port {
   bool next_frame();
   bool pump_in();
   bool begin_payload();
+  bool is_parked() const { return !in_payload_ && in_at_ == kFrameHeaderBytes; }  // at data that nobody expects yet
   void end_payload();
   void accept_control();
 
