@@ -12,9 +12,11 @@ Each test runs in fresh processes, forked from this one, because importing torch
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -29,6 +31,8 @@ TIMEOUT_S = 90
 def load_suite(backend: str, world_size: int, stand_ins: list[str]) -> type[unittest.TestCase]:
     """Return torch's test class, written for the given backend."""
     scratch = tempfile.mkdtemp(prefix="paceline-torch-suite-")
+    owner = os.getpid()  # ranks are forked from here, and must leave it alone
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(scratch, ignore_errors=True))
     os.environ.update(BACKEND=backend, WORLD_SIZE=str(world_size))
     os.environ["INIT_METHOD"] = f"file://{scratch}/shared_init_file"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
