@@ -33,6 +33,7 @@ def load_suite(backend: str, world_size: int, stand_ins: list[str]) -> type[unit
     scratch = tempfile.mkdtemp(prefix="paceline-torch-suite-")
     owner = os.getpid()  # ranks are forked from here, and must leave it alone
     atexit.register(lambda: os.getpid() == owner and shutil.rmtree(scratch, ignore_errors=True))
+    tempfile.tempdir = scratch  # torch's tests leave their own files behind
     os.environ.update(BACKEND=backend, WORLD_SIZE=str(world_size))
     os.environ["INIT_METHOD"] = f"file://{scratch}/shared_init_file"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
