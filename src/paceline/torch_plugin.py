@@ -7,6 +7,7 @@ installed, so it only writes down two names: everything else is imported when it
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,10 @@ def register() -> None:
         # By its full name: the package has a function that is called like its module.
         handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
         theirs = handlers["env"]
-    except Exception:  # a torch that lacks these must still be importable
+    except Exception as error:  # a torch that lacks these must still be importable
+        logging.getLogger("paceline").warning(
+            "backend 'paceline' is not available in this torch: %r; torch 2.13 is known to work", error
+        )
         return
 
     def meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
