@@ -25,7 +25,7 @@ def register() -> None:
         theirs = handlers["env"]
     except Exception as error:  # a torch that lacks these must still be importable
         logging.getLogger("paceline").warning(
-            "backend 'paceline' is not available in this torch: %r; torch 2.13 is known to work", error
+            "backend 'paceline' is not available in this torch (2.13 is known to work): %r", error
         )
         return
 
