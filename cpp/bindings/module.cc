@@ -240,10 +240,6 @@ NB_MODULE(_core, m) {
              e.engine->await_local_peers(timeout_s);
            }, "timeout_s"_a)
       .def("allocate", &PyEngine::allocate, "nbytes"_a)
-      .def("owns", [](PyEngine& e, uintptr_t p, size_t n) {
-             return e.engine->arena().locate(reinterpret_cast<void*>(p), n).has_value();
-           }, "address"_a, "nbytes"_a)
-      .def("allocated_bytes", [](PyEngine& e) { return e.engine->arena().allocated_bytes(); })
       .def("say_goodbye", [](PyEngine& e) { e.engine->say_goodbye(); })
       .def("close_after_fork", [](PyEngine& e) { e.engine->close_after_fork(); });
 

@@ -265,7 +265,7 @@ void Port::accept_control() {
     case FrameKind::abort:
       return on_abort_(h, in_text_);
     default:
-      return;  // heartbeat, goodbye: hearing them is enough
+      return;  // a heartbeat: hearing it is enough
   }
 }
 

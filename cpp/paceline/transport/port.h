@@ -57,7 +57,6 @@ class Port {
   bool lost() const { return channel_->lost() || (channel_->unwritable() && is_parked()); }
   double heard_s() const { return heard_s_; }
   uint64_t bytes_sent() const { return bytes_sent_; }
-  void expect_life_from(double now) { heard_s_ = now; }
   void close_after_fork() { channel_->close_after_fork(); }
   void end_output() { channel_->end_output(); }
   bool ended() { return channel_->ended(); }

@@ -62,7 +62,7 @@ FrameHeader decode(std::span<const std::byte, kFrameHeaderBytes> in) {
     bad("header checksum", v, want);
   FrameHeader h;
   auto kind = take<uint16_t>(p, kKind);
-  if (kind < uint16_t(FrameKind::data) || kind > uint16_t(FrameKind::goodbye))
+  if (kind < uint16_t(FrameKind::data) || kind > uint16_t(FrameKind::abort))
     bad("kind", kind, uint16_t(FrameKind::data));
   h.kind = FrameKind(kind);
   h.generation = take<uint32_t>(p, kGeneration);

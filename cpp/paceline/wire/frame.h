@@ -12,7 +12,6 @@ enum class FrameKind : uint16_t {
   grant = 3,      // point to point: send the announced message now
   heartbeat = 4,  // the sender is alive
   abort = 5,      // the sender's group failed; payload = error text, offset = error kind, tag = rank
-  goodbye = 6,    // the sender leaves in good order
 };
 
 constexpr uint32_t kFrameMagic = 0x314c4350;  // "PCL1" in memory
