@@ -22,6 +22,9 @@ _HOME = {
     "new_group": "paceline.job",
     "empty": "paceline.job",
     "report": "paceline.job",
+    "distribute": "paceline.data_parallel.distribute",
+    "check_consistency": "paceline.data_parallel.consistency",
+    "shard": "paceline.data.shard",
     "Group": "paceline.collectives.group",
     "Work": "paceline.work",
     "Membership": "paceline.cluster.member",
@@ -52,6 +55,9 @@ if TYPE_CHECKING:
     from paceline import errors as errors
     from paceline.cluster.member import Membership as Membership
     from paceline.collectives.group import Group as Group
+    from paceline.data.shard import shard as shard
+    from paceline.data_parallel.consistency import check_consistency as check_consistency
+    from paceline.data_parallel.distribute import distribute as distribute
     from paceline.errors import PacelineError as PacelineError
     from paceline.job import empty as empty
     from paceline.job import init as init

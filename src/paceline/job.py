@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -33,6 +33,7 @@ from paceline.config import (
     natural_host_id,
     told_env,
 )
+from paceline.contribution import Contribution
 from paceline.errors import ConfigError, SetupError, UsageError
 from paceline.telemetry.events import Progress
 from paceline.torch_plugin import register as register_with_torch
@@ -50,6 +51,7 @@ class Job:
     rendezvous: Rendezvous
     fabric: Fabric
     world: Group
+    contribution: Contribution = field(default_factory=Contribution)
     reported_s: float = 0.0
     unsent: Progress | None = None  # the newest report, while it waits for its turn
 

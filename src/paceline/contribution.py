@@ -1,0 +1,43 @@
+"""How much this worker's batch weighs in the step under way.
+
+A loss is usually the mean over a batch. The mean of the workers' gradients is then the gradient of
+the global batch only if all batches have the same size; otherwise each worker's gradient counts by
+its samples:
+
+    weight = samples here x workers / samples of all workers        (1.0 when all are equal)
+
+Whoever hands out batches (`pl.shard`) sets the weight before each one; whoever exchanges gradients
+watches it. Neither knows the other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from paceline.errors import UsageError
+
+
+class Contribution:
+    """The weight of the batch that this worker is about to compute. Main thread only."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self._watchers: list[weakref.WeakMethod[Callable[[float], None]]] = []
+
+    def set(self, weight: float) -> None:
+        """Announce the weight of the next batch; 0.0 means that it must not count at all."""
+        if not 0.0 <= weight < float("inf"):
+            raise UsageError(f"the weight of a batch must be a finite number >= 0 (got {weight!r})")
+        if weight == self.weight:
+            return
+        self.weight = weight
+        for watcher in self._watchers:
+            on_change = watcher()
+            if on_change is not None:
+                on_change(weight)
+
+    def watch(self, on_change: Callable[[float], None]) -> None:
+        """Call a bound method at every change, for as long as its object lives."""
+        self._watchers = [watcher for watcher in self._watchers if watcher() is not None]
+        self._watchers.append(weakref.WeakMethod(on_change))

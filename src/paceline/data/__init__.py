@@ -1,0 +1,1 @@
+"""Data for the workers: each sample goes to one of them."""

@@ -1,0 +1,1 @@
+"""When workers agree, and how a full bucket becomes agreed-on values."""
