@@ -6,6 +6,7 @@
     |   |-- ConfigError             a setting has a wrong value; names the setting and its source
     |   |-- CollectiveMismatch      ranks called different operations, or one with different tensors
     |   |-- UnsupportedTensor       a device, layout or dtype that the engine cannot move
+    |   |-- InconsistentRanks       ranks hold different values of what must be the same everywhere
     |-- PeerError                   recoverable: reconfigure, retry or stop cleanly
     |   |-- PeerLost                a peer's process ended or its connection broke
     |   |-- PeerTimeout             a peer is there but has not answered in time
@@ -46,6 +47,21 @@ class CollectiveMismatch(UsageError):
 
 class UnsupportedTensor(UsageError):
     """A tensor whose device, layout or dtype the engine cannot move."""
+
+
+class InconsistentRanks(UsageError):
+    """Ranks hold different values, or kinds, of something that must be the same on all of them.
+
+    The cause is in the script (a rank changed its model alone, or a computation depends on the
+    rank), so going on or trying again keeps the difference.
+    """
+
+    def __init__(
+        self, message: str, *, name: str = "", sides: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.name = name  # of the first thing that differs
+        self.sides = sides  # ranks that agree with each other; the side with most ranks first
 
 
 class PeerError(PacelineError):
