@@ -1,0 +1,156 @@
+"""The text of a pace: one word, perhaps a number, perhaps options in brackets.
+
+    allreduce        allreduce[update=sharded,bucket_mb=8]        word:3
+
+The same text is used in Python (`pace="..."`), on the command line (`--pace`) and in the
+environment (PACELINE_PACE). It is checked completely here, against the table below, so that a
+typing error is answered before any process starts. No torch: the command line imports this.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from paceline.errors import UsageError
+
+_FORM = re.compile(r"([^:\[\]]*)(?::([^\[\]]*))?(?:\[([^\[\]]*)\])?")
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What may follow the word of a pace."""
+
+    takes_number: bool
+    options: Mapping[str, tuple[str, ...]]  # allowed values; none listed: a number above 0
+
+
+KNOWN: Mapping[str, Pace] = {
+    "allreduce": Pace(
+        takes_number=False,
+        options={
+            "update": ("auto", "replicated", "sharded"),
+            "buffers": ("broadcast", "average", "local"),
+            "batchnorm": ("local", "global"),
+            "unused": ("warn", "error", "ignore"),
+            "nonfinite": ("ignore", "raise", "skip"),
+            "bucket_mb": (),
+        },
+    ),
+}
+# Words that other people's papers and our plans use: better a clear "not yet" than "unknown".
+_PLANNED = frozenset(
+    (
+        *("ps", "async", "ssp", "partial", "backup", "local", "post_local", "bmuf", "diloco"),
+        *("easgd", "eamsgd", "bitmap", "gossip", "hogwild"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class PaceSpec:
+    """A pace that was asked for; `str()` gives its canonical text."""
+
+    name: str
+    number: float | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        number = "" if self.number is None else f":{number_text(self.number)}"
+        options = ",".join(f"{key}={value}" for key, value in sorted(self.options.items()))
+        return f"{self.name}{number}" + (f"[{options}]" if options else "")
+
+
+def parse(text: str) -> PaceSpec:
+    """Read a pace; UsageError says in one line what is wrong with it and what would be right.
+
+    >>> parse("allreduce[update=sharded, bucket_mb=8.0]")
+    PaceSpec(name='allreduce', number=None, options={'update': 'sharded', 'bucket_mb': '8'})
+    """
+    if not isinstance(text, str):
+        raise UsageError(f"a pace is a text such as 'allreduce' (got {text!r:.60})")
+    found = _FORM.fullmatch(text.strip())
+    if found is None:
+        raise _wrong(text, "write word, word:number or word[option=value,option=value]")
+    name, number, options = found[1].strip(), found[2], found[3]
+    known = KNOWN.get(name)
+    if known is None:
+        raise _wrong(text, _unknown(name))
+    return PaceSpec(
+        name,
+        None if number is None else _read_number(text, name, known, number),
+        {} if options is None else _read_options(text, name, known, options),
+    )
+
+
+def number_text(value: float) -> str:
+    """Write a number in the one form in which it appears in a pace: 8, not 8.0."""
+    return str(int(value)) if value == int(value) and value < 1e15 else repr(float(value))
+
+
+def _read_number(text: str, name: str, known: Pace, number: str) -> float:
+    if not known.takes_number:
+        raise _wrong(text, f"{name} takes no number; leave out {':' + number[:40]!r}")
+    value = _number(number)
+    if value is None:
+        raise _wrong(text, f"{number[:40]!r} is not a number; write for example {name}:3")
+    return value
+
+
+def _read_options(text: str, name: str, known: Pace, options: str) -> dict[str, str]:
+    """Read what is between the brackets; spaces around keys and values do not count."""
+    read: dict[str, str] = {}
+    for item in options.split(","):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not key:
+            raise _wrong(text, f"expected option=value, found {item.strip()[:40]!r}")
+        if key not in known.options:
+            hint = _near(key, known.options)
+            raise _wrong(
+                text,
+                f"{name} has no option {key[:40]!r}{hint}; its options: {', '.join(known.options)}",
+            )
+        if key in read:
+            raise _wrong(text, f"option {key} is given twice")
+        read[key] = _read_value(text, key, value, known.options[key])
+    return read
+
+
+def _read_value(text: str, key: str, value: str, allowed: tuple[str, ...]) -> str:
+    if allowed:
+        if value not in allowed:
+            raise _wrong(
+                text, f"{key}={value[:40]!r}{_near(value, allowed)}; allowed: {', '.join(allowed)}"
+            )
+        return value
+    number = _number(value)
+    if not number:
+        raise _wrong(text, f"{key}={value[:40]!r}: expected a number above 0, such as {key}=8")
+    return number_text(number)
+
+
+def _number(text: str) -> float | None:
+    """Return a finite number >= 0, or None for anything else."""
+    value = float(text) if _NUMBER.fullmatch(text) else math.inf
+    return value if math.isfinite(value) else None
+
+
+def _unknown(name: str) -> str:
+    exist = f"this version has: {', '.join(KNOWN)}"
+    if name in _PLANNED:
+        return f"{name} is not in this version; {exist}"
+    return f"there is no such pace{_near(name, KNOWN)}; {exist}"
+
+
+def _near(word: str, words: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word[:40].lower(), list(words), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _wrong(text: str, why: str) -> UsageError:
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    return UsageError(f"pace {shown!r}: {why}")

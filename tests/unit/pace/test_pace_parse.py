@@ -1,0 +1,120 @@
+"""The text of a pace: what is read, what it is written back as, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.pace.parse import KNOWN, PaceSpec, number_text, parse
+
+PLANNED = (
+    *("ps", "async", "ssp", "partial", "backup", "local", "post_local", "bmuf", "diloco"),
+    *("easgd", "eamsgd", "bitmap", "gossip", "hogwild"),
+)
+
+
+def _specs() -> st.SearchStrategy[PaceSpec]:
+    numbers = st.floats(min_value=0, exclude_min=True, allow_infinity=False).map(number_text)
+    options = {
+        key: st.sampled_from(values) if values else numbers
+        for key, values in KNOWN["allreduce"].options.items()
+    }
+    chosen = st.fixed_dictionaries({}, optional=options)
+    return st.builds(PaceSpec, st.just("allreduce"), st.none(), chosen)
+
+
+@given(_specs())
+def test_a_pace_survives_being_written_and_read(spec: PaceSpec) -> None:
+    assert parse(str(spec)) == spec
+    assert str(parse(str(spec))) == str(spec)
+
+
+@given(st.text() | st.text(alphabet="alreducpts[]:=,3. \n", max_size=30))
+def test_any_other_text_is_refused_in_one_line(text: str) -> None:
+    try:
+        spec = parse(text)
+    except UsageError as error:
+        assert len(str(error).splitlines()) == 1
+        assert len(str(error)) < 1000
+    else:
+        assert parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "spec", "canonical"),
+    [
+        ("allreduce", PaceSpec("allreduce"), "allreduce"),
+        (" allreduce ", PaceSpec("allreduce"), "allreduce"),
+        (
+            "allreduce[update=sharded, bucket_mb = 8.0]",
+            PaceSpec("allreduce", None, {"update": "sharded", "bucket_mb": "8"}),
+            "allreduce[bucket_mb=8,update=sharded]",
+        ),
+        (
+            "allreduce[bucket_mb=0.5]",
+            PaceSpec("allreduce", None, {"bucket_mb": "0.5"}),
+            "allreduce[bucket_mb=0.5]",
+        ),
+    ],
+)
+def test_what_is_read(text: str, spec: PaceSpec, canonical: str) -> None:
+    assert parse(text) == spec
+    assert str(parse(text)) == canonical
+
+
+def test_numbers_are_written_short() -> None:
+    assert str(PaceSpec("word", 3.0)) == "word:3"
+    assert str(PaceSpec("word", 0.5, {"key": "value"})) == "word:0.5[key=value]"
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_planned_pace_is_not_in_this_version(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} is not in this version; .*: allreduce"):
+        parse(name)
+    with pytest.raises(UsageError, match=f"{name} is not in this version"):
+        parse(f"{name}:x[a=b]")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("alreduce", ["no such pace", "did you mean allreduce?", "this version has: allreduce"]),
+        ("AllReduce", ["did you mean allreduce?"]),
+        ("ddp", ["no such pace; this version has: allreduce"]),
+        ("", ["pace ''", "this version has: allreduce"]),
+        ("allreduce:3", ["takes no number", "':3'"]),
+        ("allreduce[", ["word[option=value"]),
+        ("allreduce[update=auto]x", ["word[option=value"]),
+        ("allreduce[]", ["expected option=value"]),
+        ("allreduce[update]", ["expected option=value, found 'update'"]),
+        ("allreduce[=auto]", ["expected option=value"]),
+        ("allreduce[updat=auto]", ["no option 'updat'", "did you mean update?", "bucket_mb"]),
+        ("allreduce[update=shard]", ["did you mean sharded?", "auto, replicated, sharded"]),
+        ("allreduce[update=auto,update=auto]", ["given twice"]),
+        ("allreduce[bucket_mb=0]", ["a number above 0"]),
+        ("allreduce[bucket_mb=-1]", ["a number above 0"]),
+        ("allreduce[bucket_mb=nan]", ["a number above 0"]),
+        ("allreduce[bucket_mb=1e999]", ["a number above 0"]),
+        ("allreduce[bucket_mb=1_0]", ["a number above 0"]),
+    ],
+)
+def test_a_mistake_is_named(text: str, words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(text)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_what_is_no_text_is_refused() -> None:
+    with pytest.raises(UsageError, match="got None"):
+        parse(None)  # type: ignore[arg-type]
+
+
+def test_reading_a_pace_needs_no_torch() -> None:
+    code = "import sys, paceline.pace.parse; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
