@@ -78,7 +78,7 @@ class _Launcher(NamedTuple):
 
 
 _TORCH_STYLE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OWN_SETTINGS = ("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND")
+_OWN_SETTINGS = ("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE")
 _PACELINE = _Launcher("paceline", *(f"PACELINE_{name}" for name in _TORCH_STYLE))
 _TORCHRUN = _Launcher("torchrun", *_TORCH_STYLE)
 _BY_HAND = _Launcher("environment", *_TORCH_STYLE)
@@ -158,6 +158,12 @@ def inherited_environ() -> dict[str, str]:
 def is_launched_by_us(environ: Mapping[str, str] | None = None) -> bool:
     """Say whether `paceline run` started this process."""
     return _present(os.environ if environ is None else environ, _PACELINE)
+
+
+def requested_pace(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the pace that PACELINE_PACE asks for, or None; it wins over the script's own."""
+    environ = os.environ if environ is None else environ
+    return environ.get("PACELINE_PACE", "").strip() or None
 
 
 def describe(env: JobEnv) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -123,6 +124,39 @@ def test_ranks_see_our_variables_and_torchruns(bench: Workbench) -> None:
         assert environ["TORCHELASTIC_RUN_ID"] == environ["PACELINE_JOB"]
     same = ("PACELINE_JOB", "PACELINE_COORDINATOR", "PACELINE_SECRET_FILE", "MASTER_PORT")
     assert all(environs[0][name] == environs[1][name] for name in same)
+
+
+def test_every_rank_is_told_the_pace(bench: Workbench) -> None:
+    wanted = "allreduce[update=sharded]"
+    environs = _environs(bench, "-n", "2", "--pace", "allreduce[ update=sharded ]")
+    assert [environs[rank]["PACELINE_PACE"] for rank in range(2)] == [wanted] * 2
+    assert _environs(bench, PACELINE_PACE=wanted)[0]["PACELINE_PACE"] == wanted
+    both = _environs(bench, "--pace", wanted, PACELINE_PACE="allreduce")
+    assert both[0]["PACELINE_PACE"] == wanted, "the option wins over what was exported"
+    assert "PACELINE_PACE" not in _environs(bench)[0]
+    shown = bench.run("run", "--dry-run", "--pace", wanted, bench.script("pass")).stdout
+    assert f"[0]     PACELINE_PACE='{wanted}'" in shown.splitlines()
+    assert f"pace: {wanted}, which wins over the script's own" in shown.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "words"),
+    [
+        (["--pace", "alreduce"], {}, "pace 'alreduce': .*did you mean allreduce"),
+        (["--pace", "ssp:3", "--dry-run"], {}, "ssp is not in this version"),
+        (["--env", "PACELINE_PACE=x"], {}, "PACELINE_PACE: pace 'x'"),
+        ([], {"PACELINE_PACE": "x"}, "PACELINE_PACE: pace 'x'"),
+        (["--dry-run"], {"PACELINE_PACE": "x"}, "PACELINE_PACE: pace 'x'"),
+    ],
+)
+def test_a_wrong_pace_starts_nothing(
+    bench: Workbench, options: list[str], env: dict[str, str], words: str
+) -> None:
+    script = bench.script("open('started', 'w')")
+    done = bench.run("run", *options, script, **env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(f"paceline: error: .*{words}.*\n", done.stderr), done.stderr
+    assert not (bench.path / "started").exists() and bench.left_behind() == []
 
 
 def test_what_other_launchers_left_is_not_passed_on(bench: Workbench) -> None:

@@ -9,7 +9,14 @@ import time
 
 import pytest
 
-from paceline.config import EngineConfig, describe, job_env, process_start, runtime_dir
+from paceline.config import (
+    EngineConfig,
+    describe,
+    job_env,
+    process_start,
+    requested_pace,
+    runtime_dir,
+)
 from paceline.errors import ConfigError
 
 PACELINE = {
@@ -140,6 +147,7 @@ def test_a_batch_script_outside_of_srun_is_one_process():
         ({"PACELINE_BIND": "0.0.0.0"}, "PACELINE_BIND", "every interface"),
         ({"PACELINE_SECRETFILE": "x"}, "PACELINE_SECRETFILE", "did you mean PACELINE_SECRET_FILE"),
         ({"PACELINE_TIMOUT_S": "9"}, "PACELINE_TIMOUT_S", "did you mean PACELINE_TIMEOUT_S"),
+        ({"PACELINE_PACES": "x"}, "PACELINE_PACES", "did you mean PACELINE_PACE?"),
     ],
 )
 def test_bad_values_are_named(environ, variable, value):
@@ -194,6 +202,14 @@ def test_process_start_knows_the_living_and_the_dead():
 def test_runtime_dir_falls_back_when_xdg_is_of_no_use(tmp_path):
     assert runtime_dir({"XDG_RUNTIME_DIR": str(tmp_path)}) == str(tmp_path)
     assert runtime_dir({"XDG_RUNTIME_DIR": str(tmp_path / "absent")}) == runtime_dir({})
+
+
+def test_the_pace_comes_from_the_environment(monkeypatch):
+    assert requested_pace({}) is requested_pace({"PACELINE_PACE": " "}) is None
+    assert requested_pace({"PACELINE_PACE": "allreduce "}) == "allreduce"
+    monkeypatch.setenv("PACELINE_PACE", "allreduce[update=sharded]")
+    assert requested_pace() == "allreduce[update=sharded]"
+    job_env({"PACELINE_PACE": "allreduce"})  # a known setting
 
 
 def test_engine_settings_come_from_the_environment():

@@ -70,6 +70,15 @@ def run(
             "--threads-per-worker", metavar="K", help="OMP_NUM_THREADS; default: cores / N."
         ),
     ] = None,
+    pace: Annotated[
+        str | None,
+        typer.Option(
+            "--pace",
+            metavar="PACE",
+            help="How the workers agree, such as allreduce or 'allreduce[update=sharded]'; wins"
+            " over the script's own.",
+        ),
+    ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option("--env", metavar="NAME=VALUE", help="Set for every process; repeatable."),
@@ -84,6 +93,7 @@ def run(
 ) -> None:
     from paceline.cli import run as verb
     from paceline.launch.spec import RunSpec, parse_env
+    from paceline.pace.parse import parse as parse_pace
 
     spec = RunSpec(
         target=script,
@@ -91,6 +101,7 @@ def run(
         is_module=module,
         num_workers=num_workers,
         threads_per_worker=threads,
+        pace=None if pace is None else parse_pace(pace),
         env=parse_env(env or ()),
         log_dir=log_dir,
     )

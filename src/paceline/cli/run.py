@@ -97,6 +97,9 @@ def dry_run(spec: RunSpec) -> int:
     removed = sorted(set(inherited) - set(environ))
     if removed:
         write(f"not passed on: {' '.join(removed)}\n")
+    pace = spec.pace_in(inherited)
+    if pace is not None:
+        write(f"pace: {pace}, which wins over the script's own\n")
     if spec.log_dir is not None:
         write(f"logs: {spec.log_dir}/rank-0.log to rank-{spec.num_workers - 1}.log\n")
     return 0

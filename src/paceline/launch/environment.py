@@ -88,7 +88,8 @@ def worker_environ(
     """Return the complete environment of one rank.
 
     Threads: the option wins, then what the user exported, then an even share of the cores; without
-    a limit every rank would start one thread per core and they would fight for them.
+    a limit every rank would start one thread per core and they would fight for them. The pace: the
+    option, else what the user exported; ConfigError when that is none.
     """
     environ = without_foreign_ranks(base)
     # Lines of a killed rank must not be lost in its buffer, and the screen should show them live.
@@ -101,4 +102,7 @@ def worker_environ(
         environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // spec.num_workers)))
     environ.update(rank_variables(rank, spec.num_workers, where))
     environ.update(spec.env)
+    pace = spec.pace_in(base)
+    if pace is not None:
+        environ["PACELINE_PACE"] = str(pace)
     return environ

@@ -69,6 +69,7 @@ class LocalJob:
         started_s, oom_before = time.monotonic(), OomCount.read()
         # A wrong setting is refused here, once, instead of by every rank.
         config = EngineConfig.from_environ({**self._environ, **self._spec.env})
+        self._spec.pace_in(self._environ)
         with ExitStack() as held:
             directory = held.enter_context(JobDirectory(Path(runtime_dir(self._environ))))
             port = held.enter_context(hold_port())

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.errors import ConfigError
+from paceline.config import requested_pace
+from paceline.errors import ConfigError, UsageError
+from paceline.pace.parse import PaceSpec, parse
 
 # More ranks than this on one host is a typing error ("-n 40000"), not a plan.
 MAX_LOCAL_WORKERS = 1024
@@ -41,6 +43,7 @@ class RunSpec:
     is_module: bool = False
     num_workers: int
     threads_per_worker: int | None = None
+    pace: PaceSpec | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: Path | None = None
 
@@ -60,6 +63,20 @@ class RunSpec:
                 "--threads-per-worker and --env OMP_NUM_THREADS=... both set the number of"
                 " threads; give only one of them"
             )
+        if "PACELINE_PACE" in self.env and self.pace is not None:
+            raise ConfigError(
+                "--pace and --env PACELINE_PACE=... both set the pace; give only one of them"
+            )
+
+    def pace_in(self, inherited: Mapping[str, str]) -> PaceSpec | None:
+        """Return the pace that the ranks will be told: the option's, else the environment's."""
+        if self.pace is not None:
+            return self.pace
+        text = requested_pace({**inherited, **self.env})
+        try:
+            return None if text is None else parse(text)
+        except UsageError as error:
+            raise ConfigError(f"PACELINE_PACE: {error}") from error
 
     def argv(self) -> list[str]:
         """Return the command of every rank: this interpreter, so that a venv need not be active."""
