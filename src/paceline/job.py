@@ -8,12 +8,12 @@ Alone (`python train.py`) the same path leads to a world of one, without any soc
 from __future__ import annotations
 
 import atexit
+import operator
 import os
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,10 +35,8 @@ from paceline.config import (
 )
 from paceline.contribution import Contribution
 from paceline.errors import ConfigError, SetupError, UsageError
-from paceline.telemetry.events import Progress
+from paceline.telemetry.reporter import Reporter
 from paceline.torch_plugin import register as register_with_torch
-
-_REPORT_INTERVAL_S = 0.1
 
 register_with_torch()  # again, for those who are not installed: `import torch` found no plugin
 
@@ -51,9 +49,17 @@ class Job:
     rendezvous: Rendezvous
     fabric: Fabric
     world: Group
+    reporter: Reporter
     contribution: Contribution = field(default_factory=Contribution)
-    reported_s: float = 0.0
-    unsent: Progress | None = None  # the newest report, while it waits for its turn
+
+    @property
+    def steps_done(self) -> int:
+        """How many optimizer steps `distribute` has counted."""
+        return self.reporter.steps_done
+
+    def step_done(self, values: Mapping[str, float]) -> None:
+        """Count an optimizer step; `values` (shares of its time) are shown beside the script's."""
+        self.reporter.step_done(values)
 
 
 _job: Job | None = None
@@ -152,7 +158,8 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         presence = rendezvous.agent.presence
         fabric = Fabric(env.rank, engine, listener, membership, config.timeout_s, presence)
         fabric.link_neighbours()
-        return Job(env, rendezvous, fabric, Group(fabric, membership.ranks))
+        reporter = Reporter(env.rank, rendezvous.agent.report)
+        return Job(env, rendezvous, fabric, Group(fabric, membership.ranks), reporter)
     except BaseException:
         if listener is not None:
             listener.close()
@@ -177,7 +184,7 @@ def shutdown() -> None:
         job, _job = _job, None
         if job is None:
             return
-        _send_report(job)
+        job.reporter.flush()
         job.fabric.engine.say_goodbye()
         job.world.close()
         if job.fabric.listener is not None:
@@ -266,19 +273,19 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torc
     return allocate(current().fabric.engine, tuple(sizes), dtype or torch.get_default_dtype())  # type: ignore[arg-type]
 
 
-def report(step: int, **values: float) -> None:
+def report(step: int | None = None, **values: float) -> None:
     """Tell the launcher how far this rank is; shown live. Never blocks.
 
-    At most ten reports a second are sent; of those in between, the newest counts.
+    Without a step number the steps that `distribute` has counted are shown. At most ten reports a
+    second are sent; of those in between, the newest value of each name counts.
+
+    >>> pl.report(loss=0.25)
     """
     job = current()
-    numbers = {name: float(value) for name, value in values.items()}
-    job.unsent = Progress(rank=job.env.rank, step=step, values=numbers)
-    if time.monotonic() - job.reported_s >= _REPORT_INTERVAL_S:
-        _send_report(job)
-
-
-def _send_report(job: Job) -> None:
-    if job.unsent is not None:
-        job.rendezvous.agent.report(job.unsent)
-        job.unsent, job.reported_s = None, time.monotonic()
+    try:
+        shown = None if step is None else operator.index(step)
+    except TypeError as error:
+        raise UsageError(
+            f"report({step!r:.60}): the step is a whole number; name a value: report(loss=0.25)"
+        ) from error
+    job.reporter.report(shown, {name: float(value) for name, value in values.items()})

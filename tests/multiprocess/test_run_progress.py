@@ -45,16 +45,52 @@ def test_the_summary_shows_the_last_word_of_every_rank(bench: Workbench) -> None
     assert sorted(done.stdout.splitlines()) == ["[0] last line of 0", "[1] last line of 1"]
     for rank in range(2):
         assert f"[{rank}] a note" in done.stderr
-        assert re.search(rf"^ *{rank} +10 +0\.1 +0\.5 .* finished$", done.stderr, re.M), done.stderr
+        row = rf"^ *{rank} +10 +[\d.]+ +0\.1 +0\.5 +finished$"
+        assert re.search(row, done.stderr, re.M), done.stderr
     assert r"\x1b[2Jbad" in done.stderr and "\x1b[2J" not in done.stderr
     assert re.search(r"paceline: 2 ranks finished in \d+\.\d s\n$", done.stderr)
+
+
+# A job as `distribute` makes it: steps are counted, the script reports now and then.
+_COUNTED = """
+    import paceline as pl
+    from paceline import job
+
+    pl.init()
+    for step in range(1, 31):
+        job.current().step_done({"compute %": 83.4 + pl.rank(), "comm %": 9.26})
+        if step % 10 == 0:
+            pl.report(loss=1 / step)
+    assert job.current().steps_done == 30
+    if pl.rank() == 1:
+        pl.report(7, accuracy=0.5)
+        job.current().step_done({})
+    for wrong in (0.25, "7"):
+        try:
+            pl.report(wrong)
+        except pl.errors.UsageError as error:
+            print(error)
+"""
+
+
+def test_counted_steps_and_their_shares_are_shown(bench: Workbench) -> None:
+    done = bench.run("run", "-n", "2", bench.script(_COUNTED))
+    assert done.returncode == 0, done.stderr
+    titles = r"^ *rank +step +steps/s +loss +accuracy +compute % +comm % +state$"
+    assert re.search(titles, done.stderr, re.M), done.stderr
+    counted = r"^ *0 +30 +\S+ +0\.03333 +- +83 +9 +finished$"
+    assert re.search(counted, done.stderr, re.M), done.stderr
+    numbered = r"^ *1 +7 +\S+ +0\.03333 +0\.5 +84 +9 +finished$"
+    assert re.search(numbered, done.stderr, re.M), "the script's own number wins: " + done.stderr
+    assert done.stdout.count("report(0.25): the step is a whole number") == 2
+    assert done.stdout.count("report('7'): the step is a whole number") == 2
 
 
 def test_progress_lines_come_every_few_seconds(bench: Workbench) -> None:
     done = bench.run("run", "-n", "2", bench.script(_REPORTING), "0.5", "-1")
     lines = [line for line in done.stderr.splitlines() if line.startswith("paceline: step")]
     assert 1 <= len(lines) <= 2, done.stderr
-    assert re.match(r"paceline: steps? .*loss 0\.\d+.* steps/s", lines[0])
+    assert re.match(r"paceline: steps? .* steps/s, loss 0\.\d+", lines[0])
 
 
 def test_the_failure_report_comes_after_the_summary(bench: Workbench) -> None:

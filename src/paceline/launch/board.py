@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.launch.lines import printable
-from paceline.telemetry.events import Progress
+from paceline.telemetry.events import COMM_SHARE, COMPUTE_SHARE, Progress
 
 # Steps per second are measured over the last few seconds, so that a stall shows up soon.
 _WINDOW_S = 8.0
+# Of the script's own values; more do not fit beside each other. The shares come in addition.
 MAX_COLUMNS = 5
+SHARES = (COMPUTE_SHARE, COMM_SHARE)
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,23 @@ class Board:
         rank.step = event.step
         for name, value in event.values.items():
             shown = printable(name.encode())[:20]
-            if shown not in self._columns and len(self._columns) < MAX_COLUMNS:
-                self._columns.append(shown)
-            if shown in self._columns:
+            if self._has_column(shown):
                 rank.values[shown] = value
         if rank.trail and event.step < rank.trail[-1][1]:
             rank.trail.clear()  # the script began to count anew
-        rank.trail.append((now_s, event.step))
+        if not rank.trail or event.step > rank.trail[-1][1]:
+            rank.trail.append((now_s - event.age_s, event.step))
         self.has_progress = True
+
+    def _has_column(self, name: str) -> bool:
+        """Say whether a value is shown; a new one gets a column while there is room."""
+        if name in self._columns:
+            return True
+        own = sum(column not in SHARES for column in self._columns)
+        if name not in SHARES and own >= MAX_COLUMNS:
+            return False
+        self._columns.append(name)
+        return True
 
     def set_state(self, rank: int, state: str) -> None:
         """Say in a few words what became of a rank."""
@@ -70,8 +81,8 @@ class Board:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the reported values, in the order in which they first came."""
-        return tuple(self._columns)
+        """The names of the reported values in the order in which they first came; shares last."""
+        return tuple(sorted(self._columns, key=lambda name: name in SHARES))
 
     def rows(self, now_s: float) -> list[Row]:
         """Return every rank as it stands."""
@@ -86,24 +97,39 @@ class Board:
         steps = [rank.step for rank in told if rank.step is not None]
         low, high = min(steps), max(steps)
         words = [f"step {high}" if low == high else f"steps {low} to {high}"]
-        words += [f"{name} {number(value)}" for name, value in told[0].values.items()]
         rates = [rate for rank in told if (rate := _rate(rank, now_s)) is not None]
         if rates:
             words.append(f"{number(min(rates))} steps/s")
+        for name in self.columns:
+            values = [rank.values[name] for rank in told if name in rank.values]
+            words.append(_words(name, values))
         if len(told) < len(self._ranks):
             words.append(f"{len(told)} of {len(self._ranks)} ranks reporting")
         return ", ".join(words)
 
 
 def _rate(rank: _Rank, now_s: float) -> float | None:
-    while len(rank.trail) > 2 and now_s - rank.trail[0][0] > _WINDOW_S:
-        rank.trail.popleft()
     if len(rank.trail) < 2:
         return None
-    (first_s, first), (_, last) = rank.trail[0], rank.trail[-1]
     until_s = now_s if rank.state == "running" else rank.trail[-1][0]
+    while len(rank.trail) > 2 and until_s - rank.trail[0][0] > _WINDOW_S:
+        rank.trail.popleft()
+    (first_s, first), (_, last) = rank.trail[0], rank.trail[-1]
     elapsed_s = until_s - first_s
     return (last - first) / elapsed_s if elapsed_s > 0 else None
+
+
+def _words(name: str, values: Sequence[float]) -> str:
+    """Say one value in a line: the first rank's, but the span over all ranks of a share."""
+    if name not in SHARES:
+        return f"{name} {cell(name, values[0])}"
+    low, high = cell(name, min(values)), cell(name, max(values))
+    return f"{name.removesuffix(' %')} {low if low == high else f'{low} to {high}'} %"
+
+
+def cell(name: str, value: float) -> str:
+    """Write a value for its column: shares as whole percents, which are all they are good for."""
+    return f"{value:.0f}" if name in SHARES else number(value)
 
 
 def number(value: float) -> str:

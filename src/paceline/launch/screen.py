@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Protocol
 
-from paceline.launch.board import Row, number
+from paceline.launch.board import SHARES, Row, cell, number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 PLAIN_EVERY_S = 4.0
 LIVE_EVERY_S = 0.25
+_PLAIN_WIDTH = 160  # no terminal to fit: room for every column
+_MEASURING_WIDTH = 10_000
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,9 @@ class PlainScreen:
     def summary(self, picture: Picture) -> None:
         from rich.console import Console
 
-        console = Console(width=100, color_system=None, markup=False, emoji=False)
+        console = Console(width=_PLAIN_WIDTH, color_system=None, markup=False, emoji=False)
         with console.capture() as capture:
-            console.print(_table(picture, limit=18))
+            console.print(fitted_table(picture, console, limit=18))
         lines = capture.get().splitlines()
         self.say("\n".join(line.rstrip() for line in lines if line.strip()))
 
@@ -117,7 +119,7 @@ class LiveScreen:
         self._console.print(text, style="bold")
 
     def progress(self, picture: Picture) -> None:
-        table = _table(picture, limit=max(3, self._console.size.height - 8))
+        table = self._table(picture)
         if self._live is None:
             from rich.live import Live
 
@@ -133,37 +135,57 @@ class LiveScreen:
 
     def summary(self, picture: Picture) -> None:
         self.close()
-        self._console.print(_table(picture, limit=max(3, self._console.size.height - 8)))
+        self._console.print(self._table(picture))
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
+    def _table(self, picture: Picture) -> Table:
+        return fitted_table(picture, self._console, limit=max(3, self._console.size.height - 8))
 
-def _table(picture: Picture, *, limit: int) -> Table:
+
+def fitted_table(picture: Picture, console: Console, *, limit: int) -> Table:
+    """Paint what fits: numbers are not cut, a value whose column had to go is named below.
+
+    The script's first value (a loss, mostly) goes last, the shares before it.
+    """
+    columns = picture.columns
+    droppable = sorted(columns[:0:-1], key=lambda name: name in SHARES)
+    unlimited = console.options.update(max_width=_MEASURING_WIDTH)
+    table = _whole_table(picture, columns, limit)
+    while droppable and console.measure(table, options=unlimited).maximum > console.width:
+        dropped = droppable.pop(0)
+        columns = tuple(name for name in columns if name != dropped)
+        table = _whole_table(picture, columns, limit)
+    if columns != picture.columns:
+        left_out = [name for name in picture.columns if name not in columns]
+        table.caption, table.caption_justify = f"no room for {', '.join(left_out)}", "left"
+    return table
+
+
+def _whole_table(picture: Picture, columns: Sequence[str], limit: int) -> Table:
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("rank", justify="right")
-    table.add_column("step", justify="right")
-    for name in (*picture.columns, "steps/s"):
-        table.add_column(name, justify="right")
+    for name in ("rank", "step", "steps/s", *columns):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     shown = picture.rows[: limit - 1] if len(picture.rows) > limit else picture.rows
     for row in shown:
-        table.add_row(*_cells(row, picture.columns))
+        table.add_row(*_cells(row, columns))
     if len(shown) < len(picture.rows):
-        table.add_row("...", "", *[""] * (len(picture.columns) + 1), _rest(picture, len(shown)))
+        table.add_row("...", "", *[""] * (len(columns) + 1), _rest(picture, len(shown)))
     return table
 
 
 def _cells(row: Row, columns: Sequence[str]) -> list[str]:
-    values = [number(row.values[name]) if name in row.values else "-" for name in columns]
+    values = [cell(name, row.values[name]) if name in row.values else "-" for name in columns]
     step = "-" if row.step is None else str(row.step)
     rate = "-" if row.steps_per_s is None else number(row.steps_per_s)
-    return [str(row.rank), step, *values, rate, row.state]
+    return [str(row.rank), step, rate, *values, row.state]
 
 
 def _rest(picture: Picture, shown: int) -> str:

@@ -15,13 +15,22 @@ from typing import TypeAlias
 
 import msgspec
 
+# Shares of a step's time, in percent of it, measured without the script's help.
+COMPUTE_SHARE = "compute %"
+COMM_SHARE = "comm %"
+
 
 class Progress(msgspec.Struct, frozen=True, tag_field="type", tag="progress"):
-    """`rank` finished training step `step`; `values` are what its script chose to show."""
+    """`rank` has finished training step `step`; `values` are news, by the name to show.
+
+    `age_s` is how long ago the step was finished: reports wait for their turn, and the last one of
+    a script may wait for its evaluation. Speeds are measured from step to step, not by arrival.
+    """
 
     rank: int
     step: int
     values: dict[str, float] = {}
+    age_s: float = 0.0
 
 
 class Note(msgspec.Struct, frozen=True, tag_field="type", tag="note"):
