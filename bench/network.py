@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from harness import figures
 from harness.iperf import Iperf
 from harness.namespaces import Cable
-from harness.ranks import Process, RankSet
+from harness.ranks import RankSet
 from harness.report import Section, machine, write_json
 from harness.rounds import Plan, Runner, collective, interleave
 from harness.session import Session
@@ -38,32 +36,7 @@ _QUICK = [Plan(4 * _MB, rounds=2, samples=2)]
 
 def ranks_over(cable: Cable, name: str, kind: str, scratch: Path) -> RankSet:
     """Start one rank at each end of the cable."""
-    secret = scratch / f"{name}.secret"
-    secret.touch(mode=0o600)
-    secret.write_text(secrets.token_hex(32), encoding="ascii")
-    shared = {
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "BENCH_STORE": str(scratch / f"{name}.store"),
-        "BENCH_TCP_HOST": cable.addresses[0],
-        "PACELINE_JOB": f"bench-{name}",
-        "PACELINE_COORDINATOR": f"{cable.addresses[0]}:18600",
-        "PACELINE_SECRET_FILE": str(secret),
-    }
-    processes = [
-        Process(
-            [*cable.enter(rank), sys.executable],
-            {
-                **shared,
-                "RANK": str(rank),
-                "GLOO_SOCKET_IFNAME": cable.interfaces[rank],
-                "PACELINE_BIND": cable.addresses[rank],
-            },
-        )
-        for rank in range(2)
-    ]
-    return RankSet(name, kind, 2, processes, scratch)
+    return RankSet(name, kind, 2, cable.ranks(name, scratch), scratch)
 
 
 def start(session: Session, cable: Cable) -> list[Runner]:

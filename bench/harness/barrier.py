@@ -30,10 +30,17 @@ class SpinBarrier:
         self._slots = [other * _SLOT_WORDS for other in range(world) if other != rank]
         self._turn = 0
 
-    def wait(self) -> None:
+    def arrive(self) -> None:
+        """Tell the others that this rank is here, without waiting for them."""
         self._turn += 1
+        self._words[self._mine] = self._turn
+
+    def have_all_arrived(self) -> bool:
+        return all(self._words[slot] >= self._turn for slot in self._slots)
+
+    def wait(self) -> None:
+        self.arrive()
         turn, words = self._turn, self._words
-        words[self._mine] = turn
         give_up_s = time.monotonic() + _TIMEOUT_S
         for slot in self._slots:
             while words[slot] < turn:

@@ -28,8 +28,10 @@ def against(section: Section, ours: str, theirs: Sequence[str]) -> str:
     return f"{low_min:.2f} by minimum ({size_text(at_min)}), {low:.2f} by median ({size_text(at)})"
 
 
-def show(lines: Sequence[tuple[str, str, str]]) -> None:
-    """Print figure, promise and what was measured at the worst size."""
-    print("\nFigures, each at its worst size")
+def show(
+    lines: Sequence[tuple[str, str, str]], title: str = "Figures, each at its worst size"
+) -> None:
+    """Print figure, promise and what was measured."""
+    print(f"\n{title}")
     for figure, promise, measured in lines:
         print(f"  {figure:52} {promise:24} {measured}")

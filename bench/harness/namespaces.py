@@ -6,8 +6,13 @@ the pipe to this one. So nothing is left behind, even after a kill -9. Root only
 
 from __future__ import annotations
 
+import secrets
 import subprocess
+import sys
+from pathlib import Path
 from types import TracebackType
+
+from harness.ranks import Process
 
 _HOLD = "ip link set lo up && echo ready && exec cat"
 
@@ -43,6 +48,34 @@ class Cable:
     def enter(self, end: int) -> list[str]:
         """Return the beginning of a command that runs at one end."""
         return ["nsenter", f"--net=/proc/{self._pids[end]}/ns/net"]
+
+    def ranks(self, name: str, scratch: Path, port: int = 18600) -> list[Process]:
+        """Return how to start one rank of the job `name` at each end."""
+        secret = scratch / f"{name}.secret"
+        secret.touch(mode=0o600)
+        secret.write_text(secrets.token_hex(32), encoding="ascii")
+        shared = {
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "BENCH_STORE": str(scratch / f"{name}.store"),
+            "BENCH_TCP_HOST": self.addresses[0],
+            "PACELINE_JOB": f"bench-{name}",
+            "PACELINE_COORDINATOR": f"{self.addresses[0]}:{port}",
+            "PACELINE_SECRET_FILE": str(secret),
+        }
+        return [
+            Process(
+                [*self.enter(end), sys.executable],
+                {
+                    **shared,
+                    "RANK": str(end),
+                    "GLOO_SOCKET_IFNAME": self.interfaces[end],
+                    "PACELINE_BIND": self.addresses[end],
+                },
+            )
+            for end in range(2)
+        ]
 
     def shape(self, rate_mbit: int) -> None:
         """Let each direction carry no more than this; the frames' headers count."""

@@ -35,7 +35,7 @@ class ContenderFailed(Exception):
 class Process:
     """One command to start: a rank, or a launcher that starts all of them.
 
-    The arguments of `harness.rank` are appended to `argv`.
+    The module that a rank runs and its arguments are appended to `argv`.
     """
 
     argv: Sequence[str]
@@ -53,6 +53,7 @@ class RankSet:
         processes: Sequence[Process],
         scratch: Path,
         *,
+        module: str = "harness.rank",
         leaves_behind: str = "",  # a pattern of files in /dev/shm that the contender forgets
     ) -> None:
         self.name, self.version, self.has_failed = name, "?", False
@@ -63,7 +64,7 @@ class RankSet:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(socket_path))
         self._listener.listen(world)
-        tail = ["-m", "harness.rank", kind, str(socket_path), str(barrier_path)]
+        tail = ["-m", module, kind, str(socket_path), str(barrier_path)]
         self._connections: list[socket.socket] = []
         self._lines: list[Any] = []
         with self._log.open("ab") as log:
@@ -94,9 +95,9 @@ class RankSet:
         self._listener.settimeout(0.2)
         while len(self._connections) < self._world:
             if any(process.poll() is not None for process in self._processes):
-                raise self._failure("a rank ended while it started")
+                raise self.failure("a rank ended while it started")
             if time.monotonic() > give_up_s:
-                raise self._failure(f"not ready after {_START_S:.0f} s")
+                raise self.failure(f"not ready after {_START_S:.0f} s")
             with suppress(TimeoutError):
                 self._connections.append(self._listener.accept()[0])
         for connection in self._connections:
@@ -106,19 +107,23 @@ class RankSet:
 
     def turn(self, request: dict[str, Any]) -> list[float]:
         """Let all ranks do one turn; return the seconds of each sample."""
+        answers = self.ask(request)
+        if any(answer["wrong"] for answer in answers):
+            raise self.failure(f"wrong results in {request['op']} of {request['bytes']} bytes")
+        samples = zip(*(answer["spans"] for answer in answers), strict=True)
+        return [max(end for _, end in s) - max(start for start, _ in s) for s in samples]
+
+    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Send all ranks the same request; return what each of them answers."""
         text = json.dumps(request) + "\n"
         try:
             for lines in self._lines:
                 lines.write(text)
                 lines.flush()
         except OSError as error:
-            raise self._failure(f"a rank ended: {error}") from None
+            raise self.failure(f"a rank ended: {error}") from None
         self._wait_for_all()
-        answers = [self._read(lines) for lines in self._lines]
-        if any(answer["wrong"] for answer in answers):
-            raise self._failure(f"wrong results in {request['op']} of {request['bytes']} bytes")
-        samples = zip(*(answer["spans"] for answer in answers), strict=True)
-        return [max(end for _, end in s) - max(start for start, _ in s) for s in samples]
+        return [self._read(lines) for lines in self._lines]
 
     def _wait_for_all(self) -> None:
         """Sleep until every rank has answered: reading blindly could wait for a hanging one."""
@@ -129,17 +134,18 @@ class RankSet:
             while selector.get_map():
                 ready = selector.select(max(0.0, give_up_s - time.monotonic()))
                 if not ready:
-                    raise self._failure(f"no answer after {_TURN_S:.0f} s")
+                    raise self.failure(f"no answer after {_TURN_S:.0f} s")
                 for key, _ in ready:
                     selector.unregister(key.fileobj)
 
     def _read(self, lines: Any) -> dict[str, Any]:
         line = lines.readline()
         if not line:
-            raise self._failure("a rank ended")
+            raise self.failure("a rank ended")
         return json.loads(line)  # type: ignore[no-any-return]
 
-    def _failure(self, what: str) -> ContenderFailed:
+    def failure(self, what: str) -> ContenderFailed:
+        """Return an error that says what went wrong and what the ranks printed last."""
         self.has_failed = True
         said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
         return ContenderFailed("\n    ".join([f"{self.name}: {what}", *said]))
