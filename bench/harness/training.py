@@ -1,0 +1,158 @@
+"""The controller's side of a training benchmark: starts the workers and gives out the turns.
+
+All contenders of one comparison live at the same time, parked, and train in interleaved rounds. The
+time of a step is that of the slowest worker. "Turn" is the mean step of a whole turn: it also
+counts what a worker left for later, and is not raised by workers that are slow in other steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from harness.contenders import rank_variables
+from harness.namespaces import Cable
+from harness.ranks import ContenderFailed, Process, RankSet
+from harness.rounds import Plan, Runner, interleave
+from harness.session import Session
+from harness.training_kinds import KINDS
+
+_FIRST_STEPS = 3  # uncounted: memory is mapped, and DDP forms its buckets anew after one step
+_PARKED_SHARE = 0.02
+_SAME_LOSS = 0.01
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained, and by how many."""
+
+    model: str
+    optimizer: str
+    world: int
+    cable: Cable | None = None  # between two hosts if given
+
+    @property
+    def title(self) -> str:
+        where = ", two hosts over TCP" if self.cable else ""
+        return f"{self.model}, {self.optimizer}, {self.world} workers{where}"
+
+
+@dataclass
+class Contender:
+    """One line of the table, and what its workers have answered so far."""
+
+    name: str
+    ranks: RankSet
+    world: int
+    runner: Runner = field(init=False)
+    turns_s: list[float] = field(default_factory=list)  # mean step of each turn
+    losses: list[float] = field(default_factory=list)  # mean over the workers, after each turn
+    parked_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.label = KINDS[self.name].label
+        self.runner = Runner(self.label, self._measure, self.ranks.version)
+
+    def _measure(self, plan: Plan, _: int) -> list[float]:
+        warmup = plan.warmup if plan.samples else _FIRST_STEPS
+        request = {"op": "train", "warmup": warmup, "steps": plan.samples}
+        answers = self.ranks.ask(request)
+        if KINDS[self.name].is_coordinated and len({a["checksum"] for a in answers}) > 1:
+            raise self.ranks.failure("the workers' parameters differ after a turn")
+        self.losses.append(statistics.fmean(a["loss"] for a in answers))
+        for answer in answers:  # a short time would say nothing
+            if answer["parked_s"] > 1.0 and plan.samples:
+                share = answer["parked_cpu_s"] / answer["parked_s"]
+                self.parked_share = max(self.parked_share, share)
+        spans = [answer["spans"] for answer in answers]
+        if plan.samples:
+            self.turns_s.append(max((s[-1][1] - s[0][0]) / len(s) for s in spans))
+        steps = zip(*spans, strict=True)
+        return [max(end - start for start, end in step) for step in steps]
+
+    def step_times(self) -> list[float]:
+        return next(iter(self.runner.times.values()), [])
+
+
+def launch(work: Work, name: str, number: int, scratch: Path) -> RankSet:
+    """Start the workers of one contender; `number` tells it from the others of this comparison."""
+    world = 1 if KINDS[name].is_alone else work.world
+    if work.cable is not None and world == 2:
+        places = work.cable.ranks(name, scratch, port=18600 + number)
+    else:
+        job = {"PACELINE_JOB": f"bench-{uuid.uuid4().hex}"}
+        places = [
+            Process([sys.executable], {**rank_variables(rank, world, scratch, name), **job})
+            for rank in range(world)
+        ]
+    what = {"BENCH_MODEL": work.model, "BENCH_OPTIMIZER": work.optimizer}
+    processes = [replace(place, env={**place.env, **what}) for place in places]
+    return RankSet(name, name, world, processes, scratch, module="harness.training_rank")
+
+
+def start(session: Session, work: Work, names: Sequence[str]) -> list[Contender]:
+    """Start the contenders one after the other; those that fail say why and are left out."""
+    started = []
+    for number, name in enumerate(names):
+        ranks = session.start(launch, work, name, number, session.scratch)
+        if session.wait_until_ready([ranks]):
+            world = 1 if KINDS[name].is_alone else work.world
+            started.append(Contender(name, ranks, world))
+    return started
+
+
+def compare(work: Work, names: Sequence[str], *, rounds: int, steps: int) -> list[Contender]:
+    """Train with all contenders in turns; return those that came through, with their times."""
+    with Session() as session:
+        contenders = start(session, work, names)
+        plan = Plan(num_bytes=0, rounds=rounds, samples=steps, warmup=1)
+        interleave([contender.runner for contender in contenders], plan)
+    came_through = [one for one in contenders if not one.runner.has_failed]
+    for line in doubts(came_through):
+        print(f"  {line}", flush=True)
+    return came_through
+
+
+def doubts(contenders: Sequence[Contender]) -> list[str]:
+    """Say what makes these figures questionable."""
+    lines = [
+        f"{one.label}: used {one.parked_share:.0%} of a core while others were measured"
+        for one in contenders
+        if one.parked_share > _PARKED_SHARE
+    ]
+    # Same model, same samples, same number of steps: all that exchange gradients learn the same.
+    losses = {c.label: c.losses[0] for c in contenders if KINDS[c.name].is_coordinated}
+    if losses and max(losses.values()) > min(losses.values()) * (1 + _SAME_LOSS):
+        told = ", ".join(f"{label} {loss:.4f}" for label, loss in losses.items())
+        lines.append(f"losses after {_FIRST_STEPS} steps differ: {told}")
+    return lines
+
+
+def memory_of(work: Work, name: str, steps: int) -> list[dict[str, float]]:
+    """Train a little with one contender alone; return the memory of each worker in MB.
+
+    Nobody else may run meanwhile: they would share the pages of torch's libraries.
+    """
+    with Session() as session:
+        try:
+            for contender in start(session, work, [name]):
+                contender.ranks.ask({"op": "train", "warmup": 0, "steps": steps})
+                return contender.ranks.ask({"op": "memory"})
+        except ContenderFailed as failure:
+            print(f"  {failure}", flush=True)
+    return []
+
+
+def as_json(contender: Contender) -> dict[str, Any]:
+    return {
+        "steps_s": contender.step_times(),
+        "turns_s": contender.turns_s,
+        "losses": contender.losses,
+        "parked_share": contender.parked_share,
+        "version": contender.runner.version,
+    }
