@@ -11,6 +11,7 @@
 
 #include "errors.h"
 #include "paceline/base/clock.h"
+#include "paceline/base/heap.h"
 #include "paceline/collectives/group.h"
 #include "paceline/reduce/kernels.h"
 #include "paceline/wire/crc32c.h"
@@ -85,11 +86,13 @@ struct PyEngine {
   PyEngine(int rank, int num_local, double timeout_s, double liveness_s, double warn_s)
       : engine(std::make_shared<Engine>(EngineConfig{rank, num_local, timeout_s, liveness_s, warn_s})) {}
 
-  nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> allocate(size_t bytes) {
+  using Bytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
+
+  Bytes allocate(size_t bytes, bool apart) {
     void* p;
     {
       nb::gil_scoped_release release;
-      p = engine->arena().allocate(bytes);
+      p = apart ? engine->arena().allocate_apart(bytes) : engine->arena().allocate(bytes);
     }
     struct Owner {
       std::shared_ptr<Engine> engine;
@@ -100,7 +103,29 @@ struct PyEngine {
       owner->engine->arena().free(owner->p);
       delete owner;
     });
-    return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(p, {bytes}, owner);
+    return Bytes(p, {bytes}, owner);
+  }
+
+  std::pair<uint64_t, uint64_t> locate(uintptr_t address, size_t bytes) const {
+    auto where = engine->arena().locate(reinterpret_cast<void*>(address), bytes);
+    if (!where) throw Error(ErrorKind::usage, "this memory does not lie in engine memory");
+    return {where->segment, where->offset};
+  }
+
+  Bytes memory_of_peer(int rank, uint64_t segment, uint64_t offset, size_t bytes) {
+    LocalLink* link = engine->link(rank);
+    std::shared_ptr<std::byte> p;
+    if (link) {
+      nb::gil_scoped_release release;
+      p = link->hold({segment, offset}, bytes);
+    }
+    if (!p)
+      throw Error(ErrorKind::usage, "rank " + std::to_string(rank) + " has no such engine memory on this host", rank);
+    std::byte* data = p.get();
+    nb::capsule owner(new std::shared_ptr<std::byte>(std::move(p)), [](void* o) noexcept {
+      delete static_cast<std::shared_ptr<std::byte>*>(o);
+    });
+    return Bytes(data, {bytes}, owner);
   }
 };
 
@@ -206,6 +231,7 @@ NB_MODULE(_core, m) {
   m.def("crc32c", [](nb::bytes data, uint32_t crc) { return crc32c(crc, data.data(), data.size()); },
         "data"_a, "crc"_a = 0);
   m.def("kernel_name", &kernel_name);
+  m.def("keep_freed_memory", &keep_freed_memory);
   m.def("use_portable_kernels", &use_portable_kernels, "on"_a);
   m.attr("DTYPES") = [] {
     nb::list names;
@@ -239,7 +265,9 @@ NB_MODULE(_core, m) {
              nb::gil_scoped_release release;
              e.engine->await_local_peers(timeout_s);
            }, "timeout_s"_a)
-      .def("allocate", &PyEngine::allocate, "nbytes"_a)
+      .def("allocate", &PyEngine::allocate, "nbytes"_a, "apart"_a = false)
+      .def("locate", &PyEngine::locate, "address"_a, "nbytes"_a)
+      .def("memory_of_peer", &PyEngine::memory_of_peer, "rank"_a, "segment"_a, "offset"_a, "nbytes"_a)
       .def("say_goodbye", [](PyEngine& e) { e.engine->say_goodbye(); })
       .def("close_after_fork", [](PyEngine& e) { e.engine->close_after_fork(); });
 

@@ -6,6 +6,7 @@
     |   |-- ConfigError             a setting has a wrong value; names the setting and its source
     |   |-- CollectiveMismatch      ranks called different operations, or one with different tensors
     |   |-- UnsupportedTensor       a device, layout or dtype that the engine cannot move
+    |   |-- NonFiniteGradient       a gradient is NaN or infinite; names rank, step and parameter
     |   |-- InconsistentRanks       ranks hold different values of what must be the same everywhere
     |-- PeerError                   recoverable: reconfigure, retry or stop cleanly
     |   |-- PeerLost                a peer's process ended or its connection broke
@@ -62,6 +63,10 @@ class InconsistentRanks(UsageError):
         super().__init__(message)
         self.name = name  # of the first thing that differs
         self.sides = sides  # ranks that agree with each other; the side with most ranks first
+
+
+class NonFiniteGradient(UsageError):
+    """A gradient is NaN or infinite on some rank; raised on all of them."""
 
 
 class PeerError(PacelineError):

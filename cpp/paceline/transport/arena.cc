@@ -6,6 +6,13 @@
 #include "paceline/base/error.h"
 
 namespace paceline {
+namespace {
+
+size_t whole_pages(size_t bytes) {
+  return (std::max<size_t>(bytes, 1) + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;
+}
+
+}  // namespace
 
 void* Arena::take(Pool& pool, size_t bytes) {
   for (auto it = pool.free_ranges.begin(); it != pool.free_ranges.end(); ++it) {
@@ -20,16 +27,24 @@ void* Arena::take(Pool& pool, size_t bytes) {
 }
 
 void* Arena::allocate(size_t bytes) {
-  bytes = (std::max<size_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment;
+  bytes = whole_pages(bytes);
   std::lock_guard lock(mu_);
   for (auto& [id, pool] : pools_)
     if (void* p = take(pool, bytes)) return p;
-  size_t segment_bytes = std::max(bytes, kSegmentBytes);
-  Pool pool{Segment::create("paceline-arena", segment_bytes), {{0, segment_bytes}}, {}};
+  return take(add_pool(std::max(bytes, kSegmentBytes), false), bytes);
+}
+
+void* Arena::allocate_apart(size_t bytes) {
+  bytes = whole_pages(bytes);
+  std::lock_guard lock(mu_);
+  return take(add_pool(bytes, true), bytes);
+}
+
+Arena::Pool& Arena::add_pool(size_t bytes, bool apart) {
+  Pool pool{apart, Segment::create("paceline-arena", bytes), {{0, bytes}}, {}};
   uint64_t id = next_id_++;
-  announce_(id, segment_bytes, pool.segment.fd());
-  auto& added = pools_.emplace(id, std::move(pool)).first->second;
-  return take(added, bytes);
+  announce_(id, bytes, pool.segment.fd());
+  return pools_.emplace(id, std::move(pool)).first->second;
 }
 
 void Arena::free(void* p) {
@@ -45,7 +60,7 @@ void Arena::free(void* p) {
     pool.used.erase(used);
     // The last ordinary segment stays: a loop that allocates and frees one tensor must not pay for 64 MB of
     // fresh pages every time.
-    bool spare = pool.segment.bytes() == kSegmentBytes && pools_.size() == 1;
+    bool spare = !pool.apart && pool.segment.bytes() == kSegmentBytes && pools_.size() == 1;
     if (pool.used.empty() && !spare) {
       announce_(it->first, pool.segment.bytes(), -1);
       pools_.erase(it);

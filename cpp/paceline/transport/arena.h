@@ -28,6 +28,9 @@ class Arena {
   explicit Arena(Announce announce) : announce_(std::move(announce)) {}
 
   void* allocate(size_t bytes);
+  // In a segment of its own, whose pages are never given to somebody else: peers may keep using them
+  // after this process has freed the block.
+  void* allocate_apart(size_t bytes);
   void free(void* p);
   std::optional<Location> locate(const void* p, size_t bytes) const;
   void for_each_segment(const std::function<void(uint64_t id, size_t bytes, int fd)>& visit) const;
@@ -38,10 +41,12 @@ class Arena {
 
  private:
   struct Pool {
+    bool apart = false;
     Segment segment;
     std::map<size_t, size_t> free_ranges;  // offset -> bytes, neighbours always merged
     std::map<size_t, size_t> used;         // offset -> bytes
   };
+  Pool& add_pool(size_t bytes, bool apart);  // under mu_
   static void* take(Pool& pool, size_t bytes);
   static void give_back(Pool& pool, size_t offset, size_t bytes);
 

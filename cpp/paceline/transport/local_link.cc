@@ -110,7 +110,7 @@ void LocalLink::handle(const LinkMessage& message, std::vector<Fd> fds) {
     case LinkKind::segment:
       if (fds.size() != 1) break;
       if (!segments_.contains(message.id))
-        segments_[message.id] = Segment::map(std::move(fds[0]), message.bytes);
+        segments_[message.id] = std::make_shared<Segment>(Segment::map(std::move(fds[0]), message.bytes));
       return;
     case LinkKind::segment_gone:
       segments_.erase(message.id);
@@ -126,18 +126,29 @@ void LocalLink::handle(const LinkMessage& message, std::vector<Fd> fds) {
   lost_.store(true, std::memory_order_release);  // a message that no version of us sends
 }
 
-std::byte* LocalLink::resolve(const Location& where, size_t bytes) {
-  auto look = [&]() -> std::byte* {
+std::shared_ptr<Segment> LocalLink::find(const Location& where, size_t bytes) {
+  auto look = [&]() -> std::shared_ptr<Segment> {
     std::lock_guard lock(mu_);
     auto it = segments_.find(where.segment);
     if (it == segments_.end()) return nullptr;
-    const Segment& s = it->second;
-    if (where.offset > s.bytes() || bytes > s.bytes() - where.offset) return nullptr;
-    return s.data() + where.offset;
+    size_t size = it->second->bytes();
+    if (where.offset > size || bytes > size - where.offset) return nullptr;
+    return it->second;
   };
-  if (std::byte* p = look()) return p;
+  if (auto segment = look()) return segment;
   receive();  // the announcement was sent before anybody could name the segment
   return look();
+}
+
+std::byte* LocalLink::resolve(const Location& where, size_t bytes) {
+  auto segment = find(where, bytes);
+  return segment ? segment->data() + where.offset : nullptr;
+}
+
+std::shared_ptr<std::byte> LocalLink::hold(const Location& where, size_t bytes) {
+  auto segment = find(where, bytes);
+  std::byte* p = segment ? segment->data() + where.offset : nullptr;
+  return {std::move(segment), p};
 }
 
 void LocalLink::ring_if_sleeping() {

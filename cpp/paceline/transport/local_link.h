@@ -8,6 +8,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -48,6 +49,8 @@ class LocalLink {
 
   // The peer's tensor, or null when its segment is unknown or the range is outside of it.
   std::byte* resolve(const Location& where, size_t bytes);
+  // The same for good: the mapping lives as long as the pointer, whatever the peer does.
+  std::shared_ptr<std::byte> hold(const Location& where, size_t bytes);
 
   void ring_if_sleeping();
   // Seconds since the peer's heartbeat last moved, as far as this side has watched.
@@ -62,6 +65,7 @@ class LocalLink {
   bool left() const { return left_.load(std::memory_order_acquire); }
 
  private:
+  std::shared_ptr<Segment> find(const Location& where, size_t bytes);
   void flush_locked();
   void handle(const LinkMessage& message, std::vector<Fd> fds);
 
@@ -70,7 +74,7 @@ class LocalLink {
   Deliver deliver_;
   std::mutex mu_;
   std::deque<std::pair<LinkMessage, std::vector<Fd>>> outgoing_;  // guarded by mu_
-  std::map<uint64_t, Segment> segments_;                          // guarded by mu_
+  std::map<uint64_t, std::shared_ptr<Segment>> segments_;         // guarded by mu_
   Segment presence_segment_;
   Presence* presence_ = nullptr;
   Fd doorbell_;

@@ -1,0 +1,123 @@
+"""Bucket: some parameters whose gradients travel together.
+
+Three flat tensors in engine memory: `grads` takes this worker's gradients during backward and stays
+as it is until the next one (after a failure they can be reduced again), `averaged` receives what
+the workers agree on and is what `param.grad` shows, `params` holds the parameters.
+
+A fresh gradient is copied into `grads` and freed at once, so that the next one is computed in the
+memory, still in the cache, that this one leaves behind. (The other way, letting autograd add to a
+zeroed view, reads and writes every gradient twice; docs/log.md has the figures.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.data_parallel.layout import Named, Place, place
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+
+# Smaller gradients are copied together, in one call, when the bucket is full: the call costs more
+# than the copy.
+_SMALL_ELEMENTS = 8192
+
+
+class Slot:
+    """One parameter's views into its bucket."""
+
+    __slots__ = ("averaged", "bucket", "grad", "index", "name", "param", "place", "ready", "stale")
+
+    def __init__(self, bucket: Bucket, place: Place, index: int) -> None:
+        self.bucket = bucket
+        self.place = place
+        self.index = index  # number of the parameter in the roll call
+        self.name, self.param = place.named.name, place.named.param
+        self.grad = place.view(bucket.grads)
+        self.averaged = place.view(bucket.averaged)
+        self.ready = False  # has its gradient of the backward pass under way
+        self.stale = False  # `grad` holds numbers of an earlier step
+
+
+class Bucket:
+    """Some parameters, in order, with their flat tensors."""
+
+    def __init__(
+        self,
+        index: int,
+        parameters: Sequence[Named],
+        *,
+        allocate: Allocate,
+        allocate_params: Allocate,
+        first_slot: int,
+    ) -> None:
+        places, size = place(parameters)
+        dtype = parameters[0].param.dtype
+        self.index = index
+        self.label = f"bucket {index} ({parameters[0].name} .. {parameters[-1].name})"
+        self.grads = allocate(size, dtype).zero_()
+        self.averaged = allocate(size, dtype).zero_()
+        self.params = allocate_params(size, dtype)
+        self.slots = [Slot(self, where, first_slot + i) for i, where in enumerate(places)]
+        self._missing = 0
+        self._small: list[Slot] = []
+        self.is_submitted = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Get ready for the next backward pass."""
+        self.is_submitted = False
+        self._missing = 0
+        self._small.clear()
+        for slot in self.slots:
+            slot.ready = False
+            self._missing += slot.param.requires_grad
+
+    @property
+    def is_full(self) -> bool:
+        return self._missing == 0
+
+    def take(self, slot: Slot) -> None:
+        """Take the gradient that backward has just left in `param.grad`."""
+        param = slot.param
+        grad = param.grad
+        assert grad is not None
+        if slot.ready:  # a second part of the same gradient (several reentrant checkpoints)
+            self.flush()
+            slot.grad.add_(grad)
+            param.grad = None
+            return
+        slot.ready = slot.stale = True
+        self._missing -= 1
+        if slot.place.count < _SMALL_ELEMENTS:
+            self._small.append(slot)
+            if self._missing == 0:
+                self.flush()
+        else:
+            slot.grad.copy_(grad)
+            param.grad = None
+
+    def flush(self) -> None:
+        """Copy the small gradients that have gathered."""
+        if not self._small:
+            return
+        torch._foreach_copy_(
+            [slot.grad for slot in self._small], [slot.param.grad for slot in self._small]
+        )
+        for slot in self._small:
+            slot.param.grad = None
+        self._small.clear()
+
+    def complete(self) -> None:
+        """End of backward: parameters without a fresh gradient contribute what they have, or 0."""
+        for slot in self.slots:
+            if slot.ready:
+                continue
+            if slot.param.grad is not None:  # from an earlier backward pass without exchange
+                slot.grad.copy_(slot.param.grad)
+                slot.ready = slot.stale = True
+            elif slot.stale:
+                slot.grad.zero_()
+                slot.stale = False
+        self.flush()

@@ -1,0 +1,121 @@
+"""What is looked at before a model is distributed, so that mistakes show at once and on all ranks.
+
+A problem that one rank finds is told to all: whoever would otherwise wait for that rank raises the
+same error instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from paceline.collectives.agreement import first_difference, tell_all
+from paceline.collectives.group import Group
+from paceline.data_parallel.layout import Named, describe, is_dense
+from paceline.errors import InconsistentRanks, UsageError
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def find_problem(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str | None:
+    """Return what is wrong with them on this rank, or None."""
+    if not isinstance(model, nn.Module):
+        return f"distribute(model, ...): expected a torch.nn.Module, got {type(model).__name__}"
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return (
+            "the model is already wrapped in DistributedDataParallel, which averages gradients"
+            " itself; pass the plain model"
+        )
+    return _find_bad_parameter(model) or _find_bad_optimizer(model, optimizer)
+
+
+def _find_bad_parameter(model: nn.Module) -> str | None:
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            return f"{name} is not initialised yet (a lazy module): call the model once before"
+        if param.device.type != "cpu":
+            return f"{name} is on {param.device}: this version trains on CPU only"
+        if param.requires_grad and param.dtype not in _DTYPES:
+            return f"{name} is {describe(param)}: parameters must be real floating-point numbers"
+        if param.layout is not torch.strided or not is_dense(param):
+            return f"{name} has gaps in its memory: replace it by its .contiguous() copy"
+    if not any(param.requires_grad for param in model.parameters()):
+        return "the model has no parameter with requires_grad=True: there is nothing to train"
+    return None
+
+
+def _find_bad_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str | None:
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        return f"distribute(..., optimizer): expected a torch.optim.Optimizer, got {kind}"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return (
+            "LBFGS evaluates the loss inside step(closure), where each worker would follow its own"
+            " loss into another search direction; use an optimizer without closure"
+        )
+    known = {id(param) for param in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in known:
+                return (
+                    f"parameter {position} of the optimizer's group {number} ({describe(param)}) is"
+                    " not a parameter of this model; make the optimizer from model.parameters() of"
+                    " the model that you pass"
+                )
+    return None
+
+
+def raise_on_all(group: Group, problem: str | None) -> None:
+    """Raise UsageError on every rank when any rank has found a problem. Collective."""
+    problems = tell_all(group, problem)
+    found = [(group.ranks[r], text) for r, text in enumerate(problems) if text is not None]
+    if not found:
+        return
+    ranks = [rank for rank, text in found if text == found[0][1]]
+    who = "all ranks" if len(ranks) == group.size else f"rank {', '.join(map(str, ranks))}"
+    raise UsageError(f"distribute ({who}): {found[0][1]}")
+
+
+def require_same_model(
+    group: Group,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    options: Sequence[str],
+) -> None:
+    """Raise InconsistentRanks on every rank when their models or settings differ. Collective."""
+    lines = [*options, *_model_lines(model), *_optimizer_lines(model, optimizer)]
+    difference = first_difference(group, lines)
+    if difference is not None:
+        raise InconsistentRanks(
+            f"distribute: the model or its settings differ between ranks: {difference}; every rank"
+            " must build the same model, in the same order, with the same optimizer"
+        )
+
+
+def _model_lines(model: nn.Module) -> list[str]:
+    lines = []
+    for name, param in model.named_parameters():
+        kind = "trainable" if param.requires_grad else "frozen"
+        lines.append(f"{kind} parameter {Named(name, param)} stride {list(param.stride())}")
+    lines += [f"buffer {name} {describe(buffer)}" for name, buffer in model.named_buffers()]
+    return lines
+
+
+def _optimizer_lines(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    if optimizer is None:
+        return ["no optimizer"]
+    names = {id(param): name for name, param in model.named_parameters()}
+    lines = [f"optimizer {type(optimizer).__name__}"]
+    for number, group in enumerate(optimizer.param_groups):
+        settings = {
+            key: value if not isinstance(value, torch.Tensor) else value.tolist()
+            for key, value in group.items()
+            if key != "params"
+        }
+        lines.append(f"group {number} with {settings}")
+        lines += [f"group {number} has {names[id(param)]}" for param in group["params"]]
+    return lines

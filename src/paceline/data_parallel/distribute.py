@@ -1,0 +1,125 @@
+"""pl.distribute: make a model and its optimizer train on all workers.
+
+Both stay the objects that they were. The model gets hooks (on its parameters, and around forward),
+the optimizer another `step`; nothing is wrapped, so state_dict, schedulers, GradScaler and copies
+of the model work as in a plain script.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+
+import torch
+from torch import nn
+
+from paceline import _core
+from paceline.collectives.group import Group
+from paceline.config import requested_pace
+from paceline.data_parallel.checks import find_problem, raise_on_all, require_same_model
+from paceline.data_parallel.options import Options
+from paceline.data_parallel.training import Training
+from paceline.errors import PacelineError
+from paceline.job import Job, current
+from paceline.pace.parse import PaceSpec, parse
+
+_trainings: weakref.WeakKeyDictionary[nn.Module, Training] = weakref.WeakKeyDictionary()
+_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def distribute(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    pace: str = "allreduce",
+    *,
+    update: str = "auto",
+    buffers: str = "broadcast",
+    batchnorm: str = "local",
+    unused: str = "warn",
+    nonfinite: str = "ignore",
+    bucket_mb: float = 16.0,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Train this model on all workers of the job; return the same two objects. Collective.
+
+    Every worker starts with rank 0's parameters and buffers. When `backward()` returns,
+    `param.grad` holds the average over the workers; inside `with model.no_sync():` gradients add up
+    locally.
+
+    pace       how the workers agree; `paceline run --pace` wins over it. Its brackets may hold any
+               of the following: "allreduce[update=sharded]"
+    update     "replicated": every worker updates a copy of its own; "sharded": parameters and
+               optimizer state exist once per host, each worker updates its part; "auto": sharded
+               where several workers share a host and the optimizer allows it
+    buffers    after each step: "broadcast" rank 0's, "average" over the workers, or leave "local"
+    batchnorm  "local" statistics of each worker's batch, or "global" ones of all batches together
+    unused     parameters without gradient: "warn" once, "error", or "ignore"
+    nonfinite  NaN or infinite gradients: "ignore", "raise" on all ranks, or "skip" the step on all
+    bucket_mb  gradients travel in parts of about this size
+
+    Raises UsageError (also on the ranks that did nothing wrong) for a model or optimizer that
+    cannot be distributed, InconsistentRanks when the ranks' models differ.
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, optimizer = pl.distribute(model, optimizer)
+    """
+    job = current()
+    group = Group(job.fabric, job.world.ranks)  # its own order of operations
+    problem, options, asked = None, Options(), PaceSpec("allreduce")
+    try:
+        options, asked = _choose(
+            pace,
+            Options(
+                update=update,
+                buffers=buffers,
+                batchnorm=batchnorm,
+                unused=unused,
+                nonfinite=nonfinite,
+                bucket_mb=bucket_mb,
+            ),
+        )
+    except PacelineError as error:  # the others must hear of it
+        problem = str(error)
+    problem = problem or find_problem(model, optimizer) or _find_second_call(model, optimizer)
+    raise_on_all(group, problem)
+    require_same_model(group, model, optimizer, [f"pace {asked}", f"options {options}"])
+    _core.keep_freed_memory()
+    training = Training(job, group, model, optimizer, options)
+    _trainings[model] = training
+    if optimizer is not None:
+        _optimizers.add(optimizer)
+    if job.env.rank == 0:
+        _announce(job, training, asked)
+    return model, optimizer
+
+
+def _choose(pace: str, options: Options) -> tuple[Options, PaceSpec]:
+    """Combine the script's pace and arguments with what the command line says, which wins."""
+    mine = parse(pace)
+    told = requested_pace()
+    asked = mine if told is None else parse(told)
+    if told is not None and current().env.rank == 0 and str(asked) != str(mine):
+        _say(f"pace {asked} from the command line instead of the script's {mine}")
+    return options.overridden(mine.options).overridden(asked.options), asked
+
+
+def _find_second_call(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str | None:
+    if model in _trainings:
+        return "this model has been distributed already; call distribute once for each model"
+    if optimizer is not None and optimizer in _optimizers:
+        return "this optimizer belongs to a model that has been distributed already"
+    taken = {id(p) for training in _trainings.values() for p in training.reducer.params}
+    for name, param in model.named_parameters():
+        if id(param) in taken:
+            return f"{name} belongs to another model that has been distributed already"
+    return None
+
+
+def _announce(job: Job, training: Training, asked: PaceSpec) -> None:
+    if job.env.source != "alone":
+        _say(f"{asked}: {training.describe()}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"[paceline] {text}\n")
+    sys.stderr.flush()

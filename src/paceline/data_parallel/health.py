@@ -1,0 +1,122 @@
+"""Gradients that are missing or not finite: the same decision on all ranks, and who caused it.
+
+Every rank sees the same averages and the same roll call, so all come to the same decision without
+a message; only when something is wrong do they tell each other whose it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from paceline.collectives.agreement import tell_all
+from paceline.collectives.group import Group
+from paceline.data_parallel.options import Options
+from paceline.data_parallel.reducer import Reducer
+from paceline.errors import NonFiniteGradient, UsageError
+
+_SHOWN = 5
+
+
+class Health:
+    """Looks at the gradients after each exchange, as the options say."""
+
+    def __init__(self, group: Group, options: Options) -> None:
+        self._group = group
+        self._options = options
+        self._named: set[str] = set()  # parameters that were named in a warning already
+        self.skipped_steps = 0
+
+    def look(self, reducer: Reducer, flags: Sequence[float]) -> None:
+        """Check what the exchange brought; runs at the end of backward on every rank."""
+        if self._options.unused != "ignore" and min(flags, default=1.0) < 1.0:
+            self._unused(reducer, flags)
+        if self._options.nonfinite != "ignore" and not _all_finite(reducer):
+            self._nonfinite(reducer)
+
+    # -- missing ------------------------------------------------------------------------------
+
+    def _unused(self, reducer: Reducer, flags: Sequence[float]) -> None:
+        frozen = reducer.frozen
+        names = [
+            name
+            for name, flag in zip(reducer.names, flags, strict=True)
+            if flag < 1.0 and name not in frozen and name not in self._named
+        ]
+        if not names:
+            return
+        lacking = tell_all(self._group, [name for name in names if name in reducer.absent])
+        everywhere = [name for name in names if all(name in there for there in lacking)]
+        somewhere = [name for name in names if name not in everywhere]
+        text = f"step {reducer.step}: "
+        if everywhere:
+            text += f"no gradient on any rank for {_list(everywhere)}"
+        if somewhere:
+            ranks = [
+                self._group.ranks[r]
+                for r, there in enumerate(lacking)
+                if set(there) & set(somewhere)
+            ]
+            text += (
+                f"{'; ' if everywhere else ''}none on rank {_list(ranks)} for {_list(somewhere)}"
+            )
+        if self._options.unused == "error":
+            raise UsageError(
+                f"{text}. Every rank must use these parameters in its loss, or freeze them with"
+                " requires_grad_(False); unused='warn' goes on (a missing gradient counts as zero)"
+            )
+        self._named.update(names)
+        if self._group.rank == 0:
+            warnings.warn(
+                f"{text}. A gradient that is missing on all ranks stays None, one that is missing"
+                " on some counts as zero there; freeze parameters that are not used, or pass"
+                " unused='ignore'. (This is said once for each parameter.)",
+                stacklevel=2,
+            )
+
+    # -- not finite ---------------------------------------------------------------------------
+
+    def _nonfinite(self, reducer: Reducer) -> None:
+        found = tell_all(self._group, _bad_contributions(reducer))
+        culprits = [(self._group.ranks[r], names) for r, names in enumerate(found) if names]
+        if culprits:
+            text = "; ".join(f"rank {rank}: {_list(names)}" for rank, names in culprits)
+        else:
+            text = "no rank alone: the sum over the ranks overflowed"
+        what = f"step {reducer.step}: a gradient is NaN or infinite ({text})"
+        if self._options.nonfinite == "raise":
+            raise NonFiniteGradient(
+                f"{what}. Lower the learning rate, clip gradients or look at that rank's batch;"
+                " nonfinite='skip' leaves such steps out on all ranks"
+            )
+        self.skipped_steps += 1
+        for param in reducer.params:
+            param.grad = None
+        if self._group.rank == 0:
+            warnings.warn(f"{what}; the step is left out on all ranks", stacklevel=2)
+
+
+def _all_finite(reducer: Reducer) -> bool:
+    for flat in reducer.averages():
+        if flat.numel():
+            low, high = torch.aminmax(flat)  # both are NaN if any element is
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                return False
+    return True
+
+
+def _bad_contributions(reducer: Reducer) -> list[str]:
+    """Name the parameters whose own gradient on this rank, before the exchange, was not finite."""
+    return [
+        slot.name
+        for bucket in reducer.buckets
+        for slot in bucket.slots
+        if not torch.isfinite(slot.grad).all()
+    ]
+
+
+def _list(things: Sequence[object]) -> str:
+    shown = ", ".join(str(thing) for thing in things[:_SHOWN])
+    return shown + (f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else "")

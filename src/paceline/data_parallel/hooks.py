@@ -1,0 +1,66 @@
+"""What a distributed model carries around: hooks around forward, and `no_sync`.
+
+A copy of the model (for an exponential moving average, say) or a saved one is a plain model again:
+what hangs on it refers to the training of the original, so copies get a stand-in that does nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Watcher(Protocol):
+    """Who wants to know of forward passes."""
+
+    def before_forward(self) -> None: ...
+    def after_forward(self, output: Any) -> None: ...
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+
+def attach(model: nn.Module, watcher: Watcher) -> None:
+    """Tell `watcher` of every forward pass of this model, and give the model its `no_sync`."""
+    original = weakref.ref(model)
+
+    def before(module: nn.Module, _: Any) -> None:
+        # Inside torch.compile nothing may happen here; parameters announce the backward pass then.
+        if not torch.compiler.is_compiling() and module is original():
+            watcher.before_forward()
+
+    def after(module: nn.Module, _: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and module is original():
+            watcher.after_forward(output)
+
+    model.register_forward_pre_hook(Detached(before, _nothing))
+    model.register_forward_hook(Detached(after, _nothing))
+    object.__setattr__(model, "no_sync", Detached(watcher.no_sync, nullcontext))
+
+
+class Detached:
+    """A function that a copy of its owner does not take along; it gets `in_copies` instead."""
+
+    def __init__(self, function: Callable[..., Any], in_copies: Callable[..., Any]) -> None:
+        self._function = function
+        self._in_copies = in_copies
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return self._in_copies
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
+        return _same, (self._in_copies,)
+
+
+def _nothing(*_: Any) -> None:
+    """Stand in for a hook."""
+
+
+def _same(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function

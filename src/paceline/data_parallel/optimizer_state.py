@@ -1,0 +1,210 @@
+"""The optimizer's state when its parameters are shared out among the workers of a host.
+
+Each worker holds the state of its own pieces. To the script it must look whole: `state_dict()`
+gives every parameter's state in the parameter's shape, `load_state_dict()` takes it, also on one
+worker alone, when the others are not asked. So state tensors lie in engine memory, which all
+workers of the host can read; whenever new ones appear (as a rule in the first step), their owners
+tell the others where. Nobody changes them outside of `step()`, which no worker enters alone.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline import _core
+from paceline.collectives.agreement import tell_all
+from paceline.collectives.group import Group
+from paceline.data_parallel.ownership import Range
+from paceline.data_parallel.update import replace_method
+
+_ALIGNMENT = 64
+
+Pieces = Sequence[tuple[torch.nn.Parameter, Range, torch.nn.Parameter]]
+
+
+class HostState:
+    """All workers' optimizer state on this host, as seen by one of them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, host: Group, engine: _core.Engine) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._host = host
+        self._engine = engine
+        self._pieces: list[tuple[torch.nn.Parameter, Range, torch.nn.Parameter]] = []
+        self._told: dict[int, dict[str, Any]] = defaultdict(dict)  # by the owner of piece i, by key
+        self._shared: dict[tuple[int, str], torch.Tensor] = {}  # own tensors in engine memory
+        self._values: dict[tuple[int, str], Any] = {}  # own entries that are not tensors, as told
+        self._news: list[tuple[int, str, Any]] = []
+        self._loaded: dict[torch.nn.Parameter, dict[str, Any]] = {}  # until the next step
+        inner = replace_method(optimizer, "state_dict", lambda _: self._state_dict(inner))
+        load = replace_method(
+            optimizer, "load_state_dict", lambda _, state: self._load_state_dict(load, state)
+        )
+
+    def add(self, pieces: Pieces) -> None:
+        """Take over the state of more parameters; what there is already is shared out."""
+        self._pieces.extend(pieces)
+        self._adopt()
+
+    # -- after each step ----------------------------------------------------------------------
+
+    def move_to_engine_memory(self) -> bool:
+        """Put new state of the own pieces where the others can read it; True if there is any."""
+        self._loaded.clear()
+        state = self._opt.state
+        new: list[tuple[int, str, torch.Tensor]] = []
+        for number, (_, part, tensor) in enumerate(self._pieces):
+            if part.owner != self._host.rank or tensor not in state:
+                continue
+            for key, value in state[tensor].items():
+                if not isinstance(value, torch.Tensor):
+                    if self._values.get((number, key), _NOTHING) != value:
+                        self._values[number, key] = value
+                        self._news.append((number, key, {"value": value}))
+                    continue
+                known = self._shared.get((number, key))
+                if known is None or known.shape != value.shape or known.dtype != value.dtype:
+                    new.append((number, key, value))
+                elif known is not value:  # the optimizer made a new tensor
+                    state[tensor][key] = known.copy_(value)
+        if new:
+            self._place(new)
+        return bool(self._news)
+
+    def _place(self, new: Sequence[tuple[int, str, torch.Tensor]]) -> None:
+        sizes = [-(-_bytes(value) // _ALIGNMENT) * _ALIGNMENT for _, _, value in new]
+        memory = torch.from_numpy(self._engine.allocate(max(sum(sizes), 1), apart=True))
+        segment, offset = self._engine.locate(memory.data_ptr(), memory.numel())
+        at = 0
+        for (number, key, value), size in zip(new, sizes, strict=True):
+            flat = memory[at : at + _bytes(value)].view(value.dtype)
+            shared = flat.as_strided(value.size(), value.stride()).copy_(value)
+            self._shared[number, key] = shared
+            self._opt.state[self._pieces[number][2]][key] = shared
+            place = {
+                "where": [segment, offset + at],
+                "dtype": str(value.dtype).removeprefix("torch."),
+                "shape": list(value.shape),
+                "stride": list(value.stride()),
+            }
+            self._news.append((number, key, place))
+            at += size
+
+    def tell_where(self) -> None:
+        """Exchange what is new. Collective on the host."""
+        news, self._news = self._news, []
+        for entries in tell_all(self._host, news):
+            for number, key, entry in entries:
+                self._told[number][key] = entry
+
+    # -- what the script sees -----------------------------------------------------------------
+
+    @property
+    def _opt(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    def _state_dict(self, state_dict: Any) -> dict[str, Any]:
+        optimizer = self._opt
+        mine = optimizer.state
+        optimizer.state = self._whole(mine)
+        try:
+            return state_dict()  # type: ignore[no-any-return]
+        finally:
+            optimizer.state = mine
+
+    def _load_state_dict(self, load_state_dict: Any, state_dict: dict[str, Any]) -> None:
+        load_state_dict(state_dict)
+        for known in (self._told, self._shared, self._values, self._loaded):
+            known.clear()  # type: ignore[attr-defined]
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Of whole parameters' state that the optimizer holds, keep what belongs to own pieces."""
+        state = self._opt.state
+        for param, part, tensor in self._pieces:
+            entries = self._loaded.get(param) or state.get(param)
+            if not entries:
+                continue
+            self._loaded.setdefault(param, dict(entries))
+            if part.owner == self._host.rank:
+                state[tensor] = {key: _part(value, param, part) for key, value in entries.items()}
+        kept = {id(t) for _, part, t in self._pieces if part.owner == self._host.rank}
+        for param, _, _ in self._pieces:
+            if id(param) not in kept:
+                state.pop(param, None)
+
+    def _whole(self, mine: dict[Any, Any]) -> dict[Any, Any]:
+        """Return every parameter's state in its own shape."""
+        cut = {id(tensor) for _, _, tensor in self._pieces}
+        whole: dict[Any, Any] = defaultdict(
+            dict, {key: value for key, value in mine.items() if id(key) not in cut}
+        )
+        parts: dict[torch.nn.Parameter, list[_Entries]] = defaultdict(list)
+        for number, (param, part, tensor) in enumerate(self._pieces):
+            if part.owner == self._host.rank:
+                entries = dict(mine.get(tensor, {}))
+            else:
+                told = self._told[number].items()
+                entries = {key: self._read(part.owner, entry) for key, entry in told}
+            parts[param].append((part, tensor.shape, entries))
+        for param, pieces in parts.items():
+            if param in self._loaded:
+                whole[param] = self._loaded[param]
+            elif pieces[0][2]:
+                whole[param] = _join(param, pieces)
+        return whole
+
+    def _read(self, owner: int, entry: dict[str, Any]) -> Any:
+        """Return one entry of another worker's state; a tensor as it lies in that one's memory."""
+        if "where" not in entry:
+            return entry["value"]
+        dtype: torch.dtype = getattr(torch, entry["dtype"])
+        count = math.prod(entry["shape"])
+        if count == 0:
+            return torch.empty(entry["shape"], dtype=dtype)
+        segment, offset = entry["where"]
+        rank = self._host.ranks[owner]
+        memory = self._engine.memory_of_peer(rank, segment, offset, count * dtype.itemsize)
+        return torch.from_numpy(memory).view(dtype).as_strided(entry["shape"], entry["stride"])
+
+
+_Entries = tuple[Range, torch.Size, dict[str, Any]]  # of one piece: which, its shape, its state
+_NOTHING = object()
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _part(value: Any, param: torch.nn.Parameter, part: Range) -> Any:
+    """Return the piece's share of one entry of a whole parameter's state."""
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    if part.stop - part.start == param.numel():
+        return value
+    dense = torch.empty_strided(param.size(), param.stride(), dtype=value.dtype).copy_(value)
+    return dense.as_strided((param.numel(),), (1,))[part.start : part.stop].clone()
+
+
+def _join(param: torch.nn.Parameter, pieces: Sequence[_Entries]) -> dict[str, Any]:
+    """Put the pieces of one parameter's state together, in the parameter's shape."""
+    _, shape, first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    joined: dict[str, Any] = {}
+    for key, value in first.items():
+        if not isinstance(value, torch.Tensor) or value.shape != shape:
+            joined[key] = value  # what all pieces share, like the number of steps
+            continue
+        flat = torch.empty(param.numel(), dtype=value.dtype)
+        for part, _, entries in pieces:
+            flat[part.start : part.stop] = entries[key]
+        joined[key] = flat.as_strided(param.size(), param.stride())
+    return joined

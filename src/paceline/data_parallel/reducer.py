@@ -1,0 +1,271 @@
+"""Reducer: follows a backward pass and has gradients exchanged while it still runs.
+
+    hook of each parameter   its fresh gradient goes into its bucket
+    bucket full              submitted to the exchange, strictly in bucket order
+    end of backward          what is left is submitted; all are waited for; param.grad = the average
+
+The order of buckets is the same on all workers, so nobody negotiates. A parameter that got no
+gradient contributes zero; in the ROLL CALL, a small all-reduce behind the last bucket, each worker
+says which parameters had one, so that a parameter that nobody used keeps `grad = None` everywhere.
+
+When does a backward pass end? Autograd runs callbacks at the end of the pass in which they were
+queued. Under reentrant checkpointing passes nest, and the first parameter may become ready in an
+inner one; so the callback is queued by the first gradient of the model's outputs, which arrives in
+the outermost pass, and by a parameter only if the script went round `model(...)`.
+
+Threads: everything here runs on the thread that calls backward(); the engine's own thread moves the
+data meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from paceline.collectives.group import Group
+from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.layout import Named
+from paceline.data_parallel.sparse import SparseGradients
+from paceline.errors import PacelineError, UsageError
+from paceline.pace.exchange import Exchange
+from paceline.work import Work
+
+
+class Reducer:
+    """Averages the gradients of some parameters over the workers, during backward."""
+
+    def __init__(self, group: Group, exchange: Exchange) -> None:
+        self._group = group
+        self._exchange = exchange
+        self.buckets: list[Bucket] = []
+        self._slots: list[Slot] = []
+        self._sparse: list[Named] = []
+        self._sparse_gradients = SparseGradients(group)
+        self._flags = self._called = torch.empty(0)
+        self._weight_hooks: list[RemovableHandle] = []
+        self._weight = 1.0
+        self._sync = True
+        self._active = False  # inside a backward pass that exchanges gradients
+        self._next = 0  # the bucket to submit next
+        self._works: list[Work[Any]] = []
+        self.step = 0  # backward passes with exchange so far
+        self.has_local_gradients = False  # the last backward pass was one without exchange
+        self.absent: set[str] = set()  # parameters that had no gradient here in the last pass
+        self.waited_s = 0.0  # time in which this worker did nothing but wait for others
+        self.after_exchange: Callable[[Reducer, Sequence[float]], None] | None = None
+
+    # -- which parameters ---------------------------------------------------------------------
+
+    def add(self, buckets: Sequence[Bucket], sparse: Sequence[Named] = ()) -> None:
+        """Take over the gradients of more parameters; between two backward passes only."""
+        for bucket in buckets:
+            self.buckets.append(bucket)
+            for slot in bucket.slots:
+                self._slots.append(slot)
+                slot.param.register_post_accumulate_grad_hook(partial(self._on_grad_ready, slot))
+        for named in sparse:
+            self._sparse.append(named)
+            named.param.register_post_accumulate_grad_hook(self._on_sparse_ready)
+        num_params = len(self._slots) + len(self._sparse)
+        self._flags, self._called = torch.empty(num_params), torch.empty(num_params)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters in the order of the roll call."""
+        return [slot.name for slot in self._slots] + [named.name for named in self._sparse]
+
+    @property
+    def params(self) -> list[torch.nn.Parameter]:
+        """The parameters in the order of the roll call."""
+        return [slot.param for slot in self._slots] + [named.param for named in self._sparse]
+
+    @property
+    def frozen(self) -> set[str]:
+        """The parameters that want no gradient (any more)."""
+        pairs = zip(self.names, self.params, strict=True)
+        return {name for name, param in pairs if not param.requires_grad}
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    def averages(self) -> Iterator[torch.Tensor]:
+        """The gradients that the workers agreed on in the last exchange, as flat tensors."""
+        for bucket in self.buckets:
+            yield bucket.averaged
+        for named in self._sparse:
+            grad = named.param.grad
+            if grad is not None:
+                yield grad.coalesce().values() if grad.is_sparse else grad
+
+    def refresh(self) -> None:
+        """Look again which parameters want a gradient; between two backward passes only."""
+        for bucket in self.buckets:
+            bucket.begin()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up locally; the next backward pass outside exchanges the sum."""
+        was, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = was
+
+    def set_weight(self, weight: float) -> None:
+        """Scale the gradients of the following backward passes (see contribution.py)."""
+        self._weight = weight
+        for handle in self._weight_hooks:
+            handle.remove()
+        self._weight_hooks.clear()
+        if weight != 1.0:
+            self._weight_hooks = [
+                param.register_hook(self._scale) for param in self.params if param.requires_grad
+            ]
+
+    def _scale(self, grad: torch.Tensor) -> torch.Tensor:
+        # Zero times a gradient would keep its infinities.
+        return grad * self._weight if self._weight else torch.zeros_like(grad)
+
+    # -- during backward ----------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Note that a backward pass has begun; called from inside of it, any number of times."""
+        if not self._active and self._sync:
+            self._active = True
+            Variable._execution_engine.queue_callback(self._on_backward_end)
+
+    def _on_grad_ready(self, slot: Slot, param: torch.nn.Parameter) -> None:
+        if not self._sync:
+            self.has_local_gradients = True
+            return
+        self.begin_backward()
+        grad = param.grad
+        assert grad is not None
+        if grad.requires_grad:
+            raise _double_backward(slot.name)
+        bucket = slot.bucket
+        if bucket.is_submitted:
+            raise UsageError(
+                f"rank {self._group.rank}: {slot.name} got another gradient after its bucket was"
+                " sent; it is used in several reentrant checkpoints: use"
+                " checkpoint(..., use_reentrant=False)"
+            )
+        if grad.layout is not torch.strided:
+            param.grad = grad.to_dense()
+        bucket.take(slot)
+        if bucket.is_full:
+            self._submit_full()
+
+    def _on_sparse_ready(self, param: torch.nn.Parameter) -> None:
+        if not self._sync:
+            self.has_local_gradients = True
+            return
+        self.begin_backward()
+        if param.grad is not None and param.grad.requires_grad:
+            raise _double_backward(next(n.name for n in self._sparse if n.param is param))
+
+    def _submit_full(self) -> None:
+        while self._next < len(self.buckets) and self.buckets[self._next].is_full:
+            bucket = self.buckets[self._next]
+            bucket.is_submitted = True
+            self._works.append(self._exchange.submit(bucket, self.step))
+            self._next += 1
+
+    # -- end of backward ----------------------------------------------------------------------
+
+    def _on_backward_end(self) -> None:
+        if not self._active:
+            return
+        if not self._touched():  # gradients of something else flowed through the model's outputs
+            self._active = False
+            return
+        for bucket in self.buckets[self._next :]:
+            bucket.complete()
+            bucket.is_submitted = True
+            self._works.append(self._exchange.submit(bucket, self.step))
+        flags = self._call_roll()
+        self._average_sparse(flags)
+        for slot, flag in zip(self._slots, flags, strict=False):
+            slot.param.grad = slot.averaged if flag else None
+        self._reset()
+        if self.after_exchange is not None:
+            self.after_exchange(self, flags)
+
+    def _touched(self) -> bool:
+        return (
+            self._next > 0
+            or any(slot.ready for slot in self._slots)
+            or any(named.param.grad is not None for named in self._sparse)
+        )
+
+    def _call_roll(self) -> list[float]:
+        """Ask who had gradients for what, and wait until all buckets are there."""
+        here = [slot.ready for slot in self._slots]
+        here += [named.param.grad is not None for named in self._sparse]
+        self._flags.fill_(1.0)
+        self.absent.clear()
+        if not all(here):
+            self._flags[:] = torch.tensor(here)
+            pairs = zip(self.names, here, strict=True)
+            self.absent.update(name for name, is_here in pairs if not is_here)
+        start = time.perf_counter()
+        self._group.all_reduce(self._flags, "mean", out=self._called)  # behind all buckets
+        for work in self._works:
+            work.wait()
+        self.waited_s += time.perf_counter() - start
+        return self._called.tolist()
+
+    def _average_sparse(self, flags: Sequence[float]) -> None:
+        for named, flag in zip(self._sparse, flags[len(self._slots) :], strict=True):
+            if not flag:
+                continue
+            param, start = named.param, time.perf_counter()
+            grad = param.grad
+            if grad is None:
+                grad = torch.sparse_coo_tensor(
+                    torch.empty(1, 0, dtype=torch.int64),
+                    torch.empty(0, *param.shape[1:], dtype=param.dtype),
+                    param.shape,
+                )
+            if grad.is_sparse:
+                param.grad = self._sparse_gradients.average(grad)
+            else:  # the weight is tied to a layer that uses it densely
+                self._group.all_reduce(grad, "mean")
+            self.waited_s += time.perf_counter() - start
+
+    def _reset(self) -> None:
+        self._works.clear()
+        self._next = 0
+        self._active = False
+        self.has_local_gradients = False
+        self.step += 1
+        for bucket in self.buckets:
+            bucket.begin()
+
+    def require_clean(self) -> None:
+        """Called outside of backward: find out whether the last pass broke off."""
+        if not self._active or torch._C._current_graph_task_id() != -1:
+            return
+        if self._works:
+            raise PacelineError(
+                f"rank {self._group.rank}: the last backward pass ended with an error after it had"
+                " sent gradients, so the workers are out of step; start again from a checkpoint"
+            )
+        self._active = False
+        self.refresh()
+
+
+def _double_backward(name: str) -> UsageError:
+    return UsageError(
+        f"backward(create_graph=True): the gradient of {name} has a graph of its own, which cannot"
+        " be averaged over the workers; compute inner gradients with torch.autograd.grad(...) and"
+        " call backward() without create_graph"
+    )

@@ -1,0 +1,148 @@
+"""The sharded update: parameters once per host, each worker updates its part of them.
+
+All workers of a host compute with the same parameters, which lie in memory that they share. After
+backward every worker has the averaged gradients, so it can update any part on its own; it updates
+the pieces that it owns (ownership.py) with the user's optimizer, which sees only those. One barrier
+before (nobody still reads the old values) and one behind (everybody has written the new ones), and
+the next step can begin: the gather that a sharded update needs elsewhere is a barrier here. Between
+hosts nothing is sent at all, since each host updates a copy of its own.
+
+The optimizer's state exists once per host as well. It is kept in engine memory, so that
+`state_dict()` on any one worker can read all of it without asking the others (optimizer_state.py).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from paceline import _core
+from paceline.collectives.group import Group
+from paceline.data_parallel.bucket import Slot
+from paceline.data_parallel.optimizer_state import HostState
+from paceline.data_parallel.ownership import Range, cut_anywhere, cut_at_borders, is_elementwise
+from paceline.data_parallel.update import Step
+
+
+@dataclass
+class Piece:
+    """What one worker updates of one parameter."""
+
+    slot: Slot
+    range: Range
+    tensor: torch.nn.Parameter  # the parameter itself, or a flat part of it
+    grad: torch.Tensor | None  # the same part of the averaged gradients; None: all of them
+
+    @property
+    def is_whole(self) -> bool:
+        return self.tensor is self.slot.param
+
+
+class ShardedUpdate:
+    """Updates this worker's pieces; the other workers of the host do theirs at the same time."""
+
+    name = "sharded"
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        host: Group,
+        engine: _core.Engine,
+        slot_of: Callable[[torch.nn.Parameter], Slot | None],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._host = host
+        self._slot_of = slot_of
+        self._cut = cut_anywhere if is_elementwise(optimizer) else cut_at_borders
+        self._pieces: dict[torch.nn.Parameter, list[Piece]] = {}  # of all workers, by parameter
+        self._news = torch.zeros(1, dtype=torch.int32)
+        self.waited_s = 0.0
+        self.state = HostState(optimizer, host, engine)
+        self._take_in_new_parameters(optimizer)
+
+    def run(self, step: Step) -> Any:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self._take_in_new_parameters(optimizer)
+        self._wait(self._host.barrier)  # whoever still computes with the old values, finish
+        everything = [group["params"] for group in optimizer.param_groups]
+        try:
+            for group, params in zip(optimizer.param_groups, everything, strict=True):
+                group["params"] = self._mine(params)
+            result = step()
+        finally:
+            for group, params in zip(optimizer.param_groups, everything, strict=True):
+                group["params"] = params
+        # Autograd must notice that parameters changed which other workers have updated.
+        increment_version([param for param in self._pieces if not self._owns(param)])
+        self._news[0] = self.state.move_to_engine_memory()
+        self._wait(lambda: self._host.all_reduce(self._news, "max"))
+        if self._news.item():
+            self.state.tell_where()
+        return result
+
+    def _wait(self, collective: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        collective()
+        self.waited_s += time.perf_counter() - start
+
+    def _owns(self, param: torch.nn.Parameter) -> bool:
+        pieces = self._pieces[param]
+        return len(pieces) == 1 and pieces[0].range.owner == self._host.rank
+
+    def _mine(self, params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Return what this worker updates of these, with its gradients in place."""
+        mine: list[torch.nn.Parameter] = []
+        for param in params:
+            if param not in self._pieces:  # not shared: every worker updates its own copy
+                mine.append(param)
+                continue
+            for piece in self._pieces[param]:
+                if piece.range.owner == self._host.rank:
+                    _give_gradient(piece)
+                    mine.append(piece.tensor)
+        return mine
+
+    def _take_in_new_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Share out the parameters that were not there before (first call: all)."""
+        slots: list[Slot] = []
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                slot = self._slot_of(param)
+                if param not in self._pieces and slot is not None:
+                    slots.append(slot)
+        if not slots:
+            return
+        slots.sort(key=lambda slot: slot.index)
+        pieces: list[Piece] = []
+        for part in self._cut([slot.place.count for slot in slots], self._host.size):
+            slot = slots[part.index]
+            pieces.append(_piece(slot, part))
+            self._pieces.setdefault(slot.param, []).append(pieces[-1])
+        self.state.add([(piece.slot.param, piece.range, piece.tensor) for piece in pieces])
+
+
+def _piece(slot: Slot, part: Range) -> Piece:
+    if part.stop - part.start == slot.place.count:
+        return Piece(slot, part, slot.param, None)
+    start, stop = slot.place.start + part.start, slot.place.start + part.stop
+    tensor = torch.nn.Parameter(slot.bucket.params[start:stop])
+    return Piece(slot, part, tensor, slot.bucket.averaged[start:stop])
+
+
+def _give_gradient(piece: Piece) -> None:
+    if piece.is_whole:
+        return
+    grad, averaged = piece.slot.param.grad, piece.slot.averaged
+    if grad is None:
+        piece.tensor.grad = None
+        return
+    if grad.data_ptr() != averaged.data_ptr():  # the script put another tensor there
+        averaged.copy_(grad)
+    piece.tensor.grad = piece.grad

@@ -1,0 +1,233 @@
+"""Training: everything that a distributed model needs from its first step to its last.
+
+forward       are other parameters trainable than before? then they join
+backward      the reducer collects and averages gradients
+step          the update runs the optimizer; buffers are brought together meanwhile
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from paceline.collectives.group import Group
+from paceline.collectives.memory import allocate, allocate_on_host
+from paceline.data_parallel.batchnorm import use_global_statistics
+from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.buffers import Buffers
+from paceline.data_parallel.health import Health
+from paceline.data_parallel.hooks import attach
+from paceline.data_parallel.layout import Named, plan_buckets
+from paceline.data_parallel.options import Options
+from paceline.data_parallel.ownership import is_elementwise
+from paceline.data_parallel.reducer import Reducer
+from paceline.data_parallel.sharded import ShardedUpdate
+from paceline.data_parallel.update import ReplicatedUpdate, Step, Update, bind_step
+from paceline.errors import UsageError
+from paceline.job import Job
+from paceline.pace.allreduce import AllReduce
+from paceline.telemetry.events import COMM_SHARE, COMPUTE_SHARE
+
+_FIRST_BUCKET_BYTES = 1 << 20
+
+
+class Training:
+    """One distributed model with its optimizer."""
+
+    def __init__(
+        self,
+        job: Job,
+        group: Group,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        options: Options,
+    ) -> None:
+        self._job = job
+        self._group = group
+        self._engine = job.fabric.engine
+        self._model = weakref.ref(model)
+        self._options = options
+        members = job.fabric.membership.members
+        self._host = Group(job.fabric, [m.rank for m in members if m.host_id == job.env.host_id])
+        self._shares_params = self._wants_sharing(optimizer)
+        self.health = Health(group, options)
+        self.reducer = Reducer(group, AllReduce(group))
+        self.reducer.after_exchange = self.health.look
+        self._slots: dict[nn.Parameter, Slot] = {}
+        self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
+        self._num_global_norms = (
+            use_global_statistics(model, Group(job.fabric, job.world.ranks))
+            if options.batchnorm == "global"
+            else 0
+        )
+        self._adopt_initial_values(model)
+        self._take_in(model, [Named(n, p) for n, p in model.named_parameters() if p.requires_grad])
+        self.buffers = Buffers(
+            model, Group(job.fabric, job.world.ranks), self._engine, options.buffers
+        )
+        self.buffers.broadcast_now()
+        self.update: Update = self._choose_update(optimizer)
+        self._ended_s = time.perf_counter()
+        self._waited_s = 0.0
+        if optimizer is not None:
+            bind_step(optimizer, self._around_step)
+        job.contribution.watch(self.reducer.set_weight)
+        attach(model, self)
+
+    def describe(self) -> str:
+        """Say in one line what was set up."""
+        params = sum(p.numel() for p in self.reducer.params)
+        parts = [
+            f"{params / 1e6:.3g} M parameters in {len(self.reducer.buckets)} buckets,"
+            f" {self._group.size} workers",
+            f"update {self.update.name}",
+            f"buffers {self._options.buffers}",
+        ]
+        if self._num_global_norms:
+            parts.append(f"global statistics in {self._num_global_norms} batch norms")
+        return ", ".join(parts)
+
+    # -- setting up ---------------------------------------------------------------------------
+
+    def _wants_sharing(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        if optimizer is None or self._options.update == "replicated":
+            return False
+        if self._options.update == "sharded":
+            return True
+        return self._host.size > 1 and is_elementwise(optimizer)
+
+    def _adopt_initial_values(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                self._group.broadcast(param.detach())
+
+    def _take_in(self, model: nn.Module, parameters: Sequence[Named]) -> None:
+        """Bring these parameters into buckets; collective."""
+        sparse_ids = {
+            id(module.weight)
+            for module in model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        }
+        sparse = [named for named in parameters if id(named.param) in sparse_ids]
+        dense = [named for named in parameters if id(named.param) not in sparse_ids]
+        limit = int(self._options.bucket_mb * (1 << 20))
+        first = min(limit, _FIRST_BUCKET_BYTES)
+        buckets: list[Bucket] = []
+        num_slots = self.reducer.num_slots
+        for plan in plan_buckets(dense, limit, first):
+            bucket = Bucket(
+                len(self.reducer.buckets) + len(buckets),
+                plan,
+                allocate=self._allocate,
+                allocate_params=self._allocate_params,
+                first_slot=num_slots,
+            )
+            self._move_params(bucket)
+            buckets.append(bucket)
+            num_slots += len(bucket.slots)
+        self.reducer.add(buckets, sparse)
+        self._slots.update((slot.param, slot) for bucket in buckets for slot in bucket.slots)
+        self._known = {param: param.requires_grad for param in model.parameters()}
+
+    def _allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return allocate(self._engine, (count,), dtype)
+
+    def _allocate_params(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        if not self._shares_params:
+            return self._allocate(count, dtype).zero_()
+        flat = allocate_on_host(self._engine, self._host, (count,), dtype)
+        return flat.zero_() if self._host.rank == 0 else flat
+
+    def _move_params(self, bucket: Bucket) -> None:
+        """Let the parameters live in the bucket; shared ones are written by one worker only."""
+        with torch.no_grad():
+            for slot in bucket.slots:
+                home = slot.place.view(bucket.params)
+                if not self._shares_params or self._host.rank == 0:
+                    home.copy_(slot.param)
+                slot.param.data = home
+        if self._shares_params:
+            self._host.barrier()
+
+    def _choose_update(self, optimizer: torch.optim.Optimizer | None) -> Update:
+        if optimizer is None or not self._shares_params:
+            return ReplicatedUpdate()
+        return ShardedUpdate(optimizer, self._host, self._engine, self._slots.get)
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Notice parameters that have been frozen or thawed since the last time."""
+        self.reducer.require_clean()
+        changed = [p for p, wanted in self._known.items() if p.requires_grad is not wanted]
+        if not changed:
+            return
+        model = self._model()
+        assert model is not None
+        taken = {id(param) for param in self.reducer.params}
+        new = [
+            Named(name, param)
+            for name, param in model.named_parameters()
+            if param.requires_grad and id(param) not in taken
+        ]
+        self._take_in(model, new)
+        self.reducer.refresh()
+
+    def after_forward(self, output: Any) -> None:
+        """Learn of the backward pass from the first gradient that reaches an output."""
+        if not torch.is_grad_enabled():
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._on_output_grad)
+
+    def _on_output_grad(self, grad: torch.Tensor) -> None:  # noqa: ARG002
+        self.reducer.begin_backward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up locally; the next backward pass outside exchanges the sum."""
+        with self.reducer.no_sync():
+            yield
+
+    # -- step ---------------------------------------------------------------------------------
+
+    def _around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:
+        self._refuse_stray_gradients(optimizer)
+        self.buffers.start()
+        result = self.update.run(step)
+        start = time.perf_counter()
+        self.buffers.finish()
+        self._count_step(time.perf_counter() - start)
+        return result
+
+    def _refuse_stray_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.reducer.has_local_gradients:
+            raise UsageError(
+                f"rank {self._group.rank}: optimizer.step() after a backward pass under no_sync():"
+                " its gradients have not been averaged; leave no_sync() for the last backward pass"
+                " before each step"
+            )
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param not in self._known:
+                    raise UsageError(
+                        f"rank {self._group.rank}: the optimizer has a parameter of shape"
+                        f" {list(param.shape)} that the model did not have when it was distributed"
+                    )
+
+    def _count_step(self, waited_for_buffers_s: float) -> None:
+        """Report how much of the step went into waiting for others."""
+        now = time.perf_counter()
+        waited_s = self.reducer.waited_s + getattr(self.update, "waited_s", 0.0)
+        waiting = waited_s - self._waited_s + waited_for_buffers_s
+        share = min(1.0, waiting / max(now - self._ended_s, 1e-9))
+        self._ended_s, self._waited_s = now, waited_s
+        self._job.step_done({COMPUTE_SHARE: 100 * (1 - share), COMM_SHARE: 100 * share})

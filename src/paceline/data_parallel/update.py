@@ -1,0 +1,68 @@
+"""optimizer.step() in a distributed model: what happens around the user's own step.
+
+The optimizer stays the object that the script made: schedulers, GradScaler and state_dict see what
+they know. Only its `step` is replaced, by a method that lets an UPDATE run the real one:
+
+    ReplicatedUpdate    every worker updates everything, from the same averaged gradients
+    ShardedUpdate       (sharded.py) every worker of a host updates its part of shared parameters
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+
+from paceline.errors import UsageError
+
+Step = Callable[[], Any]
+
+
+class Update(Protocol):
+    """Runs the optimizer's own step on what this worker has to update."""
+
+    name: str
+
+    def run(self, step: Step) -> Any:
+        """Call `step`, once; afterwards the parameters are the same on all workers."""
+
+
+class ReplicatedUpdate:
+    """Every worker does the same to its own copy."""
+
+    name = "replicated"
+
+    def run(self, step: Step) -> Any:
+        return step()
+
+
+def replace_method(thing: object, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a method on one object by a function that takes it as first argument; return the old.
+
+    It stays a bound method, because learning-rate schedulers ask for its __func__, and keeps the
+    attributes of the old one, in which they leave their marks.
+    """
+    old: Callable[..., Any] = getattr(thing, name)
+    function = functools.wraps(old)(method)
+    setattr(thing, name, MethodType(function, thing))
+    return old
+
+
+def bind_step(
+    optimizer: torch.optim.Optimizer, around: Callable[[torch.optim.Optimizer, Step], Any]
+) -> None:
+    """Let `around(optimizer, step)` decide what `optimizer.step()` does."""
+
+    def step(self: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> Any:
+        if closure is not None:
+            raise UsageError(
+                f"{type(self).__name__}.step(closure): a closure computes the loss inside the"
+                " step, where the workers could come to different decisions; call backward()"
+                " before step() and pass no closure"
+            )
+        return around(self, old)
+
+    old = replace_method(optimizer, "step", step)
