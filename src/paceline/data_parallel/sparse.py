@@ -1,0 +1,95 @@
+"""Averages of sparse gradients, which `nn.Embedding(sparse=True)` and its like produce.
+
+A sparse gradient has as many entries as its rank's batch touched, so there is no flat memory that
+ranks could reduce in place. Instead every rank gathers the entries of all ranks and adds them up
+itself, in rank order: the same additions on the same numbers give the same bits everywhere.
+
+    1. sizes       number of entries, and a fingerprint of dtype and shape
+    2. indices     concatenated in rank order
+    3. values      concatenated in rank order; then entries of the same index are added
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from paceline.collectives.agreement import tell_all
+from paceline.collectives.group import Group
+from paceline.errors import InconsistentRanks, UsageError
+
+
+class SparseGradients:
+    """Averages the sparse gradients of a group's ranks. Collective and blocking."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def average(self, grad: Tensor) -> Tensor:
+        """Return the mean of all ranks' gradients as a coalesced tensor, the same on all ranks.
+
+        A rank without entries passes an empty sparse tensor of the same shape and dtype.
+        InconsistentRanks, on all ranks, when shapes or dtypes differ.
+        """
+        is_sparse = grad.layout is torch.sparse_coo
+        grad = grad.detach().coalesce() if is_sparse else grad
+        counts = self._counts(grad, grad._nnz() if is_sparse else 0)
+        if not is_sparse:
+            raise UsageError(
+                f"rank {self._group.rank} averages sparse gradients, but got {_describe(grad)}"
+            )
+        indices, values = grad.indices(), grad.values()
+        if sum(counts):
+            everybodys = [indices.new_empty(len(indices), count) for count in counts]
+            self._group.all_gather(indices, out=everybodys)
+            indices = torch.cat(everybodys, dim=1)
+            everybodys = [values.new_empty(count, *values.shape[1:]) for count in counts]
+            self._group.all_gather(values, out=everybodys)
+            values = torch.cat(everybodys)
+        return _mean(indices, values, grad.shape, self._group.size)
+
+    def _counts(self, grad: Tensor, count: int) -> list[int]:
+        """Return the number of entries of each rank, after checking that the ranks agree."""
+        digest = hashlib.blake2b(_describe(grad).encode(), digest_size=8).digest()
+        fingerprint = int.from_bytes(digest, "little", signed=True)
+        gathered = torch.empty(self._group.size, 2, dtype=torch.int64)
+        self._group.all_gather(torch.tensor([count, fingerprint]), out=gathered)
+        if bool((gathered[:, 1] != fingerprint).any()):
+            self._refuse(grad)
+        return gathered[:, 0].tolist()
+
+    def _refuse(self, grad: Tensor) -> None:
+        ranks_by_kind: dict[str, list[int]] = {}
+        for rank, kind in zip(
+            self._group.ranks, tell_all(self._group, _describe(grad)), strict=True
+        ):
+            ranks_by_kind.setdefault(kind, []).append(rank)
+        found = "; ".join(
+            f"{kind} on rank {', '.join(map(str, on))}" for kind, on in ranks_by_kind.items()
+        )
+        raise InconsistentRanks(
+            f"rank {self._group.ranks[self._group.rank]} averages a sparse gradient whose kind"
+            f" differs from rank to rank: {found}. Build the same model on every rank",
+            sides=tuple(map(tuple, ranks_by_kind.values())),
+        )
+
+
+def _describe(grad: Tensor) -> str:
+    kind = f"{str(grad.dtype).removeprefix('torch.')}{list(grad.shape)}"
+    if grad.layout is torch.sparse_coo:
+        return f"sparse {kind} with {grad.sparse_dim()} sparse dimensions"
+    return f"{str(grad.layout).removeprefix('torch.')} {kind}"
+
+
+def _mean(indices: Tensor, values: Tensor, shape: torch.Size, num_ranks: int) -> Tensor:
+    """Add up entries of the same index and divide once; half precision is rounded once."""
+    is_half = values.dtype in (torch.float16, torch.bfloat16)
+    wide = values.float() if is_half else values
+    # Indices come from checked tensors of the same shape.
+    summed = torch.sparse_coo_tensor(indices, wide, shape, check_invariants=False).coalesce()
+    mean = (summed.values() / num_ranks).to(values.dtype)
+    return torch.sparse_coo_tensor(
+        summed.indices(), mean, shape, is_coalesced=True, check_invariants=False
+    )
