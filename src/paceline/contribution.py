@@ -24,6 +24,7 @@ class Contribution:
     def __init__(self) -> None:
         self.weight = 1.0
         self._watchers: list[weakref.WeakMethod[Callable[[float], None]]] = []
+        self._announcers: list[Announcer] = []  # the newest announcement last
 
     def set(self, weight: float) -> None:
         """Announce the weight of the next batch; 0.0 means that it must not count at all."""
@@ -41,3 +42,37 @@ class Contribution:
         """Call a bound method at every change, for as long as its object lives."""
         self._watchers = [watcher for watcher in self._watchers if watcher() is not None]
         self._watchers.append(weakref.WeakMethod(on_change))
+
+    def announcer(self) -> Announcer:
+        """Return a voice for one pass over the data; several passes may be open at a time."""
+        return Announcer(self)
+
+    def _hear(self, announcer: Announcer) -> None:
+        self._forget(announcer)
+        self._announcers.append(announcer)
+        self.set(announcer.weight)
+
+    def _forget(self, announcer: Announcer) -> None:
+        self._announcers = [other for other in self._announcers if other is not announcer]
+
+    def _end(self, announcer: Announcer) -> None:
+        self._forget(announcer)
+        self.set(self._announcers[-1].weight if self._announcers else 1.0)
+
+
+class Announcer:
+    """The weights of one pass over the data. When it ends, those of the pass around it hold again
+    (an evaluation in the middle of an epoch), or 1.0 if there is none."""
+
+    def __init__(self, contribution: Contribution) -> None:
+        self._contribution = contribution
+        self.weight = 1.0
+
+    def set(self, weight: float) -> None:
+        """Announce the weight of the next batch of this pass."""
+        self.weight = weight
+        self._contribution._hear(self)
+
+    def close(self) -> None:
+        """End the pass. May be called twice."""
+        self._contribution._end(self)

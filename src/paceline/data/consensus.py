@@ -1,0 +1,62 @@
+"""Do all ranks mean the same loader? Asked before the first batch, answered alike on every rank.
+
+What one rank finds wrong is raised by all of them, so that nobody waits for a rank that has given
+up. The group is the data's own: its collectives never come between those of the gradients.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.collectives.agreement import tell_all
+from paceline.collectives.group import Group
+from paceline.errors import UsageError
+from paceline.job import Job
+
+
+@dataclass(frozen=True)
+class _Owned:
+    job: weakref.ref[Job]
+    group: Group
+
+
+_owned: _Owned | None = None
+
+
+def group_of(job: Job) -> Group:
+    """Return the group for the data of this job; made when it is first needed, by all ranks."""
+    global _owned
+    if _owned is None or _owned.job() is not job:
+        _owned = _Owned(weakref.ref(job), Group(job.fabric, job.world.ranks))
+    return _owned.group
+
+
+def agree(
+    group: Group, problem: str | None, facts: Mapping[str, Any], aside: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Check that no rank has a problem and that all have the same facts; return what each told
+    aside. Collective; all ranks return, or all raise the same UsageError."""
+    told = tell_all(group, [problem, dict(facts), dict(aside)])
+    _refuse_problems(group.ranks, [entry[0] for entry in told])
+    expected = told[0][1]
+    for rank, (_, found, _) in zip(group.ranks, told, strict=True):
+        for name in expected:
+            if found.get(name) != expected[name]:
+                raise UsageError(
+                    f"pl.shard: {name} is {found.get(name)!r} on rank {rank}, expected"
+                    f" {expected[name]!r} as on rank {group.ranks[0]}; pass the same loader and"
+                    " arguments on every rank, or presharded=True if each rank has data of its own"
+                )
+    return [entry[2] for entry in told]
+
+
+def _refuse_problems(ranks: Sequence[int], problems: Sequence[str | None]) -> None:
+    first = next((problem for problem in problems if problem), None)
+    if first is None:
+        return
+    having = [str(rank) for rank, p in zip(ranks, problems, strict=True) if p == first]
+    who = "" if len(having) == len(ranks) else f" (rank {', '.join(having)})"
+    raise UsageError(f"pl.shard{who}: {first}")

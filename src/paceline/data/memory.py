@@ -1,0 +1,53 @@
+"""What is kept about a loader from one pass to the next, for as long as the loader lives.
+
+Nothing in here may hold the loader itself, or it would live for ever.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from paceline.collectives.group import Group
+
+Made = TypeVar("Made")
+
+
+@dataclass
+class Memory:
+    """The state of one loader."""
+
+    next_epoch: int = 0
+    seed: int | None = None  # the default seed, once the ranks have agreed on it
+    _said: set[str] = field(default_factory=set)
+    _copies: dict[Any, Any] = field(default_factory=dict)
+
+    def copy_for(self, key: Any, make: Callable[[], Made]) -> Made:
+        """Return the copy of the loader that was made for this purpose, or make it. At most one is
+        kept: it may have processes."""
+        if key not in self._copies:
+            self._copies = {key: make()}
+        made: Made = self._copies[key]
+        return made
+
+    def say_once(self, group: Group, text: str) -> None:
+        """Write one line for the person who started the job, the first time only."""
+        if group.rank == 0 and text not in self._said:
+            self._said.add(text)
+            sys.stderr.write(f"[paceline] {text}\n")
+            sys.stderr.flush()
+
+
+_memories: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
+
+
+def memory_of(loader: Any) -> Memory:
+    """Return the memory of this loader. Lists and some iterators cannot be remembered and always
+    get a new one; they have neither an order to shuffle nor workers to keep."""
+    try:
+        return _memories.setdefault(loader, Memory())
+    except TypeError:
+        return Memory()

@@ -1,0 +1,155 @@
+"""Which samples make a step: read from the settings of a DataLoader whose samples have indices.
+
+the loader has             a unit is       a step takes (per worker / global)   cut by
+a batch size b             an index        world x b / b indices                spread
+a batch sampler            its batch       world batches / one batch            deal_or_spread /
+                                                                                spread_one
+batch_size=None            an index        world indices / not possible         deal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from paceline.collectives.group import Group
+from paceline.data.order import LocalOrder, Order, ToldOrder, mixed
+from paceline.data.split import Cut, deal, deal_or_spread, num_steps, spread, spread_one
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one loader's samples become steps of all workers."""
+
+    units: int | None  # of one pass; None if not known beforehand
+    per_step: int  # units that make a global batch
+    cut: Cut
+    drop_short: bool  # leave out a last global batch that is not full
+    told: Iterable[Any] | None  # the sampler whose order rank 0 tells; None: worked out by all
+    is_shuffled: bool
+
+    def order(self, group: Group, seed: int, epoch: int) -> Order:
+        """Begin a pass."""
+        if self.told is not None:
+            return ToldOrder(group, self.told)
+        assert self.units is not None, "without a sampler of the user the length is known"
+        return LocalOrder(self.units, mixed(seed, epoch) if self.is_shuffled else None)
+
+    def num_steps(self, world_size: int, rank: int, *, pad: bool) -> int | None:
+        """Return how many batches this rank gets; None if not known beforehand."""
+        if self.units is None:
+            return None
+        steps = num_steps(self.units, self.per_step, drop_short=self.drop_short)
+        last = self.units % self.per_step
+        lacks = self.cut in (spread, deal) and not self.drop_short and 0 < last <= rank
+        return steps - 1 if lacks and last < world_size and not pad else steps
+
+
+def plan(loader: DataLoader[Any], world_size: int, batch: str, *, pad: bool) -> Plan:
+    """Read the loader's settings; UsageError if its samples cannot be shared."""
+    _refuse_sharding_samplers(loader)
+    if loader.batch_size is not None:
+        made = _of_samples(loader, world_size, batch)
+    elif loader.batch_sampler is not None:
+        made = _of_batches(loader, world_size, batch)
+    else:
+        made = _of_items(loader, world_size, batch)
+    _refuse_too_few(made, world_size, pad)
+    return made
+
+
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """Return every object that may decide on the order of a loader."""
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    return [s for s in (loader.sampler, loader.batch_sampler, inner) if s is not None]
+
+
+def length_of(thing: object) -> int | None:
+    """Return len(thing), or None where it is not known."""
+    try:
+        return len(thing)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _of_samples(loader: DataLoader[Any], world_size: int, batch: str) -> Plan:
+    size = loader.batch_size
+    assert size is not None
+    if batch == "global" and size < world_size:
+        raise UsageError(
+            f"a global batch of {size} cannot be cut among {world_size} workers; raise batch_size"
+            f" to at least {world_size}, or use batch='worker'"
+        )
+    per_step = size if batch == "global" else size * world_size
+    return _from_sampler(loader, per_step, spread)
+
+
+def _of_items(loader: DataLoader[Any], world_size: int, batch: str) -> Plan:
+    if batch == "global":
+        raise UsageError(
+            "batch='global' cuts batches, but a loader with batch_size=None makes none; use"
+            " batch='worker'"
+        )
+    return _from_sampler(loader, world_size, deal)
+
+
+def _from_sampler(loader: DataLoader[Any], per_step: int, cut: Cut) -> Plan:
+    sampler: Any = loader.sampler
+    is_shuffled = type(sampler) is RandomSampler and _covers_all(sampler)
+    is_plain = is_shuffled or type(sampler) is SequentialSampler
+    return Plan(
+        units=length_of(sampler),
+        per_step=per_step,
+        cut=cut,
+        drop_short=loader.drop_last,
+        told=None if is_plain else sampler,
+        is_shuffled=is_shuffled,
+    )
+
+
+def _covers_all(sampler: RandomSampler) -> bool:
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+
+
+def _of_batches(loader: DataLoader[Any], world_size: int, batch: str) -> Plan:
+    sampler: Any = loader.batch_sampler
+    return Plan(
+        units=length_of(sampler),
+        per_step=1 if batch == "global" else world_size,
+        cut=spread_one if batch == "global" else deal_or_spread,
+        drop_short=False,
+        told=sampler,
+        is_shuffled=False,
+    )
+
+
+def _refuse_sharding_samplers(loader: DataLoader[Any]) -> None:
+    for sampler in samplers_of(loader):
+        if hasattr(sampler, "num_replicas"):
+            raise UsageError(
+                f"the loader has a {type(sampler).__name__}, which already gives each worker its"
+                " own samples; pass the plain loader (without it, shuffle=True if you want that),"
+                " or presharded=True to keep it"
+            )
+
+
+def _refuse_too_few(made: Plan, world_size: int, pad: bool) -> None:
+    if made.units == 0:
+        raise UsageError("the loader is empty: its dataset or sampler has no samples")
+    if made.units is None:
+        return
+    if made.drop_short and made.units < made.per_step:
+        raise UsageError(
+            f"the loader has {made.units} samples, fewer than one global batch of"
+            f" {made.per_step}, and drop_last=True drops them all; use a smaller batch_size, fewer"
+            " workers or drop_last=False"
+        )
+    if pad and made.cut in (spread, deal) and made.units < world_size:
+        raise UsageError(
+            f"the loader has {made.units} samples for {world_size} workers, fewer than one each;"
+            f" start at most {made.units} workers, or pass pad=False if some may get no batch"
+        )

@@ -1,0 +1,181 @@
+"""`pl.shard(loader)`: the same loop over batches as before, with this worker's part of the data.
+
+The union of the workers' k-th batches is the batch that one process with the global batch size
+would have seen. Before each batch its weight is announced to whoever exchanges the gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.data.consensus import agree, group_of
+from paceline.data.indexed import lookahead_of
+from paceline.data.memory import memory_of
+from paceline.data.sources import Pass, Source, source_of
+from paceline.errors import UsageError
+from paceline.job import current
+
+
+def shard(
+    loader: Iterable[Any],
+    *,
+    epoch: int | None = None,
+    seed: int | None = None,
+    batch: str = "worker",
+    pad: bool = True,
+    presharded: bool = False,
+) -> Sharded:
+    """Return an iterable over this worker's part of a DataLoader (or of any iterable of batches).
+    Collective: every rank calls it, with the same loader and arguments.
+
+    `epoch` and `seed` decide on the order of a loader with shuffle=True; by default the passes are
+    counted, and rank 0's seed is taken. `batch`: the loader's batch size is that of each "worker",
+    or the "global" one, to be cut among them. `pad`: a worker without a sample for the last step
+    repeats one with weight 0, so that all make the same number of steps; False, for evaluation,
+    gives it no batch. `presharded`: each worker's loader has its own data; nothing is split, but
+    steps and weights are agreed on.
+
+    >>> [batch.tolist() for batch in pl.shard(DataLoader(range(5), batch_size=2))]
+    [[0, 1], [2, 3], [4]]
+    """
+    current()
+    return Sharded(loader, _Options(epoch, seed, batch, pad, presharded))
+
+
+@dataclass(frozen=True)
+class _Options:
+    epoch: int | None
+    seed: int | None
+    batch: str
+    pad: bool
+    presharded: bool
+
+    def check(self) -> None:
+        """Refuse values that mean nothing."""
+        if self.epoch is not None and _as_int("epoch", self.epoch) < 0:
+            raise UsageError(f"epoch must be 0 or more (got {self.epoch}); the first one is 0")
+        if self.seed is not None:
+            _as_int("seed", self.seed)
+        if self.batch not in ("worker", "global"):
+            raise UsageError(f"batch must be 'worker' or 'global' (got {self.batch!r})")
+
+    def facts(self) -> dict[str, Any]:
+        """The options as all ranks must have them."""
+        return {
+            "epoch": None if self.epoch is None else int(self.epoch),
+            "seed": None if self.seed is None else str(int(self.seed)),
+            "batch": self.batch,
+            "pad": bool(self.pad),
+            "presharded": bool(self.presharded),
+        }
+
+
+def _as_int(name: str, value: Any) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise UsageError(f"{name} must be an integer or None (got {value!r})")
+
+
+class Sharded:
+    """This worker's part of a loader; every iteration is one pass over it."""
+
+    def __init__(self, loader: Any, options: _Options) -> None:
+        self._loader, self._options = loader, options
+        self._memory = memory_of(loader)
+        self._group = group_of(current())
+        self._examine(epoch=None)
+
+    def __iter__(self) -> Iterator[Any]:
+        memory, options = self._memory, self._options
+        epoch = memory.next_epoch if options.epoch is None else operator.index(options.epoch)
+        self._examine(epoch)
+        memory.next_epoch = epoch + 1
+        announcer = current().contribution.announcer()
+        this = Pass(
+            group=self._group,
+            announcer=announcer,
+            epoch=epoch,
+            seed=self._seed,
+            lookahead=self._lookahead,
+            pad=options.pad,
+            memory=memory,
+            say=partial(memory.say_once, self._group),
+        )
+        try:
+            yield from self._source.batches(this)
+        finally:
+            announcer.close()
+
+    def __len__(self) -> int:
+        """Return the number of batches that this worker gets; TypeError where it is not known."""
+        if self._length is None:
+            raise TypeError(f"the number of batches of {type(self._loader).__name__} is not known")
+        return self._length
+
+    def _examine(self, epoch: int | None) -> None:
+        """Look at the loader, and agree with the other ranks about what is there. Collective."""
+        problem, facts, aside = None, dict[str, Any](), dict[str, Any]()
+        try:
+            self._options.check()
+            source = self._find_source()
+            facts = {
+                **self._options.facts(),
+                "the kind of loader": type(source).__name__.lower(),
+                **source.facts,
+                "the epoch of this pass": epoch,
+            }
+            aside = {
+                "length": source.length,
+                "lookahead": 0,
+                "seed": str(_natural_seed(self._loader)),
+            }
+            if isinstance(self._loader, DataLoader):
+                aside["lookahead"] = lookahead_of(self._loader)
+            self._source = source
+        except UsageError as error:
+            problem = str(error)
+        told = agree(self._group, problem, facts, aside)
+        self._accept(told)
+
+    def _find_source(self) -> Source:
+        if isinstance(self._loader, Sharded):
+            raise UsageError("this loader went through pl.shard already; pass the plain one")
+        options = self._options
+        return source_of(
+            self._loader,
+            self._group,
+            options.batch,
+            pad=options.pad,
+            presharded=options.presharded,
+        )
+
+    def _accept(self, told: list[dict[str, Any]]) -> None:
+        """Take over what the ranks told: rank 0's seed, the longest lookahead and length."""
+        if self._memory.seed is None:
+            self._memory.seed = int(told[0]["seed"])
+        seed = self._options.seed
+        self._seed = self._memory.seed if seed is None else operator.index(seed)
+        self._lookahead: int = max(theirs["lookahead"] for theirs in told)
+        lengths = [theirs["length"] for theirs in told]
+        self._length: int | None = lengths[self._group.rank]
+        if self._options.pad and self._options.presharded:
+            self._length = None if None in lengths else max(lengths)
+
+
+def _natural_seed(loader: Any) -> int:
+    """Return the seed that the loader would have shuffled with, as far as it can be known."""
+    for place in (loader, getattr(loader, "sampler", None)):
+        generator = getattr(place, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return generator.initial_seed()
+    return torch.initial_seed()

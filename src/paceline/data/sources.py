@@ -1,0 +1,239 @@
+"""The four kinds of things that can be shared out, each with its way to make a pass.
+
+Indexed       a DataLoader whose samples have indices: cut by indices, no word needed per step
+Stream        a DataLoader over an iterable dataset: striding by samples
+Items         anything else that yields batches: striding by batches
+Presharded    any of these, when each worker has its own already
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from paceline.collectives.group import Group
+from paceline.contribution import Announcer
+from paceline.data.indexed import IndexedLoader, Parts
+from paceline.data.memory import Memory
+from paceline.data.order import mixed
+from paceline.data.plan import length_of, plan, samplers_of
+from paceline.data.split import num_steps
+from paceline.data.stream import StridedLoader, counted, in_step, strided_items
+from paceline.errors import UsageError
+
+_EMPTY_ITERATOR = "; it is a generator or iterator, which can be used once only: pass a new one"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What every pass over the data needs to know."""
+
+    group: Group
+    announcer: Announcer
+    epoch: int
+    seed: int
+    lookahead: int  # batches that some worker's loader may ask for ahead of time
+    pad: bool
+    memory: Memory
+    say: Callable[[str], None]  # once for each loader
+
+
+class Source(Protocol):
+    """Something that can be shared out."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+
+    @property
+    def length(self) -> int | None:
+        """How many batches this rank gets by itself."""
+
+    def batches(self, this: Pass) -> Iterator[Any]:
+        """Yield the batches of one pass, each with its weight announced."""
+
+
+def source_of(loader: Any, group: Group, batch: str, *, pad: bool, presharded: bool) -> Source:
+    """Find out what kind of thing this is; UsageError if it cannot be shared out."""
+    if isinstance(loader, Dataset):
+        raise UsageError(
+            f"a {type(loader).__name__} is a dataset; pass a DataLoader over it, as for training"
+            " in one process"
+        )
+    if not hasattr(loader, "__iter__"):
+        raise UsageError(f"expected a DataLoader or an iterable of batches, found {loader!r}")
+    if presharded:
+        return Presharded(loader)
+    if not isinstance(loader, DataLoader):
+        if batch == "global":
+            raise UsageError(
+                f"batch='global' cuts batches, but the batches of a {type(loader).__name__} are"
+                " made already; pass a DataLoader, or use batch='worker'"
+            )
+        return Items(loader, group, pad=pad)
+    if isinstance(loader.dataset, IterableDataset):
+        return Stream(loader, group, batch)
+    return Indexed(loader, group, batch, pad=pad)
+
+
+class Indexed:
+    """A DataLoader whose samples have indices."""
+
+    def __init__(self, loader: DataLoader[Any], group: Group, batch: str, *, pad: bool) -> None:
+        self._loader = loader
+        self._plan = plan(loader, group.size, batch, pad=pad)
+        self.length = self._plan.num_steps(group.size, group.rank, pad=pad)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The settings that decide on which samples make which batch."""
+        return {
+            "the length of the dataset": length_of(self._loader.dataset),
+            "the length of the sampler": self._plan.units,
+            "batch_size": self._loader.batch_size,
+            "drop_last": self._loader.drop_last,
+            "the sampler": type(self._loader.batch_sampler or self._loader.sampler).__name__
+            if self._loader.batch_size is None
+            else type(self._loader.sampler).__name__,
+        }
+
+    def batches(self, this: Pass) -> Iterator[Any]:
+        """Yield this worker's parts of the global batches."""
+        group = this.group
+        _set_epoch(samplers_of(self._loader), this.epoch)
+        copy = this.memory.copy_for("indexed", lambda: IndexedLoader(self._loader))
+        order = self._plan.order(group, this.seed, this.epoch)
+        parts = Parts(self._plan, order, group.size, group.rank, pad=this.pad, say=this.say)
+        # Each rank augments its samples with other random numbers.
+        worker_seed = mixed(this.seed, this.epoch, 1 + group.rank)
+        yield from copy.run(parts, this.announcer, this.lookahead, worker_seed)
+        if parts.steps == 0:
+            raise UsageError("pl.shard: the loader is empty: its sampler gave no index")
+
+
+class Stream:
+    """A DataLoader over an iterable dataset, which all workers read."""
+
+    def __init__(self, loader: DataLoader[Any], group: Group, batch: str) -> None:
+        self._loader, self._batch = loader, batch
+        size = loader.batch_size
+        if batch == "global" and (size is None or size < group.size):
+            raise UsageError(
+                f"batch='global' needs a batch_size of at least the number of workers,"
+                f" {group.size}; the loader has batch_size={size}"
+            )
+        self._per_step = group.size * (size or 1) if batch == "worker" else size or 1
+        samples = length_of(loader.dataset)
+        self.length = samples
+        if samples is not None:
+            self.length = num_steps(samples, self._per_step, drop_short=loader.drop_last)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What decides on the size of the batches."""
+        return {
+            "the length of the dataset": length_of(self._loader.dataset),
+            "batch_size": self._loader.batch_size,
+            "drop_last": self._loader.drop_last,
+        }
+
+    def batches(self, this: Pass) -> Iterator[Any]:
+        """Yield batches of this worker's samples."""
+        group = this.group
+        if group.size > 1:
+            this.say(
+                f"shard: each of the {group.size} workers reads the whole stream of"
+                f" {type(self._loader.dataset).__name__} and keeps one sample in {group.size}; a"
+                " dataset that reads only its worker's part (by pl.rank()) avoids that, with"
+                " pl.shard(..., presharded=True)"
+            )
+        _set_epoch([self._loader.dataset], this.epoch)
+        key = ("stream", group.rank, group.size, self._batch)
+        copy = this.memory.copy_for(
+            key, lambda: StridedLoader(self._loader, group.size, group.rank, self._batch)
+        )
+        # Equal on all ranks: a dataset that shuffles in its workers must do so alike everywhere.
+        batches = copy.run(mixed(this.seed, this.epoch))
+        too_few = (
+            f"one global batch is {self._per_step} samples; use fewer workers or a smaller"
+            " batch_size, or drop_last=False and pad=False where some may get no batch"
+        )
+        drop = self._loader.drop_last
+        yield from in_step(
+            batches, group, this.announcer, pad=this.pad, stops_short=drop, too_few=too_few
+        )
+
+
+class Items:
+    """Something that yields batches: a list, a generator, another library's loader."""
+
+    def __init__(self, items: Iterable[Any], group: Group, *, pad: bool) -> None:
+        self._items = items
+        count = length_of(items)
+        self.length = None
+        if count is not None:
+            mine = -(-(count - group.rank) // group.size)
+            self.length = -(-count // group.size) if pad else mine
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The number of batches, if it is known."""
+        return {"the number of batches": length_of(self._items)}
+
+    def batches(self, this: Pass) -> Iterator[Any]:
+        """Yield every world-size-th batch."""
+        size = this.group.size
+        if size > 1 and not isinstance(self._items, Sequence):
+            this.say(
+                f"shard: each of the {size} workers reads all batches of this"
+                f" {type(self._items).__name__} and keeps one in {size}; pass one that makes only"
+                " its worker's batches (by pl.rank()) and presharded=True to avoid that"
+            )
+        yield from in_step(
+            strided_items(self._items, this.group),
+            this.group,
+            this.announcer,
+            pad=this.pad,
+            stops_short=False,
+            too_few=f"there must be a batch for each of the {size} workers, or pass pad=False"
+            + _hint(self._items),
+        )
+
+
+class Presharded:
+    """Whatever yields batches, other ones on each worker."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+        self.length = length_of(batches)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Nothing: each worker's data is its own."""
+        return {}
+
+    def batches(self, this: Pass) -> Iterator[Any]:
+        """Yield the batches as they come, in step with the other workers."""
+        if isinstance(self._batches, DataLoader):
+            _set_epoch([*samplers_of(self._batches), self._batches.dataset], this.epoch)
+        yield from in_step(
+            counted(self._batches),
+            this.group,
+            this.announcer,
+            pad=this.pad,
+            stops_short=False,
+            too_few="give each worker at least one, or pass pad=False" + _hint(self._batches),
+        )
+
+
+def _hint(items: Iterable[Any]) -> str:
+    return _EMPTY_ITERATOR if isinstance(items, Iterator) else ""
+
+
+def _set_epoch(things: Iterable[Any], epoch: int) -> None:
+    for thing in {id(thing): thing for thing in things}.values():
+        if hasattr(thing, "set_epoch"):
+            thing.set_epoch(epoch)

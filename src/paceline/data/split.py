@@ -1,0 +1,85 @@
+"""Whose samples are these, and how much do they weigh: the arithmetic, without any communication.
+
+A GLOBAL BATCH is what one step of all workers is computed from. It comes as UNITS: indices of
+samples, or batches of indices that a batch sampler made, or single items of a loader that does not
+batch. Each function below cuts one global batch for one worker and returns that worker's PART and
+its weight, samples here x workers / samples of all. A worker for which nothing is left gets a
+repeated unit with weight 0.0: it keeps step with the others and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+Units = Sequence[Any]
+Cut = Callable[[Units, int, int], tuple[Any, float]]
+
+
+def share(count: int, world_size: int, rank: int) -> range:
+    """Return the positions that a rank takes: contiguous, in rank order, as even as possible.
+
+    >>> [list(share(5, 3, rank)) for rank in range(3)]
+    [[0, 1], [2, 3], [4]]
+    """
+    base, extra = divmod(count, world_size)
+    start = rank * base + min(rank, extra)
+    return range(start, start + base + (rank < extra))
+
+
+def weight(here: int, total: int, world_size: int) -> float:
+    """Return how much a worker's mean counts; 1.0 when all workers have the same."""
+    return here * world_size / total if total else 1.0
+
+
+def num_steps(units: int, per_step: int, *, drop_short: bool) -> int:
+    """Return how many global batches a number of units makes."""
+    return units // per_step if drop_short else -(-units // per_step)
+
+
+def spread(units: Units, world_size: int, rank: int) -> tuple[Units, float]:
+    """Cut a global batch of samples into even parts."""
+    count = len(units)
+    mine = share(count, world_size, rank)
+    if not mine:
+        repeated = rank % count
+        return units[repeated : repeated + 1], 0.0
+    return units[mine.start : mine.stop], weight(len(mine), count, world_size)
+
+
+def spread_one(units: Units, world_size: int, rank: int) -> tuple[Units, float]:
+    """Cut one batch that a batch sampler made."""
+    return spread(units[0], world_size, rank)
+
+
+def deal(units: Units, world_size: int, rank: int) -> tuple[Any, float]:
+    """Give whole units, one to each worker; those that are lists count by their length."""
+    if rank >= len(units):
+        return units[rank % len(units)], 0.0
+    return units[rank], weight(size_of(units[rank]), sum(map(size_of, units)), world_size)
+
+
+def deal_or_spread(units: Units, world_size: int, rank: int) -> tuple[Units, float]:
+    """Give each worker one batch; if there are fewer batches than workers, share their samples."""
+    if len(units) == world_size:
+        return deal(units, world_size, rank)
+    return spread(list(chain.from_iterable(units)), world_size, rank)
+
+
+def size_of(unit: object) -> int:
+    """Return how many samples an index stands for."""
+    return len(unit) if isinstance(unit, list) else 1
+
+
+def stride(world_size: int, rank: int, per_step: int) -> Callable[[int], bool]:
+    """Return the test for a position in a stream: is it this worker's?
+
+    Every global batch is dealt out sample by sample: rank, rank + world_size, ... of each.
+    """
+    return lambda position: position % per_step % world_size == rank
+
+
+def strided_share(world_size: int, rank: int, per_step: int) -> int:
+    """Return how many positions of each global batch `stride` gives to this worker."""
+    return len(range(rank, per_step, world_size))
