@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from paceline import job
 from paceline.collectives.group import Group
 from paceline.data_parallel.batchnorm import use_global_statistics
 from paceline.errors import UsageError
@@ -62,7 +63,7 @@ def check_against_one_process(
     mine = copy.deepcopy(plain)
     assert use_global_statistics(mine, group) == 1
     what = f"{plain}, {sizes}, {dtype}"
-    for step in range(3):
+    for step in range(2):
         random = torch.Generator().manual_seed(step)
         shape = (sum(sizes), *SHAPES[type(plain)])
         batch, target = (torch.randn(shape, dtype=dtype, generator=random) for _ in range(2))
@@ -112,6 +113,7 @@ def all_kinds(group: Group) -> None:
             group, nn.BatchNorm2d(3), uneven, dtype, memory_format=torch.channels_last
         )
     far_from_zero(group)
+    weighted(group)
 
 
 def far_from_zero(group: Group) -> None:
@@ -123,6 +125,29 @@ def far_from_zero(group: Group) -> None:
     expected = batch.double().var(0).float()
     # The mean of each rank is a float32, whose last place is worth 0.001 there.
     torch.testing.assert_close(mine.running_var, expected, rtol=2e-3, atol=0)
+
+
+def weighted(group: Group) -> None:
+    """Each rank's loss is the mean of its own samples and counts by their number; the last rank
+    repeats a sample that must not count."""
+    sizes = [*range(2, group.size + 1), 0]
+    shares = [size * group.size / sum(sizes) for size in sizes]
+    torch.manual_seed(5)
+    batch = torch.randn(sum(sizes), 4, dtype=torch.float64)
+    part = parts_of(batch, sizes, group.rank) if sizes[group.rank] else batch[:1] * 1e9
+    plain = nn.Sequential(
+        nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)
+    ).double()
+    mine = copy.deepcopy(plain)
+    use_global_statistics(mine, group)
+    plain(batch).pow(2).mean().backward()
+    job.current().contribution.set(shares[group.rank])
+    mine(part).pow(2).mean().backward()
+    job.current().contribution.set(1.0)
+    for name, param in plain.named_parameters():
+        scaled = mine.get_parameter(name).grad * shares[group.rank]
+        close(group.all_reduce(scaled, "mean"), param.grad, name)
+    close(mine[3].running_var, plain[3].running_var, "running variance")
 
 
 def without_communication(group: Group) -> None:

@@ -1,13 +1,8 @@
 """Batch normalisation with the statistics of the global batch.
 
 A plain BatchNorm normalises with the mean and variance of the batch that its own worker sees. Here
-the workers put theirs together, so that w workers compute what one process would with all samples:
-
-    forward    every rank gathers (count, mean, M2) of all ranks, where M2 is the sum of squared
-               distances from the mean, and merges them (Chan et al.): no difference of large sums
-    backward   the input's gradient needs two sums over the global batch, which are all-reduced;
-               gradients of weight and bias stay sums over the local batch, like those of any
-               other parameter, and the reducer averages them
+the workers put theirs together (see global_statistics.py), so that w workers compute what one
+process would with all samples.
 
 Only `forward` of each module is replaced, in the instance: object, class, parameters, buffers and
 state_dict stay. Copies (deepcopy, pickle) get their class's forward back, so that a copy that one
@@ -21,15 +16,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from paceline.collectives.group import Group
+from paceline.data_parallel.global_statistics import Normalize, global_statistics
 from paceline.errors import UsageError
 
 
@@ -78,7 +72,7 @@ class _GlobalForward:
         self._group = group
         # torch.compile must not look inside: it cannot trace a collective of the engine. Told only
         # here, because it imports the compiler (as every optimizer does when it is made).
-        self._train: Callable[..., Tensor] = torch.compiler.disable(_train)  # type: ignore[no-untyped-call]
+        self._train: Callable[..., Tensor] = torch.compiler.disable(_train)
 
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module()
@@ -94,12 +88,12 @@ class _GlobalForward:
 
 def _train(module: _BatchNorm, x: Tensor, group: Group) -> Tensor:
     """Do what _BatchNorm.forward does in training mode, with the global batch's statistics."""
-    module._check_input_dim(x)  # type: ignore[no-untyped-call]
+    module._check_input_dim(x)
     tracked = module.num_batches_tracked if module.track_running_stats else None
     if tracked is not None:
         tracked.add_(1)
     with torch.no_grad():
-        batch = _global_statistics(x, group)
+        batch = global_statistics(x, group)
         if batch.num_values == 1:
             raise UsageError(
                 f"{type(module).__name__}: the global batch has 1 value per channel, training"
@@ -113,7 +107,7 @@ def _train(module: _BatchNorm, x: Tensor, group: Group) -> Tensor:
             _move(module.running_mean, batch.mean, factor)
             _move(module.running_var, unbiased, factor)
     arguments = (x, module.weight, module.bias, batch, module.eps, group)
-    output: Tensor = _Normalize.apply(*arguments)  # type: ignore[no-untyped-call]
+    output: Tensor = Normalize.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -122,126 +116,3 @@ def _move(running: Tensor | None, value: Tensor, factor: float) -> None:
         return
     # In double and rounded once: the same bits on every rank that started with the same.
     running.copy_(running.double() * (1.0 - factor) + value.double() * factor)
-
-
-class _Statistics(NamedTuple):
-    """Of the global batch, for each channel; the variance is the biased one."""
-
-    num_values: int  # per channel
-    mean: Tensor
-    var: Tensor
-
-
-def _global_statistics(x: Tensor, group: Group) -> _Statistics:
-    """Merge the statistics of all ranks; the result has the same bits everywhere. Collective."""
-    x = _widened(x)
-    channels = x.shape[1]
-    count = x.numel() // channels if channels else 0
-    mine = torch.zeros(1 + 2 * channels, dtype=torch.float64)
-    if count:
-        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-        mine[0] = count
-        mine[1 : 1 + channels] = mean
-        mine[1 + channels :] = var.double() * count
-    gathered = torch.empty(group.size, mine.numel(), dtype=torch.float64)
-    group.all_gather(mine, out=gathered)
-    counts, means = gathered[:, :1], gathered[:, 1 : 1 + channels]
-    total = int(counts.sum())
-    mean = _in_rank_order(counts * means) / max(total, 1)
-    distances = gathered[:, 1 + channels :] + counts * (means - mean) ** 2
-    var = _in_rank_order(distances) / max(total, 1)
-    return _Statistics(total, mean.to(x.dtype), var.to(x.dtype))
-
-
-def _in_rank_order(rows: Tensor) -> Tensor:
-    """Add up rows one after the other; sum() would choose an order to suit the processor."""
-    return rows.cumsum(0)[-1]
-
-
-def _widened(x: Tensor) -> Tensor:
-    """Half precision is computed in float32, and only the result is rounded."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-class _Normalize(torch.autograd.Function):
-    """(x - mean) / sqrt(var + eps) * weight + bias, where mean and var depend on all ranks' x.
-
-    With y = weight * z + bias, z = (x - mean) / std and N values per channel in the global batch:
-
-        dx = weight / std * (dy - sum(dy) / N - z * sum(dy * z) / N)      sums over the global batch
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        batch: _Statistics,
-        eps: float,
-        group: Group,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, batch.mean, batch.var)
-        ctx.num_values, ctx.eps, ctx.group = batch.num_values, eps, group
-        return _affine(x, batch.mean, batch.var, weight, bias, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, var = ctx.saved_tensors
-        sum_dy_z, sum_dy = _local_sums(dy, x, mean, var, ctx.eps)
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dx = None
-        if needs_x:
-            sums = torch.stack([sum_dy_z, sum_dy]).double()
-            ctx.group.all_reduce(sums)
-            dx = _input_gradient(dy, x, weight, mean, var, ctx.eps, sums / max(ctx.num_values, 1))
-        dweight = sum_dy_z.to(weight.dtype) if needs_weight else None
-        dbias = sum_dy.to(weight.dtype) if needs_bias else None
-        return dx, dweight, dbias, None, None, None
-
-
-def _affine(
-    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
-    weight = None if weight is None else weight.to(mean.dtype)
-    bias = None if bias is None else bias.to(mean.dtype)
-    return F.batch_norm(_widened(x), mean, var, weight, bias, False, 0.0, eps).to(x.dtype)
-
-
-def _local_sums(
-    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return sum(dy * z) and sum(dy) of this rank: what eval mode has as weight's and bias's
-    gradient, because there mean and variance are constants."""
-    if x.numel() == 0:
-        return torch.zeros_like(mean), torch.zeros_like(mean)
-    _, sum_dy_z, sum_dy = torch.ops.aten.native_batch_norm_backward(
-        _widened(dy),
-        _widened(x),
-        torch.ones_like(mean),
-        *(mean, var, None, None),
-        False,
-        eps,
-        [False, True, True],
-    )
-    return sum_dy_z, sum_dy
-
-
-def _input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    eps: float,
-    means: Tensor,
-) -> Tensor:
-    """Compute dx in two passes over the memory; `means` are those of dy * z and dy."""
-    scale = (var.double() + eps).rsqrt()
-    if weight is not None:
-        scale = scale * weight.double()
-    slope, offset = (-scale * means).to(mean.dtype)
-    dx = F.batch_norm(_widened(x), mean, var, slope, offset, False, 0.0, eps)
-    per_channel = scale.to(mean.dtype).view(1, -1, *[1] * (x.dim() - 2))
-    return dx.addcmul_(_widened(dy), per_channel).to(x.dtype)

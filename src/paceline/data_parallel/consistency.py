@@ -132,7 +132,7 @@ def _bytes(tensor: Tensor) -> Any:
 
 def _raise_difference(world: Group, lines: list[Line], values: dict[str, object]) -> None:
     """Find the first line on which ranks differ; every rank comes to the same conclusion."""
-    row = _first_difference([[tuple(line) for line in told] for told in tell_all(world, lines)])
+    row = find_difference([[tuple(line) for line in told] for told in tell_all(world, lines)])
     ranks_by_line: dict[Line, list[int]] = {}
     for rank, line in zip(world.ranks, row, strict=True):
         ranks_by_line.setdefault(line, []).append(rank)
@@ -152,7 +152,7 @@ def _raise_difference(world: Group, lines: list[Line], values: dict[str, object]
     )
 
 
-def _first_difference(told: list[list[Line]]) -> list[Line]:
+def find_difference(told: list[list[Line]]) -> list[Line]:
     """Return each rank's line of the first thing that is not the same on all ranks."""
     missing = ("", "nothing", "")
     row = next(row for row in zip_longest(*told, fillvalue=missing) if len(set(row)) > 1)
