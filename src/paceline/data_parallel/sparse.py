@@ -38,7 +38,8 @@ class SparseGradients:
         counts = self._counts(grad, grad._nnz() if is_sparse else 0)
         if not is_sparse:
             raise UsageError(
-                f"rank {self._group.rank} averages sparse gradients, but got {_describe(grad)}"
+                f"rank {self._group.ranks[self._group.rank]} averages sparse gradients, but got"
+                f" {_describe(grad)}"
             )
         indices, values = grad.indices(), grad.values()
         if sum(counts):
