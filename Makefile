@@ -1,8 +1,9 @@
 # Everything a person or CI needs, in a virtual environment of its own (.venv).
 #
-#   make demo    train a model with two processes           make bench   compare with others
+#   make demo    train with two workers, then with one      make bench   compare with others
 #   make test    run the tests                              make fmt     format the code
-#   make check   lint, types, layers                        make clean   remove what was built
+#   make check   lint, types, layers                        make data    fetch a book for the GPT
+#   make clean   remove what was built
 #
 # The first call sets up .venv and builds the core (minutes); later calls start in seconds. Each verb
 # is one line that also works by hand. ARGS is passed on: make test ARGS="-k launcher".
@@ -13,11 +14,11 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE  := pyproject.toml CMakeLists.txt constraints.txt $(shell find cpp -type f 2>/dev/null)
 
-.PHONY: demo test check fmt bench clean
+.PHONY: demo test check fmt bench data clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
-	$(BIN)/paceline run -n 2 examples/digits_logistic.py $(ARGS)
+	$(BIN)/python examples/demo/compare.py $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
@@ -30,6 +31,9 @@ fmt: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python bench/allreduce.py $(ARGS)
+
+data: $(STAMP)
+	$(BIN)/python examples/gpt/fetch_book.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

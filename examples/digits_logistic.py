@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 
+import paceline as pl
 import torch
 from sklearn.datasets import load_digits
-
-import paceline as pl
 
 NUM_CLASSES = 10
 
