@@ -84,6 +84,20 @@ TEST(location_names_segment_and_offset) {
   CHECK(test::error_of([&] { log.arena.free(&outside); }).kind == ErrorKind::usage);
 }
 
+TEST(blocks_apart_have_pages_of_their_own) {
+  Log log;
+  auto* ordinary = static_cast<char*>(log.arena.allocate(4096));
+  auto* apart = static_cast<char*>(log.arena.allocate_apart(Arena::kSegmentBytes));
+  CHECK(log.alive.size() == 2);
+  auto first = log.arena.locate(apart, Arena::kSegmentBytes);
+  CHECK(first.has_value() && first->offset == 0);
+  log.arena.free(ordinary);  // the ordinary segment is kept as a spare only when it is the last one
+  log.arena.free(apart);
+  CHECK(log.alive.empty());
+  auto second = log.arena.locate(log.arena.allocate_apart(4096), 4096);
+  CHECK(second.has_value() && second->segment != first->segment);
+}
+
 TEST(exhausted_memory_is_an_error_not_a_signal) {
   Log log;
   CHECK(test::error_of([&] { log.arena.allocate(size_t(1) << 50); }).kind == ErrorKind::shared_memory);

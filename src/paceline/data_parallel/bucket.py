@@ -102,9 +102,8 @@ class Bucket:
         """Copy the small gradients that have gathered."""
         if not self._small:
             return
-        torch._foreach_copy_(
-            [slot.grad for slot in self._small], [slot.param.grad for slot in self._small]
-        )
+        fresh = [grad for slot in self._small if (grad := slot.param.grad) is not None]
+        torch._foreach_copy_([slot.grad for slot in self._small], fresh)
         for slot in self._small:
             slot.param.grad = None
         self._small.clear()

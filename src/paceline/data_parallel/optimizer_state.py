@@ -122,7 +122,7 @@ class HostState:
     def _load_state_dict(self, load_state_dict: Any, state_dict: dict[str, Any]) -> None:
         load_state_dict(state_dict)
         for known in (self._told, self._shared, self._values, self._loaded):
-            known.clear()  # type: ignore[attr-defined]
+            known.clear()
         self._adopt()
 
     def _adopt(self) -> None:
@@ -140,10 +140,10 @@ class HostState:
             if id(param) not in kept:
                 state.pop(param, None)
 
-    def _whole(self, mine: dict[Any, Any]) -> dict[Any, Any]:
+    def _whole(self, mine: dict[Any, Any]) -> defaultdict[torch.Tensor, Any]:
         """Return every parameter's state in its own shape."""
         cut = {id(tensor) for _, _, tensor in self._pieces}
-        whole: dict[Any, Any] = defaultdict(
+        whole: defaultdict[torch.Tensor, Any] = defaultdict(
             dict, {key: value for key, value in mine.items() if id(key) not in cut}
         )
         parts: dict[torch.nn.Parameter, list[_Entries]] = defaultdict(list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
 from paceline.cluster.member import Membership
 from paceline.collectives.group import Group
@@ -21,7 +21,7 @@ class AllReduce:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def submit(self, bucket: Bucket, step: int) -> Work[torch.Tensor]:  # noqa: ARG002
+    def submit(self, bucket: Bucket, step: int) -> Work[Any]:  # noqa: ARG002
         work = self._group.all_reduce(bucket.grads, "mean", out=bucket.averaged, async_op=True)
         assert isinstance(work, Work)
         return work

@@ -1,0 +1,80 @@
+"""Memory that all workers of a host share: one tensor, whoever writes."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import paceline as pl
+from paceline import errors, job
+from paceline.collectives.memory import allocate_on_host
+from support import outcomes_of, run_ranks
+
+
+def one_tensor(group) -> None:
+    engine = job.current().fabric.engine
+    shared = allocate_on_host(engine, group, (group.size, 1000), torch.float64)
+    shared[group.rank] = group.rank + 1
+    group.barrier()
+    expected = torch.arange(1.0, group.size + 1, dtype=torch.float64)
+    assert torch.equal(shared[:, 999], expected)
+    assert shared.data_ptr() % 64 == 0
+
+    # Shared memory takes part in collectives like any other tensor.
+    total = group.all_reduce(shared[group.rank].clone())
+    assert torch.equal(total, torch.full((1000,), float(expected.sum()), dtype=torch.float64))
+
+
+def outlives_its_owner(group) -> None:
+    engine = job.current().fabric.engine
+    shared = allocate_on_host(engine, group, (100_000,), torch.float32)
+    if group.rank == 0:
+        shared.fill_(7.0)
+    group.barrier()
+    if group.rank == 0:
+        del shared
+        gc.collect()
+        for _ in range(3):  # would land in the same pages if they were given away
+            pl.empty(100_000).fill_(-1.0)
+    group.barrier()
+    if group.rank != 0:
+        assert torch.equal(shared, torch.full((100_000,), 7.0))
+    group.barrier()
+
+
+def nothing_and_empty(group) -> None:
+    engine = job.current().fabric.engine
+    assert allocate_on_host(engine, group, (0, 3), torch.float32).shape == (0, 3)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_one_tensor_for_all(num_ranks):
+    def body(group):
+        one_tensor(group)
+        outlives_its_owner(group)
+        nothing_and_empty(group)
+
+    run_ranks(num_ranks, body)
+
+
+def test_memory_that_does_not_exist_is_refused():
+    def body(group):
+        engine = job.current().fabric.engine
+        with pytest.raises(errors.UsageError, match="not lie in engine memory"):
+            engine.locate(torch.zeros(4).data_ptr(), 16)
+        with pytest.raises(errors.UsageError, match="no such engine memory"):
+            engine.memory_of_peer(1 - group.rank, 12345, 0, 16)
+        with pytest.raises(errors.UsageError, match="no such engine memory"):
+            engine.memory_of_peer(77, 1, 0, 16)
+
+    run_ranks(2, body)
+
+
+def test_too_much_is_refused_on_all_ranks():
+    def body(group):
+        allocate_on_host(job.current().fabric.engine, group, (1 << 50,), torch.uint8)
+
+    for outcome in outcomes_of(2, body):
+        assert isinstance(outcome.error, errors.SharedMemoryError), outcome
