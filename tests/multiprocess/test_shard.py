@@ -196,6 +196,8 @@ def test_samplers_of_the_user_decide_with_rank_0(world_size: int) -> None:
         assert len(pl.shard(buckets)) == -(-len(BUCKETS) // group.size)
         found["batches"] = weighed(pl.shard(buckets))
         found["cut batches"] = weighed(pl.shard(buckets, batch="global"))
+        mine = weighed(pl.shard(buckets, batch="global", pad=False))  # not all get a part of each
+        assert mine == [part for part in found["cut batches"] if part[1]]
         inner = BatchSampler(SequentialSampler(data), 16, False)
         found["no batching"] = weighed(pl.shard(DataLoader(Rows(), batch_size=None, sampler=inner)))
         found["items"] = weighed(pl.shard(DataLoader(Rows(), batch_size=None, sampler=range(10))))

@@ -59,8 +59,7 @@ def samples_of(batches: list[Any]) -> list[int]:
     return [int(x) for batch in batches for x in batch[0]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize(("world_size", "start"), [(1, "spawn"), (1, "fork"), (2, "fork")])
 def test_loaders_with_workers(world_size: int, start: str) -> None:
     def battery(group: Group) -> dict[str, Any]:
         loader = DataLoader(
@@ -108,6 +107,12 @@ def test_workers_that_end_with_each_pass_and_loaders_that_go_away() -> None:
         assert draws[0] != draws[1]  # augmentation differs between epochs, and can be repeated
         again = list(pl.shard(loader, epoch=0, seed=3))
         assert [int(d) for batch in again for d in batch[2]] == draws[0]
+        loader.num_workers = 0  # what may be assigned has its effect
+        loader.collate_fn = len
+        assert set(pl.shard(loader)) == {2}
+        assert loader.in_order
+        loader.in_order = False
+        assert set(pl.shard(loader)) == {2}
         own = Shouting(range(8), 2)
         assert all(batch[-1] == "!" for batch in pl.shard(own))
         gone = DataLoader(Traced(20), 2, num_workers=1, persistent_workers=True)

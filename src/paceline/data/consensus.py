@@ -30,8 +30,15 @@ def group_of(job: Job) -> Group:
     """Return the group for the data of this job; made when it is first needed, by all ranks."""
     global _owned
     if _owned is None or _owned.job() is not job:
-        _owned = _Owned(weakref.ref(job), Group(job.fabric, job.world.ranks))
+        _owned = _Owned(weakref.ref(job, _let_go), Group(job.fabric, job.world.ranks))
     return _owned.group
+
+
+def _let_go(job: weakref.ref[Job]) -> None:
+    """Do not keep the engine of a job that is over."""
+    global _owned
+    if _owned is not None and _owned.job is job:
+        _owned = None
 
 
 def agree(

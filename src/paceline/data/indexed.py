@@ -9,6 +9,7 @@ persistent workers survive from epoch to epoch.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 from paceline.contribution import Announcer
 from paceline.data.order import Order
 from paceline.data.plan import Plan
-from paceline.data.split import Units
+from paceline.data.split import Units, spread_one
 
 
 class Parts:
@@ -44,6 +45,8 @@ class Parts:
 
     def prepare(self, steps: int) -> None:
         """See to it that the units of so many steps since the beginning are here. Collective."""
+        if not self._pad and self._plan.cut is spread_one:
+            steps = sys.maxsize  # who is left out of a batch needs the next one at once
         self._order.prepare(steps * self._plan.per_step)
 
     def __iter__(self) -> Iterator[Any]:
@@ -111,6 +114,13 @@ class IndexedLoader:
 def lookahead_of(loader: DataLoader[Any]) -> int:
     """Return how many batches a loader may ask for before they are needed."""
     return loader.num_workers * (loader.prefetch_factor or 0)
+
+
+def settings_of(loader: DataLoader[Any]) -> tuple[Any, ...]:
+    """Return what tells whether a copy is still like its loader, some of whose attributes may be
+    assigned at any time. Identities hold, because the copy keeps the objects alive."""
+    passing = ("_iterator", "_IterableDataset_len_called", "generator")
+    return tuple((name, id(value)) for name, value in vars(loader).items() if name not in passing)
 
 
 def copied(loader: DataLoader[Any], **changes: Any) -> Any:

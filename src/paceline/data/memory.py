@@ -1,6 +1,7 @@
 """What is kept about a loader from one pass to the next, for as long as the loader lives.
 
-Nothing in here may hold the loader itself, or it would live for ever.
+Nothing in here may hold the loader itself, or it would live for ever. Nor may a loader's copy hold
+this memory: in a cycle, its processes would be ended by the garbage collector, in no good order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Memory:
 
     next_epoch: int = 0
     seed: int | None = None  # the default seed, once the ranks have agreed on it
-    _said: set[str] = field(default_factory=set)
+    said: set[str] = field(default_factory=set)
     _copies: dict[Any, Any] = field(default_factory=dict)
 
     def copy_for(self, key: Any, make: Callable[[], Made]) -> Made:
@@ -33,12 +34,13 @@ class Memory:
         made: Made = self._copies[key]
         return made
 
-    def say_once(self, group: Group, text: str) -> None:
-        """Write one line for the person who started the job, the first time only."""
-        if group.rank == 0 and text not in self._said:
-            self._said.add(text)
-            sys.stderr.write(f"[paceline] {text}\n")
-            sys.stderr.flush()
+
+def say_once(said: set[str], group: Group, text: str) -> None:
+    """Write one line for the person who started the job, unless it was said already."""
+    if group.rank == 0 and text not in said:
+        said.add(text)
+        sys.stderr.write(f"[paceline] {text}\n")
+        sys.stderr.flush()
 
 
 _memories: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()

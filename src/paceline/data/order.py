@@ -74,9 +74,8 @@ class ToldOrder:
     def prepare(self, units: int) -> None:
         """Hear from rank 0 until so many units are here, or the sampler ends. Collective."""
         while not self._has_ended and self._taken + len(self._told) < units:
-            missing = units - self._taken - len(self._told)
             units_told, self._has_ended, problem = take_from(
-                self._group, self._read(missing) if self._group.rank == 0 else None
+                self._group, self._read() if self._group.rank == 0 else None
             )
             if self._failure is not None:
                 raise self._failure
@@ -86,12 +85,18 @@ class ToldOrder:
 
     def take(self, count: int) -> Units:
         """Return the next units."""
+        if count > len(self._told) and not self._has_ended:
+            # To go on with what is there would end the pass early, on this rank alone.
+            raise UsageError(
+                "pl.shard: the loader asks for batches further ahead than its num_workers x"
+                " prefetch_factor, as a plain DataLoader never does; pass one of those"
+            )
         units = self._told[:count]
         del self._told[:count]
         self._taken += len(units)
         return units
 
-    def _read(self, missing: int) -> tuple[list[Any], bool, str | None]:
+    def _read(self) -> tuple[list[Any], bool, str | None]:
         """On rank 0: read a chunk. What the sampler raises is told, then raised on all ranks."""
         units, indices = list[Any](), 0
         try:
@@ -99,7 +104,7 @@ class ToldOrder:
             for unit in self._source:
                 units.append(_portable(unit))
                 indices += size_of(units[-1])
-                if len(units) >= missing and indices >= CHUNK:
+                if indices >= CHUNK:
                     return units, False, None
         except Exception as error:
             self._failure = error

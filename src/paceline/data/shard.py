@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from paceline.data.consensus import agree, group_of
 from paceline.data.indexed import lookahead_of
-from paceline.data.memory import memory_of
+from paceline.data.memory import memory_of, say_once
 from paceline.data.sources import Pass, Source, source_of
 from paceline.errors import UsageError
 from paceline.job import current
@@ -109,7 +109,7 @@ class Sharded:
             lookahead=self._lookahead,
             pad=options.pad,
             memory=memory,
-            say=partial(memory.say_once, self._group),
+            say=partial(say_once, memory.said, self._group),
         )
         try:
             yield from self._source.batches(this)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.collectives.group import Group
 from paceline.contribution import Announcer
-from paceline.data.indexed import IndexedLoader, Parts
+from paceline.data.indexed import IndexedLoader, Parts, settings_of
 from paceline.data.memory import Memory
 from paceline.data.order import mixed
 from paceline.data.plan import length_of, plan, samplers_of
@@ -104,14 +104,19 @@ class Indexed:
         """Yield this worker's parts of the global batches."""
         group = this.group
         _set_epoch(samplers_of(self._loader), this.epoch)
-        copy = this.memory.copy_for("indexed", lambda: IndexedLoader(self._loader))
+        _mention_order(self._loader, this)
+        key = ("indexed", *settings_of(self._loader))
+        copy = this.memory.copy_for(key, lambda: IndexedLoader(self._loader))
         order = self._plan.order(group, this.seed, this.epoch)
         parts = Parts(self._plan, order, group.size, group.rank, pad=this.pad, say=this.say)
         # Each rank augments its samples with other random numbers.
         worker_seed = mixed(this.seed, this.epoch, 1 + group.rank)
         yield from copy.run(parts, this.announcer, this.lookahead, worker_seed)
         if parts.steps == 0:
-            raise UsageError("pl.shard: the loader is empty: its sampler gave no index")
+            raise UsageError(
+                "pl.shard: the loader is empty: its sampler gave no index, or with drop_last=True"
+                f" fewer than a global batch of {self._plan.per_step}"
+            )
 
 
 class Stream:
@@ -151,7 +156,8 @@ class Stream:
                 " pl.shard(..., presharded=True)"
             )
         _set_epoch([self._loader.dataset], this.epoch)
-        key = ("stream", group.rank, group.size, self._batch)
+        _mention_order(self._loader, this)
+        key = ("stream", self._batch, *settings_of(self._loader))
         copy = this.memory.copy_for(
             key, lambda: StridedLoader(self._loader, group.size, group.rank, self._batch)
         )
@@ -226,6 +232,14 @@ class Presharded:
             pad=this.pad,
             stops_short=False,
             too_few="give each worker at least one, or pass pad=False" + _hint(self._batches),
+        )
+
+
+def _mention_order(loader: DataLoader[Any], this: Pass) -> None:
+    if not loader.in_order:
+        this.say(
+            "shard: batches come in order, although the loader has in_order=False; the workers"
+            " would else have parts of different global batches"
         )
 
 
