@@ -78,12 +78,13 @@ class _Options:
 
 
 def _as_int(name: str, value: Any) -> int:
+    wrong = UsageError(f"{name} must be an integer or None (got {value!r})")
+    if isinstance(value, bool):
+        raise wrong
     try:
-        if not isinstance(value, bool):
-            return operator.index(value)
+        return operator.index(value)
     except TypeError:
-        pass
-    raise UsageError(f"{name} must be an integer or None (got {value!r})")
+        raise wrong from None
 
 
 class Sharded:
