@@ -30,6 +30,7 @@ from support import body
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LOADED = (
     "torch",
+    "torch._dynamo",  # every optimizer imports it when it is made, which takes a second
     "numpy",
     "pytest",
     "_pytest.assertion.rewrite",
