@@ -27,7 +27,10 @@ _SMALL_ELEMENTS = 8192
 class Slot:
     """One parameter's views into its bucket."""
 
-    __slots__ = ("averaged", "bucket", "grad", "index", "name", "param", "place", "ready", "stale")
+    __slots__ = (
+        *("averaged", "bucket", "claimed", "grad", "index", "name", "param", "place", "ready"),
+        "stale",
+    )
 
     def __init__(self, bucket: Bucket, place: Place, index: int) -> None:
         self.bucket = bucket
@@ -38,6 +41,7 @@ class Slot:
         self.averaged = place.view(bucket.averaged)
         self.ready = False  # has its gradient of the backward pass under way
         self.stale = False  # `grad` holds numbers of an earlier step
+        self.claimed = False  # `grad` was given out to be computed in (direct.py)
 
 
 class Bucket:
@@ -71,7 +75,7 @@ class Bucket:
         self._missing = 0
         self._small.clear()
         for slot in self.slots:
-            slot.ready = False
+            slot.ready = slot.claimed = False
             self._missing += slot.param.requires_grad
 
     @property
@@ -84,9 +88,9 @@ class Bucket:
         grad = param.grad
         assert grad is not None
         if slot.ready:  # a second part of the same gradient (several reentrant checkpoints)
-            self.flush()
-            slot.grad.add_(grad)
-            param.grad = None
+            if slot not in self._small:  # there, parts add up in param.grad until they are copied
+                slot.grad.add_(grad)
+                param.grad = None
             return
         slot.ready = slot.stale = True
         self._missing -= 1
@@ -95,7 +99,8 @@ class Bucket:
             if self._missing == 0:
                 self.flush()
         else:
-            slot.grad.copy_(grad)
+            if not slot.claimed or grad.data_ptr() != slot.grad.data_ptr():
+                slot.grad.copy_(grad)
             param.grad = None
 
     def flush(self) -> None:

@@ -110,6 +110,11 @@ class Reducer:
         for bucket in self.buckets:
             bucket.begin()
 
+    @property
+    def is_syncing(self) -> bool:
+        """Whether a backward pass that began now would exchange gradients."""
+        return self._sync
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients add up locally; the next backward pass outside exchanges the sum."""
@@ -234,6 +239,7 @@ class Reducer:
                     torch.empty(1, 0, dtype=torch.int64),
                     torch.empty(0, *param.shape[1:], dtype=param.dtype),
                     param.shape,
+                    check_invariants=False,
                 )
             if grad.is_sparse:
                 param.grad = self._sparse_gradients.average(grad)

@@ -22,6 +22,7 @@ from paceline.collectives.memory import allocate, allocate_on_host
 from paceline.data_parallel.batchnorm import use_global_statistics
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.buffers import Buffers
+from paceline.data_parallel.direct import compute_in_bucket
 from paceline.data_parallel.health import Health
 from paceline.data_parallel.hooks import attach
 from paceline.data_parallel.layout import Named, plan_buckets
@@ -134,6 +135,7 @@ class Training:
             num_slots += len(bucket.slots)
         self.reducer.add(buckets, sparse)
         self._slots.update((slot.param, slot) for bucket in buckets for slot in bucket.slots)
+        compute_in_bucket(model, self._slots, self.reducer)
         self._known = {param: param.requires_grad for param in model.parameters()}
 
     def _allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
