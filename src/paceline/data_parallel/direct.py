@@ -126,7 +126,7 @@ def _claim(slot: Slot, who: Exchanging, accumulate: Any) -> Tensor | None:
         or not _is_going_to_accumulate(accumulate)
     ):
         return None
-    slot.claimed = True
+    slot.claimed = slot.stale = True  # stale also if this pass breaks off
     return slot.place.view(slot.bucket.grads)  # an object of its own, which autograd can keep
 
 

@@ -69,12 +69,14 @@ class Reducer:
             self.buckets.append(bucket)
             for slot in bucket.slots:
                 self._slots.append(slot)
-                slot.param.register_post_accumulate_grad_hook(partial(self._on_grad_ready, slot))
+                on_ready = self._on_small_ready if slot.is_small else self._on_grad_ready
+                slot.param.register_post_accumulate_grad_hook(partial(on_ready, slot))
         for named in sparse:
             self._sparse.append(named)
             named.param.register_post_accumulate_grad_hook(self._on_sparse_ready)
         num_params = len(self._slots) + len(self._sparse)
         self._flags, self._called = torch.empty(num_params), torch.empty(num_params)
+        self.set_weight(self._weight)  # also for the new ones
 
     @property
     def names(self) -> list[str]:
@@ -108,7 +110,7 @@ class Reducer:
     def refresh(self) -> None:
         """Look again which parameters want a gradient; between two backward passes only."""
         for bucket in self.buckets:
-            bucket.begin()
+            bucket.refresh()
 
     @property
     def is_syncing(self) -> bool:
@@ -147,6 +149,17 @@ class Reducer:
             self._active = True
             Variable._execution_engine.queue_callback(self._on_backward_end)
 
+    def _on_small_ready(self, slot: Slot, param: torch.nn.Parameter) -> None:
+        """Do the same as below in a fraction of the time, for the most frequent case."""
+        bucket = slot.bucket
+        if not self._active or slot.ready or bucket.is_submitted or torch.is_grad_enabled():
+            self._on_grad_ready(slot, param)
+            return
+        slot.ready = slot.stale = True
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._submit_full()
+
     def _on_grad_ready(self, slot: Slot, param: torch.nn.Parameter) -> None:
         if not self._sync:
             self.has_local_gradients = True
@@ -166,7 +179,7 @@ class Reducer:
         if grad.layout is not torch.strided:
             param.grad = grad.to_dense()
         bucket.take(slot)
-        if bucket.is_full:
+        if bucket.missing == 0:
             self._submit_full()
 
     def _on_sparse_ready(self, param: torch.nn.Parameter) -> None:
@@ -178,8 +191,9 @@ class Reducer:
             raise _double_backward(next(n.name for n in self._sparse if n.param is param))
 
     def _submit_full(self) -> None:
-        while self._next < len(self.buckets) and self.buckets[self._next].is_full:
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
+            bucket.flush()
             bucket.is_submitted = True
             self._works.append(self._exchange.submit(bucket, self.step))
             self._next += 1

@@ -75,11 +75,13 @@ class Training:
         )
         self.buffers.broadcast_now()
         self.update: Update = self._choose_update(optimizer)
+        self._num_optimized = 0  # parameters of the optimizer when it was last looked at
         self._ended_s = time.perf_counter()
         self._waited_s = 0.0
         if optimizer is not None:
             bind_step(optimizer, self._around_step)
         job.contribution.watch(self.reducer.set_weight)
+        self.reducer.set_weight(job.contribution.weight)
         attach(model, self)
 
     def describe(self) -> str:
@@ -217,9 +219,13 @@ class Training:
                 " its gradients have not been averaged; leave no_sync() for the last backward pass"
                 " before each step"
             )
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if count == self._num_optimized:
+            return
+        self._num_optimized = count
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if param.grad is not None and param not in self._known:
+                if param not in self._known:
                     raise UsageError(
                         f"rank {self._group.rank}: the optimizer has a parameter of shape"
                         f" {list(param.shape)} that the model did not have when it was distributed"
