@@ -95,6 +95,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
+    if options.steps < 10:
+        parser.error(f"--steps {options.steps}: at least 10, of which the first ones warm up")
     console, doubt = Console(highlight=False), doubts(MANY)
     with tempfile.TemporaryDirectory() as directory:
         results = []

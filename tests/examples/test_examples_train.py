@@ -1,0 +1,158 @@
+"""The examples run, learn, and train alike however many workers there are and whoever starts them.
+
+Scripts that run alone are forked with torch loaded; those under a launcher are started as a person
+would. All run in a copy of the examples, without the book that `make data` fetches.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import run_processes
+from support.ranks import _base_environ
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# For one process. Two workers get half the batch size, which makes the same global batch.
+SHORT = {
+    "digits": ["--epochs", "5", "--batch-size"],
+    "gpt": ["--epochs", "2", "--chars", "30000", "--batch-size"],
+    "resnet": ["--epochs", "3", "--batch-size"],
+}
+BATCH = {"digits": 64, "gpt": 16, "resnet": 64}
+# Between one process and two workers the gradients of a batch are added up in another order, which
+# is all that differs: in float32 a few units in the last place for each step. Training makes that
+# grow; batch norms do so by several percents within 50 steps, so that the ResNet is computed in
+# double precision here. The losses are printed with four digits behind the point.
+TOLERANCE = {"digits": 2e-4, "gpt": 2e-3, "resnet": 2e-4}
+SEED = "    torch.manual_seed(0)\n"
+DOUBLE = {
+    ".float()[:, None]": ".double()[:, None]",
+    SEED: f"{SEED}    torch.set_default_dtype(torch.float64)\n",
+}
+
+Curve = list[float]
+
+
+def losses(output: str, mark: str = "") -> Curve:
+    """Return the test losses that were printed, of the rank whose lines begin with the mark."""
+    found = re.findall(rf"{re.escape(mark)}epoch \d+: test loss ([\d.]+)", output)
+    return [float(loss) for loss in found]
+
+
+def command(examples: Path, script: str, workers: int = 1) -> list[str]:
+    name = script.split("/")[0]
+    return [str(examples / script), *SHORT[name], str(BATCH[name] // workers)]
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("project") / "examples"
+    shutil.copytree(EXAMPLES, target, ignore=shutil.ignore_patterns("__pycache__"))
+    for script in target.glob("resnet/*.py"):
+        text = script.read_text()
+        for old, new in DOUBLE.items():
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        script.write_text(text)
+    return target
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("runtime"))
+
+
+def run_forked(commands: list[list[str]], environs: list[dict[str, str]]) -> list[str]:
+    def body(number: int) -> None:
+        sys.argv = commands[number]
+        runpy.run_path(commands[number][0], run_name="__main__")
+
+    outcomes = run_processes(body, environs, timeout_s=110)
+    assert [o.status for o in outcomes] == [0] * len(outcomes), "\n".join(map(str, outcomes))
+    return [outcome.output for outcome in outcomes]
+
+
+@pytest.fixture(scope="module")
+def alone(examples, directory) -> dict[str, str]:
+    """What every script prints when it is the only process."""
+    scripts = [f"{name}/{half}.py" for name in SHORT for half in ("before", "after")]
+    commands = [command(examples, script) for script in scripts]
+    outputs = run_forked(commands, [_base_environ(directory)] * len(scripts))
+    return dict(zip(scripts, outputs, strict=True))
+
+
+def run(*words: str) -> str:
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("half", ["before", "after"])
+def test_a_script_alone_learns(alone, name, half):
+    output = alone[f"{name}/{half}.py"]
+    curve = losses(output)
+    assert len(curve) == int(SHORT[name][1]), output
+    assert curve[-1] < curve[0]
+    if name == "gpt":
+        assert output.startswith("moby-dick-excerpt.txt: 30000 characters")
+        assert curve[-1] < 3.2  # 4.3 is what guessing gives
+    else:
+        (accuracy,) = re.findall(r"accuracy ([\d.]+)\s*$", output)
+        assert float(accuracy) > 0.8  # guessing: 0.1
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_two_workers_train_as_one_process_with_the_global_batch(examples, alone, name):
+    script = command(examples, f"{name}/after.py", workers=2)
+    output = run("-m", "paceline", "run", "-n", "2", *script)
+    first, second = losses(output, "[0] "), losses(output, "[1] ")
+    assert first == second, "the workers have the same model"
+    assert first == pytest.approx(losses(alone[f"{name}/after.py"]), abs=TOLERANCE[name])
+
+
+def test_torchrun_starts_the_same_file(examples, alone):
+    script = command(examples, "digits/after.py", workers=2)
+    output = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script)
+    expected = losses(alone["digits/after.py"])
+    # Both workers write to one pipe, so that their lines mix.
+    both = sorted(losses(output))
+    assert both == pytest.approx(sorted([*expected, *expected]), abs=TOLERANCE["digits"])
+
+
+def test_mpirun_starts_the_same_file(examples, alone, directory):
+    """In the environment that Open MPI makes; it is not needed for that."""
+    script = command(examples, "digits/after.py", workers=2)
+    environs = [
+        {
+            **_base_environ(directory),
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "PMIX_NAMESPACE": "examples",
+        }
+        for rank in range(2)
+    ]
+    expected = losses(alone["digits/after.py"])
+    for output in run_forked([script, script], environs):
+        assert losses(output) == pytest.approx(expected, abs=TOLERANCE["digits"])
+
+
+def test_the_gpt_reads_the_whole_book_when_it_is_there(examples, directory):
+    book = examples.parent / "data" / "moby-dick.txt"
+    book.parent.mkdir()
+    book.write_text("The whale swims. " * 500)
+    script = [str(examples / "gpt/before.py"), "--chars", "6000"]
+    try:
+        (output,) = run_forked([script], [_base_environ(directory)])
+    finally:
+        book.unlink()
+    assert output.startswith("moby-dick.txt: 6000 characters, 11 different ones")
