@@ -63,6 +63,7 @@ class Training:
         self.reducer.after_exchange = self.health.look
         self._slots: dict[nn.Parameter, Slot] = {}
         self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
+        self._outside: list[Named] = []  # frozen ones, which nobody averages
         self._num_global_norms = (
             use_global_statistics(model, Group(job.fabric, job.world.ranks))
             if options.batchnorm == "global"
@@ -139,6 +140,8 @@ class Training:
         self._slots.update((slot.param, slot) for bucket in buckets for slot in bucket.slots)
         compute_in_bucket(model, self._slots, self.reducer)
         self._known = {param: param.requires_grad for param in model.parameters()}
+        taken = {id(param) for param in self.reducer.params}
+        self._outside = [Named(n, p) for n, p in model.named_parameters() if id(p) not in taken]
 
     def _allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(self._engine, (count,), dtype)
@@ -169,6 +172,8 @@ class Training:
 
     def before_forward(self) -> None:
         """Notice parameters that have been frozen or thawed since the last time."""
+        if not torch.is_grad_enabled():  # perhaps one rank alone, which must not wait for others
+            return
         self.reducer.require_clean()
         changed = [p for p, wanted in self._known.items() if p.requires_grad is not wanted]
         if not changed:
@@ -219,6 +224,13 @@ class Training:
                 " its gradients have not been averaged; leave no_sync() for the last backward pass"
                 " before each step"
             )
+        for named in self._outside:
+            if named.param.requires_grad and named.param.grad is not None:
+                raise UsageError(
+                    f"rank {self._group.rank}: {named} has been thawed, but its gradient was not"
+                    " averaged: call the model itself (not only a part of it, nor a compiled one)"
+                    " once after parameters are thawed"
+                )
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if count == self._num_optimized:
             return
