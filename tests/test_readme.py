@@ -1,4 +1,4 @@
-"""What the README tells a person to type works: its Python runs, its commands exist."""
+"""What the README and the guide tell a person to type works: Python runs, commands exist."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs" / "guides" / "three-lines.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = re.findall(r"^(paceline [a-z].*?)\s*(?:#.*)?$", README, re.MULTILINE)
 VERBS = re.findall(r"^make (\w+)", README, re.MULTILINE)
@@ -33,6 +34,22 @@ def test_python_of_the_readme_runs_on_two_ranks(block, tmp_path):
     (tmp_path / "script.py").write_text(BLOCKS[block] + '\nprint("reached the end")\n')
     out = paceline("run", "-n", "2", "script.py", cwd=tmp_path)
     assert out.count("reached the end") == 2
+
+
+def test_python_of_the_guide_is_one_script_that_runs_on_two_ranks(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    (tmp_path / "script.py").write_text("".join(blocks) + '\nprint("the end is", digest)\n')
+    out = paceline("run", "-n", "2", "script.py", cwd=tmp_path)
+    ends = re.findall(r"the end is (\w+)", out)
+    assert len(ends) == 2 and ends[0] == ends[1]
+
+
+def test_the_guide_shows_the_lines_that_the_example_changes():
+    shown = re.search(r"```diff\n(.*?)```", GUIDE, re.DOTALL)
+    assert shown
+    changed = [line[1:].strip() for line in shown[1].splitlines() if line.startswith("+")]
+    example = (ROOT / "examples" / "digits" / "after.py").read_text().splitlines()
+    assert len(changed) == 4 and set(changed) <= {line.strip() for line in example}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
