@@ -28,8 +28,8 @@ class Slot:
     """One parameter's views into its bucket."""
 
     __slots__ = (
-        *("averaged", "bucket", "claimed", "grad", "index", "name", "param", "place", "ready"),
-        "stale",
+        *("averaged", "bucket", "claimed", "grad", "index", "is_small", "name", "param", "place"),
+        *("ready", "stale"),
     )
 
     def __init__(self, bucket: Bucket, place: Place, index: int) -> None:
@@ -39,6 +39,7 @@ class Slot:
         self.name, self.param = place.named.name, place.named.param
         self.grad = place.view(bucket.grads)
         self.averaged = place.view(bucket.averaged)
+        self.is_small = place.count < _SMALL_ELEMENTS
         self.ready = False  # has its gradient of the backward pass under way
         self.stale = False  # `grad` holds numbers of an earlier step
         self.claimed = False  # `grad` was given out to be computed in (direct.py)
@@ -64,54 +65,53 @@ class Bucket:
         self.averaged = allocate(size, dtype).zero_()
         self.params = allocate_params(size, dtype)
         self.slots = [Slot(self, where, first_slot + i) for i, where in enumerate(places)]
-        self._missing = 0
-        self._small: list[Slot] = []
+        self._small = [slot for slot in self.slots if slot.is_small]
+        self._small_grads = [slot.grad for slot in self._small]
+        self._wanted = 0
+        self.missing = 0  # gradients that have not come yet in this backward pass
         self.is_submitted = False
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look again which parameters want a gradient."""
+        self._wanted = sum(slot.param.requires_grad for slot in self.slots)
         self.begin()
 
     def begin(self) -> None:
         """Get ready for the next backward pass."""
         self.is_submitted = False
-        self._missing = 0
-        self._small.clear()
+        self.missing = self._wanted
         for slot in self.slots:
             slot.ready = slot.claimed = False
-            self._missing += slot.param.requires_grad
-
-    @property
-    def is_full(self) -> bool:
-        return self._missing == 0
 
     def take(self, slot: Slot) -> None:
         """Take the gradient that backward has just left in `param.grad`."""
         param = slot.param
         grad = param.grad
         assert grad is not None
-        if slot.ready:  # a second part of the same gradient (several reentrant checkpoints)
-            if slot not in self._small:  # there, parts add up in param.grad until they are copied
-                slot.grad.add_(grad)
-                param.grad = None
-            return
-        slot.ready = slot.stale = True
-        self._missing -= 1
-        if slot.place.count < _SMALL_ELEMENTS:
-            self._small.append(slot)
-            if self._missing == 0:
-                self.flush()
-        else:
+        is_first, slot.ready = not slot.ready, True
+        if is_first:
+            slot.stale = True
+            self.missing -= 1
+        if slot.is_small:
+            return  # stays in param.grad, where a second part would be added, until flush()
+        if is_first:
             if not slot.claimed or grad.data_ptr() != slot.grad.data_ptr():
                 slot.grad.copy_(grad)
             param.grad = None
+        else:  # a second part of the same gradient (several reentrant checkpoints)
+            slot.grad.add_(grad)
+            param.grad = None
 
     def flush(self) -> None:
-        """Copy the small gradients that have gathered."""
-        if not self._small:
-            return
-        fresh = [grad for slot in self._small if (grad := slot.param.grad) is not None]
-        torch._foreach_copy_([slot.grad for slot in self._small], fresh)
-        for slot in self._small:
-            slot.param.grad = None
-        self._small.clear()
+        """Copy the small gradients, all at once, as far as they have come."""
+        ready, views = self._small, self._small_grads
+        if not all(slot.ready for slot in ready):
+            ready = [slot for slot in ready if slot.ready]
+            views = [slot.grad for slot in ready]
+        fresh = [_dense(slot.param.grad) for slot in ready]
+        if fresh:
+            torch._foreach_copy_(views, fresh)
 
     def complete(self) -> None:
         """End of backward: parameters without a fresh gradient contribute what they have, or 0."""
@@ -125,3 +125,8 @@ class Bucket:
                 slot.grad.zero_()
                 slot.stale = False
         self.flush()
+
+
+def _dense(grad: torch.Tensor | None) -> torch.Tensor:
+    assert grad is not None, "a slot that is ready has a gradient"
+    return grad if grad.layout is torch.strided else grad.to_dense()

@@ -159,9 +159,9 @@ class Buffers:
 
     def _has_strayed(self, found: list[Tensor]) -> bool:
         """Say whether a buffer lies in another's place, where copying in would overwrite it."""
-        memory = self._memory.untyped_storage().data_ptr()
+        start = self._memory.data_ptr()
         return any(
-            buffer.untyped_storage().data_ptr() == memory
+            start <= buffer.data_ptr() < start + self._memory.numel()
             and buffer.data_ptr() != slot.view.data_ptr()
             for buffer, slot in zip(found, self._slots, strict=True)
         )
@@ -176,12 +176,14 @@ class Buffers:
         ends = [0, *accumulate(_room(dtype, count) for dtype, count in counts.items())]
         self._memory = allocate(self._engine, (ends[-1],), torch.uint8).zero_()
         spans = dict(zip(counts, pairwise(ends), strict=True))
-        self._sections = {d: self._memory[a:b] for d, (a, b) in spans.items() if a != b}
+        # To torch, every section is a memory of its own: torch.save refuses one with two dtypes.
+        sections = {d: torch.from_numpy(self._memory[a:b].numpy()) for d, (a, b) in spans.items()}
+        self._sections = {d: section for d, section in sections.items() if section.numel()}
         views = []
         for buffer, offset in zip(buffers, offsets, strict=True):
-            first = spans[buffer.dtype][0] // buffer.itemsize + offset
             strides = torch.empty_like(buffer, device="meta").stride()
-            views.append(self._memory.view(buffer.dtype).as_strided(buffer.shape, strides, first))
+            section = sections[buffer.dtype].view(buffer.dtype)
+            views.append(section.as_strided(buffer.shape, strides, offset))
         return views
 
     def _require_movable(self, buffer: Tensor) -> None:
