@@ -177,12 +177,14 @@ class Buffers:
         self._memory = allocate(self._engine, (ends[-1],), torch.uint8).zero_()
         spans = dict(zip(counts, pairwise(ends), strict=True))
         # To torch, every section is a memory of its own: torch.save refuses one with two dtypes.
-        sections = {d: torch.from_numpy(self._memory[a:b].numpy()) for d, (a, b) in spans.items()}
-        self._sections = {d: section for d, section in sections.items() if section.numel()}
+        self._sections = {
+            d: torch.from_numpy(self._memory[a:b].numpy()) for d, (a, b) in spans.items() if a != b
+        }
+        nothing = torch.empty(0, dtype=torch.uint8)
         views = []
         for buffer, offset in zip(buffers, offsets, strict=True):
             strides = torch.empty_like(buffer, device="meta").stride()
-            section = sections[buffer.dtype].view(buffer.dtype)
+            section = self._sections.get(buffer.dtype, nothing).view(buffer.dtype)
             views.append(section.as_strided(buffer.shape, strides, offset))
         return views
 

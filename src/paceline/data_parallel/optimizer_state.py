@@ -82,9 +82,10 @@ class HostState:
         segment, offset = self._engine.locate(memory.data_ptr(), memory.numel())
         at = 0
         for (number, key, value), size in zip(new, sizes, strict=True):
-            # To torch a memory of its own: torch.save refuses one with two dtypes.
-            own = torch.from_numpy(memory[at : at + _bytes(value)].numpy())
-            flat = own.view(value.dtype)
+            flat = memory[at : at + _bytes(value)]
+            if flat.numel():  # to torch a memory of its own: torch.save refuses one with two dtypes
+                flat = torch.from_numpy(flat.numpy())
+            flat = flat.view(value.dtype)
             shared = flat.as_strided(value.size(), value.stride()).copy_(value)
             self._shared[number, key] = shared
             self._opt.state[self._pieces[number][2]][key] = shared
