@@ -1,6 +1,6 @@
 # Everything a person or CI needs, in a virtual environment of its own (.venv).
 #
-#   make demo    train with two workers, then with one      make bench   compare with others
+#   make demo    train with two workers, then alone         make bench   compare with others
 #   make test    run the tests                              make fmt     format the code
 #   make check   lint, types, layers                        make data    fetch a book for the GPT
 #   make clean   remove what was built
