@@ -57,11 +57,13 @@ class Training:
         self._options = options
         members = job.fabric.membership.members
         self._host = Group(job.fabric, [m.rank for m in members if m.host_id == job.env.host_id])
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._shares_params = self._wants_sharing(optimizer)
         self.health = Health(group, options)
         self.reducer = Reducer(group, AllReduce(group))
         self.reducer.after_exchange = self.health.look
         self._slots: dict[nn.Parameter, Slot] = {}
+        self._shared_slots: dict[nn.Parameter, Slot] = {}  # of them, those in memory of the host
         self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
         self._outside: list[Named] = []  # frozen ones, which nobody averages
         self._num_global_norms = (
@@ -121,19 +123,19 @@ class Training:
         }
         sparse = [named for named in parameters if id(named.param) in sparse_ids]
         dense = [named for named in parameters if id(named.param) not in sparse_ids]
-        limit = int(self._options.bucket_mb * (1 << 20))
-        first = min(limit, _FIRST_BUCKET_BYTES)
         buckets: list[Bucket] = []
         num_slots = self.reducer.num_slots
-        for plan in plan_buckets(dense, limit, first):
+        for plan, is_shared in self._plan(dense):
             bucket = Bucket(
                 len(self.reducer.buckets) + len(buckets),
                 plan,
                 allocate=self._allocate,
-                allocate_params=self._allocate_params,
+                allocate_params=self._allocate_on_host if is_shared else self._allocate,
                 first_slot=num_slots,
             )
-            self._move_params(bucket)
+            self._move_params(bucket, is_shared)
+            if is_shared:
+                self._shared_slots.update((slot.param, slot) for slot in bucket.slots)
             buckets.append(bucket)
             num_slots += len(bucket.slots)
         self.reducer.add(buckets, sparse)
@@ -146,27 +148,48 @@ class Training:
     def _allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(self._engine, (count,), dtype)
 
-    def _allocate_params(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        if not self._shares_params:
-            return self._allocate(count, dtype).zero_()
-        flat = allocate_on_host(self._engine, self._host, (count,), dtype)
-        return flat.zero_() if self._host.rank == 0 else flat
+    def _plan(self, parameters: Sequence[Named]) -> list[tuple[list[Named], bool]]:
+        """Cut parameters into buckets, and say which of those the workers of a host share.
 
-    def _move_params(self, bucket: Bucket) -> None:
+        What this optimizer does not update stays private: whoever does (another optimizer, of which
+        nobody told) does so on every worker. The cuts are the same on all hosts, also if only some
+        share.
+        """
+        optimizer = self._optimizer() if self._optimizer else None
+        groups = [] if optimizer is None else optimizer.param_groups
+        updated = {id(param) for group in groups for param in group["params"]}
+        limit = int(self._options.bucket_mb * (1 << 20))
+        return [
+            (plan, is_updated and self._shares_params)
+            for is_updated in (True, False)
+            for plan in plan_buckets(
+                [named for named in parameters if (id(named.param) in updated) is is_updated],
+                limit,
+                min(limit, _FIRST_BUCKET_BYTES),
+            )
+        ]
+
+    def _allocate_on_host(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return allocate_on_host(self._engine, self._host, (count,), dtype)
+
+    def _move_params(self, bucket: Bucket, is_shared: bool) -> None:
         """Let the parameters live in the bucket; shared ones are written by one worker only."""
+        is_writer = not is_shared or self._host.rank == 0
         with torch.no_grad():
+            if is_writer:
+                bucket.params.zero_()
             for slot in bucket.slots:
                 home = slot.place.view(bucket.params)
-                if not self._shares_params or self._host.rank == 0:
+                if is_writer:
                     home.copy_(slot.param)
                 slot.param.data = home
-        if self._shares_params:
+        if is_shared:
             self._host.barrier()
 
     def _choose_update(self, optimizer: torch.optim.Optimizer | None) -> Update:
         if optimizer is None or not self._shares_params:
             return ReplicatedUpdate()
-        return ShardedUpdate(optimizer, self._host, self._engine, self._slots.get)
+        return ShardedUpdate(optimizer, self._host, self._engine, self._shared_slots.get)
 
     # -- forward ------------------------------------------------------------------------------
 
