@@ -107,9 +107,11 @@ class Group final : public Pollable {
   Task reduce_spanning(const Request& request, const Descriptor& shown);
   Task broadcast_spanning(const Request& request, const Descriptor& shown);
   Task exchange_pieces(const Request& request, const Descriptor& shown);
-  Task ring_all_reduce(const Request& request, const Descriptor& shown, void* data, uint64_t count);
+  Task ring_all_reduce(const Request& request, const Descriptor& shown, const void* input, void* output,
+                       uint64_t count);
   Task doubling_all_reduce(const Request& request, const Descriptor& shown, void* data, uint64_t count);
-  Task reduce_between_hosts(const Request& request, const Descriptor& shown, void* data, uint64_t count);
+  Task reduce_between_hosts(const Request& request, const Descriptor& shown, const void* input, void* data,
+                            uint64_t count);
   Task send_message(int member, std::shared_ptr<Message> message, DType dtype);
   Task receive_message(Posted posted);
 

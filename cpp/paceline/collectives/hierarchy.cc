@@ -43,9 +43,12 @@ Task Group::run_spanning(const Request& request, const Descriptor& shown) {
   }
 }
 
-Task Group::reduce_between_hosts(const Request& r, const Descriptor& shown, void* data, uint64_t count) {
-  if (count * r.element_bytes() <= kDoublingBytes) co_await doubling_all_reduce(r, shown, data, count);
-  else co_await ring_all_reduce(r, shown, data, count);
+// Adds this host's `input` and those of the others into `data`, which may be the same memory.
+Task Group::reduce_between_hosts(const Request& r, const Descriptor& shown, const void* input, void* data,
+                                 uint64_t count) {
+  if (count * r.element_bytes() > kDoublingBytes) co_return co_await ring_all_reduce(r, shown, input, data, count);
+  if (data != input) copy(data, input, count * r.element_bytes(), false);
+  co_await doubling_all_reduce(r, shown, data, count);
 }
 
 Task Group::reduce_spanning(const Request& request, const Descriptor& shown) {
@@ -68,11 +71,10 @@ Task Group::reduce_spanning(const Request& request, const Descriptor& shown) {
     inside.outputs.clear();
     if (leader) inside.outputs.push_back(result);
     co_await team_->run(inside, shown, 1);
-  } else if (result.data != request.inputs[0].data) {
-    copy(result.data, request.inputs[0].data, count * es, false);
   }
   // 2. Between the leaders.
-  if (leader) co_await reduce_between_hosts(request, shown, result.data, count);
+  const void* input = team_ ? result.data : request.inputs[0].data;
+  if (leader) co_await reduce_between_hosts(request, shown, input, result.data, count);
   // 3. From the leader to whoever wants it here.
   if (!team_) co_return;
   Request back = request;
@@ -135,9 +137,11 @@ Task Group::broadcast_spanning(const Request& request, const Descriptor& shown) 
   co_await team_->run(inside, shown, 1);
 }
 
-Task Group::ring_all_reduce(const Request& r, const Descriptor& shown, void* buffer, uint64_t count) {
+Task Group::ring_all_reduce(const Request& r, const Descriptor& shown, const void* input, void* output,
+                            uint64_t count) {
   size_t es = r.element_bytes();
-  auto* data = static_cast<std::byte*>(buffer);
+  auto* mine = static_cast<const std::byte*>(input);
+  auto* data = static_cast<std::byte*>(output);
   int hosts = int(leaders_.size()), me = my_host_;
   int next = leaders_[size_t((me + 1) % hosts)], previous = leaders_[size_t((me + hosts - 1) % hosts)];
   size_t divisor = r.op == ReduceOp::mean ? size_t(size()) : 1;
@@ -172,8 +176,9 @@ Task Group::ring_all_reduce(const Request& r, const Descriptor& shown, void* buf
     }
   };
   auto send = [&](uint64_t q) {
-    Span part = span(sent_chunk(int(q / per_chunk)), q % per_chunk);
-    exchange.send(next, data + part.start * es, part.count * es);
+    int round = int(q / per_chunk);
+    Span part = span(sent_chunk(round), q % per_chunk);
+    exchange.send(next, (round == 0 ? mine : data) + part.start * es, part.count * es);
   };
 
   for (uint64_t q = 0; q < per_chunk; ++q) send(q);  // round 0 sends what is ours alone
@@ -184,7 +189,7 @@ Task Group::ring_all_reduce(const Request& r, const Descriptor& shown, void* buf
     int round = int(q / per_chunk);
     Span span_in = span(received_chunk(round), q % per_chunk);
     if (adds(round)) {
-      const void* sources[2] = {scratch.data() + q % kWindow * kSegmentBytes, data + span_in.start * es};
+      const void* sources[2] = {scratch.data() + q % kWindow * kSegmentBytes, mine + span_in.start * es};
       void* destination = data + span_in.start * es;
       reduce({r.dtype, r.op, round == hosts - 2 ? divisor : 1}, sources, 2, &destination, 1, span_in.count,
              false);
