@@ -81,8 +81,13 @@ def distribute(
     except PacelineError as error:  # the others must hear of it
         problem = str(error)
     problem = problem or find_problem(model, optimizer) or _find_second_call(model, optimizer)
-    raise_on_all(group, problem)
-    require_same_model(group, model, optimizer, [f"pace {asked}", f"options {options}"])
+    try:
+        raise_on_all(group, problem)
+        require_same_model(group, model, optimizer, [f"pace {asked}", f"options {options}"])
+    except PacelineError:
+        # Together with the others: a group that is dropped at any other time waits for theirs.
+        group.close()
+        raise
     _core.keep_freed_memory()
     training = Training(job, group, model, optimizer, options)
     _trainings[model] = training

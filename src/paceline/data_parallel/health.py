@@ -109,12 +109,12 @@ def _all_finite(reducer: Reducer) -> bool:
 
 def _bad_contributions(reducer: Reducer) -> list[str]:
     """Name the parameters whose own gradient on this rank, before the exchange, was not finite."""
-    return [
-        slot.name
-        for bucket in reducer.buckets
-        for slot in bucket.slots
-        if not torch.isfinite(slot.grad).all()
+    dense = [(slot.name, slot.grad) for bucket in reducer.buckets for slot in bucket.slots]
+    sparse = [
+        (name, grad.coalesce().values() if grad.is_sparse else grad)
+        for name, grad in reducer.sparse_contributions.items()
     ]
+    return [name for name, grad in dense + sparse if not torch.isfinite(grad).all()]
 
 
 def _list(things: Sequence[object]) -> str:

@@ -34,7 +34,8 @@ class Options:
                     f"distribute: {name}={getattr(self, name)!r} is unknown; choose one of"
                     f" {', '.join(choices)}"
                 )
-        if not 0 < self.bucket_mb < float("inf"):
+        is_number = isinstance(self.bucket_mb, int | float)
+        if not is_number or not 0 < self.bucket_mb < float("inf"):
             raise UsageError(f"distribute: bucket_mb={self.bucket_mb!r} must be a number above 0")
 
     def overridden(self, options: Mapping[str, str]) -> Options:

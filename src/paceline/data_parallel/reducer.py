@@ -59,6 +59,8 @@ class Reducer:
         self.has_local_gradients = False  # the last backward pass was one without exchange
         self.absent: set[str] = set()  # parameters that had no gradient here in the last pass
         self.waited_s = 0.0  # time in which this worker did nothing but wait for others
+        self.keeps_sparse = False  # whether somebody will look at the following
+        self.sparse_contributions: dict[str, torch.Tensor] = {}  # this worker's, of the last pass
         self.after_exchange: Callable[[Reducer, Sequence[float]], None] | None = None
 
     # -- which parameters ---------------------------------------------------------------------
@@ -243,6 +245,7 @@ class Reducer:
         return self._called.tolist()
 
     def _average_sparse(self, flags: Sequence[float]) -> None:
+        self.sparse_contributions.clear()
         for named, flag in zip(self._sparse, flags[len(self._slots) :], strict=True):
             if not flag:
                 continue
@@ -255,6 +258,8 @@ class Reducer:
                     param.shape,
                     check_invariants=False,
                 )
+            if self.keeps_sparse:
+                self.sparse_contributions[named.name] = grad.clone()
             if grad.is_sparse:
                 param.grad = self._sparse_gradients.average(grad)
             else:  # the weight is tied to a layer that uses it densely

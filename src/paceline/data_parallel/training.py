@@ -62,6 +62,7 @@ class Training:
         self.health = Health(group, options)
         self.reducer = Reducer(group, AllReduce(group))
         self.reducer.after_exchange = self.health.look
+        self.reducer.keeps_sparse = options.nonfinite != "ignore"
         self._slots: dict[nn.Parameter, Slot] = {}
         self._shared_slots: dict[nn.Parameter, Slot] = {}  # of them, those in memory of the host
         self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
