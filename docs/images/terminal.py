@@ -1,9 +1,9 @@
 """Draw what a command prints on a terminal, as an SVG.
 
-    python docs/images/terminal.py demo.svg -- paceline run -n 2 examples/digits_logistic.py
+    python docs/images/terminal.py demo.svg "make demo" -- python examples/demo/compare.py
 
 The command runs on a pseudo-terminal, so it shows what a person sees; of a live display the last
-state stays, as on a real screen.
+state stays, as on a real screen. The text before `--` is shown in place of the command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
-WIDTH = 92
+WIDTH = 104
 
 
 def record(command: list[str]) -> str:
@@ -56,10 +56,12 @@ def settle(output: str) -> list[str]:
 
 
 def main() -> None:
-    target, command = sys.argv[1], sys.argv[sys.argv.index("--") + 1 :]
+    border = sys.argv.index("--")
+    target, command = sys.argv[1], sys.argv[border + 1 :]
+    shown = " ".join(sys.argv[2:border]) or shlex.join(command)
     console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(Text(f"$ {shlex.join(command)}", style="bold"))
-    for line in settle(record(command)):
+    console.print(Text(f"$ {shown}", style="bold"))
+    for line in settle(record(command).rstrip()):
         console.print(Text.from_ansi(line))
     console.save_svg(target, title="paceline")
 

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +48,7 @@ class Result:
 def run(workers: int, steps: int, directory: Path, console: Console) -> Result:
     """Train with some workers, with the launcher's own display; SystemExit when that fails."""
     name = "plain PyTorch in 1 process" if workers == 1 else f"{workers} workers"
+    console.print()
     console.rule(f"[bold]{steps} steps with {name}", align="left", style="dim")
     written, logs = directory / f"{workers}.json", directory / f"logs-{workers}"
     options = ["-n", str(workers), "--threads-per-worker", "1", "--log-dir", str(logs)]
@@ -66,7 +68,7 @@ def table(one: Result, many: Result) -> Table:
     """Put both trainings side by side."""
     grid = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
     for result in (one, many):
-        title = "1 process" if result.workers == 1 else f"{result.workers} workers"
+        title = f"{result.workers} workers" if result is many else "1 process"
         grid.add_column(title, justify="right", style="green" if result is many else "")
     rows = {
         "samples/s": lambda r: f"{r.samples_per_s:,.0f}",
@@ -83,14 +85,11 @@ def table(one: Result, many: Result) -> Table:
     return grid
 
 
-def doubts(workers: int) -> str:
-    """Say what would make the figures unfit to judge by, or nothing."""
-    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    if cores < workers:
-        return f"{workers} workers share {cores} core here: no speed-up can be expected."
-    if load > 0.5:
-        return f"Other programs kept this machine busy (load {load:.1f}): the figures say little."
-    return ""
+def used_by_others_s() -> float:
+    """Return the processor time that other programs of this machine have taken so far."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
+    del ticks[3:5]  # idle, and waiting for disks
+    return sum(ticks) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
 def main() -> None:
@@ -100,10 +99,11 @@ def main() -> None:
     if options.steps < 10:
         parser.error(f"--steps {options.steps}: at least 10, of which the first ones warm up")
     signal.signal(signal.SIGINT, lambda *_: None)  # the launcher hears Ctrl-C too, and ends
-    console, doubt = Console(highlight=False), doubts(MANY)
+    console, began_s, others_s = Console(highlight=False), time.monotonic(), used_by_others_s()
     with tempfile.TemporaryDirectory() as directory:
         many = run(MANY, options.steps, Path(directory), console)
         one = run(1, options.steps, Path(directory), console)
+    console.print()
     console.rule("[bold]side by side", align="left", style="dim")
     console.print(table(one, many))
     console.print(
@@ -111,8 +111,9 @@ def main() -> None:
         f"Speeds over the last {len(one.steps_s)} steps; efficiency: speed-up / {many.workers}.",
         style="dim",
     )
-    if doubt:
-        console.print(doubt, style="yellow")
+    free = os.cpu_count() - (used_by_others_s() - others_s) / (time.monotonic() - began_s)
+    if free < MANY - 0.1:
+        console.print(f"[yellow]Only {free:.1f} cores were free: no fair test of {MANY} workers.")
 
 
 if __name__ == "__main__":
