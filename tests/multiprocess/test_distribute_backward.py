@@ -269,19 +269,27 @@ def gradients_of_inputs(group: Group, update: str) -> None:
 
 
 def broken_off(group: Group, update: str) -> None:
-    """A backward pass that raises before it sends anything leaves no trace."""
-    pair = Pair(group, mlp(), sgd, update)
-    out = pair.ours(pair.mine(rows(group)))
+    """A backward pass that raises before it sends anything leaves no trace in the next one."""
 
     def refuse(grad: torch.Tensor) -> None:
         raise ValueError("no")
 
-    hook = pair.ours[2].weight.register_hook(refuse)
-    with pytest.raises(ValueError, match="no"):
-        out.sum().backward()
-    hook.remove()
-    pair.optimizer.zero_grad()
-    pair.train()
+    for goes_round in (False, True):
+        pair = Pair(group, mlp(), sgd, update)
+        x = pair.mine(rows(group))
+        hook = pair.ours[0].weight.register_hook(refuse)
+        with pytest.raises(ValueError, match="no"):
+            loss(pair.ours, x).backward()
+        hook.remove()
+        if goes_round:  # not through the model, so nobody learns of a new beginning
+            first, between, last = pair.ours
+            pair.optimizer.zero_grad()
+            last(between(first(x))).sum().backward()
+        with pytest.raises(pl.errors.PacelineError, match="ended with an error"):
+            pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        if not goes_round:
+            pair.train()
 
 
 BATTERY = (

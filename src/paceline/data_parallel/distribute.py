@@ -54,6 +54,7 @@ def distribute(
     batchnorm  "local" statistics of each worker's batch, or "global" ones of all batches together
     unused     parameters without gradient: "warn" once, "error", or "ignore"
     nonfinite  NaN or infinite gradients: "ignore", "raise" on all ranks, or "skip" the step on all
+               (a GradScaler skips such steps itself, on all ranks: leave it at "ignore")
     bucket_mb  gradients travel in parts of about this size
 
     Raises UsageError (also on the ranks that did nothing wrong) for a model or optimizer that

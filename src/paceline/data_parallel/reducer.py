@@ -275,6 +275,15 @@ class Reducer:
         for bucket in self.buckets:
             bucket.begin()
 
+    def require_finished(self) -> None:
+        """Called before a step: refuse gradients of a pass that broke off, or of one after it."""
+        if self._active:
+            raise PacelineError(
+                f"rank {self._group.rank}: optimizer.step() after a backward pass that ended with"
+                " an error (or in the middle of one): gradients have not been averaged; drop them"
+                " with zero_grad() and begin again with a forward pass of the whole model"
+            )
+
     def require_clean(self) -> None:
         """Called outside of backward: find out whether the last pass broke off."""
         if not self._active or torch._C._current_graph_task_id() != -1:

@@ -242,6 +242,7 @@ class Training:
         return result
 
     def _refuse_stray_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        self.reducer.require_finished()
         if self.reducer.has_local_gradients:
             raise UsageError(
                 f"rank {self._group.rank}: optimizer.step() after a backward pass under no_sync():"
