@@ -39,7 +39,7 @@ from paceline.collectives.group import Group
 from support import run_ranks
 from support.reference import bits
 
-KINDS = ("mlp", "resnet", "gpt")
+KINDS = ("mlp", "wide", "resnet", "gpt")
 UPDATES = ("replicated", "sharded")
 PLACES = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2)]  # workers, hosts
 # Of losses, relative. float32: 50 steps blow 1e-7 up by some 10 000; AdamW divides small numbers

@@ -76,6 +76,12 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     if kind == "mlp":
         model = nn.Sequential(nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 20), nn.Tanh())
         model.append(nn.Linear(20, 5))
+    elif kind == "wide":  # weights so large that their gradients are computed in the bucket
+        model = nn.Sequential(nn.Linear(10, 270), nn.Tanh(), nn.Linear(270, 270), nn.Tanh())
+        model.extend(
+            [nn.Linear(270, 270, bias=False), nn.Unflatten(1, (2, 135)), nn.Linear(135, 5)]
+        )
+        model.append(nn.Flatten())
     elif kind == "resnet":
         model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), Residual(6), nn.AvgPool2d(2))
         model.extend([Residual(6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5)])
@@ -92,7 +98,7 @@ def batch_of(
     if kind == "gpt":
         text = torch.randint(23, (BATCH, 9), generator=random)
         return text[:, :-1], text[:, 1:]
-    shape = (BATCH, 10) if kind == "mlp" else (BATCH, 3, 8, 8)
+    shape = (BATCH, 3, 8, 8) if kind == "resnet" else (BATCH, 10)
     x = torch.randn(shape, generator=random, dtype=torch.float64).to(dtype)
     return x, torch.randint(5, (BATCH,), generator=random)
 
