@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -14,6 +15,7 @@
 #include "paceline/base/heap.h"
 #include "paceline/collectives/group.h"
 #include "paceline/reduce/kernels.h"
+#include "paceline/transport/private_view.h"
 #include "paceline/wire/crc32c.h"
 
 namespace nb = nanobind;
@@ -113,19 +115,33 @@ struct PyEngine {
   }
 
   Bytes memory_of_peer(int rank, uint64_t segment, uint64_t offset, size_t bytes) {
+    auto held = new std::shared_ptr<Segment>(find(rank, {segment, offset}, bytes));
+    nb::capsule owner(held, [](void* o) noexcept { delete static_cast<std::shared_ptr<Segment>*>(o); });
+    return Bytes((*held)->data() + offset, {bytes}, owner);
+  }
+
+  std::shared_ptr<PrivateView> private_view(int rank, uint64_t segment, uint64_t offset, size_t bytes) {
+    if (rank != engine->config().rank)
+      return std::make_shared<PrivateView>(find(rank, {segment, offset}, bytes)->fd(), offset, bytes);
+    std::shared_ptr<PrivateView> view;
+    engine->arena().for_each_segment([&](uint64_t id, size_t, int fd) {
+      if (id == segment) view = std::make_shared<PrivateView>(fd, offset, bytes);
+    });
+    if (!view) throw Error(ErrorKind::usage, "this process has no such engine memory");
+    return view;
+  }
+
+ private:
+  std::shared_ptr<Segment> find(int rank, const Location& where, size_t bytes) {
     LocalLink* link = engine->link(rank);
-    std::shared_ptr<std::byte> p;
+    std::shared_ptr<Segment> segment;
     if (link) {
       nb::gil_scoped_release release;
-      p = link->hold({segment, offset}, bytes);
+      segment = link->find(where, bytes);
     }
-    if (!p)
+    if (!segment)
       throw Error(ErrorKind::usage, "rank " + std::to_string(rank) + " has no such engine memory on this host", rank);
-    std::byte* data = p.get();
-    nb::capsule owner(new std::shared_ptr<std::byte>(std::move(p)), [](void* o) noexcept {
-      delete static_cast<std::shared_ptr<std::byte>*>(o);
-    });
-    return Bytes(data, {bytes}, owner);
+    return segment;
   }
 };
 
@@ -267,9 +283,19 @@ NB_MODULE(_core, m) {
            }, "timeout_s"_a)
       .def("allocate", &PyEngine::allocate, "nbytes"_a, "apart"_a = false)
       .def("locate", &PyEngine::locate, "address"_a, "nbytes"_a)
+      .def("private_view", &PyEngine::private_view, "rank"_a, "segment"_a, "offset"_a, "nbytes"_a)
       .def("memory_of_peer", &PyEngine::memory_of_peer, "rank"_a, "segment"_a, "offset"_a, "nbytes"_a)
       .def("say_goodbye", [](PyEngine& e) { e.engine->say_goodbye(); })
       .def("close_after_fork", [](PyEngine& e) { e.engine->close_after_fork(); });
+
+  nb::class_<PrivateView>(m, "PrivateView")
+      .def("memory", [](std::shared_ptr<PrivateView> view) {
+        auto held = new std::shared_ptr<PrivateView>(view);
+        nb::capsule owner(held, [](void* o) noexcept { delete static_cast<std::shared_ptr<PrivateView>*>(o); });
+        return PyEngine::Bytes(view->data(), {view->bytes()}, owner);
+      })
+      .def("changed", &PrivateView::changed, nb::call_guard<nb::gil_scoped_release>())
+      .def("discard", &PrivateView::discard);
 
   nb::class_<PyGroup>(m, "Group")
       .def(nb::init<PyEngine&, uint64_t, uint32_t, std::vector<int>, std::vector<int>, double>(), "engine"_a, "id"_a,

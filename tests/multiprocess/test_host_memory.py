@@ -15,7 +15,7 @@ from support import outcomes_of, run_ranks
 
 def one_tensor(group) -> None:
     engine = job.current().fabric.engine
-    shared = allocate_on_host(engine, group, (group.size, 1000), torch.float64)
+    shared = allocate_on_host(engine, group, (group.size, 1000), torch.float64).shared
     shared[group.rank] = group.rank + 1
     group.barrier()
     expected = torch.arange(1.0, group.size + 1, dtype=torch.float64)
@@ -29,7 +29,7 @@ def one_tensor(group) -> None:
 
 def outlives_its_owner(group) -> None:
     engine = job.current().fabric.engine
-    shared = allocate_on_host(engine, group, (100_000,), torch.float32)
+    shared = allocate_on_host(engine, group, (100_000,), torch.float32).shared
     if group.rank == 0:
         shared.fill_(7.0)
     group.barrier()
@@ -46,13 +46,40 @@ def outlives_its_owner(group) -> None:
 
 def nothing_and_empty(group) -> None:
     engine = job.current().fabric.engine
-    assert allocate_on_host(engine, group, (0, 3), torch.float32).shape == (0, 3)
+    empty = allocate_on_host(engine, group, (0, 3), torch.float32)
+    assert empty.shared.shape == empty.private.shape == (0, 3)
+    assert not empty.is_changed()
+
+
+def scribbling_stays_private(group) -> None:
+    tensor = allocate_on_host(job.current().fabric.engine, group, (3, 5000), torch.float32)
+    if group.rank == 0:
+        tensor.shared.fill_(1.0)
+    group.barrier()
+    assert torch.equal(tensor.private, torch.ones(3, 5000)) and not tensor.is_changed()
+    group.barrier()
+
+    tensor.private[1, 7] = 10.0 + group.rank
+    group.barrier()
+    assert tensor.private[1, 7] == 10.0 + group.rank and tensor.shared[1, 7] == 1.0
+    assert tensor.is_changed()
+    group.barrier()
+
+    if group.rank == 0:
+        tensor.shared.fill_(2.0)
+    group.barrier()
+    assert tensor.private[2, 4999] == 2.0  # a page that nobody wrote to follows
+    assert tensor.private[1, 7] == 10.0 + group.rank
+    tensor.discard()
+    assert torch.equal(tensor.private, torch.full((3, 5000), 2.0)) and not tensor.is_changed()
+    group.barrier()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_one_tensor_for_all(num_ranks):
     def body(group):
         one_tensor(group)
+        scribbling_stays_private(group)
         outlives_its_owner(group)
         nothing_and_empty(group)
 

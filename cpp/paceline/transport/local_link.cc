@@ -145,12 +145,6 @@ std::byte* LocalLink::resolve(const Location& where, size_t bytes) {
   return segment ? segment->data() + where.offset : nullptr;
 }
 
-std::shared_ptr<std::byte> LocalLink::hold(const Location& where, size_t bytes) {
-  auto segment = find(where, bytes);
-  std::byte* p = segment ? segment->data() + where.offset : nullptr;
-  return {std::move(segment), p};
-}
-
 void LocalLink::ring_if_sleeping() {
   if (presence_ && presence_->sleeping.load(std::memory_order_relaxed)) {
     uint64_t one = 1;

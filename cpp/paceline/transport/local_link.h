@@ -49,8 +49,8 @@ class LocalLink {
 
   // The peer's tensor, or null when its segment is unknown or the range is outside of it.
   std::byte* resolve(const Location& where, size_t bytes);
-  // The same for good: the mapping lives as long as the pointer, whatever the peer does.
-  std::shared_ptr<std::byte> hold(const Location& where, size_t bytes);
+  // The peer's segment around it, mapped for as long as somebody holds it, whatever the peer does.
+  std::shared_ptr<Segment> find(const Location& where, size_t bytes);
 
   void ring_if_sleeping();
   // Seconds since the peer's heartbeat last moved, as far as this side has watched.
@@ -65,7 +65,6 @@ class LocalLink {
   bool left() const { return left_.load(std::memory_order_acquire); }
 
  private:
-  std::shared_ptr<Segment> find(const Location& where, size_t bytes);
   void flush_locked();
   void handle(const LinkMessage& message, std::vector<Fd> fds);
 

@@ -27,13 +27,38 @@ def allocate(engine: _core.Engine, shape: Sequence[int], dtype: torch.dtype) -> 
     return memory[:size].view(dtype).view(tuple(shape))  # type: ignore[no-any-return]
 
 
+class HostTensor:
+    """One tensor that all workers of a host share, seen in two ways.
+
+    What one worker writes to `shared`, all see in both, without any order but that of the group's
+    collectives. What it writes to `private` it sees alone, and only there, until it calls
+    `discard()`; meanwhile pages that it wrote to do not follow changes of `shared`.
+    """
+
+    def __init__(
+        self, memory: Any, view: _core.PrivateView, shape: Sequence[int], dtype: torch.dtype
+    ):
+        size = num_bytes(shape, dtype)
+        flat, seen = torch.from_numpy(memory), torch.from_numpy(view.memory())
+        self.shared: torch.Tensor = flat[:size].view(dtype).view(tuple(shape))
+        self.private: torch.Tensor = seen[:size].view(dtype).view(tuple(shape))
+        self._view = view
+
+    def is_changed(self) -> bool:
+        """Say whether this worker has written to `private` since the last `discard()`."""
+        return self._view.changed()
+
+    def discard(self) -> None:
+        """Forget what this worker wrote to `private`."""
+        self._view.discard()
+
+
 def allocate_on_host(
     engine: _core.Engine, host: Group, shape: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    """Return one tensor that all members of `host`, a group on one host, share. Collective.
+) -> HostTensor:
+    """Return an uninitialised tensor that all members of `host`, a group on one host, share.
 
-    It is uninitialised. What one member writes, all see, without any order but that of the group's
-    collectives. The memory lives until the last member has dropped it.
+    Collective. The memory lives until the last member has dropped it.
     """
     size = max(num_bytes(shape, dtype), 1)
     memory: Any = None
@@ -53,7 +78,9 @@ def allocate_on_host(
             f"rank {host.ranks[0]} could not allocate {size} bytes for all workers of this host;"
             " its own error says why"
         )
+    owner = host.ranks[0]
     if memory is None:
-        memory = engine.memory_of_peer(host.ranks[0], segment, offset, size)
-    flat: torch.Tensor = torch.from_numpy(memory)
-    return flat[: num_bytes(shape, dtype)].view(dtype).view(tuple(shape))
+        memory = engine.memory_of_peer(owner, segment, offset, size)
+    view = engine.private_view(owner, segment, offset, size)
+    host.barrier()  # nobody drops the memory before all have mapped it
+    return HostTensor(memory, view, shape, dtype)

@@ -2,7 +2,9 @@
 
 Three flat tensors in engine memory: `grads` takes this worker's gradients during backward and stays
 as it is until the next one (after a failure they can be reduced again), `averaged` receives what
-the workers agree on and is what `param.grad` shows, `params` holds the parameters.
+the workers agree on and is what `param.grad` shows, `params` holds the parameters. If the workers
+of a host share those, the script sees them through a private view (`shown`), so that what it writes
+to them between two steps stays its own.
 
 A fresh gradient is copied into `grads` and freed at once, so that the next one is computed in the
 memory, still in the cache, that this one leaves behind. (The other way, letting autograd add to a
@@ -15,9 +17,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from paceline.collectives.memory import HostTensor
 from paceline.data_parallel.layout import Named, Place, place
-
-Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
 # Smaller gradients are copied together, in one call, when the bucket is full: the call costs more
 # than the copy.
@@ -28,8 +29,8 @@ class Slot:
     """One parameter's views into its bucket."""
 
     __slots__ = (
-        *("averaged", "bucket", "claimed", "grad", "index", "is_small", "name", "param", "place"),
-        *("ready", "stale"),
+        *("averaged", "bucket", "claimed", "grad", "home", "index", "is_small", "name", "param"),
+        *("place", "ready", "stale"),
     )
 
     def __init__(self, bucket: Bucket, place: Place, index: int) -> None:
@@ -39,6 +40,7 @@ class Slot:
         self.name, self.param = place.named.name, place.named.param
         self.grad = place.view(bucket.grads)
         self.averaged = place.view(bucket.averaged)
+        self.home = place.view(bucket.shown)  # what param.data is
         self.is_small = place.count < _SMALL_ELEMENTS
         self.ready = False  # has its gradient of the backward pass under way
         self.stale = False  # `grad` holds numbers of an earlier step
@@ -53,8 +55,8 @@ class Bucket:
         index: int,
         parameters: Sequence[Named],
         *,
-        allocate: Allocate,
-        allocate_params: Allocate,
+        allocate: Callable[[int, torch.dtype], torch.Tensor],
+        allocate_params: Callable[[int, torch.dtype], torch.Tensor | HostTensor],
         first_slot: int,
     ) -> None:
         places, size = place(parameters)
@@ -63,7 +65,10 @@ class Bucket:
         self.label = f"bucket {index} ({parameters[0].name} .. {parameters[-1].name})"
         self.grads = allocate(size, dtype).zero_()
         self.averaged = allocate(size, dtype).zero_()
-        self.params = allocate_params(size, dtype)
+        params = allocate_params(size, dtype)
+        self.host = params if isinstance(params, HostTensor) else None
+        self.params = params.shared if isinstance(params, HostTensor) else params
+        self.shown = params.private if isinstance(params, HostTensor) else params
         self.slots = [Slot(self, where, first_slot + i) for i, where in enumerate(places)]
         self._small = [slot for slot in self.slots if slot.is_small]
         self._small_grads = [slot.grad for slot in self._small]

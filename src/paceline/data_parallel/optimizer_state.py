@@ -138,10 +138,8 @@ class HostState:
             self._loaded.setdefault(param, dict(entries))
             if part.owner == self._host.rank:
                 state[tensor] = {key: _part(value, param, part) for key, value in entries.items()}
-        kept = {id(t) for _, part, t in self._pieces if part.owner == self._host.rank}
         for param, _, _ in self._pieces:
-            if id(param) not in kept:
-                state.pop(param, None)
+            state.pop(param, None)
 
     def _whole(self, mine: dict[Any, Any]) -> defaultdict[torch.Tensor, Any]:
         """Return every parameter's state in its own shape."""

@@ -7,6 +7,10 @@ before (nobody still reads the old values) and one behind (everybody has written
 the next step can begin: the gather that a sharded update needs elsewhere is a barrier here. Between
 hosts nothing is sent at all, since each host updates a copy of its own.
 
+The script sees the parameters through a private view: what it writes to them between two steps (a
+constraint on the weights, an average swapped in for evaluation) only this worker sees, as if it had
+a copy of its own; at the next step the owner of each piece takes it over.
+
 The optimizer's state exists once per host as well. It is kept in engine memory, so that
 `state_dict()` on any one worker can read all of it without asking the others (optimizer_state.py).
 """
@@ -24,7 +28,7 @@ from torch.autograd.graph import increment_version
 
 from paceline import _core
 from paceline.collectives.group import Group
-from paceline.data_parallel.bucket import Slot
+from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.optimizer_state import HostState
 from paceline.data_parallel.ownership import Range, cut_anywhere, cut_at_borders, is_elementwise
 from paceline.data_parallel.update import Step
@@ -36,12 +40,9 @@ class Piece:
 
     slot: Slot
     range: Range
-    tensor: torch.nn.Parameter  # the parameter itself, or a flat part of it
-    grad: torch.Tensor | None  # the same part of the averaged gradients; None: all of them
-
-    @property
-    def is_whole(self) -> bool:
-        return self.tensor is self.slot.param
+    tensor: torch.nn.Parameter  # in shared memory: in the parameter's shape, or a flat part of it
+    shown: torch.Tensor  # the same part as this worker's script sees it
+    grad: torch.Tensor  # the same part of the averaged gradients
 
 
 class ShardedUpdate:
@@ -61,6 +62,7 @@ class ShardedUpdate:
         self._slot_of = slot_of
         self._cut = cut_anywhere if is_elementwise(optimizer) else cut_at_borders
         self._pieces: dict[torch.nn.Parameter, list[Piece]] = {}  # of all workers, by parameter
+        self._buckets: dict[Bucket, list[Slot]] = {}
         self._news = torch.zeros(1, dtype=torch.int32)
         self.waited_s = 0.0
         self.state = HostState(optimizer, host, engine)
@@ -71,6 +73,7 @@ class ShardedUpdate:
         assert optimizer is not None
         self._take_in_new_parameters(optimizer)
         self._wait(self._host.barrier)  # whoever still computes with the old values, finish
+        self._adopt_changes()
         everything = [group["params"] for group in optimizer.param_groups]
         try:
             for group, params in zip(optimizer.param_groups, everything, strict=True):
@@ -79,8 +82,7 @@ class ShardedUpdate:
         finally:
             for group, params in zip(optimizer.param_groups, everything, strict=True):
                 group["params"] = params
-        # Autograd must notice that parameters changed which other workers have updated.
-        increment_version([param for param in self._pieces if not self._owns(param)])
+        increment_version(list(self._pieces))  # autograd must notice that the parameters changed
         self._news[0] = self.state.move_to_engine_memory()
         self._wait(lambda: self._host.all_reduce(self._news, "max"))
         if self._news.item():
@@ -92,9 +94,26 @@ class ShardedUpdate:
         collective()
         self.waited_s += time.perf_counter() - start
 
-    def _owns(self, param: torch.nn.Parameter) -> bool:
-        pieces = self._pieces[param]
-        return len(pieces) == 1 and pieces[0].range.owner == self._host.rank
+    def _adopt_changes(self) -> None:
+        """Take over what the script itself did to parameters since the last step.
+
+        Each worker saw its own changes only. As in any data parallel training all are expected to
+        have done the same, so each piece's owner speaks for all.
+        """
+        for bucket, slots in self._buckets.items():
+            assert bucket.host is not None
+            for slot in slots:
+                if slot.param.data_ptr() != slot.home.data_ptr():  # param.data = another tensor
+                    slot.home.copy_(slot.param.detach())
+                    slot.param.data = slot.home
+            if not bucket.host.is_changed():
+                continue
+            with torch.no_grad():
+                for slot in slots:
+                    for piece in self._pieces[slot.param]:
+                        if piece.range.owner == self._host.rank:
+                            piece.tensor.copy_(piece.shown)
+            bucket.host.discard()
 
     def _mine(self, params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         """Return what this worker updates of these, with its gradients in place."""
@@ -125,20 +144,22 @@ class ShardedUpdate:
             slot = slots[part.index]
             pieces.append(_piece(slot, part))
             self._pieces.setdefault(slot.param, []).append(pieces[-1])
+        for slot in slots:
+            self._buckets.setdefault(slot.bucket, []).append(slot)
         self.state.add([(piece.slot.param, piece.range, piece.tensor) for piece in pieces])
 
 
 def _piece(slot: Slot, part: Range) -> Piece:
+    flats = (slot.bucket.params, slot.bucket.shown, slot.bucket.averaged)
     if part.stop - part.start == slot.place.count:
-        return Piece(slot, part, slot.param, None)
-    start, stop = slot.place.start + part.start, slot.place.start + part.stop
-    tensor = torch.nn.Parameter(slot.bucket.params[start:stop])
-    return Piece(slot, part, tensor, slot.bucket.averaged[start:stop])
+        tensor, shown, grad = (slot.place.view(flat) for flat in flats)
+    else:
+        start, stop = slot.place.start + part.start, slot.place.start + part.stop
+        tensor, shown, grad = (flat[start:stop] for flat in flats)
+    return Piece(slot, part, torch.nn.Parameter(tensor), shown, grad)
 
 
 def _give_gradient(piece: Piece) -> None:
-    if piece.is_whole:
-        return
     grad, averaged = piece.slot.param.grad, piece.slot.averaged
     if grad is None:
         piece.tensor.grad = None

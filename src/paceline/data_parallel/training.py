@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.collectives.group import Group
-from paceline.collectives.memory import allocate, allocate_on_host
+from paceline.collectives.memory import HostTensor, allocate, allocate_on_host
 from paceline.data_parallel.batchnorm import use_global_statistics
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.buffers import Buffers
@@ -92,8 +92,8 @@ class Training:
         """Say in one line what was set up."""
         params = sum(p.numel() for p in self.reducer.params)
         parts = [
-            f"{params / 1e6:.3g} M parameters in {len(self.reducer.buckets)} buckets,"
-            f" {self._group.size} workers",
+            f"{_count(params)} parameters in {_plural(len(self.reducer.buckets), 'bucket')}",
+            _plural(self._group.size, "worker"),
             f"update {self.update.name}",
             f"buffers {self._options.buffers}",
         ]
@@ -170,7 +170,7 @@ class Training:
             )
         ]
 
-    def _allocate_on_host(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def _allocate_on_host(self, count: int, dtype: torch.dtype) -> HostTensor:
         return allocate_on_host(self._engine, self._host, (count,), dtype)
 
     def _move_params(self, bucket: Bucket, is_shared: bool) -> None:
@@ -180,10 +180,9 @@ class Training:
             if is_writer:
                 bucket.params.zero_()
             for slot in bucket.slots:
-                home = slot.place.view(bucket.params)
                 if is_writer:
-                    home.copy_(slot.param)
-                slot.param.data = home
+                    slot.place.view(bucket.params).copy_(slot.param)
+                slot.param.data = slot.home
         if is_shared:
             self._host.barrier()
 
@@ -276,3 +275,15 @@ class Training:
         share = min(1.0, waiting / max(now - self._ended_s, 1e-9))
         self._ended_s, self._waited_s = now, waited_s
         self._job.step_done({COMPUTE_SHARE: 100 * (1 - share), COMM_SHARE: 100 * share})
+
+
+def _count(number: int) -> str:
+    """Write 25185280 as '25.2 M'."""
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return str(number)
+
+
+def _plural(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
