@@ -16,6 +16,7 @@
 namespace paceline {
 namespace {
 constexpr double kBeat_s = 0.2;      // heartbeat of an idle process
+constexpr double kBackgroundPatience_s = 10e-6;
 constexpr double kInspect_s = 0.05;  // how often a waiting driver looks at deadlines and peers
 }  // namespace
 
@@ -175,6 +176,11 @@ bool Engine::wait(Operation& operation, double timeout_s) {
     if (drive_mu_.try_lock()) {
       std::unique_lock lock(drive_mu_, std::adopt_lock);
       drive(&operation, deadline);
+    } else if (in_background_.load(std::memory_order_relaxed)) {
+      // The progress thread drives and may be asleep: whoever waits can do it sooner.
+      take_seat();
+      std::unique_lock lock(drive_mu_, std::adopt_lock);
+      drive(&operation, deadline);
     } else {
       // Somebody else drives, who may give up the seat at any time: look again now and then.
       operation.wait_finished(std::min(deadline - now_s(), 0.01));
@@ -220,9 +226,10 @@ void Engine::drive(const Operation* until, double deadline_s) {
     if (idle_since == 0) idle_since = now;
     if (now - inspected_s_ > kInspect_s) inspect_all(now);
     if (now > deadline_s) return;
-    double idle = now - idle_since;
-    if (idle < spin_s_) cpu_pause();
-    else if (idle < spin_s_ + yield_s_) sched_yield();
+    // In the background nobody waits, but somebody computes, perhaps on this very core: sleep soon.
+    double idle = now - idle_since, patience_s = until ? yield_s_ : kBackgroundPatience_s;
+    if (until && idle < spin_s_) cpu_pause();
+    else if (idle < spin_s_ + patience_s) sched_yield();
     else sleep();
   }
 }
@@ -262,7 +269,9 @@ void Engine::run_progress_thread() {
     beat();
     std::unique_lock seat(drive_mu_, std::defer_lock);
     if (pending_.load(std::memory_order_seq_cst) > 0 && seat.try_lock()) {
+      in_background_.store(true, std::memory_order_relaxed);
       drive(nullptr, now_s() + kBeat_s);
+      in_background_.store(false, std::memory_order_relaxed);
       seat.unlock();
       std::lock_guard lock(thread_mu_);
       if (stopping_) return;

@@ -3,12 +3,12 @@
 //
 // Threads. At any moment at most one thread is the DRIVER (holder of drive_mu_): it alone resumes fibers and
 // touches driver-only state. A thread that blocks on an operation becomes the driver itself when the seat is
-// free: a blocking call then costs no thread switch. Otherwise the progress thread drives, as long as
-// operations are pending; when there is nothing to do it only moves the heartbeat.
+// free or the progress thread's: a blocking call then costs no thread switch. Otherwise the progress thread
+// drives, as long as operations are pending; when there is nothing to do it only moves the heartbeat.
 //
 // Waiting. The driver polls; if nothing moves it spins briefly, then yields the core, then announces that it
 // sleeps and blocks in epoll on its doorbell and sockets. More processes than cores is normal: then it hardly
-// spins.
+// spins; and the progress thread, behind which nobody waits, sleeps almost at once.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -109,7 +109,8 @@ class Engine {
   double spin_s_, yield_s_;
 
   std::mutex drive_mu_;                  // the driver's seat
-  std::atomic<int> contenders_{0};       // threads that want the seat for a moment
+  std::atomic<int> contenders_{0};       // threads that want the seat
+  std::atomic<bool> in_background_{false};  // the progress thread has the seat
   std::vector<Pollable*> pollables_;     // driver only
   double inspected_s_ = 0;               // driver only
   std::atomic<int> pending_{0};
