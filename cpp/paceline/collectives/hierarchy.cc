@@ -20,6 +20,7 @@ namespace {
 constexpr uint64_t kDoublingBytes = 32 << 10;   // up to here latency counts, not bytes
 constexpr uint64_t kSegmentBytes = 256 << 10;
 constexpr size_t kWindow = 8;                   // segments that may be on their way to us
+constexpr uint64_t kLag = 8;                    // segments between two rounds of a ring
 }  // namespace
 
 Task Group::run_spanning(const Request& request, const Descriptor& shown) {
@@ -153,8 +154,17 @@ Task Group::ring_all_reduce(const Request& r, const Descriptor& shown, const voi
   uint64_t longest = (count + uint64_t(hosts) - 1) / uint64_t(hosts), segment = kSegmentBytes / es;
   uint64_t per_chunk = (longest + segment - 1) / segment;
   int rounds = 2 * (hosts - 1);
-  // Step q is segment q mod per_chunk of round q / per_chunk; same numbering for what we send and receive.
+  // Rounds overlap: round t runs kLag segments behind round t-1, so what has just been added is sent on while
+  // it is in the cache. Both sides go through the same list, for what they send and for what they receive.
+  struct Step { int round; uint64_t segment; };
   uint64_t steps = uint64_t(rounds) * per_chunk;
+  std::vector<Step> order;
+  order.reserve(steps);
+  for (uint64_t time = 0; order.size() < steps; ++time)
+    for (int round = 0; round < rounds; ++round) {
+      uint64_t behind = uint64_t(round) * kLag;
+      if (time >= behind && time - behind < per_chunk) order.push_back({round, time - behind});
+    }
   auto span = [&](int chunk, uint64_t s) -> Span {
     uint64_t c = uint64_t(((chunk % hosts) + hosts) % hosts);
     uint64_t start = count * c / uint64_t(hosts) + s * segment, end = count * (c + 1) / uint64_t(hosts);
@@ -169,32 +179,38 @@ Task Group::ring_all_reduce(const Request& r, const Descriptor& shown, const voi
   uint64_t posted = 0;
   auto post_receives = [&](uint64_t consumed) {
     for (; posted < std::min(steps, consumed + kWindow); ++posted) {
-      int round = int(posted / per_chunk);
-      Span part = span(received_chunk(round), posted % per_chunk);
+      auto [round, number] = order[posted];
+      Span part = span(received_chunk(round), number);
       void* target = adds(round) ? scratch.data() + posted % kWindow * kSegmentBytes : data + part.start * es;
       arriving.push_back(&exchange.receive(previous, target, part.count * es));
     }
   };
-  auto send = [&](uint64_t q) {
-    int round = int(q / per_chunk);
-    Span part = span(sent_chunk(round), q % per_chunk);
-    exchange.send(next, (round == 0 ? mine : data) + part.start * es, part.count * es);
+  uint64_t sent = 0;
+  std::vector<uint64_t> taken(size_t(rounds), 0);  // segments of each round that have arrived
+  auto send_ready = [&] {
+    for (; sent < steps; ++sent) {
+      auto [round, number] = order[sent];
+      if (round > 0 && taken[size_t(round - 1)] <= number) return;  // still to come from the other side
+      Span part = span(sent_chunk(round), number);
+      exchange.send(next, (round == 0 ? mine : data) + part.start * es, part.count * es);
+    }
   };
 
-  for (uint64_t q = 0; q < per_chunk; ++q) send(q);  // round 0 sends what is ours alone
+  send_ready();
   for (uint64_t q = 0; q < steps; ++q) {
     post_receives(q);
     MessageMoved moved(*arriving[q]);
     co_await park(moved);
-    int round = int(q / per_chunk);
-    Span span_in = span(received_chunk(round), q % per_chunk);
+    auto [round, number] = order[q];
+    Span span_in = span(received_chunk(round), number);
     if (adds(round)) {
       const void* sources[2] = {scratch.data() + q % kWindow * kSegmentBytes, mine + span_in.start * es};
       void* destination = data + span_in.start * es;
       reduce({r.dtype, r.op, round == hosts - 2 ? divisor : 1}, sources, 2, &destination, 1, span_in.count,
              false);
     }
-    if (q + per_chunk < steps) send(q + per_chunk);  // what just arrived is what the next round passes on
+    ++taken[size_t(round)];
+    send_ready();
   }
   co_await exchange.finish();
 }
