@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.group import Group
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.layout import Named
 from paceline.data_parallel.sparse import SparseGradients
+from paceline.data_parallel.weighting import Weighting
 from paceline.errors import PacelineError, UsageError
 from paceline.pace.exchange import Exchange
 from paceline.work import Work
@@ -49,8 +49,7 @@ class Reducer:
         self._sparse: list[Named] = []
         self._sparse_gradients = SparseGradients(group)
         self._flags = self._called = torch.empty(0)
-        self._weight_hooks: list[RemovableHandle] = []
-        self._weight = 1.0
+        self.weighting = Weighting()
         self._sync = True
         self._active = False  # inside a backward pass that exchanges gradients
         self._next = 0  # the bucket to submit next
@@ -78,7 +77,7 @@ class Reducer:
             named.param.register_post_accumulate_grad_hook(self._on_sparse_ready)
         num_params = len(self._slots) + len(self._sparse)
         self._flags, self._called = torch.empty(num_params), torch.empty(num_params)
-        self.set_weight(self._weight)  # also for the new ones
+        self.weighting.cover(self.params)
 
     @property
     def names(self) -> list[str]:
@@ -95,10 +94,6 @@ class Reducer:
         """The parameters that want no gradient (any more)."""
         pairs = zip(self.names, self.params, strict=True)
         return {name for name, param in pairs if not param.requires_grad}
-
-    @property
-    def num_slots(self) -> int:
-        return len(self._slots)
 
     def averages(self) -> Iterator[torch.Tensor]:
         """The gradients that the workers agreed on in the last exchange, as flat tensors."""
@@ -127,21 +122,6 @@ class Reducer:
             yield
         finally:
             self._sync = was
-
-    def set_weight(self, weight: float) -> None:
-        """Scale the gradients of the following backward passes (see contribution.py)."""
-        self._weight = weight
-        for handle in self._weight_hooks:
-            handle.remove()
-        self._weight_hooks.clear()
-        if weight != 1.0:
-            self._weight_hooks = [
-                param.register_hook(self._scale) for param in self.params if param.requires_grad
-            ]
-
-    def _scale(self, grad: torch.Tensor) -> torch.Tensor:
-        # Zero times a gradient would keep its infinities.
-        return grad * self._weight if self._weight else torch.zeros_like(grad)
 
     # -- during backward ----------------------------------------------------------------------
 

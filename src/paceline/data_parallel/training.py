@@ -18,14 +18,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.collectives.group import Group
-from paceline.collectives.memory import HostTensor, allocate, allocate_on_host
 from paceline.data_parallel.batchnorm import use_global_statistics
-from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.direct import compute_in_bucket
 from paceline.data_parallel.health import Health
 from paceline.data_parallel.hooks import attach
-from paceline.data_parallel.layout import Named, plan_buckets
+from paceline.data_parallel.housing import Housing
+from paceline.data_parallel.layout import Named
 from paceline.data_parallel.options import Options
 from paceline.data_parallel.ownership import is_elementwise
 from paceline.data_parallel.reducer import Reducer
@@ -35,8 +34,6 @@ from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.allreduce import AllReduce
 from paceline.telemetry.events import COMM_SHARE, COMPUTE_SHARE
-
-_FIRST_BUCKET_BYTES = 1 << 20
 
 
 class Training:
@@ -57,14 +54,18 @@ class Training:
         self._options = options
         members = job.fabric.membership.members
         self._host = Group(job.fabric, [m.rank for m in members if m.host_id == job.env.host_id])
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._shares_params = self._wants_sharing(optimizer)
         self.health = Health(group, options)
         self.reducer = Reducer(group, AllReduce(group))
         self.reducer.after_exchange = self.health.look
         self.reducer.keeps_sparse = options.nonfinite != "ignore"
-        self._slots: dict[nn.Parameter, Slot] = {}
-        self._shared_slots: dict[nn.Parameter, Slot] = {}  # of them, those in memory of the host
+        self._housing = Housing(
+            self._engine,
+            self._host,
+            optimizer,
+            bucket_mb=options.bucket_mb,
+            is_shared=self._shares_params,
+        )
         self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
         self._outside: list[Named] = []  # frozen ones, which nobody averages
         self._num_global_norms = (
@@ -84,8 +85,8 @@ class Training:
         self._waited_s = 0.0
         if optimizer is not None:
             bind_step(optimizer, self._around_step)
-        job.contribution.watch(self.reducer.set_weight)
-        self.reducer.set_weight(job.contribution.weight)
+        job.contribution.watch(self.reducer.weighting.set)
+        self.reducer.weighting.set(job.contribution.weight)
         attach(model, self)
 
     def describe(self) -> str:
@@ -124,72 +125,16 @@ class Training:
         }
         sparse = [named for named in parameters if id(named.param) in sparse_ids]
         dense = [named for named in parameters if id(named.param) not in sparse_ids]
-        buckets: list[Bucket] = []
-        num_slots = self.reducer.num_slots
-        for plan, is_shared in self._plan(dense):
-            bucket = Bucket(
-                len(self.reducer.buckets) + len(buckets),
-                plan,
-                allocate=self._allocate,
-                allocate_params=self._allocate_on_host if is_shared else self._allocate,
-                first_slot=num_slots,
-            )
-            self._move_params(bucket, is_shared)
-            if is_shared:
-                self._shared_slots.update((slot.param, slot) for slot in bucket.slots)
-            buckets.append(bucket)
-            num_slots += len(bucket.slots)
-        self.reducer.add(buckets, sparse)
-        self._slots.update((slot.param, slot) for bucket in buckets for slot in bucket.slots)
-        compute_in_bucket(model, self._slots, self.reducer)
+        self.reducer.add(self._housing.house(dense), sparse)
+        compute_in_bucket(model, self._housing.slots, self.reducer)
         self._known = {param: param.requires_grad for param in model.parameters()}
         taken = {id(param) for param in self.reducer.params}
         self._outside = [Named(n, p) for n, p in model.named_parameters() if id(p) not in taken]
 
-    def _allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return allocate(self._engine, (count,), dtype)
-
-    def _plan(self, parameters: Sequence[Named]) -> list[tuple[list[Named], bool]]:
-        """Cut parameters into buckets, and say which of those the workers of a host share.
-
-        What this optimizer does not update stays private: whoever does (another optimizer, of which
-        nobody told) does so on every worker. The cuts are the same on all hosts, also if only some
-        share.
-        """
-        optimizer = self._optimizer() if self._optimizer else None
-        groups = [] if optimizer is None else optimizer.param_groups
-        updated = {id(param) for group in groups for param in group["params"]}
-        limit = int(self._options.bucket_mb * (1 << 20))
-        return [
-            (plan, is_updated and self._shares_params)
-            for is_updated in (True, False)
-            for plan in plan_buckets(
-                [named for named in parameters if (id(named.param) in updated) is is_updated],
-                limit,
-                min(limit, _FIRST_BUCKET_BYTES),
-            )
-        ]
-
-    def _allocate_on_host(self, count: int, dtype: torch.dtype) -> HostTensor:
-        return allocate_on_host(self._engine, self._host, (count,), dtype)
-
-    def _move_params(self, bucket: Bucket, is_shared: bool) -> None:
-        """Let the parameters live in the bucket; shared ones are written by one worker only."""
-        is_writer = not is_shared or self._host.rank == 0
-        with torch.no_grad():
-            if is_writer:
-                bucket.params.zero_()
-            for slot in bucket.slots:
-                if is_writer:
-                    slot.place.view(bucket.params).copy_(slot.param)
-                slot.param.data = slot.home
-        if is_shared:
-            self._host.barrier()
-
     def _choose_update(self, optimizer: torch.optim.Optimizer | None) -> Update:
         if optimizer is None or not self._shares_params:
             return ReplicatedUpdate()
-        return ShardedUpdate(optimizer, self._host, self._engine, self._shared_slots.get)
+        return ShardedUpdate(optimizer, self._host, self._engine, self._housing.shared_slots.get)
 
     # -- forward ------------------------------------------------------------------------------
 

@@ -1,0 +1,101 @@
+"""Housing: finds every trainable parameter its place in a bucket, and moves it there.
+
+With a sharded update the parameters that the optimizer updates move into memory that the workers of
+the host share; all others into this worker's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from paceline import _core
+from paceline.collectives.group import Group
+from paceline.collectives.memory import HostTensor, allocate, allocate_on_host
+from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.layout import Named, plan_buckets
+
+_FIRST_BUCKET_BYTES = 1 << 20
+
+
+class Housing:
+    """Makes buckets. Collective: all workers house the same parameters at the same time."""
+
+    def __init__(
+        self,
+        engine: _core.Engine,
+        host: Group,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        bucket_mb: float,
+        is_shared: bool,
+    ) -> None:
+        self._engine = engine
+        self._host = host
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._bucket_bytes = int(bucket_mb * (1 << 20))
+        self._is_shared = is_shared
+        self._num_buckets = self._num_slots = 0
+        self.slots: dict[torch.nn.Parameter, Slot] = {}
+        self.shared_slots: dict[torch.nn.Parameter, Slot] = {}  # of them, those that a host shares
+
+    def house(self, parameters: Sequence[Named]) -> list[Bucket]:
+        """Move these parameters into new buckets, behind those that there are."""
+        buckets = []
+        for plan, is_shared in self._plan(parameters):
+            bucket = Bucket(
+                self._num_buckets,
+                plan,
+                allocate=self._allocate,
+                allocate_params=self._allocate_on_host if is_shared else self._allocate,
+                first_slot=self._num_slots,
+            )
+            self._move_in(bucket)
+            self._num_buckets += 1
+            self._num_slots += len(bucket.slots)
+            self.slots.update((slot.param, slot) for slot in bucket.slots)
+            if is_shared:
+                self.shared_slots.update((slot.param, slot) for slot in bucket.slots)
+            buckets.append(bucket)
+        return buckets
+
+    def _plan(self, parameters: Sequence[Named]) -> list[tuple[list[Named], bool]]:
+        """Cut parameters into buckets, and say which of those the workers of a host share.
+
+        What this optimizer does not update stays private: whoever does (another optimizer, of which
+        nobody told) does so on every worker. The cuts are the same on all hosts, also if only some
+        share.
+        """
+        optimizer = self._optimizer() if self._optimizer else None
+        groups = [] if optimizer is None else optimizer.param_groups
+        updated = {id(param) for group in groups for param in group["params"]}
+        return [
+            (plan, is_updated and self._is_shared)
+            for is_updated in (True, False)
+            for plan in plan_buckets(
+                [named for named in parameters if (id(named.param) in updated) is is_updated],
+                self._bucket_bytes,
+                min(self._bucket_bytes, _FIRST_BUCKET_BYTES),
+            )
+        ]
+
+    def _allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return allocate(self._engine, (count,), dtype)
+
+    def _allocate_on_host(self, count: int, dtype: torch.dtype) -> HostTensor:
+        return allocate_on_host(self._engine, self._host, (count,), dtype)
+
+    def _move_in(self, bucket: Bucket) -> None:
+        """Let the parameters live in the bucket; shared ones are written by one worker only."""
+        is_writer = bucket.host is None or self._host.rank == 0
+        with torch.no_grad():
+            if is_writer:
+                bucket.params.zero_()
+            for slot in bucket.slots:
+                if is_writer:
+                    slot.place.view(bucket.params).copy_(slot.param)
+                slot.param.data = slot.home
+        if bucket.host is not None:
+            self._host.barrier()
