@@ -6,14 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from paceline.errors import UsageError
+from paceline.pace.parse import KNOWN
 
-_CHOICES = {
-    "update": ("auto", "replicated", "sharded"),
-    "buffers": ("broadcast", "average", "local"),
-    "batchnorm": ("local", "global"),
-    "unused": ("warn", "error", "ignore"),
-    "nonfinite": ("ignore", "raise", "skip"),
-}
+_CHOICES = {name: values for name, values in KNOWN["allreduce"].options.items() if values}
 
 
 @dataclass(frozen=True, kw_only=True)

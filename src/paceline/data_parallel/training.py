@@ -7,6 +7,7 @@ step          the update runs the optimizer; buffers are brought together meanwh
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -109,7 +110,8 @@ class Training:
             return False
         if self._options.update == "sharded":
             return True
-        return self._host.size > 1 and is_elementwise(optimizer)
+        can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
+        return self._host.size > 1 and is_elementwise(optimizer) and can_see_edits
 
     def _adopt_initial_values(self, model: nn.Module) -> None:
         with torch.no_grad():
