@@ -71,14 +71,14 @@ def differing_models(group: Group) -> None:
     for pattern, function in {
         rf"rank {last} has .*odd\.weight.*rank 0 has .*even\.weight": name,
         rf"rank {last} has .*1\.weight": layers,
-        r"2\.weight float64\[3,40\].*(frozen|trainable)": frozen,
+        r"2\.weight float64\[3, 40\].*(frozen|trainable)": frozen,
         r"'lr': 0\.2.*'lr': 0\.1": settings,
         r"optimizer AdamW.*optimizer Adam": optimizer,
         r"group 0 has": groups,
-        r"float64\[3,2\].*float64\[2,2\]": lambda: distribute(
+        r"float64\[3, 2\].*float64\[2, 2\]": lambda: distribute(
             nn.Linear(2, 3 if here else 2).double()
         ),
-        r"float32\[2,2\].*float64\[2,2\]": lambda: distribute(
+        r"float32\[2, 2\].*float64\[2, 2\]": lambda: distribute(
             nn.Linear(2, 2).to(torch.float32 if here else torch.float64)
         ),
         "update='sharded'.*update='replicated'": lambda: distribute(

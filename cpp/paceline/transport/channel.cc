@@ -17,8 +17,8 @@
 namespace paceline {
 namespace {
 
-// BBR sends by the clock: a timer for every few packets, which costs a third of the throughput between hosts
-// that are near each other, and gains nothing there. Where the system's default is BBR and the peer answers
+// BBR sends by the clock: a timer for every few packets, which costs throughput between hosts that are near
+// each other (docs/log.md), and gains nothing there. Where the system's default is BBR and the peer answers
 // quickly, take the ordinary algorithm; over long distances BBR stays.
 void avoid_pacing(int fd) {
   constexpr uint32_t kNear_us = 2000;

@@ -6,12 +6,14 @@ Values are plain data (numbers, strings, lists, dicts) and travel as msgpack.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import torch
 
 from paceline.collectives.group import Group
+from paceline.errors import UsageError
 
 
 def tell_all(group: Group, value: Any) -> list[Any]:
@@ -34,6 +36,19 @@ def take_from(group: Group, value: Any, root: int = 0) -> Any:
         message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     group.broadcast(message, root=root)
     return msgspec.msgpack.decode(message.numpy().tobytes())
+
+
+def refuse_problems(group: Group, what: str, problems: Sequence[str | None]) -> None:
+    """Raise UsageError for the first problem that any member has told, and say who has it.
+
+    With what `tell_all` returned, all members raise the same.
+    """
+    first = next((problem for problem in problems if problem is not None), None)
+    if first is None:
+        return
+    having = [str(rank) for rank, p in zip(group.ranks, problems, strict=True) if p == first]
+    who = "" if len(having) == group.size else f" (rank {', '.join(having)})"
+    raise UsageError(f"{what}{who}: {first}")
 
 
 def first_difference(group: Group, entries: list[str]) -> str | None:

@@ -7,11 +7,11 @@ up. The group is the data's own: its collectives never come between those of the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.collectives.agreement import tell_all
+from paceline.collectives.agreement import refuse_problems, tell_all
 from paceline.collectives.group import Group
 from paceline.errors import UsageError
 from paceline.job import Job
@@ -47,7 +47,7 @@ def agree(
     """Check that no rank has a problem and that all have the same facts; return what each told
     aside. Collective; all ranks return, or all raise the same UsageError."""
     told = tell_all(group, [problem, dict(facts), dict(aside)])
-    _refuse_problems(group.ranks, [entry[0] for entry in told])
+    refuse_problems(group, "pl.shard", [entry[0] for entry in told])
     expected = told[0][1]
     for rank, (_, found, _) in zip(group.ranks, told, strict=True):
         for name in expected:
@@ -58,12 +58,3 @@ def agree(
                     " arguments on every rank, or presharded=True if each rank has data of its own"
                 )
     return [entry[2] for entry in told]
-
-
-def _refuse_problems(ranks: Sequence[int], problems: Sequence[str | None]) -> None:
-    first = next((problem for problem in problems if problem), None)
-    if first is None:
-        return
-    having = [str(rank) for rank, p in zip(ranks, problems, strict=True) if p == first]
-    who = "" if len(having) == len(ranks) else f" (rank {', '.join(having)})"
-    raise UsageError(f"pl.shard{who}: {first}")

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from paceline.collectives.agreement import first_difference, tell_all
+from paceline.collectives.agreement import first_difference
 from paceline.collectives.group import Group
 from paceline.data_parallel.layout import Named, describe, is_dense
-from paceline.errors import InconsistentRanks, UsageError
+from paceline.errors import InconsistentRanks
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def find_problem(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str | None:
+def find_problem(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     """Return what is wrong with them on this rank, or None."""
     if not isinstance(model, nn.Module):
         return f"distribute(model, ...): expected a torch.nn.Module, got {type(model).__name__}"
@@ -46,9 +46,7 @@ def _find_bad_parameter(model: nn.Module) -> str | None:
     return None
 
 
-def _find_bad_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str | None:
-    if optimizer is None:
-        return None
+def _find_bad_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         return f"distribute(..., optimizer): expected a torch.optim.Optimizer, got {kind}"
@@ -69,21 +67,10 @@ def _find_bad_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Non
     return None
 
 
-def raise_on_all(group: Group, problem: str | None) -> None:
-    """Raise UsageError on every rank when any rank has found a problem. Collective."""
-    problems = tell_all(group, problem)
-    found = [(group.ranks[r], text) for r, text in enumerate(problems) if text is not None]
-    if not found:
-        return
-    ranks = [rank for rank, text in found if text == found[0][1]]
-    who = "all ranks" if len(ranks) == group.size else f"rank {', '.join(map(str, ranks))}"
-    raise UsageError(f"distribute ({who}): {found[0][1]}")
-
-
 def require_same_model(
     group: Group,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
     options: Sequence[str],
 ) -> None:
     """Raise InconsistentRanks on every rank when their models or settings differ. Collective."""
@@ -105,9 +92,7 @@ def _model_lines(model: nn.Module) -> list[str]:
     return lines
 
 
-def _optimizer_lines(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:
-    if optimizer is None:
-        return ["no optimizer"]
+def _optimizer_lines(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     names = {id(param): name for name, param in model.named_parameters()}
     lines = [f"optimizer {type(optimizer).__name__}"]
     for number, group in enumerate(optimizer.param_groups):

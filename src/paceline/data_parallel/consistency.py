@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from paceline import job
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
+from paceline.data_parallel.layout import describe
 from paceline.errors import InconsistentRanks
 
 _CHUNK_ELEMENTS = 1 << 20
@@ -101,7 +102,7 @@ def _kind(value: object) -> str:
     if is_lazy(value):
         return "uninitialized"
     layout = "" if value.layout is torch.strided else f" {value.layout}"
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{layout}"
+    return f"{describe(value)}{layout}"
 
 
 def _hash(value: object) -> str:

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from paceline import _core
+from paceline.collectives.agreement import refuse_problems, tell_all
 from paceline.collectives.group import Group
 from paceline.config import requested_pace
-from paceline.data_parallel.checks import find_problem, raise_on_all, require_same_model
+from paceline.data_parallel.checks import find_problem, require_same_model
 from paceline.data_parallel.options import Options
 from paceline.data_parallel.training import Training
 from paceline.errors import PacelineError
@@ -83,7 +84,7 @@ def distribute(
         problem = str(error)
     problem = problem or find_problem(model, optimizer) or _find_second_call(model, optimizer)
     try:
-        raise_on_all(group, problem)
+        refuse_problems(group, "distribute", tell_all(group, problem))
         require_same_model(group, model, optimizer, [f"pace {asked}", f"options {options}"])
     except PacelineError:
         # Together with the others: a group that is dropped at any other time waits for theirs.
@@ -92,8 +93,7 @@ def distribute(
     _core.keep_freed_memory()
     training = Training(job, group, model, optimizer, options)
     _trainings[model] = training
-    if optimizer is not None:
-        _optimizers.add(optimizer)
+    _optimizers.add(optimizer)
     if job.env.rank == 0:
         _announce(job, training, asked)
     return model, optimizer
@@ -109,10 +109,10 @@ def _choose(pace: str, options: Options) -> tuple[Options, PaceSpec]:
     return options.overridden(mine.options).overridden(asked.options), asked
 
 
-def _find_second_call(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str | None:
+def _find_second_call(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     if model in _trainings:
         return "this model has been distributed already; call distribute once for each model"
-    if optimizer is not None and optimizer in _optimizers:
+    if optimizer in _optimizers:
         return "this optimizer belongs to a model that has been distributed already"
     taken = {id(p) for training in _trainings.values() for p in training.reducer.params}
     for name, param in model.named_parameters():

@@ -27,14 +27,14 @@ class Housing:
         self,
         engine: _core.Engine,
         host: Group,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer,
         *,
         bucket_mb: float,
         is_shared: bool,
     ) -> None:
         self._engine = engine
         self._host = host
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._optimizer = weakref.ref(optimizer)
         self._bucket_bytes = int(bucket_mb * (1 << 20))
         self._is_shared = is_shared
         self._num_buckets = self._num_slots = 0
@@ -68,8 +68,8 @@ class Housing:
         nobody told) does so on every worker. The cuts are the same on all hosts, also if only some
         share.
         """
-        optimizer = self._optimizer() if self._optimizer else None
-        groups = [] if optimizer is None else optimizer.param_groups
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups  # None: the script dropped it
         updated = {id(param) for group in groups for param in group["params"]}
         return [
             (plan, is_updated and self._is_shared)

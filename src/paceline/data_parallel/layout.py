@@ -30,8 +30,8 @@ class Named:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Write a tensor's kind as 'float32[64,10]'."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".replace(" ", "")
+    """Write a tensor's kind as 'float32[64, 10]'."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
+from paceline.data_parallel.layout import describe
 from paceline.errors import InconsistentRanks, UsageError
 
 
@@ -78,10 +79,9 @@ class SparseGradients:
 
 
 def _describe(grad: Tensor) -> str:
-    kind = f"{str(grad.dtype).removeprefix('torch.')}{list(grad.shape)}"
     if grad.layout is torch.sparse_coo:
-        return f"sparse {kind} with {grad.sparse_dim()} sparse dimensions"
-    return f"{str(grad.layout).removeprefix('torch.')} {kind}"
+        return f"sparse {describe(grad)} with {grad.sparse_dim()} sparse dimensions"
+    return f"{str(grad.layout).removeprefix('torch.')} {describe(grad)}"
 
 
 def _mean(indices: Tensor, values: Tensor, shape: torch.Size, num_ranks: int) -> Tensor:

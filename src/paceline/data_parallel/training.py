@@ -45,7 +45,7 @@ class Training:
         job: Job,
         group: Group,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer,
         options: Options,
     ) -> None:
         self._job = job
@@ -84,8 +84,7 @@ class Training:
         self._num_optimized = 0  # parameters of the optimizer when it was last looked at
         self._ended_s = time.perf_counter()
         self._waited_s = 0.0
-        if optimizer is not None:
-            bind_step(optimizer, self._around_step)
+        bind_step(optimizer, self._around_step)
         job.contribution.watch(self.reducer.weighting.set)
         self.reducer.weighting.set(job.contribution.weight)
         attach(model, self)
@@ -105,8 +104,8 @@ class Training:
 
     # -- setting up ---------------------------------------------------------------------------
 
-    def _wants_sharing(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        if optimizer is None or self._options.update == "replicated":
+    def _wants_sharing(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._options.update == "replicated":
             return False
         if self._options.update == "sharded":
             return True
@@ -133,8 +132,8 @@ class Training:
         taken = {id(param) for param in self.reducer.params}
         self._outside = [Named(n, p) for n, p in model.named_parameters() if id(p) not in taken]
 
-    def _choose_update(self, optimizer: torch.optim.Optimizer | None) -> Update:
-        if optimizer is None or not self._shares_params:
+    def _choose_update(self, optimizer: torch.optim.Optimizer) -> Update:
+        if not self._shares_params:
             return ReplicatedUpdate()
         return ShardedUpdate(optimizer, self._host, self._engine, self._housing.shared_slots.get)
 
