@@ -118,9 +118,11 @@ def test_two_workers_train_as_one_process_with_the_global_batch(examples, alone,
     assert first == pytest.approx(losses(alone[f"{name}/after.py"]), abs=TOLERANCE[name])
 
 
-def test_torchrun_starts_the_same_file(examples, alone):
+def test_torchrun_starts_the_same_file(examples, alone, tmp_path):
     script = command(examples, "digits/after.py", workers=2)
-    output = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script)
+    # It leaves a directory for logs behind, wherever that is.
+    torchrun = ("torch.distributed.run", "--standalone", f"--log-dir={tmp_path}")
+    output = run("-m", *torchrun, "--nproc-per-node=2", *script)
     expected = losses(alone["digits/after.py"])
     # Both workers write to one pipe, so that their lines mix.
     both = sorted(losses(output))
