@@ -8,8 +8,11 @@
     |   |-- UnsupportedTensor       a device, layout or dtype that the engine cannot move
     |   |-- NonFiniteGradient       a gradient is NaN or infinite; names rank, step and parameter
     |   |-- InconsistentRanks       ranks hold different values of what must be the same everywhere
+    |   |-- UnknownKey              no server holds a key of that name
+    |   |-- ShapeMismatch           an array does not have the shape or dtype of its key
     |-- PeerError                   recoverable: reconfigure, retry or stop cleanly
     |   |-- PeerLost                a peer's process ended or its connection broke
+    |   |   |-- ServerLost          it was a parameter server; names it and the shards that it held
     |   |-- PeerTimeout             a peer is there but has not answered in time
     |   |-- GenerationChanged       the membership changed under an operation
     |-- ProtocolError               a bug or version skew: stop
@@ -69,6 +72,14 @@ class NonFiniteGradient(UsageError):
     """A gradient is NaN or infinite on some rank; raised on all of them."""
 
 
+class UnknownKey(UsageError):
+    """No server holds a key of that name, or it has no value yet."""
+
+
+class ShapeMismatch(UsageError):
+    """An array does not have the shape or the dtype that its key has on the servers."""
+
+
 class PeerError(PacelineError):
     """Something happened to another process of the job."""
 
@@ -79,6 +90,10 @@ class PeerError(PacelineError):
 
 class PeerLost(PeerError):
     """A peer's process ended, or the connection to it broke."""
+
+
+class ServerLost(PeerLost):
+    """A parameter server's process ended, and with it the shards that only it held."""
 
 
 class PeerTimeout(PeerError):

@@ -1,0 +1,66 @@
+"""What servers are told about the parameters that they hold.
+
+A TABLE is everything that shares one set of clocks and one optimizer: a model, or one key of the
+neutral client. Its flat tensors are cut into SHARDS, each on one server; a PIECE is what a shard
+has of one parameter. Plain values that travel as msgpack; no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """One parameter's part of a shard, in elements of the shard's flat tensor."""
+
+    name: str
+    param: int  # number of the parameter in its bucket
+    group: int  # number of its param group in the optimizer
+    start: int
+    count: int
+    shape: tuple[int, ...]  # the parameter's own when the piece is all of it, else (count,)
+
+
+class ShardSpec(msgspec.Struct, frozen=True):
+    """A contiguous range of a table, on one server."""
+
+    label: str  # for messages
+    dtype: str  # of the parameters as the workers have them: "float32"
+    count: int
+    pieces: tuple[Piece, ...]
+
+
+class OptimizerSpec(msgspec.Struct, frozen=True):
+    """A class of torch.optim, and the settings of each param group."""
+
+    name: str
+    groups: tuple[dict[str, Any], ...]
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """When a push is applied and when a worker may read; see clock.py and docs/consistency.md."""
+
+    bound: int | None  # None: nobody waits
+    unit: str = "clock"
+    aggregate: bool = False  # synchronous: the workers' mean is applied, once per step
+    push: str = "grad"
+    compensate: str = "none"
+    dc_lambda: float = 0.04
+    lr: str = "plain"
+    softsync: int = 0
+    max_staleness: int | None = None
+    nonfinite: str = "ignore"
+    server_dtype: str = "fp32"
+    seed: int = 0
+
+
+class TableSpec(msgspec.Struct, frozen=True):
+    """One server's part of a table."""
+
+    name: str
+    workers: tuple[int, ...]
+    shards: tuple[ShardSpec, ...]
+    optimizer: OptimizerSpec
+    rule: Rule

@@ -1,0 +1,1 @@
+"""The main program of a parameter server: `python -m paceline.serve`, started by the launcher."""
