@@ -82,6 +82,38 @@ struct PyWork {
   }
 };
 
+// The lowest index of a work that has finished, well or badly; -1 when the time is over. An interrupt only
+// raises: nothing was asked of any one of them.
+int wait_any(nb::sequence works, std::optional<double> timeout_s) {
+  nb::tuple held(works);  // keeps them while the GIL is released
+  auto* type = reinterpret_cast<PyTypeObject*>(nb::type<PyWork>().ptr());
+  std::vector<Operation*> operations;
+  operations.reserve(held.size());
+  Engine* engine = nullptr;
+  for (nb::handle h : held) {
+    if (!PyObject_TypeCheck(h.ptr(), type))
+      throw Error(ErrorKind::usage, "wait_any: takes works of the engine, not " +
+                                        std::string(nb::type_name(h.type()).c_str()));
+    PyWork& work = *nb::inst_ptr<PyWork>(h);
+    if (engine && engine != &work.group->engine())
+      throw Error(ErrorKind::usage, "wait_any: the works belong to different engines");
+    engine = &work.group->engine();
+    operations.push_back(work.operation.get());
+  }
+  if (!engine) throw Error(ErrorKind::usage, "wait_any: the list of works is empty, so none can ever finish");
+  double deadline = now_s() + timeout_s.value_or(kForever);
+  for (;;) {
+    int ready;
+    {
+      nb::gil_scoped_release release;
+      ready = engine->wait_any(operations, std::clamp(deadline - now_s(), 0.0, kSignalCheck_s));
+    }
+    if (ready >= 0) return ready;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (now_s() >= deadline) return -1;
+  }
+}
+
 struct PyEngine {
   std::shared_ptr<Engine> engine;
 
@@ -270,6 +302,7 @@ NB_MODULE(_core, m) {
       .def("wait", &PyWork::wait, "timeout_s"_a = nb::none())
       .def("error", &PyWork::error)
       .def("source", [](const PyWork& w) { return w.source ? *w.source : -1; });
+  m.def("wait_any", &wait_any, "works"_a, "timeout_s"_a = nb::none());
 
   nb::class_<PyEngine>(m, "Engine")
       .def(nb::init<int, int, double, double, double>(), "rank"_a, "num_local"_a, "timeout_s"_a, "liveness_s"_a,

@@ -1,5 +1,6 @@
 """Types of the C++ extension."""
 
+from collections.abc import Sequence
 from typing import Any
 
 DTYPES: tuple[str, ...]
@@ -18,6 +19,9 @@ class Work:
     def wait(self, timeout_s: float | None = None) -> None: ...
     def error(self) -> Exception | None: ...
     def source(self) -> int: ...
+
+# The lowest index of a work that has finished, well or badly; -1 when the time is over.
+def wait_any(works: Sequence[Work], timeout_s: float | None = None) -> int: ...
 
 class Engine:
     def __init__(

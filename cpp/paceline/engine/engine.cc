@@ -12,12 +12,20 @@
 
 #include "paceline/base/error.h"
 #include "paceline/base/fence.h"
+#include "paceline/base/futex.h"
 
 namespace paceline {
 namespace {
 constexpr double kBeat_s = 0.2;      // heartbeat of an idle process
 constexpr double kBackgroundPatience_s = 10e-6;
 constexpr double kInspect_s = 0.05;  // how often a waiting driver looks at deadlines and peers
+constexpr double kWatch_s = 0.01;    // how often a watcher looks at the seat unasked
+
+int first_finished(std::span<Operation* const> operations) {
+  for (size_t i = 0; i < operations.size(); ++i)
+    if (operations[i]->finished()) return int(i);
+  return -1;
+}
 }  // namespace
 
 Engine::Engine(const EngineConfig& config)
@@ -170,25 +178,49 @@ void Engine::call_progress_thread() {
   thread_cv_.notify_one();
 }
 
-bool Engine::wait(Operation& operation, double timeout_s) {
+int Engine::wait_any(std::span<Operation* const> operations, double timeout_s) {
+  int ready = first_finished(operations);
+  if (ready >= 0) return ready;
   double deadline = timeout_s < 1e8 ? now_s() + timeout_s : 1e300;
-  while (!operation.finished()) {
-    if (drive_mu_.try_lock()) {
+  do {
+    if (try_take_seat() || watch_driver(operations, deadline)) {
       std::unique_lock lock(drive_mu_, std::adopt_lock);
-      drive(&operation, deadline);
-    } else if (in_background_.load(std::memory_order_relaxed)) {
-      // The progress thread drives and may be asleep: whoever waits can do it sooner.
-      take_seat();
-      std::unique_lock lock(drive_mu_, std::adopt_lock);
-      drive(&operation, deadline);
-    } else {
-      // Somebody else drives, who may give up the seat at any time: look again now and then.
-      operation.wait_finished(std::min(deadline - now_s(), 0.01));
+      drive(operations, deadline);
+      lock.unlock();
+      wake_watchers();
     }
-    if (!operation.finished() && now_s() >= deadline) return false;
-  }
-  if (pending_.load(std::memory_order_relaxed) > 0) call_progress_thread();
+    ready = first_finished(operations);
+  } while (ready < 0 && now_s() < deadline);
+  if (ready >= 0 && pending_.load(std::memory_order_relaxed) > 0) call_progress_thread();
+  return ready;
+}
+
+bool Engine::try_take_seat() {
+  if (drive_mu_.try_lock()) return true;
+  // The progress thread drives and may be asleep: whoever waits can do it sooner.
+  if (!in_background_.load(std::memory_order_relaxed)) return false;
+  take_seat();
   return true;
+}
+
+// Sleeps until the driver has finished something or left. True when the seat was free after all: it is taken.
+bool Engine::watch_driver(std::span<Operation* const> operations, double deadline_s) {
+  watchers_.fetch_add(1, std::memory_order_seq_cst);
+  uint32_t seen = events_.load(std::memory_order_acquire);
+  full_fence();
+  // What happens from here on moves `events_`; what happened before must be seen now.
+  bool seated = try_take_seat();
+  if (!seated && first_finished(operations) < 0)
+    futex_wait(events_, seen, std::clamp(deadline_s - now_s(), 0.0, kWatch_s));
+  watchers_.fetch_sub(1, std::memory_order_relaxed);
+  return seated;
+}
+
+void Engine::wake_watchers() {
+  full_fence();
+  if (watchers_.load(std::memory_order_relaxed) == 0) return;
+  events_.fetch_add(1, std::memory_order_release);
+  futex_wake_all(events_);
 }
 
 bool Engine::poll_all() {
@@ -206,14 +238,15 @@ void Engine::inspect_all(double now) {
   }
 }
 
-// Drives until the operation has finished, or (until == nullptr) as long as anything is pending.
-void Engine::drive(const Operation* until, double deadline_s) {
+// Drives until one of the operations has finished; without any, as long as something is pending.
+void Engine::drive(std::span<Operation* const> until, double deadline_s) {
+  bool in_background = until.empty();
   double idle_since = 0;  // 0: something moved in the last round
   int rounds = 0;
   for (;;) {
     if (contenders_.load(std::memory_order_relaxed)) make_room();
     bool moved = poll_all();
-    if (until ? until->finished() : pending_.load(std::memory_order_relaxed) == 0) return;
+    if (in_background ? pending_.load(std::memory_order_relaxed) == 0 : first_finished(until) >= 0) return;
     if (moved) {
       idle_since = 0;
       continue;
@@ -227,8 +260,8 @@ void Engine::drive(const Operation* until, double deadline_s) {
     if (now - inspected_s_ > kInspect_s) inspect_all(now);
     if (now > deadline_s) return;
     // In the background nobody waits, but somebody computes, perhaps on this very core: sleep soon.
-    double idle = now - idle_since, patience_s = until ? yield_s_ : kBackgroundPatience_s;
-    if (until && idle < spin_s_) cpu_pause();
+    double idle = now - idle_since, patience_s = in_background ? kBackgroundPatience_s : yield_s_;
+    if (!in_background && idle < spin_s_) cpu_pause();
     else if (idle < spin_s_ + patience_s) sched_yield();
     else sleep();
   }
@@ -270,7 +303,7 @@ void Engine::run_progress_thread() {
     std::unique_lock seat(drive_mu_, std::defer_lock);
     if (pending_.load(std::memory_order_seq_cst) > 0 && seat.try_lock()) {
       in_background_.store(true, std::memory_order_relaxed);
-      drive(nullptr, now_s() + kBeat_s);
+      drive({}, now_s() + kBeat_s);
       in_background_.store(false, std::memory_order_relaxed);
       seat.unlock();
       std::lock_guard lock(thread_mu_);

@@ -3,8 +3,10 @@
 //
 // Threads. At any moment at most one thread is the DRIVER (holder of drive_mu_): it alone resumes fibers and
 // touches driver-only state. A thread that blocks on an operation becomes the driver itself when the seat is
-// free or the progress thread's: a blocking call then costs no thread switch. Otherwise the progress thread
-// drives, as long as operations are pending; when there is nothing to do it only moves the heartbeat.
+// free or the progress thread's: a blocking call then costs no thread switch. When another blocked thread has
+// the seat, it WATCHES: it sleeps until that one has finished an operation or leaves the seat. Otherwise the
+// progress thread drives, as long as operations are pending; when there is nothing to do it only moves the
+// heartbeat.
 //
 // Waiting. The driver polls; if nothing moves it spins briefly, then yields the core, then announces that it
 // sleeps and blocks in epoll on its doorbell and sockets. More processes than cores is normal: then it hardly
@@ -15,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -70,9 +73,17 @@ class Engine {
   // One more operation is pending. In the background: the progress thread must drive it, because no
   // caller is going to wait for it right away.
   void announce_work(bool background);
-  void work_finished() { pending_.fetch_sub(1, std::memory_order_relaxed); }
-  // Blocks until the operation has finished; false when the time is over.
-  bool wait(Operation& operation, double timeout_s);
+  void work_finished() {
+    pending_.fetch_sub(1, std::memory_order_relaxed);
+    wake_watchers();
+  }
+  // Blocks until one of these operations has finished, well or badly; the index of the first that has, or
+  // -1 when the time is over.
+  int wait_any(std::span<Operation* const> operations, double timeout_s);
+  bool wait(Operation& operation, double timeout_s) {
+    Operation* one = &operation;
+    return wait_any({&one, 1}, timeout_s) == 0;
+  }
 
   // Runs f while this thread is the driver.
   template <class F>
@@ -92,7 +103,10 @@ class Engine {
 
  private:
   bool poll_all();
-  void drive(const Operation* until, double deadline_s);
+  void drive(std::span<Operation* const> until, double deadline_s);
+  bool try_take_seat();
+  bool watch_driver(std::span<Operation* const> operations, double deadline_s);
+  void wake_watchers();
   void sleep();
   void inspect_all(double now);
   void take_seat();
@@ -114,6 +128,8 @@ class Engine {
   std::vector<Pollable*> pollables_;     // driver only
   double inspected_s_ = 0;               // driver only
   std::atomic<int> pending_{0};
+  std::atomic<int> watchers_{0};         // threads that wait while another one drives
+  std::atomic<uint32_t> events_{0};      // moves when something has happened that watchers wait for
 
   std::mutex links_mu_;
   std::map<int, std::unique_ptr<LocalLink>> links_;  // guarded by links_mu_; never erased

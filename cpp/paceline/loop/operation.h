@@ -1,4 +1,4 @@
-// One submitted operation: a root task, the fiber it runs on, and a state that other threads wait for.
+// One submitted operation: a root task, the fiber it runs on, and a flag that other threads look at.
 #pragma once
 #include <atomic>
 #include <exception>
@@ -31,15 +31,13 @@ class Operation {
   double next_warning_s = 0;  // driver only
 
   // Any thread.
-  bool finished() const { return state_.load(std::memory_order_acquire) != kPending; }
-  bool wait_finished(double timeout_s);  // spins briefly, then sleeps
+  bool finished() const { return finished_.load(std::memory_order_acquire); }
   std::exception_ptr error() const { return error_; }  // meaningful once finished
   void rethrow() const {
     if (error_) std::rethrow_exception(error_);
   }
 
  private:
-  enum : uint32_t { kPending, kDone };
   void resume(std::coroutine_handle<> handle);
   void finish(std::exception_ptr error);
 
@@ -48,9 +46,8 @@ class Operation {
   double submitted_s_;
   Task task_;
   Fiber fiber_;
-  std::exception_ptr error_;  // written before state_ says done
-  std::atomic<uint32_t> state_{kPending};
-  std::atomic<uint32_t> sleepers_{0};
+  std::exception_ptr error_;  // written before finished_
+  std::atomic<bool> finished_{false};
 };
 
 using OperationPtr = std::shared_ptr<Operation>;
