@@ -32,10 +32,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from paceline.errors import UsageError
 
-UNITS = ("clock", "version")
+Unit = Literal["clock", "version"]
 
 
 @dataclass
@@ -48,13 +49,13 @@ class _Worker:
 class Clocks:
     """The clocks of a table's workers, and the rule on them."""
 
-    def __init__(self, workers: Iterable[int], *, bound: int | None, unit: str = "clock") -> None:
+    def __init__(self, workers: Iterable[int], *, bound: int | None, unit: Unit = "clock") -> None:
         if bound is not None and bound < 0:
             raise UsageError(
                 f"the bound on staleness is {bound}; give 0, more, or None for no bound"
             )
-        if unit not in UNITS:
-            raise UsageError(f"the unit of the bound is {unit!r}; choose from {UNITS}")
+        if unit not in get_args(Unit):
+            raise UsageError(f"the unit of the bound is {unit!r}; choose from {get_args(Unit)}")
         self.bound = bound
         self.unit = unit
         self.version = 0
