@@ -1,0 +1,160 @@
+"""The asynchronous way: each worker's update is applied when it commits.
+
+The update was computed from values that others may have changed since. What is done about that is
+in compensation.py; updates that are too old can be dropped whole. The settings of the param groups
+are those of the worker whose update it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.ps import health
+from paceline.ps.compensation import DelayCompensation, Pool, slowdown
+from paceline.ps.ledger import Ledger, Push
+from paceline.ps.precision import Scratch
+from paceline.ps.shard import Shard
+from paceline.ps.spec import TableSpec
+
+
+class Arrivals:
+    """Applies what a worker pushed, at its commit."""
+
+    def __init__(
+        self, spec: TableSpec, shards: Sequence[Shard], ledger: Ledger, scratch: Scratch
+    ) -> None:
+        self._spec = spec
+        self._rule = spec.rule
+        self._shards = shards
+        self._ledger = ledger
+        self._clocks = ledger.clocks
+        self._pushes: dict[int, dict[int, Push]] = {}  # by worker, then by shard
+        self._pool = Pool(shards)
+        self._compensation = DelayCompensation(self._rule, shards, scratch)
+
+    def next_clock(self, worker: int) -> int:
+        """Return the number of the step that a worker has not ended yet."""
+        return self._clocks.clock(worker) + 1
+
+    def push(self, worker: int, number: int, push: Push) -> None:
+        """Remember a gradient until the worker commits."""
+        self._pushes.setdefault(worker, {})[number] = push
+
+    def commit(self, worker: int) -> None:
+        """Apply what a worker pushed."""
+        pushes = self._pushes.pop(worker, {})
+        staleness = self._clocks.staleness(worker)
+        if not self._refuse(worker, pushes, staleness):
+            if self._is_pooled():
+                self._collect(worker, pushes, staleness)
+            else:
+                self._apply(worker, pushes)
+
+    def discard(self, worker: int) -> None:
+        """Forget what a worker pushed for the step under way."""
+        self._pushes.pop(worker, None)
+
+    def leave(self, worker: int) -> None:
+        """Go on without a worker, whose clock is gone already."""
+        self.discard(worker)
+        self._compensation.forget(worker)
+        self._release_pool()
+
+    def may_read(self, worker: int) -> bool:
+        """Say whether the clock rule lets a worker read."""
+        return self._clocks.may_read(worker)
+
+    def blockers(self, worker: int) -> tuple[int, ...]:
+        """Name the workers whom a worker that has committed waits for."""
+        return self._clocks.blockers(worker)
+
+    def push_blockers(self, _worker: int) -> tuple[int, ...]:
+        """Nobody waits with a push."""
+        return ()
+
+    def on_read(self, worker: int, number: int) -> None:
+        """Remember what a worker was given."""
+        self._compensation.remember(worker, number)
+
+    # -- updates that do not count ------------------------------------------------------------
+
+    def _refuse(self, worker: int, pushes: dict[int, Push], staleness: int) -> bool:
+        most = self._rule.max_staleness
+        if most is not None and staleness > most:
+            self._ledger.accounts.dropped(worker)
+            notice = f"dropped: {staleness} versions old, max_staleness={most}"
+            self._ledger.end_step(worker, staleness=staleness, notice=notice)
+            return True
+        text = self._nonfinite(worker, pushes) if self._rule.nonfinite != "ignore" else ""
+        if not text:
+            return False
+        self._ledger.accounts.skipped(worker)
+        if self._rule.nonfinite == "raise":
+            text = health.advice(text)
+            self._ledger.end_step(worker, staleness=staleness, error="NonFiniteGradient", text=text)
+        else:
+            self._ledger.end_step(
+                worker, staleness=staleness, notice=f"{text}; its update is not applied"
+            )
+        return True
+
+    def _nonfinite(self, worker: int, pushes: dict[int, Push]) -> str:
+        for number, push in pushes.items():
+            culprits = health.culprits(self._spec.shards[number], {worker: push})
+            if culprits:
+                where = health.describe(self._spec.shards[number], culprits)
+                return f"table {self._spec.name!r}: {where}"
+        return ""
+
+    # -- updates that do ----------------------------------------------------------------------
+
+    def _apply(self, worker: int, pushes: dict[int, Push]) -> None:
+        staleness = self._clocks.applied([worker])[worker]
+        for number, push in pushes.items():
+            grad = self._compensation.compensate(worker, number, push.grad, staleness)
+            self._shards[number].update(
+                grad,
+                absent=push.absent,
+                settings=self._ledger.settings[worker],
+                slowdown=slowdown(self._rule, staleness),
+                version=self._clocks.version,
+            )
+        self._account(worker, staleness)
+        self._ledger.end_step(worker, staleness=staleness)
+
+    def _account(self, worker: int, staleness: int) -> None:
+        self._ledger.accounts.updated(worker, staleness)
+        if self._rule.push == "params" and staleness:
+            self._ledger.accounts.overwritten(worker, staleness)
+
+    # -- softsync: several updates make one version -------------------------------------------
+
+    def _is_pooled(self) -> bool:
+        return self._pool_size() > 1 or len(self._pool) > 0
+
+    def _pool_size(self) -> int:
+        num_groups = self._rule.softsync
+        return max(1, len(self._clocks.workers) // num_groups) if num_groups else 1
+
+    def _collect(self, worker: int, pushes: dict[int, Push], staleness: int) -> None:
+        for number, push in pushes.items():
+            grad = self._compensation.compensate(worker, number, push.grad, staleness)
+            self._pool.add(number, Push(grad, push.absent), slowdown(self._rule, staleness))
+        self._pool.close(self._ledger.settings[worker])
+        self._account(worker, staleness)
+        self._release_pool()
+        self._ledger.end_step(worker, staleness=staleness)
+
+    def _release_pool(self) -> None:
+        if not self._pool or len(self._pool) < self._pool_size():
+            return
+        self._clocks.applied(())
+        settings = self._pool.settings
+        for number, mean in self._pool.take():
+            self._shards[number].update(
+                mean.grad,
+                absent=mean.absent,
+                settings=settings,
+                slowdown=1.0,
+                version=self._clocks.version,
+            )

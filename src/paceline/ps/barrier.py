@@ -1,0 +1,224 @@
+"""The synchronous way: the workers' mean is applied, once per step.
+
+A shard is REDUCED once every live worker has pushed it: its average is then known, and may be shown
+to the workers, clipped by them and replaced. When all have committed, the optimizer runs once. A
+worker that leaves lowers the number that is waited for; what it pushed counts only where the
+average is known already.
+
+A script may leave steps out (a GradScaler does, when it finds an infinite gradient): its workers
+then push the same step again, which begins the shard anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.ps import health
+from paceline.ps.ledger import Ledger, Push, common
+from paceline.ps.precision import Scratch
+from paceline.ps.shard import Shard
+from paceline.ps.spec import TableSpec
+
+
+class Barrier:
+    """Averages what the workers push, and applies the average when all have committed."""
+
+    def __init__(
+        self, spec: TableSpec, shards: Sequence[Shard], ledger: Ledger, _scratch: Scratch
+    ) -> None:
+        self._spec = spec
+        self._shards = shards
+        self._ledger = ledger
+        self._clocks = ledger.clocks
+        self._pushes: list[dict[int, Push]] = [{} for _ in shards]
+        self._means: list[Push | None] = [None for _ in shards]
+        self._committed: set[int] = set()
+        self._verdicts: dict[int, str] = {}  # by shard: why the step must not be applied
+        self._notices: dict[int, str] = {}  # by shard: what was left out of its average
+        self._converted: dict[tuple[int, int], torch.Tensor] = {}  # by shard and worker
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def next_clock(self, worker: int) -> int:
+        """Return the number of the step that a worker has not ended yet."""
+        return self._clocks.clock(worker) + 1 + (worker in self._committed)
+
+    def push(self, worker: int, number: int, push: Push) -> None:
+        """Take a worker's part of an average."""
+        if self._means[number] is not None:
+            self._begin_anew(worker, number)
+        self._pushes[number][worker] = self._in_own_dtype(worker, number, push)
+        self._reduce_if_complete(number)
+
+    def commit(self, worker: int) -> None:
+        """Note that a worker ended its step; the last one's commit applies it."""
+        self._committed.add(worker)
+        self._end_if_complete()
+
+    def discard(self, worker: int) -> None:
+        """Forget what a worker pushed for the step under way, unless it is in an average."""
+        for number, pushes in enumerate(self._pushes):
+            if self._means[number] is None:
+                pushes.pop(worker, None)
+
+    def leave(self, worker: int) -> None:
+        """Go on without a worker, whose clock is gone already."""
+        self.discard(worker)
+        self._committed.discard(worker)
+        for key in [key for key in self._converted if key[1] == worker]:
+            del self._converted[key]
+        if self._clocks.workers:
+            for number in range(len(self._shards)):
+                self._reduce_if_complete(number)
+            self._end_if_complete()
+
+    def may_read(self, worker: int) -> bool:
+        """Say whether a worker's last step was applied."""
+        return worker not in self._committed
+
+    def blockers(self, worker: int) -> tuple[int, ...]:
+        """Name the workers whose commits a worker that has committed waits for."""
+        if worker not in self._committed:
+            return ()
+        return tuple(other for other in self._clocks.workers if other not in self._committed)
+
+    def push_blockers(self, worker: int) -> tuple[int, ...]:
+        """Name the workers whose pushes a worker that has pushed everything waits for."""
+        if all(mean is not None for mean in self._means) or not self._has_pushed(worker):
+            return ()
+        return tuple(other for other in self._clocks.workers if not self._has_pushed(other))
+
+    def _has_pushed(self, worker: int) -> bool:
+        return all(worker in pushes for pushes in self._pushes)
+
+    def on_read(self, _worker: int, _number: int) -> None:
+        """Nothing needs to be remembered: nobody computes from old values."""
+
+    # -- averages -----------------------------------------------------------------------------
+
+    def mean(self, number: int) -> Push | None:
+        """Return a shard's average if it is known."""
+        return self._means[number]
+
+    def replace(self, number: int, push: Push) -> None:
+        """Use this gradient instead of the average."""
+        average = self._shards[number].average
+        if self._means[number] is None or average is None:
+            raise UsageError(
+                f"table {self._spec.name!r}, shard {self._spec.shards[number].label!r}: there is no"
+                " average to replace; all workers must push first"
+            )
+        if push.grad.data_ptr() != average.data_ptr():
+            average.copy_(push.grad)
+        self._means[number] = Push(average, push.absent)
+
+    def _begin_anew(self, worker: int, number: int) -> None:
+        if self._committed:
+            raise UsageError(
+                f"worker {worker} pushes shard {self._spec.shards[number].label!r} of table"
+                f" {self._spec.name!r} again, but workers {sorted(self._committed)} have ended the"
+                " step with the average: leave a step out on all workers or on none"
+            )
+        self._means[number] = None
+        self._pushes[number].clear()
+        self._verdicts.pop(number, None)
+        self._notices.pop(number, None)
+
+    def _in_own_dtype(self, worker: int, number: int, push: Push) -> Push:
+        """Averages are made in the parameters' dtype; a narrower wire is widened before."""
+        own = self._shards[number].own_dtype
+        if push.grad.dtype is own:
+            return push
+        kept = self._converted.get((number, worker))
+        if kept is None:
+            kept = self._converted[number, worker] = torch.empty_like(push.grad, dtype=own)
+        return Push(kept.copy_(push.grad), push.absent)
+
+    def _reduce_if_complete(self, number: int) -> None:
+        pushes, workers = self._pushes[number], self._clocks.workers
+        if self._means[number] is None and all(worker in pushes for worker in workers):
+            # In the order of ranks, which is also that of the collectives.
+            self._means[number] = self._average(number, {w: pushes[w] for w in workers})
+
+    def _average(self, number: int, pushes: dict[int, Push]) -> Push:
+        average = self._shards[number].reduce([push.grad for push in pushes.values()])
+        if self._spec.rule.nonfinite == "ignore" or health.is_finite(average):
+            return Push(average, common(pushes.values()))
+        spec = self._spec.shards[number]
+        culprits = health.culprits(spec, pushes)
+        sound = {worker: push for worker, push in pushes.items() if worker not in culprits}
+        text = health.describe(spec, culprits)
+        if self._spec.rule.nonfinite == "quarantine" and culprits and sound:
+            for worker in culprits:
+                self._ledger.accounts.skipped(worker)
+            self._notices[number] = f"{text}; it is left out of the average"
+            average = self._shards[number].reduce([push.grad for push in sound.values()])
+            return Push(average, common(sound.values()))
+        self._verdicts[number] = text
+        return Push(average, common(pushes.values()))
+
+    # -- the end of a step --------------------------------------------------------------------
+
+    def _end_if_complete(self) -> None:
+        workers = self._clocks.workers
+        if not self._committed or not all(worker in self._committed for worker in workers):
+            return
+        missing = self._missing()
+        if missing:
+            self._end(workers, error="UsageError", text=missing)
+        elif self._verdicts:
+            self._refuse(workers)
+        else:
+            self._apply(workers)
+
+    def _missing(self) -> str:
+        for number, pushes in enumerate(self._pushes):
+            if pushes and self._means[number] is None:
+                lacking = [w for w in self._clocks.workers if w not in pushes]
+                return (
+                    f"table {self._spec.name!r}: workers {lacking} ended their step without pushing"
+                    f" shard {self._spec.shards[number].label!r}, which workers {sorted(pushes)}"
+                    " pushed; every worker must push the same shards in a step"
+                )
+        return ""
+
+    def _refuse(self, workers: Collection[int]) -> None:
+        """End a step without applying it, because gradients are not finite."""
+        text = f"table {self._spec.name!r}: {'; '.join(self._verdicts.values())}"
+        for worker in workers:
+            self._ledger.accounts.skipped(worker)
+        if self._spec.rule.nonfinite == "raise":
+            self._end(workers, error="NonFiniteGradient", text=health.advice(text))
+        else:
+            self._end(workers, notice=f"{text}; the step is left out")
+
+    def _apply(self, workers: Sequence[int]) -> None:
+        staleness = self._clocks.applied(workers)
+        settings = self._ledger.settings[workers[0]]  # a scheduler sets the same on all
+        for shard, mean in zip(self._shards, self._means, strict=True):
+            if mean is not None:
+                shard.update(
+                    mean.grad,
+                    absent=mean.absent,
+                    settings=settings,
+                    slowdown=1.0,
+                    version=self._clocks.version,
+                )
+        for worker in workers:
+            self._ledger.accounts.updated(worker, staleness[worker])
+        self._end(workers, notice="; ".join(self._notices.values()))
+
+    def _end(
+        self, workers: Collection[int], *, notice: str = "", error: str = "", text: str = ""
+    ) -> None:
+        for worker in workers:
+            self._ledger.end_step(worker, notice=notice, error=error, text=text)
+        self._committed.clear()
+        self._verdicts.clear()
+        self._notices.clear()
+        for number in range(len(self._shards)):
+            self._pushes[number].clear()
+            self._means[number] = None

@@ -1,0 +1,145 @@
+"""A contiguous range of a table on this server: its values, and how an update changes them.
+
+Values lie in one flat tensor, possibly in memory that workers share. They are KEPT in the server's
+dtype and COMPUTED in a wide one (precision.py); where the two are the same, an update works on the
+kept values themselves. No sockets, no clocks; an update here is already decided on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from paceline import _core
+from paceline.collectives.tensors import Buffer
+from paceline.errors import ShapeMismatch, UnknownKey, UsageError
+from paceline.ps.optimizer import PieceOptimizer, Settings, StateEntry
+from paceline.ps.precision import (
+    Scratch,
+    computed_dtype,
+    kept_dtype,
+    own_dtype,
+    round_stochastically,
+    seed_of,
+)
+from paceline.ps.spec import TableSpec
+
+Memory = Callable[[int, str, int, torch.dtype], torch.Tensor]  # shard, use, elements, dtype
+
+
+class Shard:
+    """The values of one shard, and its part of the optimizer."""
+
+    def __init__(self, table: TableSpec, number: int, memory: Memory, scratch: Scratch) -> None:
+        self.spec = spec = table.shards[number]
+        self.name = f"table {table.name!r}, shard {spec.label!r}"
+        self._rule = rule = table.rule
+        self.own_dtype = own_dtype(spec.dtype)
+        kept = kept_dtype(self.own_dtype, rule.server_dtype)
+        self.dtype = computed_dtype(kept)
+        self.params = memory(number, "params", spec.count, kept)
+        self.average = (
+            memory(number, "average", spec.count, self.own_dtype) if rule.aggregate else None
+        )
+        self.is_assigned = False
+        self._scratch = scratch
+        self._optimizer: PieceOptimizer | None = None  # tables of deltas and values have none
+        if rule.push == "grad":
+            self._optimizer = PieceOptimizer(table.optimizer, spec.pieces, self._workplace())
+
+    # -- values -------------------------------------------------------------------------------
+
+    def assign(self, values: torch.Tensor) -> None:
+        """Set the values, whatever they were."""
+        self.params.copy_(self.checked(values))
+        self.is_assigned = True
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        """Bring the values into a flat tensor of any floating dtype."""
+        self.checked(out)
+        if out.data_ptr() != self.params.data_ptr():
+            out.copy_(self.params)
+
+    def values(self) -> torch.Tensor:
+        """Return the values in the dtype of computations; valid until the next shard's turn."""
+        workplace = self._workplace()
+        if workplace is not self.params:
+            workplace.copy_(self.params)
+        return workplace
+
+    def checked(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, contiguous; ShapeMismatch if it cannot belong to this shard."""
+        expected = f"{self.name} has {self.spec.count} x {self.spec.dtype}"
+        if flat.numel() != self.spec.count or flat.dim() != 1:
+            raise ShapeMismatch(f"{expected}, but the tensor has shape {list(flat.shape)}")
+        if not flat.is_floating_point():
+            raise ShapeMismatch(f"{expected}, but the tensor has dtype {flat.dtype}")
+        return flat.contiguous()
+
+    def require_values(self) -> None:
+        """Raise UnknownKey unless values were assigned."""
+        if not self.is_assigned:
+            raise UnknownKey(f"{self.name} has no value yet; assign one first")
+
+    # -- updates ------------------------------------------------------------------------------
+
+    def reduce(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Average in the given order, with the kernel of the collectives; return the average."""
+        assert self.average is not None
+        if not hasattr(_core, "reduce_mean"):  # until the extension has it
+            torch.add(grads[0], grads[1], out=self.average) if grads[1:] else self.average.copy_(
+                grads[0]
+            )
+            for grad in grads[2:]:
+                self.average.add_(grad)
+            self.average.mul_(1.0 / len(grads))
+            return self.average
+        to = Buffer(self.average)
+        inputs = [grad.data_ptr() for grad in grads]
+        _core.reduce_mean(inputs, to.address, to.count, to.dtype)
+        return self.average
+
+    def update(
+        self,
+        grad: torch.Tensor,
+        *,
+        absent: Collection[int],
+        settings: Settings,
+        slowdown: float,
+        version: int,
+    ) -> None:
+        """Apply what was pushed, as one version; its weight is divided by `slowdown`."""
+        grad, values = self.computable(grad), self.values()
+        if self._optimizer is not None:
+            self._optimizer.step(grad, absent, settings, slowdown)
+        elif self._rule.push == "delta":
+            values.add_(grad, alpha=1.0 / slowdown)
+        else:
+            values.copy_(grad)
+        if values is not self.params:
+            seed = seed_of(self._rule.seed, self.spec.label, version)
+            round_stochastically(values, self.params, seed=seed)
+
+    def computable(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return a gradient in the dtype of computations; valid until the next shard's turn."""
+        if grad.dtype is self.dtype:
+            return grad
+        return self._scratch.flat("gradient", grad.numel(), self.dtype).copy_(grad)
+
+    def _workplace(self) -> torch.Tensor:
+        if self.params.dtype is self.dtype:
+            return self.params
+        return self._scratch.flat("values", self.spec.count, self.dtype)
+
+    # -- the optimizer's state ----------------------------------------------------------------
+
+    def state(self) -> list[StateEntry]:
+        """Return what the optimizer remembers, by piece."""
+        return self._optimizer.state() if self._optimizer is not None else []
+
+    def load_state(self, entries: Sequence[StateEntry]) -> None:
+        """Replace what the optimizer remembers."""
+        if self._optimizer is None:
+            raise UsageError(f"{self.name} has no optimizer that could have a state")
+        self._optimizer.load_state(entries)

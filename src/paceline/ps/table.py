@@ -1,0 +1,241 @@
+"""One server's part of a table: what workers push, commit and read, without sockets.
+
+In a step a worker PUSHES a gradient per shard, COMMITS, and READS fresh values. Nothing is applied
+before the commit; a push for a shard that is repeated before it replaces the earlier one. Pushed
+tensors are not copied: they must stay as they are until the worker's next read. The clock of a push
+and of a commit is the number of the step that they end, counted from 1. Two ways of applying:
+
+    Barrier (barrier.py)     the workers' mean, once all of them have committed
+    Arrivals (arrivals.py)   each worker's own, when it commits
+
+Threads: none; the server's loop calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.ps import health
+from paceline.ps.accounts import Accounts
+from paceline.ps.arrivals import Arrivals
+from paceline.ps.barrier import Barrier
+from paceline.ps.clock import Clocks
+from paceline.ps.ledger import Ledger, Outcome, Push
+from paceline.ps.optimizer import Settings, StateEntry, optimizer_class
+from paceline.ps.precision import Scratch
+from paceline.ps.shard import Memory, Shard
+from paceline.ps.spec import TableSpec
+from paceline.telemetry.staleness import TableReport
+
+
+class Table:
+    """Values, optimizer and clocks of one table."""
+
+    def __init__(
+        self, spec: TableSpec, memory: Memory, now: Callable[[], float], server: int = 0
+    ) -> None:
+        check(spec)
+        self.spec = spec
+        self.clocks = Clocks(spec.workers, bound=spec.rule.bound, unit=spec.rule.unit)
+        scratch = Scratch(max((shard.count for shard in spec.shards), default=0))
+        self.shards = [Shard(spec, number, memory, scratch) for number in range(len(spec.shards))]
+        settings: dict[int, Settings] = dict.fromkeys(spec.workers, spec.optimizer.groups)
+        self._ledger = Ledger(self.clocks, Accounts(spec.workers), settings, now)
+        way = Barrier if spec.rule.aggregate else Arrivals
+        self._way: Barrier | Arrivals = way(spec, self.shards, self._ledger, scratch)
+        self._server = server
+        self._unread: set[int] = set()  # workers that committed and have not read since
+        self._being_read: dict[int, set[int]] = {}  # by worker: shards of the read under way
+
+    @property
+    def version(self) -> int:
+        """How many updates were applied."""
+        return self.clocks.version
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every shard has a value."""
+        return all(shard.is_assigned for shard in self.shards)
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def assign(self, shard: int, values: torch.Tensor) -> None:
+        """Set a shard's values: the first ones, or ones that a script has changed."""
+        self._shard(shard).assign(values)
+
+    def push(
+        self, worker: int, shard: int, clock: int, grad: torch.Tensor, absent: Collection[int] = ()
+    ) -> None:
+        """Remember a gradient; `absent` are the parameters (Piece.param) that have none.
+
+        The gradient of an absent parameter must be zeros: other workers may have one.
+        """
+        self._require_next("push", worker, clock)
+        target = self._shard(shard)
+        target.require_values()
+        self._way.push(worker, shard, Push(target.checked(grad), frozenset(absent)))
+        self._note_waits()
+
+    def commit(self, worker: int, clock: int, settings: Settings | None = None) -> None:
+        """End a worker's step; settings are those of its param groups if they changed."""
+        self._require_next("commit", worker, clock)
+        if settings is not None:
+            self._ledger.settings[worker] = self._checked(settings)
+        self._unread.add(worker)
+        self._way.commit(worker)
+        self._note_waits()
+
+    def discard(self, worker: int) -> None:
+        """Forget what a worker has pushed for the step under way."""
+        self._way.discard(worker)
+
+    def has_committed(self, worker: int) -> bool:
+        """Say whether a worker has committed and not read since."""
+        return worker in self._unread
+
+    def outcome(self, worker: int) -> Outcome:
+        """Say how a worker's last step ended."""
+        return self._ledger.outcomes.get(worker, Outcome(self.version))
+
+    def leave(self, worker: int) -> None:
+        """Go on without a worker; what it pushed and did not commit is gone."""
+        if worker not in self.clocks.workers:
+            return
+        self._ledger.note_wait(worker, ())
+        self.clocks.leave(worker)
+        self._unread.discard(worker)
+        self._way.leave(worker)
+        self._note_waits()
+
+    # -- averages of synchronous tables -------------------------------------------------------
+
+    def is_reduced(self, shard: int) -> bool:
+        """Say whether the average of a shard is known."""
+        self._shard(shard)
+        return self._barrier().mean(shard) is not None
+
+    def absent(self, shard: int) -> tuple[int, ...]:
+        """Name the parameters of a reduced shard for which no worker had a gradient."""
+        self._shard(shard)
+        mean = self._barrier().mean(shard)
+        return tuple(sorted(mean.absent)) if mean is not None else ()
+
+    def replace_average(
+        self, shard: int, grad: torch.Tensor, absent: Collection[int] | None = None
+    ) -> None:
+        """Use another gradient, such as a clipped one; `absent` None: the same lack one."""
+        lacking = self.absent(shard) if absent is None else absent
+        grad = self._shard(shard).checked(grad)
+        self._barrier().replace(shard, Push(grad, frozenset(lacking)))
+
+    # -- reads --------------------------------------------------------------------------------
+
+    def may_read(self, worker: int) -> bool:
+        """Say whether a worker may have fresh values now."""
+        return self._way.may_read(worker)
+
+    def read(self, worker: int, shard: int, out: torch.Tensor | None) -> None:
+        """Copy a shard's values to a worker; None: it sees the server's own memory.
+
+        A read of the table begins with its first shard, and again with one that was read already.
+        Whoever reads when the rule would let it wait gets the values, but for the clocks it still
+        has the older ones.
+        """
+        source = self._shard(shard)
+        source.require_values()
+        if out is not None:
+            source.copy_to(out)
+        if shard in self._being_read.setdefault(worker, set()) or not self._being_read[worker]:
+            self._begin_read(worker)
+        self._being_read[worker].add(shard)
+        self._way.on_read(worker, shard)
+
+    def describe_wait(self, workers: Sequence[int]) -> str:
+        """Say for whom these workers wait."""
+        others = sorted({other for worker in workers for other in self._blockers(worker)})
+        names = ", ".join(str(other) for other in others) or "nobody"
+        return f"worker{'s' if len(others) > 1 else ''} {names} (table {self.spec.name!r})"
+
+    def _blockers(self, worker: int) -> tuple[int, ...]:
+        if worker in self._unread:
+            return self._way.blockers(worker)
+        return self._way.push_blockers(worker)
+
+    def _note_waits(self) -> None:
+        for worker in self.clocks.workers:
+            self._ledger.note_wait(worker, self._blockers(worker))
+
+    def _begin_read(self, worker: int) -> None:
+        self._being_read[worker].clear()
+        if self.clocks.may_read(worker):
+            self.clocks.read(worker)
+        self._unread.discard(worker)
+        self._note_waits()
+
+    # -- the optimizer's state, and the books -------------------------------------------------
+
+    def state(self, shard: int) -> list[StateEntry]:
+        """Return what the optimizer remembers about a shard, by piece."""
+        return self._shard(shard).state()
+
+    def load_state(self, shard: int, entries: Sequence[StateEntry]) -> None:
+        """Replace what the optimizer remembers about a shard."""
+        self._shard(shard).load_state(entries)
+
+    def report(self) -> TableReport:
+        """Return what was counted so far."""
+        return self._ledger.accounts.report(self.spec.name, self._server, self.version)
+
+    # -- requests that cannot be right --------------------------------------------------------
+
+    def _shard(self, number: int) -> Shard:
+        if not 0 <= number < len(self.shards):
+            raise UsageError(
+                f"table {self.spec.name!r} has {len(self.shards)} shards on this server, numbered"
+                f" from 0; there is no shard {number}"
+            )
+        return self.shards[number]
+
+    def _require_next(self, operation: str, worker: int, clock: int) -> None:
+        expected = self._way.next_clock(worker)
+        if clock != expected:
+            raise UsageError(
+                f"table {self.spec.name!r}: worker {worker} wants to {operation} at clock {clock},"
+                f" but its next is {expected}; steps come one after the other"
+            )
+
+    def _checked(self, settings: Settings) -> Settings:
+        if len(settings) != len(self.spec.optimizer.groups):
+            raise UsageError(
+                f"table {self.spec.name!r} has {len(self.spec.optimizer.groups)} param groups, but"
+                f" the commit has settings of {len(settings)}; add all groups before the first step"
+            )
+        return settings
+
+    def _barrier(self) -> Barrier:
+        if not isinstance(self._way, Barrier):
+            raise UsageError(f"table {self.spec.name!r} is asynchronous: it averages nothing")
+        return self._way
+
+
+_CHOICES = {
+    "push": ("grad", "delta", "params"),
+    "compensate": ("none", "dc"),
+    "lr": ("plain", "staleness"),
+    "nonfinite": health.POLICIES,
+}
+
+
+def check(spec: TableSpec) -> None:
+    """Raise UsageError for a table that cannot work."""
+    for option, choices in _CHOICES.items():
+        value = getattr(spec.rule, option)
+        if value not in choices:
+            raise UsageError(
+                f"table {spec.name!r}: {option} must be one of {', '.join(choices)} (got {value!r})"
+            )
+    if spec.rule.push == "grad":
+        optimizer_class(spec.optimizer.name)
