@@ -62,6 +62,28 @@ void wait_for(Group& group, Operation& operation, double timeout_s) {
   operation.rethrow();
 }
 
+const char* dtype_name(int dtype) { return name_of(dtype < 0 ? DType::count_ : DType(dtype)); }
+
+void reduce_mean_at(const std::vector<uintptr_t>& inputs, uintptr_t output, size_t count, int dtype) {
+  if (dtype < 0 || !is_floating(DType(dtype)))
+    throw Error(ErrorKind::usage, std::string("reduce_mean: works on floating-point numbers, not on ") +
+                                      dtype_name(dtype));
+  if (inputs.empty()) throw Error(ErrorKind::usage, "reduce_mean: there are no inputs");
+  nb::gil_scoped_release release;
+  std::vector<const void*> sources;
+  for (uintptr_t input : inputs) sources.push_back(reinterpret_cast<const void*>(input));
+  reduce_mean(sources.data(), sources.size(), reinterpret_cast<void*>(output), count, DType(dtype));
+}
+
+void round_stochastic_at(uintptr_t source, uintptr_t target, size_t count, int dtype, uint64_t seed, uint64_t first) {
+  if (dtype != int(DType::float16) && dtype != int(DType::bfloat16))
+    throw Error(ErrorKind::usage, std::string("round_stochastic: rounds to float16 or bfloat16, not to ") +
+                                      dtype_name(dtype));
+  nb::gil_scoped_release release;
+  round_stochastic(reinterpret_cast<const float*>(source), reinterpret_cast<void*>(target), count, DType(dtype), seed,
+                   first);
+}
+
 struct PyWork {
   std::shared_ptr<Group> group;
   OperationPtr operation;
@@ -281,6 +303,9 @@ NB_MODULE(_core, m) {
   m.def("kernel_name", &kernel_name);
   m.def("keep_freed_memory", &keep_freed_memory);
   m.def("use_portable_kernels", &use_portable_kernels, "on"_a);
+  m.def("reduce_mean", &reduce_mean_at, "inputs"_a, "output"_a, "count"_a, "dtype"_a);
+  m.def("round_stochastic", &round_stochastic_at, "source"_a, "target"_a, "count"_a, "dtype"_a, "seed"_a,
+        "first"_a = 0);
   m.attr("DTYPES") = [] {
     nb::list names;
     for (int i = 0; i < int(DType::count_); ++i) names.append(name_of(DType(i)));

@@ -8,7 +8,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -157,6 +159,65 @@ void check_point_to_point(Engine&, Group& g) {
     for (double x : v) CHECK(x == (me + n - 1) % n);
 }
 
+// Rank 0 answers whoever asks; the others ask one question after the other.
+void check_wait_any(Engine& engine, Group& g) {
+  constexpr int kRounds = 300;
+  constexpr uint64_t kQuestion = 1, kAnswer = 2;
+  if (g.rank() != 0) {
+    for (int64_t i = 0; i < kRounds; ++i) {
+      int64_t answer = -1;
+      auto receive = g.submit_receive(0, kAnswer, {&answer, 1}, DType::int64, nullptr, i % 2 == 0);
+      g.wait(*g.submit_send(0, kQuestion, {&i, 1}, DType::int64, i % 3 == 0), 30);
+      g.wait(*receive, 30);
+      CHECK(answer == i * 10 + g.rank());
+    }
+    return;
+  }
+  size_t members = size_t(g.size());
+  std::vector<int64_t> question(members), asked(members);
+  std::vector<OperationPtr> posted(members);
+  std::vector<Operation*> waiting;
+  auto post = [&](size_t m) {
+    posted[m] = g.submit_receive(int(m), kQuestion, {&question[m], 1}, DType::int64, nullptr, false);
+  };
+  for (size_t m = 1; m < members; ++m) post(m);
+  for (;;) {
+    waiting.clear();
+    for (auto& p : posted)
+      if (p) waiting.push_back(p.get());
+    if (waiting.empty()) return;
+    int ready = engine.wait_any(waiting, 30);
+    CHECK(ready >= 0);
+    size_t m = 1;
+    while (posted[m].get() != waiting[size_t(ready)]) ++m;
+    g.wait(*posted[m], 0);
+    CHECK(question[m] == asked[m]);
+    int64_t answer = question[m] * 10 + int64_t(m);
+    g.wait(*g.submit_send(int(m), kAnswer, {&answer, 1}, DType::int64, false), 30);
+    posted[m] = nullptr;
+    if (++asked[m] < kRounds) post(m);
+  }
+}
+
+// Several threads of one process wait at once; all but one of them watch it drive.
+void check_threads(Engine&, Group& g) {
+  std::vector<std::thread> threads;
+  std::atomic<int> right{0};
+  for (uint64_t t = 0; t < 4; ++t)
+    threads.emplace_back([&, t] {
+      for (int64_t i = 0; i < 200; ++i) {
+        int64_t out = i * 10 + int64_t(t), in = -1;
+        int peer = 1 - g.rank();
+        auto receive = g.submit_receive(peer, t, {&in, 1}, DType::int64, nullptr, false);
+        g.wait(*g.submit_send(peer, t, {&out, 1}, DType::int64, false), 30);
+        g.wait(*receive, 30);
+        right += in == out;
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  CHECK(right == 4 * 200);
+}
+
 }  // namespace
 
 TEST(one_host) {
@@ -174,6 +235,17 @@ TEST(point_to_point) {
   on_ranks(2, 2, check_point_to_point);
   on_ranks(3, 1, check_point_to_point);
   on_ranks(4, 2, check_point_to_point);
+}
+
+TEST(whoever_asks_is_answered) {
+  on_ranks(2, 2, check_wait_any);
+  on_ranks(4, 4, check_wait_any);
+  on_ranks(3, 1, check_wait_any);
+}
+
+TEST(several_threads_wait) {
+  on_ranks(2, 2, check_threads);
+  on_ranks(2, 1, check_threads);
 }
 
 TEST(mismatch_reaches_everybody) {

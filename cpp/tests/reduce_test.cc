@@ -1,4 +1,5 @@
 // Reduction kernels: against plain loops, and the AVX2 set against the portable one, bit by bit.
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -149,6 +150,57 @@ TEST(copies_are_exact_at_any_alignment) {
     copy(to.data() + a, from.data() + b, n, i % 2 == 0);
     CHECK(std::memcmp(to.data() + a, from.data() + b, n) == 0);
     CHECK(a + n == to.size() || to[a + n] == 0);
+  }
+}
+
+TEST(the_mean_is_the_reduction_of_everything) {
+  for (DType dtype : {DType::float32, DType::float64, DType::float16, DType::bfloat16})
+    for (size_t count : {size_t(1), size_t(5001)}) {
+      std::vector<std::vector<std::byte>> in;
+      for (int i = 0; i < 3; ++i) in.push_back(random_bytes(dtype, count));
+      auto expected = one_nan(dtype, run({dtype, ReduceOp::mean, 3}, in, count, 1, false));
+      const void* sources[] = {in[0].data(), in[1].data(), in[2].data()};
+      reduce_mean(sources, 3, in[1].data(), count, dtype);
+      CHECK(one_nan(dtype, in[1]) == expected);
+    }
+}
+
+TEST(stochastic_rounding_does_not_depend_on_kernels_or_blocks) {
+  constexpr size_t kCount = 100003;
+  auto values = random_bytes(DType::float32, kCount);
+  auto* from = reinterpret_cast<const float*>(values.data());
+  for (DType dtype : {DType::float16, DType::bfloat16})
+    for (uint64_t first : {uint64_t(0), uint64_t(0xffffff00)}) {
+      std::vector<uint16_t> whole(kCount), portable(kCount), parts(kCount);
+      round_stochastic(from, whole.data(), kCount, dtype, 11, first);
+      use_portable_kernels(true);
+      round_stochastic(from, portable.data(), kCount, dtype, 11, first);
+      use_portable_kernels(false);
+      CHECK(whole == portable);
+      for (size_t at = 0, n = 0; at < kCount; at += n) {
+        n = std::min<size_t>(kCount - at, 1 + rng() % 999);
+        round_stochastic(from + at, parts.data() + at, n, dtype, 11, first + at);
+      }
+      CHECK(whole == parts);
+      round_stochastic(from, parts.data(), kCount, dtype, 12, first);
+      CHECK(whole != parts);
+    }
+}
+
+TEST(stochastic_rounding_is_fair) {
+  // 2^-24 * 3.25 is between two subnormal halves, 1 + 2^-10 * 0.25 between two normal ones.
+  constexpr size_t kCount = 1 << 18;
+  for (float value : {0x1p-24f * 3.25f, 1 + 0x1p-10f * 0.25f}) {
+    std::vector<float> from(kCount, value);
+    std::vector<uint16_t> to(kCount);
+    round_stochastic(from.data(), to.data(), kCount, DType::float16, 3, 0);
+    uint16_t low = value < 1 ? 3 : 0x3c00;
+    size_t up = 0;
+    for (uint16_t bits : to) {
+      CHECK(bits == low || bits == low + 1);
+      up += bits != low;
+    }
+    CHECK(std::abs(double(up) / kCount - 0.25) < 0.005);
   }
 }
 

@@ -15,9 +15,6 @@
 namespace paceline {
 namespace {
 
-// Beyond this a result does not survive in the cache until somebody reads it.
-constexpr size_t kStreamingBytes = 32u << 20;
-
 uint64_t slice_start(uint64_t count, size_t element_bytes, int member, int members) {
   uint64_t line = std::max<uint64_t>(1, 64 / element_bytes);  // slices start on cache lines
   uint64_t lines = (count + line - 1) / line;

@@ -1,5 +1,7 @@
 #include "paceline/reduce/kernels.h"
 
+#include <algorithm>
+
 #include "paceline/reduce/kernel_set.h"
 
 namespace paceline {
@@ -24,6 +26,17 @@ void reduce(const Reduction& what, const void* const* sources, size_t num_source
 
 void copy(void* to, const void* from, size_t bytes, bool streaming) {
   if (bytes) chosen->copy(to, from, bytes, streaming);
+}
+
+void reduce_mean(const void* const* sources, size_t num_sources, void* destination, size_t count, DType dtype) {
+  // In place the lines to write have just been read, and streaming would only lose them.
+  bool in_place = std::find(sources, sources + num_sources, destination) != sources + num_sources;
+  bool streaming = count * size_of(dtype) >= kStreamingBytes && !in_place;
+  reduce({dtype, ReduceOp::mean, num_sources}, sources, num_sources, &destination, 1, count, streaming);
+}
+
+void round_stochastic(const float* from, void* to, size_t count, DType dtype, uint64_t seed, uint64_t first) {
+  chosen->round_stochastic(from, to, count, dtype, seed, first);
 }
 
 const char* kernel_name() { return chosen->name; }

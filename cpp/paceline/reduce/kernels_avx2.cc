@@ -5,6 +5,7 @@
 
 #include "paceline/reduce/blockwise.h"
 #include "paceline/reduce/kernel_set.h"
+#include "paceline/reduce/stochastic.h"
 
 namespace paceline {
 namespace {
@@ -113,6 +114,6 @@ void copy_avx2(void* to, const void* from, size_t bytes, bool streaming) {
 
 }  // namespace
 
-const KernelSet kAvx2Kernels = {"avx2", reduce_avx2, copy_avx2};
+const KernelSet kAvx2Kernels = {"avx2", reduce_avx2, copy_avx2, round_any};
 
 }  // namespace paceline

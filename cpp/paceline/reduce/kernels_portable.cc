@@ -1,5 +1,6 @@
 #include "paceline/reduce/blockwise.h"
 #include "paceline/reduce/kernel_set.h"
+#include "paceline/reduce/stochastic.h"
 
 namespace paceline {
 namespace {
@@ -13,6 +14,6 @@ void copy_portable(void* to, const void* from, size_t bytes, bool) { std::memcpy
 
 }  // namespace
 
-const KernelSet kPortableKernels = {"portable", reduce_portable, copy_portable};
+const KernelSet kPortableKernels = {"portable", reduce_portable, copy_portable, round_any};
 
 }  // namespace paceline
