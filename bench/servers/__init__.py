@@ -1,0 +1,1 @@
+"""What parameter_server.py measures: push and pull, training with servers, slow workers."""
