@@ -1,8 +1,25 @@
-"""How stale updates were and who waited for whom, as servers count it."""
+"""How stale updates were and who waited for whom: as servers count it, and as people read it.
+
+Every server counts by itself. A worker's step is one update on each server that holds a part of
+the table, and the worker waits for all servers at once: adding their counts up would count a
+step, and a second, once per server. `merge` therefore takes, for each worker, the server on which
+its updates were stalest on average, and the one on which it waited longest. Both are counts that
+were really made, and the worst that can be said.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import ceil
+
 import msgspec
+
+ALL_SERVERS = -1  # in place of a server's number: counts of several were merged
+
+_MAX_TABLES = 8
+_MAX_NAMES = 2
+_MAX_BINS = 16
+_HEIGHTS = ".:-=+*#@"
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
@@ -16,6 +33,22 @@ class WorkerReport(msgspec.Struct, frozen=True):
     skipped: int = 0  # not finite
     overwritten: int = 0  # versions of others that its values replaced
 
+    @property
+    def mean_staleness(self) -> float:
+        """Versions by others that its updates had not seen, on average."""
+        counted = sum(self.staleness.values())
+        return sum(age * count for age, count in self.staleness.items()) / max(counted, 1)
+
+    @property
+    def max_staleness(self) -> int:
+        """The same, of its stalest update."""
+        return max(self.staleness, default=0)
+
+    @property
+    def total_wait_s(self) -> float:
+        """How long it waited for others altogether."""
+        return sum(self.waited_s.values())
+
 
 class TableReport(msgspec.Struct, frozen=True, tag_field="type", tag="table"):
     """What a server counted about one table."""
@@ -24,3 +57,102 @@ class TableReport(msgspec.Struct, frozen=True, tag_field="type", tag="table"):
     server: int
     version: int
     workers: tuple[WorkerReport, ...] = ()
+
+
+def merge(reports: Sequence[TableReport]) -> list[TableReport]:
+    """Make one report of each table. Of several reports by one server the last one counts."""
+    newest = {(report.table, report.server): report for report in reports}
+    tables: dict[str, list[TableReport]] = {}
+    for report in newest.values():
+        tables.setdefault(report.table, []).append(report)
+    return [_merge_servers(of_table) for of_table in tables.values()]
+
+
+def _merge_servers(reports: Sequence[TableReport]) -> TableReport:
+    seen: dict[int, list[WorkerReport]] = {}
+    for worker in (worker for report in reports for worker in report.workers):
+        seen.setdefault(worker.worker, []).append(worker)
+    return TableReport(
+        table=reports[0].table,
+        server=reports[0].server if len(reports) == 1 else ALL_SERVERS,
+        version=max(report.version for report in reports),
+        workers=tuple(_merge_worker(counts) for _, counts in sorted(seen.items())),
+    )
+
+
+def _merge_worker(counts: Sequence[WorkerReport]) -> WorkerReport:
+    stalest = max(counts, key=lambda count: (count.mean_staleness, count.updates))
+    slowest = max(counts, key=lambda count: count.total_wait_s)
+    return WorkerReport(
+        worker=stalest.worker,
+        updates=stalest.updates,
+        staleness=stalest.staleness,
+        waited_s=slowest.waited_s,
+        dropped=max(count.dropped for count in counts),
+        skipped=max(count.skipped for count in counts),
+        overwritten=max(count.overwritten for count in counts),
+    )
+
+
+def describe(reports: Sequence[TableReport]) -> list[str]:
+    """Write for people, at most 100 columns wide, what became of the updates of each table."""
+    merged = [report for report in merge(reports) if report.workers]
+    lines = [line for report in merged[:_MAX_TABLES] for line in _describe_table(report)]
+    if len(merged) > _MAX_TABLES:
+        lines.append(f"... and {len(merged) - _MAX_TABLES} more tables")
+    return lines
+
+
+def _describe_table(report: TableReport) -> list[str]:
+    where = " (highest of the servers)" if report.server == ALL_SERVERS else ""
+    oldest = max(worker.max_staleness for worker in report.workers)
+    width = ceil((oldest + 1) / _MAX_BINS)  # of a bin, in versions
+    scale = f"0..{oldest}"
+    lines = [
+        f"{report.table:.30}: version {report.version}; staleness in versions{where}",
+        f"  worker  updates   mean    max  {scale:{_MAX_BINS + 2}}   waited  for worker",
+    ]
+    for worker in report.workers:
+        bars = f"|{_bars(worker, ceil((oldest + 1) / width), width)}|"
+        lines.append(
+            f"  {worker.worker:6}  {worker.updates:7}  {worker.mean_staleness:5.1f}  "
+            f"{worker.max_staleness:5}  {bars:{_MAX_BINS + 2}}  {_time(worker.total_wait_s):>7}  "
+            f"{_names(worker)}".rstrip()
+        )
+    return lines + [_lost(worker) for worker in report.workers if _lost(worker)]
+
+
+def _bars(worker: WorkerReport, num_bins: int, width: int) -> str:
+    """Draw a histogram with one character per bin, the fullest bin highest, empty ones blank."""
+    bins = [0] * num_bins
+    for age, count in worker.staleness.items():
+        bins[age // width] += count
+    top = max(max(bins), 1)
+    heights = [ceil(count * len(_HEIGHTS) / top) for count in bins]
+    return "".join(_HEIGHTS[height - 1] if height else " " for height in heights)
+
+
+def _names(worker: WorkerReport) -> str:
+    """Say for whom it waited, the longest first."""
+    longest = sorted(worker.waited_s.items(), key=lambda item: (-item[1], item[0]))
+    told = [f"{name} ({_time(time_s)})" for name, time_s in longest[:_MAX_NAMES]]
+    return ", ".join(told + ["..."] * (len(longest) > _MAX_NAMES))
+
+
+def _lost(worker: WorkerReport) -> str:
+    """Say which of its pushes had another fate than to be added; "" when there was none."""
+    parts = [
+        f"dropped {worker.dropped} (too old)" * (worker.dropped > 0),
+        f"left out {worker.skipped} (not finite)" * (worker.skipped > 0),
+        f"overwrote {worker.overwritten} versions" * (worker.overwritten > 0),
+    ]
+    told = ", ".join(part for part in parts if part)
+    return f"  worker {worker.worker}: {told}" if told else ""
+
+
+def _time(time_s: float) -> str:
+    if time_s < 10:
+        return f"{time_s:.2f} s"
+    if time_s < 1000:
+        return f"{time_s:.1f} s"
+    return f"{time_s / 60:.0f} min" if time_s < 36_000 else f"{time_s / 3600:.0f} h"
