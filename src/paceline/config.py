@@ -25,19 +25,28 @@ DEFAULT_BIND_ADDRESS = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnv:
-    """Which process this is, and how it may find the others."""
+    """Which process this is, and how it may find the others.
+
+    Workers have ranks 0 to world_size - 1, parameter servers the ranks behind those.
+    """
 
     rank: int
-    world_size: int
+    world_size: int  # workers
     local_rank: int
     local_world_size: int
     source: str
     role: str = "worker"
+    num_servers: int = 0
     job_id: str
     coordinator: str | None
     secret_file: str | None
     host_id: str
     bind_address: str
+
+    @property
+    def num_processes(self) -> int:
+        """Workers and servers together."""
+        return self.world_size + self.num_servers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +87,9 @@ class _Launcher(NamedTuple):
 
 
 _TORCH_STYLE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OWN_SETTINGS = ("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE")
+_OWN_SETTINGS = (
+    *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
+)
 _PACELINE = _Launcher("paceline", *(f"PACELINE_{name}" for name in _TORCH_STYLE))
 _TORCHRUN = _Launcher("torchrun", *_TORCH_STYLE)
 _BY_HAND = _Launcher("environment", *_TORCH_STYLE)
@@ -104,8 +115,12 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
     """
     environ = os.environ if environ is None else environ
     _refuse_misspelling(environ)
-    places = [_place(environ, launcher) for launcher in _launchers(environ)]
-    _refuse_disagreement(environ, places)
+    role, num_servers = _role(environ), _num_servers(environ)
+    if role == "server":
+        places = [_server_place(environ, num_servers)]
+    else:
+        places = [_place(environ, launcher) for launcher in _launchers(environ)]
+        _refuse_disagreement(environ, places)
     place = places[0] if places else None
     source = place.launcher.name if place else "alone"
     return JobEnv(
@@ -114,7 +129,8 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
         local_rank=place.local_rank if place else 0,
         local_world_size=place.local_world_size if place else 1,
         source=source,
-        role=environ.get("PACELINE_ROLE") or "worker",
+        role=role,
+        num_servers=num_servers,
         job_id=environ.get("PACELINE_JOB") or _job_id(environ, source),
         coordinator=_coordinator(environ),
         secret_file=environ.get("PACELINE_SECRET_FILE") or None,
@@ -155,6 +171,12 @@ def inherited_environ() -> dict[str, str]:
     return dict(os.environ)
 
 
+def adopt_environ(environ: Mapping[str, str]) -> None:
+    """Make this the environment of a process that was forked, and so could not be given one."""
+    os.environ.clear()
+    os.environ.update(environ)
+
+
 def is_launched_by_us(environ: Mapping[str, str] | None = None) -> bool:
     """Say whether `paceline run` started this process."""
     return _present(os.environ if environ is None else environ, _PACELINE)
@@ -168,6 +190,8 @@ def requested_pace(environ: Mapping[str, str] | None = None) -> str | None:
 
 def describe(env: JobEnv) -> str:
     """Say in one line who this process is: 'rank 1 of 4 (torchrun)'."""
+    if env.role == "server":
+        return f"server {env.rank - env.world_size} of {env.num_servers} ({env.source})"
     return f"rank {env.rank} of {env.world_size} ({env.source})"
 
 
@@ -242,6 +266,34 @@ def _place(environ: Mapping[str, str], launcher: _Launcher) -> _Place:
             " expected 0 <= local rank < local world size <= world size"
         )
     return _Place(launcher, rank, world_size, local_rank, local_world_size)
+
+
+def _role(environ: Mapping[str, str]) -> str:
+    role = environ.get("PACELINE_ROLE") or "worker"
+    if role not in ("worker", "server"):
+        raise ConfigError(f"PACELINE_ROLE={role!r} is neither worker nor server")
+    return role
+
+
+def _num_servers(environ: Mapping[str, str]) -> int:
+    if not environ.get("PACELINE_SERVERS"):
+        return 0
+    count = _number(environ, "PACELINE_SERVERS", int)
+    if count < 0:
+        raise ConfigError(f"PACELINE_SERVERS={count}: expected a number >= 0")
+    return count
+
+
+def _server_place(environ: Mapping[str, str], num_servers: int) -> _Place:
+    """Read a server's place: its number among the servers is PACELINE_RANK."""
+    index = _number(environ, _PACELINE.rank, int)
+    num_workers = _number(environ, _PACELINE.world_size, int)
+    if num_workers < 1 or not 0 <= index < num_servers:
+        raise ConfigError(
+            f"server {index} of PACELINE_SERVERS={num_servers} for PACELINE_WORLD_SIZE="
+            f"{num_workers} workers: expected 0 <= server < servers, and at least 1 worker"
+        )
+    return _Place(_PACELINE, num_workers + index, num_workers, index, num_workers)
 
 
 def _local_place(

@@ -37,6 +37,14 @@ class PacelineError(RuntimeError):
     """Base of every error that Paceline raises on purpose."""
 
 
+def named(kind: str, text: str) -> PacelineError:
+    """Make an error again that another process told by name; only classes of this tree come out."""
+    found = globals().get(kind)
+    if not (isinstance(found, type) and issubclass(found, PacelineError)):
+        found = ProtocolError
+    return found(text)
+
+
 class UsageError(PacelineError, ValueError):
     """The calling code or its configuration is wrong; retrying will not help."""
 

@@ -35,6 +35,7 @@ from paceline.config import (
 )
 from paceline.contribution import Contribution
 from paceline.errors import ConfigError, SetupError, UsageError
+from paceline.ps.link import ServerLink, connect
 from paceline.telemetry.reporter import Reporter
 from paceline.torch_plugin import register as register_with_torch
 
@@ -50,6 +51,7 @@ class Job:
     fabric: Fabric
     world: Group
     reporter: Reporter
+    servers: tuple[ServerLink, ...] = ()  # lines to the parameter servers
     contribution: Contribution = field(default_factory=Contribution)
 
     @property
@@ -139,7 +141,7 @@ def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: Engi
 
 
 def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
-    listener = _listen(env, rendezvous) if env.world_size > 1 else None
+    listener = _listen(env, rendezvous) if env.num_processes > 1 else None
     try:
         me = Member(
             rank=env.rank,
@@ -159,7 +161,10 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         fabric = Fabric(env.rank, engine, listener, membership, config.timeout_s, presence)
         fabric.link_neighbours()
         reporter = Reporter(env.rank, rendezvous.agent.report)
-        return Job(env, rendezvous, fabric, Group(fabric, membership.ranks), reporter)
+        if env.role == "server":  # it works with each worker, and with nobody as a group
+            return Job(env, rendezvous, fabric, Group(fabric, (env.rank,)), reporter)
+        world = Group(fabric, membership.workers)
+        return Job(env, rendezvous, fabric, world, reporter, connect(fabric))
     except BaseException:
         if listener is not None:
             listener.close()
@@ -185,6 +190,8 @@ def shutdown() -> None:
         if job is None:
             return
         job.reporter.flush()
+        for link in job.servers:
+            link.leave()
         job.fabric.engine.say_goodbye()
         job.world.close()
         if job.fabric.listener is not None:
@@ -249,7 +256,7 @@ def new_group(ranks: Sequence[int]) -> Group:
     job, chosen = current(), tuple(ranks)
     if len(set(chosen)) != len(chosen) or not chosen:
         raise UsageError(f"new_group({list(chosen)}): name each rank once, and at least one")
-    missing = [r for r in chosen if r not in job.fabric.membership.ranks]
+    missing = [r for r in chosen if r not in job.fabric.membership.workers]
     if missing:
         raise UsageError(
             f"new_group({list(chosen)}): {missing} are not ranks of this job (0 to"

@@ -1,1 +1,31 @@
 """The main program of a parameter server: `python -m paceline.serve`, started by the launcher."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from paceline import _core, job
+from paceline.errors import PacelineError, UsageError
+from paceline.ps.server import Server
+
+
+def main() -> int:
+    """Serve the job that the environment names until its workers have left."""
+    try:
+        mine = job.init()
+        if mine.env.role != "server":
+            raise UsageError("this process was not started as a server: use `paceline run -s 1 ...`")
+        _core.keep_freed_memory()
+        torch.set_grad_enabled(False)
+        Server(mine.fabric, mine.env.rank - mine.env.world_size, mine.rendezvous.agent.report).run()
+        job.shutdown()
+    except PacelineError as error:
+        sys.stderr.write(f"[paceline] {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

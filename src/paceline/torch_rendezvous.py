@@ -73,7 +73,7 @@ def _create_default(options: Any, timeout_s: float) -> PacelineProcessGroup:
             f" {mine.env.rank} of {mine.world.size} of a Paceline job: the first process group"
             " spans the whole job; call init_process_group() without them"
         )
-    group = Group(mine.fabric, mine.fabric.membership.ranks, timeout_s)
+    group = Group(mine.fabric, mine.world.ranks, timeout_s)
     return PacelineProcessGroup(group, options.store, job.shutdown if is_torchs_own else None)
 
 

@@ -30,6 +30,11 @@ class Work(Generic[Result]):
         self._keep = keep  # memory that the engine works on until the operation has ended
         self._result: list[Result] = []
 
+    @property
+    def handle(self) -> Handle:
+        """What the engine gave for it; for waiting for one of several (`_core.wait_any`)."""
+        return self._handle
+
     def wait(self, timeout_s: float | None = None) -> Result:
         """Block until the operation has ended; return its result or raise its error.
 

@@ -143,7 +143,7 @@ class Agent:
             raise self._lost()
         reply = self.thread.call(self._request(make, timeout_s))
         if isinstance(reply, m.Failure):
-            raise _error(reply)
+            raise errors.named(reply.error, reply.text)
         return reply
 
     def _lost(self) -> PeerLost:
@@ -253,14 +253,6 @@ class Agent:
             task.cancel()
         self._give_up("this member has left the job")
         await self._channel.finish()
-
-
-def _error(failure: m.Failure) -> errors.PacelineError:
-    """Rebuild the coordinator's error; only classes of our own tree can come out."""
-    kind = vars(errors).get(failure.error)
-    if not (isinstance(kind, type) and issubclass(kind, errors.PacelineError)):
-        kind = errors.ProtocolError
-    return kind(failure.text)
 
 
 def _expect(value: object, kind: type[T]) -> T:

@@ -40,6 +40,16 @@ class Membership(msgspec.Struct, frozen=True):
         return tuple(member.rank for member in self.members)
 
     @property
+    def workers(self) -> tuple[int, ...]:
+        """The ranks of those that run the script."""
+        return tuple(member.rank for member in self.members if member.role == "worker")
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """The ranks of the parameter servers."""
+        return tuple(member.rank for member in self.members if member.role == "server")
+
+    @property
     def world_size(self) -> int:
         return len(self.members)
 

@@ -68,7 +68,7 @@ class Rendezvous:
 
 def establish(env: JobEnv, config: EngineConfig) -> Rendezvous:
     """Find or start the job's coordinator and connect to it. Blocks up to `join_timeout_s`."""
-    if env.world_size == 1 and env.coordinator is None:
+    if env.num_processes == 1 and env.coordinator is None:
         return Rendezvous(LocalAgent(), new_secret(), env.job_id, env.bind_address)
     if env.coordinator is not None:
         return _at_known_address(env, config, env.coordinator)
@@ -152,7 +152,7 @@ class _Meeting:
 
     @classmethod
     def of(cls, env: JobEnv, config: EngineConfig) -> _Meeting:
-        return cls(env.rank, env.world_size, env.job_id, env.role, env.bind_address, config)
+        return cls(env.rank, env.num_processes, env.job_id, env.role, env.bind_address, config)
 
     def attend(self, address: str, secret: bytes) -> Rendezvous:
         """Connect to the coordinator that another process runs."""

@@ -2,9 +2,9 @@
 
 Three flat tensors in engine memory: `grads` takes this worker's gradients during backward and stays
 as it is until the next one (after a failure they can be reduced again), `averaged` receives what
-the workers agree on and is what `param.grad` shows, `params` holds the parameters. If the workers
-of a host share those, the script sees them through a private view (`shown`), so that what it writes
-to them between two steps stays its own.
+the workers agree on and is what `param.grad` shows (the same tensor where nothing is averaged),
+`params` holds the parameters. What the workers of a host share of these the script sees through a
+private view (`shown`), so that what it writes to it between two steps stays its own.
 
 A fresh gradient is copied into `grads` and freed at once, so that the next one is computed in the
 memory, still in the cache, that this one leaves behind. (The other way, letting autograd add to a
@@ -23,6 +23,8 @@ from paceline.data_parallel.layout import Named, Place, place
 # Smaller gradients are copied together, in one call, when the bucket is full: the call costs more
 # than the copy.
 _SMALL_ELEMENTS = 8192
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor | HostTensor]
 
 
 class Slot:
@@ -56,7 +58,8 @@ class Bucket:
         parameters: Sequence[Named],
         *,
         allocate: Callable[[int, torch.dtype], torch.Tensor],
-        allocate_params: Callable[[int, torch.dtype], torch.Tensor | HostTensor],
+        allocate_params: Allocate,
+        allocate_averaged: Allocate | None,
         first_slot: int,
     ) -> None:
         places, size = place(parameters)
@@ -64,7 +67,9 @@ class Bucket:
         self.index = index
         self.label = f"bucket {index} ({parameters[0].name} .. {parameters[-1].name})"
         self.grads = allocate(size, dtype).zero_()
-        self.averaged = allocate(size, dtype).zero_()
+        averaged = self.grads if allocate_averaged is None else allocate_averaged(size, dtype)
+        self.host_averaged = averaged if isinstance(averaged, HostTensor) else None
+        self.averaged = averaged.private if isinstance(averaged, HostTensor) else averaged
         params = allocate_params(size, dtype)
         self.host = params if isinstance(params, HostTensor) else None
         self.params = params.shared if isinstance(params, HostTensor) else params
@@ -88,6 +93,11 @@ class Bucket:
         self.missing = self._wanted
         for slot in self.slots:
             slot.ready = slot.claimed = False
+
+    @property
+    def absent(self) -> Sequence[int]:
+        """The parameters, by their number here, that have no gradient in this pass."""
+        return [number for number, slot in enumerate(self.slots) if not slot.ready]
 
     def take(self, slot: Slot) -> None:
         """Take the gradient that backward has just left in `param.grad`."""

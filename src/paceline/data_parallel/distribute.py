@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -20,9 +21,9 @@ from paceline.config import requested_pace
 from paceline.data_parallel.checks import find_problem, require_same_model
 from paceline.data_parallel.options import Options
 from paceline.data_parallel.training import Training
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, current
-from paceline.pace.parse import PaceSpec, parse
+from paceline.pace.parse import KNOWN, NEEDS_SERVERS, PaceSpec, parse
 
 _trainings: weakref.WeakKeyDictionary[nn.Module, Training] = weakref.WeakKeyDictionary()
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -32,13 +33,7 @@ def distribute(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     pace: str = "allreduce",
-    *,
-    update: str = "auto",
-    buffers: str = "broadcast",
-    batchnorm: str = "local",
-    unused: str = "warn",
-    nonfinite: str = "ignore",
-    bucket_mb: float = 16.0,
+    **options: str | float,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Train this model on all workers of the job; return the same two objects. Collective.
 
@@ -46,17 +41,31 @@ def distribute(
     `param.grad` holds the average over the workers; inside `with model.no_sync():` gradients add up
     locally.
 
-    pace       how the workers agree; `paceline run --pace` wins over it. Its brackets may hold any
-               of the following: "allreduce[update=sharded]"
-    update     "replicated": every worker updates a copy of its own; "sharded": parameters and
-               optimizer state exist once per host, each worker updates its part; "auto": sharded
-               where several workers share a host and the optimizer allows it
+    pace       how the workers agree: "allreduce", or through parameter servers "ps" (in lockstep),
+               "async", "ssp:3" (at most 3 clocks apart); `paceline run --pace` wins over it
+    options    of the pace, as keywords here or in its brackets: "allreduce[update=sharded]"
+
+    allreduce and ps:
     buffers    after each step: "broadcast" rank 0's, "average" over the workers, or leave "local"
     batchnorm  "local" statistics of each worker's batch, or "global" ones of all batches together
     unused     parameters without gradient: "warn" once, "error", or "ignore"
+    all:
     nonfinite  NaN or infinite gradients: "ignore", "raise" on all ranks, or "skip" the step on all
-               (a GradScaler skips such steps itself, on all ranks: leave it at "ignore")
-    bucket_mb  gradients travel in parts of about this size
+               (a GradScaler skips such steps itself, on all ranks: leave it at "ignore"); servers
+               can also "quarantine" them: leave out that worker's gradient only
+    bucket_mb  gradients travel in parts of about this size (16)
+    allreduce:
+    update     "replicated": every worker updates a copy of its own; "sharded": parameters and
+               optimizer state exist once per host, each worker updates its part; "auto": sharded
+               where several workers share a host and the optimizer allows it
+    ps, async, ssp: docs/guides/parameter-server.md says more
+    server_dtype, wire   "fp32", "bf16" or "fp16": how servers keep parameters (rounded
+               stochastically, `seed`), and how tensors travel between hosts
+    async, ssp:
+    push       "grad", or "delta" and "params" of an optimizer that runs on the worker
+    compensate "dc" corrects for staleness (`dc_lambda`); lr="staleness" divides the rate by it
+    max_staleness, softsync, unit   older gradients are dropped; gradients are applied in groups;
+               ssp counts "clock"s or "version"s
 
     Raises UsageError (also on the ranks that did nothing wrong) for a model or optimizer that
     cannot be distributed, InconsistentRanks when the ranks' models differ.
@@ -67,31 +76,21 @@ def distribute(
     """
     job = current()
     group = Group(job.fabric, job.world.ranks)  # its own order of operations
-    problem, options, asked = None, Options(), PaceSpec("allreduce")
+    problem, chosen, asked = None, Options(), PaceSpec("allreduce")
     try:
-        options, asked = _choose(
-            pace,
-            Options(
-                update=update,
-                buffers=buffers,
-                batchnorm=batchnorm,
-                unused=unused,
-                nonfinite=nonfinite,
-                bucket_mb=bucket_mb,
-            ),
-        )
+        chosen, asked = _choose(job, pace, options)
     except PacelineError as error:  # the others must hear of it
         problem = str(error)
     problem = problem or find_problem(model, optimizer) or _find_second_call(model, optimizer)
     try:
         refuse_problems(group, "distribute", tell_all(group, problem))
-        require_same_model(group, model, optimizer, [f"pace {asked}", f"options {options}"])
+        require_same_model(group, model, optimizer, [f"pace {asked}", f"options {chosen}"])
     except PacelineError:
         # Together with the others: a group that is dropped at any other time waits for theirs.
         group.close()
         raise
     _core.keep_freed_memory()
-    training = Training(job, group, model, optimizer, options)
+    training = Training(job, group, model, optimizer, asked, chosen)
     _trainings[model] = training
     _optimizers.add(optimizer)
     if job.env.rank == 0:
@@ -99,14 +98,31 @@ def distribute(
     return model, optimizer
 
 
-def _choose(pace: str, options: Options) -> tuple[Options, PaceSpec]:
+def _choose(
+    job: Job, pace: str, given: Mapping[str, str | float]
+) -> tuple[Options, PaceSpec]:
     """Combine the script's pace and arguments with what the command line says, which wins."""
     mine = parse(pace)
     told = requested_pace()
     asked = mine if told is None else parse(told)
-    if told is not None and current().env.rank == 0 and str(asked) != str(mine):
+    options = {**given, **mine.options}
+    if asked.name != mine.name:  # the script's options that the other pace has as well still hold
+        options = {k: v for k, v in options.items() if k in KNOWN[asked.name].options}
+    if told is not None and job.env.rank == 0 and str(asked) != str(mine):
         _say(f"pace {asked} from the command line instead of the script's {mine}")
-    return options.overridden(mine.options).overridden(asked.options), asked
+    if asked.name in NEEDS_SERVERS and not job.servers:
+        _do_without_servers(job, asked)
+    return Options.of(asked, options), asked
+
+
+def _do_without_servers(job: Job, asked: PaceSpec) -> None:
+    """Alone there is nobody to agree with, so a plain step is what any pace comes to."""
+    if job.world.size > 1:
+        raise UsageError(
+            f"pace {asked} needs parameter servers, and this job has none: start it with"
+            f" `paceline run -n {job.world.size} -s 1 --pace {asked.name} ...` (or -s colocated)"
+        )
+    _say(f"pace {asked}: one worker and no servers, so the optimizer runs here, step by step")
 
 
 def _find_second_call(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:

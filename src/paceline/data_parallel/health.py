@@ -23,9 +23,10 @@ _SHOWN = 5
 class Health:
     """Looks at the gradients after each exchange, as the options say."""
 
-    def __init__(self, group: Group, options: Options) -> None:
+    def __init__(self, group: Group, options: Options, *, on_servers: bool = False) -> None:
         self._group = group
         self._options = options
+        self._checks_values = options.nonfinite != "ignore" and not on_servers  # else they do
         self._named: set[str] = set()  # parameters that were named in a warning already
         self.skipped_steps = 0
 
@@ -33,7 +34,7 @@ class Health:
         """Check what the exchange brought; runs at the end of backward on every rank."""
         if self._options.unused != "ignore" and min(flags, default=1.0) < 1.0:
             self._unused(reducer, flags)
-        if self._options.nonfinite != "ignore" and not _all_finite(reducer):
+        if self._checks_values and not _all_finite(reducer):
             self._nonfinite(reducer)
 
     # -- missing ------------------------------------------------------------------------------

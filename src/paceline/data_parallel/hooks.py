@@ -21,6 +21,7 @@ class Watcher(Protocol):
     def before_forward(self) -> None: ...
     def after_forward(self, output: Any) -> None: ...
     def no_sync(self) -> AbstractContextManager[None]: ...
+    def pull(self) -> None: ...
 
 
 def attach(model: nn.Module, watcher: Watcher) -> None:
@@ -39,6 +40,7 @@ def attach(model: nn.Module, watcher: Watcher) -> None:
     model.register_forward_pre_hook(Detached(before, _nothing))
     model.register_forward_hook(Detached(after, _nothing))
     object.__setattr__(model, "no_sync", Detached(watcher.no_sync, nullcontext))
+    object.__setattr__(model, "pull", Detached(watcher.pull, _nothing))
 
 
 class Detached:

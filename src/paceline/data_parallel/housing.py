@@ -14,7 +14,7 @@ import torch
 from paceline import _core
 from paceline.collectives.group import Group
 from paceline.collectives.memory import HostTensor, allocate, allocate_on_host
-from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.bucket import Allocate, Bucket, Slot
 from paceline.data_parallel.layout import Named, plan_buckets
 
 _FIRST_BUCKET_BYTES = 1 << 20
@@ -31,12 +31,16 @@ class Housing:
         *,
         bucket_mb: float,
         is_shared: bool,
+        averages: str = "own",
     ) -> None:
         self._engine = engine
         self._host = host
         self._optimizer = weakref.ref(optimizer)
         self._bucket_bytes = int(bucket_mb * (1 << 20))
         self._is_shared = is_shared
+        # Where averaged gradients are: "own" memory, memory of the "host", or nowhere ("none"),
+        # because nothing is averaged.
+        self._averages = averages
         self._num_buckets = self._num_slots = 0
         self.slots: dict[torch.nn.Parameter, Slot] = {}
         self.shared_slots: dict[torch.nn.Parameter, Slot] = {}  # of them, those that a host shares
@@ -50,6 +54,7 @@ class Housing:
                 plan,
                 allocate=self._allocate,
                 allocate_params=self._allocate_on_host if is_shared else self._allocate,
+                allocate_averaged=self._averaged_memory(),
                 first_slot=self._num_slots,
             )
             self._move_in(bucket)
@@ -80,6 +85,14 @@ class Housing:
                 min(self._bucket_bytes, _FIRST_BUCKET_BYTES),
             )
         ]
+
+    def _averaged_memory(self) -> Allocate | None:
+        if self._averages == "none":
+            return None
+        return self._allocate_on_host if self._averages == "host" else self._allocate_zeroed
+
+    def _allocate_zeroed(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._allocate(count, dtype).zero_()
 
     def _allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(self._engine, (count,), dtype)

@@ -137,7 +137,7 @@ class HostState:
                 continue
             self._loaded.setdefault(param, dict(entries))
             if part.owner == self._host.rank:
-                state[tensor] = {key: _part(value, param, part) for key, value in entries.items()}
+                state[tensor] = {key: part_of(value, param, part) for key, value in entries.items()}
         for param, _, _ in self._pieces:
             state.pop(param, None)
 
@@ -159,7 +159,7 @@ class HostState:
             if param in self._loaded:
                 whole[param] = self._loaded[param]
             elif pieces[0][2]:
-                whole[param] = _join(param, pieces)
+                whole[param] = join_parts(param, pieces)
         return whole
 
     def _read(self, owner: int, entry: dict[str, Any]) -> Any:
@@ -184,7 +184,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _part(value: Any, param: torch.nn.Parameter, part: Range) -> Any:
+def part_of(value: Any, param: torch.nn.Parameter, part: Range) -> Any:
     """Return the piece's share of one entry of a whole parameter's state."""
     if not isinstance(value, torch.Tensor) or value.shape != param.shape:
         return value.clone() if isinstance(value, torch.Tensor) else value
@@ -194,7 +194,7 @@ def _part(value: Any, param: torch.nn.Parameter, part: Range) -> Any:
     return dense.as_strided((param.numel(),), (1,))[part.start : part.stop].clone()
 
 
-def _join(param: torch.nn.Parameter, pieces: Sequence[_Entries]) -> dict[str, Any]:
+def join_parts(param: torch.nn.Parameter, pieces: Sequence[_Entries]) -> dict[str, Any]:
     """Put the pieces of one parameter's state together, in the parameter's shape."""
     _, shape, first = pieces[0]
     if len(pieces) == 1:

@@ -1,19 +1,21 @@
-"""What a script or a person on the command line can choose about data parallel training."""
+"""What a script or a person on the command line can choose about data parallel training.
+
+Which options there are depends on the pace; pace/parse.py has the table of them. Each may be given
+as a keyword argument of `pl.distribute` or in the brackets of the pace's text, which wins.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 from paceline.errors import UsageError
-from paceline.pace.parse import KNOWN
-
-_CHOICES = {name: values for name, values in KNOWN["allreduce"].options.items() if values}
+from paceline.pace.parse import ABOVE_0, KNOWN, PaceSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keyword arguments of `pl.distribute`; its docstring says what they mean."""
+    """The options of all paces; the docstring of `pl.distribute` says what they mean."""
 
     update: str = "auto"
     buffers: str = "broadcast"
@@ -21,19 +23,47 @@ class Options:
     unused: str = "warn"
     nonfinite: str = "ignore"
     bucket_mb: float = 16.0
+    wait: str = "step"
+    server_dtype: str = "fp32"
+    wire: str = "fp32"
+    seed: float = 0
+    push: str = "grad"
+    compensate: str = "none"
+    dc_lambda: float = 0.04
+    lr: str = "plain"
+    softsync: float = 0
+    max_staleness: float = 0  # 0: no limit
+    unit: str = "clock"
 
-    def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise UsageError(
-                    f"distribute: {name}={getattr(self, name)!r} is unknown; choose one of"
-                    f" {', '.join(choices)}"
-                )
-        is_number = isinstance(self.bucket_mb, int | float)
-        if not is_number or not 0 < self.bucket_mb < float("inf"):
-            raise UsageError(f"distribute: bucket_mb={self.bucket_mb!r} must be a number above 0")
+    @classmethod
+    def of(cls, pace: PaceSpec, given: Mapping[str, object]) -> Options:
+        """Check the keyword arguments of a script, and lay the options of the pace's text over."""
+        known = KNOWN[pace.name].options
+        chosen: dict[str, object] = {
+            name: values[0] for name, values in known.items() if values is not ABOVE_0
+        }
+        for name, value in given.items():
+            _check(pace, name, value)
+            chosen[name] = value
+        chosen.update(pace.options)
+        numbers = [field.name for field in fields(cls) if field.type == "float"]
+        return cls(**{k: float(v) if k in numbers else v for k, v in chosen.items()})  # type: ignore[arg-type]
 
-    def overridden(self, options: Mapping[str, str]) -> Options:
-        """Return these options with some replaced by text, as it comes from a pace's brackets."""
-        numbers = {"bucket_mb": float}
-        return replace(self, **{k: numbers.get(k, str)(v) for k, v in options.items()})  # type: ignore[arg-type]
+
+def _check(pace: PaceSpec, name: str, value: object) -> None:
+    options = KNOWN[pace.name].options
+    if name not in options:
+        others = [other for other, row in KNOWN.items() if name in row.options]
+        where = f"; it belongs to {', '.join(others)}" if others else ""
+        raise UsageError(
+            f"distribute: pace {pace.name} has no option {name!r}{where}; its options:"
+            f" {', '.join(options)}"
+        )
+    choices = options[name]
+    if choices is not ABOVE_0:
+        if value not in choices:
+            raise UsageError(
+                f"distribute: {name}={value!r} is unknown; choose one of {', '.join(choices)}"
+            )
+    elif not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UsageError(f"distribute: {name}={value!r} must be a number above 0")

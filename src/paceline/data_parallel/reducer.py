@@ -48,7 +48,7 @@ class Reducer:
         self._slots: list[Slot] = []
         self._sparse: list[Named] = []
         self._sparse_gradients = SparseGradients(group)
-        self._flags = self._called = torch.empty(0)
+        self._flags = torch.empty(0)
         self.weighting = Weighting()
         self._sync = True
         self._active = False  # inside a backward pass that exchanges gradients
@@ -76,7 +76,7 @@ class Reducer:
             self._sparse.append(named)
             named.param.register_post_accumulate_grad_hook(self._on_sparse_ready)
         num_params = len(self._slots) + len(self._sparse)
-        self._flags, self._called = torch.empty(num_params), torch.empty(num_params)
+        self._flags = torch.empty(num_params)
         self.weighting.cover(self.params)
 
     @property
@@ -218,11 +218,11 @@ class Reducer:
             pairs = zip(self.names, here, strict=True)
             self.absent.update(name for name, is_here in pairs if not is_here)
         start = time.perf_counter()
-        self._group.all_reduce(self._flags, "mean", out=self._called)  # behind all buckets
+        called = self._exchange.call_roll(self._flags)
         for work in self._works:
             work.wait()
         self.waited_s += time.perf_counter() - start
-        return self._called.tolist()
+        return called.tolist()  # type: ignore[no-any-return]
 
     def _average_sparse(self, flags: Sequence[float]) -> None:
         self.sparse_contributions.clear()

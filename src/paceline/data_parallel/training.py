@@ -29,11 +29,13 @@ from paceline.data_parallel.layout import Named
 from paceline.data_parallel.options import Options
 from paceline.data_parallel.ownership import is_elementwise
 from paceline.data_parallel.reducer import Reducer
+from paceline.data_parallel.serving import Serving
 from paceline.data_parallel.sharded import ShardedUpdate
 from paceline.data_parallel.update import ReplicatedUpdate, Step, Update, bind_step
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.allreduce import AllReduce
+from paceline.pace.parse import NEEDS_SERVERS, PaceSpec
 from paceline.telemetry.events import COMM_SHARE, COMPUTE_SHARE
 
 
@@ -46,6 +48,7 @@ class Training:
         group: Group,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        pace: PaceSpec,
         options: Options,
     ) -> None:
         self._job = job
@@ -53,12 +56,18 @@ class Training:
         self._engine = job.fabric.engine
         self._model = weakref.ref(model)
         self._options = options
-        members = job.fabric.membership.members
-        self._host = Group(job.fabric, [m.rank for m in members if m.host_id == job.env.host_id])
+        membership = job.fabric.membership
+        here = [r for r in membership.workers if membership.member(r).host_id == job.env.host_id]
+        self._host = Group(job.fabric, here)
+        self._serving: Serving | None = None
+        if pace.name in NEEDS_SERVERS and job.servers:
+            self._serving = Serving(job, group, optimizer, pace, options)
         self._shares_params = self._wants_sharing(optimizer)
-        self.health = Health(group, options)
-        self.reducer = Reducer(group, AllReduce(group))
-        self.reducer.after_exchange = self.health.look
+        self.health = Health(group, options, on_servers=self._serving is not None)
+        self.reducer = Reducer(
+            group, self._serving.exchange if self._serving else AllReduce(group)
+        )
+        self.reducer.after_exchange = self._look_at_gradients
         self.reducer.keeps_sparse = options.nonfinite != "ignore"
         self._housing = Housing(
             self._engine,
@@ -66,6 +75,7 @@ class Training:
             optimizer,
             bucket_mb=options.bucket_mb,
             is_shared=self._shares_params,
+            averages=self._where_averages_are(),
         )
         self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
         self._outside: list[Named] = []  # frozen ones, which nobody averages
@@ -98,6 +108,8 @@ class Training:
             f"update {self.update.name}",
             f"buffers {self._options.buffers}",
         ]
+        if self._serving is not None:
+            parts.append(self._serving.balance)
         if self._num_global_norms:
             parts.append(f"global statistics in {self._num_global_norms} batch norms")
         return ", ".join(parts)
@@ -105,12 +117,21 @@ class Training:
     # -- setting up ---------------------------------------------------------------------------
 
     def _wants_sharing(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._serving is not None:
+            return self._serving.shares_memory
         if self._options.update == "replicated":
             return False
         if self._options.update == "sharded":
             return True
         can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
         return self._host.size > 1 and is_elementwise(optimizer) and can_see_edits
+
+    def _where_averages_are(self) -> str:
+        if self._serving is None:
+            return "own"
+        if not self._serving.rule.aggregate:
+            return "none"
+        return "host" if self._serving.shares_memory else "own"
 
     def _adopt_initial_values(self, model: nn.Module) -> None:
         with torch.no_grad():
@@ -126,13 +147,19 @@ class Training:
         }
         sparse = [named for named in parameters if id(named.param) in sparse_ids]
         dense = [named for named in parameters if id(named.param) not in sparse_ids]
-        self.reducer.add(self._housing.house(dense), sparse)
+        buckets = self._housing.house(dense)
+        if self._serving is not None:
+            _refuse_sparse(sparse)
+            self._serving.take(buckets)
+        self.reducer.add(buckets, sparse)
         compute_in_bucket(model, self._housing.slots, self.reducer)
         self._known = {param: param.requires_grad for param in model.parameters()}
         taken = {id(param) for param in self.reducer.params}
         self._outside = [Named(n, p) for n, p in model.named_parameters() if id(p) not in taken]
 
     def _choose_update(self, optimizer: torch.optim.Optimizer) -> Update:
+        if self._serving is not None:
+            return self._serving.update
         if not self._shares_params:
             return ReplicatedUpdate()
         return ShardedUpdate(optimizer, self._host, self._engine, self._housing.shared_slots.get)
@@ -150,6 +177,12 @@ class Training:
         model = self._model()
         assert model is not None
         taken = {id(param) for param in self.reducer.params}
+        if self._serving is not None and not self._serving.rule.aggregate:
+            raise UsageError(
+                f"rank {self._group.rank}: parameters were frozen or thawed under a free-running"
+                " pace, where workers cannot do so together; decide what is trained before"
+                " distribute, or use pace ps"
+            )
         new = [
             Named(name, param)
             for name, param in model.named_parameters()
@@ -175,7 +208,17 @@ class Training:
         with self.reducer.no_sync():
             yield
 
+    def pull(self) -> None:
+        """Read the newest parameters from the servers; without servers there is nothing to do."""
+        if self._serving is not None:
+            self._serving.update.pull()
+
     # -- step ---------------------------------------------------------------------------------
+
+    def _look_at_gradients(self, reducer: Reducer, flags: Sequence[float]) -> None:
+        if self._serving is not None:
+            self._serving.update.remember_gradients()
+        self.health.look(reducer, flags)
 
     def _around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:
         self._refuse_stray_gradients(optimizer)
@@ -221,6 +264,14 @@ class Training:
         share = min(1.0, waiting / max(now - self._ended_s, 1e-9))
         self._ended_s, self._waited_s = now, waited_s
         self._job.step_done({COMPUTE_SHARE: 100 * (1 - share), COMM_SHARE: 100 * share})
+
+
+def _refuse_sparse(sparse: Sequence[Named]) -> None:
+    if sparse:
+        raise UsageError(
+            f"{sparse[0].name} has sparse gradients, which servers do not take in this version;"
+            " make the embedding with sparse=False, or use pace allreduce"
+        )
 
 
 def _count(number: int) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from paceline.cluster.member import Membership
 from paceline.collectives.group import Group
 from paceline.pace.exchange import Bucket
@@ -25,6 +27,11 @@ class AllReduce:
         work = self._group.all_reduce(bucket.grads, "mean", out=bucket.averaged, async_op=True)
         assert isinstance(work, Work)
         return work
+
+    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
+        shares = torch.empty_like(here)
+        self._group.all_reduce(here, "mean", out=shares)
+        return shares
 
     def reconfigure(self, membership: Membership) -> None:
         self._group.reconfigure(membership)

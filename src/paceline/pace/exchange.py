@@ -8,6 +8,7 @@ server) has run it. Compression wraps an exchange; nothing else of the reducer k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,10 @@ class Bucket(Protocol):
     averaged: torch.Tensor  # where agreed-on gradients land: every param.grad is a view of it
     params: torch.Tensor  # the parameters themselves: every param.data is a view of it
 
+    @property
+    def absent(self) -> Sequence[int]:
+        """The parameters, by their number in the bucket, that have no gradient in this pass."""
+
 
 class Exchange(Protocol):
     """How a full bucket becomes agreed-on values. Called during backward; must not block."""
@@ -33,6 +38,13 @@ class Exchange(Protocol):
 
     def submit(self, bucket: Bucket, step: int) -> Work[Any]:
         """Start the exchange of one bucket; its flat tensors stay untouched until it is done."""
+
+    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
+        """Ask who had gradients for what, behind the last bucket; may block.
+
+        `here` has 1.0 for every parameter that had one on this worker, else 0.0; the answer has 0.0
+        for those that nobody had.
+        """
 
     def reconfigure(self, membership: Membership) -> None:
         """Go on with other members; what is in flight ends with GenerationChanged."""

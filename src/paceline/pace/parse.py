@@ -1,6 +1,6 @@
 """The text of a pace: one word, perhaps a number, perhaps options in brackets.
 
-    allreduce        allreduce[update=sharded,bucket_mb=8]        word:3
+    allreduce        ps[server_dtype=bf16,bucket_mb=8]        ssp:3
 
 The same text is used in Python (`pace="..."`), on the command line (`--pace`) and in the
 environment (PACELINE_PACE). It is checked completely here, against the table below, so that a
@@ -25,27 +25,56 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 class Pace:
     """What may follow the word of a pace."""
 
-    takes_number: bool
-    options: Mapping[str, tuple[str, ...]]  # allowed values; none listed: a number above 0
+    options: Mapping[str, tuple[str, ...]]  # allowed values, the first is the default; see below
+    number: str = ""  # what the number behind the colon is, if there may be one
+    needs_servers: bool = False
 
 
+ABOVE_0 = ("a number above 0",)  # stands for the allowed values of an option that is a number
+_SYNCHRONOUS = {
+    "buffers": ("broadcast", "average", "local"),
+    "batchnorm": ("local", "global"),
+    "unused": ("warn", "error", "ignore"),
+    "bucket_mb": ABOVE_0,
+}
+_ON_SERVERS = {
+    "nonfinite": ("ignore", "raise", "skip", "quarantine"),
+    "server_dtype": ("fp32", "bf16", "fp16"),
+    "wire": ("fp32", "bf16", "fp16"),
+    "seed": ABOVE_0,
+}
+_FREE_RUNNING = {
+    **_ON_SERVERS,
+    "push": ("grad", "delta", "params"),
+    "compensate": ("none", "dc"),
+    "dc_lambda": ABOVE_0,
+    "lr": ("plain", "staleness"),
+    "max_staleness": ABOVE_0,
+    "buffers": ("local",),
+    "bucket_mb": ABOVE_0,
+}
 KNOWN: Mapping[str, Pace] = {
     "allreduce": Pace(
-        takes_number=False,
-        options={
+        {
             "update": ("auto", "replicated", "sharded"),
-            "buffers": ("broadcast", "average", "local"),
-            "batchnorm": ("local", "global"),
-            "unused": ("warn", "error", "ignore"),
+            **_SYNCHRONOUS,
             "nonfinite": ("ignore", "raise", "skip"),
-            "bucket_mb": (),
-        },
+        }
+    ),
+    "ps": Pace({**_SYNCHRONOUS, **_ON_SERVERS, "wait": ("step", "layer")}, needs_servers=True),
+    "async": Pace({**_FREE_RUNNING, "softsync": ABOVE_0}, needs_servers=True),
+    "ssp": Pace(
+        {**_FREE_RUNNING, "unit": ("clock", "version")},
+        number="the staleness",
+        needs_servers=True,
     ),
 }
+NEEDS_SERVERS = frozenset(name for name, pace in KNOWN.items() if pace.needs_servers)
+DEFAULT_STALENESS = 3
 # Words that other people's papers and our plans use: better a clear "not yet" than "unknown".
 _PLANNED = frozenset(
     (
-        *("ps", "async", "ssp", "partial", "backup", "local", "post_local", "bmuf", "diloco"),
+        *("partial", "backup", "local", "post_local", "bmuf", "diloco"),
         *("easgd", "eamsgd", "bitmap", "gossip", "hogwild"),
     )
 )
@@ -93,11 +122,15 @@ def number_text(value: float) -> str:
 
 
 def _read_number(text: str, name: str, known: Pace, number: str) -> float:
-    if not known.takes_number:
+    if not known.number:
         raise _wrong(text, f"{name} takes no number; leave out {':' + number[:40]!r}")
     value = _number(number)
-    if value is None:
-        raise _wrong(text, f"{number[:40]!r} is not a number; write for example {name}:3")
+    if value is None or value != int(value):
+        raise _wrong(
+            text,
+            f"{known.number} must be a whole number >= 0 (got {number[:40]!r}); write for example"
+            f" {name}:3",
+        )
     return value
 
 
@@ -121,7 +154,7 @@ def _read_options(text: str, name: str, known: Pace, options: str) -> dict[str, 
 
 
 def _read_value(text: str, key: str, value: str, allowed: tuple[str, ...]) -> str:
-    if allowed:
+    if allowed is not ABOVE_0:
         if value not in allowed:
             raise _wrong(
                 text, f"{key}={value[:40]!r}{_near(value, allowed)}; allowed: {', '.join(allowed)}"

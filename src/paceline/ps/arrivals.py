@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.errors import UsageError
 from paceline.ps import health
 from paceline.ps.compensation import DelayCompensation, Pool, slowdown
 from paceline.ps.ledger import Ledger, Push
+from paceline.ps.optimizer import Settings
 from paceline.ps.precision import Scratch
 from paceline.ps.shard import Shard
 from paceline.ps.spec import TableSpec
@@ -44,11 +46,16 @@ class Arrivals:
         """Apply what a worker pushed."""
         pushes = self._pushes.pop(worker, {})
         staleness = self._clocks.staleness(worker)
-        if not self._refuse(worker, pushes, staleness):
-            if self._is_pooled():
-                self._collect(worker, pushes, staleness)
-            else:
-                self._apply(worker, pushes)
+        if self._refuse(worker, pushes, staleness):
+            return
+        try:
+            (self._collect if self._is_pooled() else self._apply)(worker, pushes, staleness)
+        except UsageError as error:
+            text = f"table {self._spec.name!r}: {error}"
+            self._ledger.end_step(worker, staleness=staleness, error="UsageError", text=text)
+        else:
+            self._count(worker, staleness)
+            self._ledger.end_step(worker, staleness=staleness)
 
     def discard(self, worker: int) -> None:
         """Forget what a worker pushed for the step under way."""
@@ -106,26 +113,28 @@ class Arrivals:
                 return f"table {self._spec.name!r}: {where}"
         return ""
 
-    # -- updates that do ----------------------------------------------------------------------
-
-    def _apply(self, worker: int, pushes: dict[int, Push]) -> None:
-        staleness = self._clocks.applied([worker])[worker]
-        for number, push in pushes.items():
-            grad = self._compensation.compensate(worker, number, push.grad, staleness)
-            self._shards[number].update(
-                grad,
-                absent=push.absent,
-                settings=self._ledger.settings[worker],
-                slowdown=slowdown(self._rule, staleness),
-                version=self._clocks.version,
-            )
-        self._account(worker, staleness)
-        self._ledger.end_step(worker, staleness=staleness)
-
-    def _account(self, worker: int, staleness: int) -> None:
+    def _count(self, worker: int, staleness: int) -> None:
         self._ledger.accounts.updated(worker, staleness)
         if self._rule.push == "params" and staleness:
             self._ledger.accounts.overwritten(worker, staleness)
+
+    # -- updates that do ----------------------------------------------------------------------
+
+    def _apply(self, worker: int, pushes: dict[int, Push], staleness: int) -> None:
+        self._clocks.applied([worker])
+        settings, divisor = self._ledger.settings[worker], slowdown(self._rule, staleness)
+        for number, push in pushes.items():
+            grad = self._compensation.compensate(worker, number, push.grad, staleness)
+            self._update(number, Push(grad, push.absent), settings, divisor)
+
+    def _update(self, number: int, push: Push, settings: Settings, divisor: float) -> None:
+        self._shards[number].update(
+            push.grad,
+            absent=push.absent,
+            settings=settings,
+            slowdown=divisor,
+            version=self._clocks.version,
+        )
 
     # -- softsync: several updates make one version -------------------------------------------
 
@@ -141,20 +150,11 @@ class Arrivals:
             grad = self._compensation.compensate(worker, number, push.grad, staleness)
             self._pool.add(number, Push(grad, push.absent), slowdown(self._rule, staleness))
         self._pool.close(self._ledger.settings[worker])
-        self._account(worker, staleness)
         self._release_pool()
-        self._ledger.end_step(worker, staleness=staleness)
 
     def _release_pool(self) -> None:
         if not self._pool or len(self._pool) < self._pool_size():
             return
         self._clocks.applied(())
-        settings = self._pool.settings
         for number, mean in self._pool.take():
-            self._shards[number].update(
-                mean.grad,
-                absent=mean.absent,
-                settings=settings,
-                slowdown=1.0,
-                version=self._clocks.version,
-            )
+            self._update(number, mean, self._pool.settings, divisor=1.0)

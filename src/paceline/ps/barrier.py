@@ -103,6 +103,10 @@ class Barrier:
         """Return a shard's average if it is known."""
         return self._means[number]
 
+    def verdict(self, number: int) -> str:
+        """Return why the step must not be applied, as far as a shard knows."""
+        return self._verdicts.get(number, "")
+
     def replace(self, number: int, push: Push) -> None:
         """Use this gradient instead of the average."""
         average = self._shards[number].average
@@ -197,19 +201,26 @@ class Barrier:
 
     def _apply(self, workers: Sequence[int]) -> None:
         staleness = self._clocks.applied(workers)
-        settings = self._ledger.settings[workers[0]]  # a scheduler sets the same on all
-        for shard, mean in zip(self._shards, self._means, strict=True):
-            if mean is not None:
-                shard.update(
-                    mean.grad,
-                    absent=mean.absent,
-                    settings=settings,
-                    slowdown=1.0,
-                    version=self._clocks.version,
-                )
         for worker in workers:
             self._ledger.accounts.updated(worker, staleness[worker])
-        self._end(workers, notice="; ".join(self._notices.values()))
+        try:
+            for shard, mean in zip(self._shards, self._means, strict=True):
+                if mean is not None:
+                    self._update(shard, mean)
+        except UsageError as error:
+            self._end(workers, error="UsageError", text=f"table {self._spec.name!r}: {error}")
+        else:
+            self._end(workers, notice="; ".join(self._notices.values()))
+
+    def _update(self, shard: Shard, mean: Push) -> None:
+        first = self._clocks.workers[0]  # a scheduler sets the same on all
+        shard.update(
+            mean.grad,
+            absent=mean.absent,
+            settings=self._ledger.settings[first],
+            slowdown=1.0,
+            version=self._clocks.version,
+        )
 
     def _end(
         self, workers: Collection[int], *, notice: str = "", error: str = "", text: str = ""

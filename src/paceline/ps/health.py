@@ -13,7 +13,6 @@ import torch
 from paceline.ps.ledger import Push
 from paceline.ps.spec import ShardSpec
 
-POLICIES = ("ignore", "raise", "skip", "quarantine")
 _SHOWN = 5
 
 

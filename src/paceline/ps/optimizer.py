@@ -42,6 +42,7 @@ class PieceOptimizer:
     """Runs one optimizer over the pieces of one shard."""
 
     def __init__(self, spec: OptimizerSpec, pieces: Sequence[Piece], values: torch.Tensor) -> None:
+        self._name = spec.name
         self._pieces = pieces
         self._params = [part(values, piece) for piece in pieces]
         self._groups = sorted({piece.group for piece in pieces})  # those that the shard has
@@ -61,6 +62,8 @@ class PieceOptimizer:
             param.grad = None if piece.param in absent else part(grad, piece)
         try:
             self._optimizer.step()
+        except Exception as error:  # whatever the class makes of the settings it was given
+            raise UsageError(f"torch.optim.{self._name} failed in step(): {error}") from error
         finally:
             for param in self._params:
                 param.grad = None  # the memory is the worker's
@@ -83,20 +86,18 @@ class PieceOptimizer:
         numbers = _numbers_in_optimizer(self._pieces, self._groups)
         state: dict[int, dict[str, Any]] = {}
         for entry in entries:
+            if not 0 <= entry.piece < len(numbers):
+                raise UsageError(
+                    f"the state has {entry.key!r} of piece {entry.piece}, but the shard has"
+                    f" {len(numbers)} pieces; load a state of the same placement"
+                )
             value = entry.value.clone() if isinstance(entry.value, torch.Tensor) else entry.value
             state.setdefault(numbers[entry.piece], {})[entry.key] = value
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
-        groups: dict[int, dict[str, Any]] = {}
-        for number in self._groups:
-            if number >= len(spec.groups):
-                raise UsageError(
-                    f"a parameter is in param group {number}, but the optimizer has"
-                    f" {len(spec.groups)} groups"
-                )
-            groups[number] = {**_plain(spec.groups[number]), "params": []}
+        groups = {n: {**_plain(spec.groups[n]), "params": []} for n in self._groups}
         for param, piece in zip(self._params, self._pieces, strict=True):
             groups[piece.group]["params"].append(param)
         return list(groups.values())

@@ -49,9 +49,6 @@ def computed_dtype(kept: torch.dtype) -> torch.dtype:
 
 def round_stochastically(source: torch.Tensor, target: torch.Tensor, *, seed: int) -> None:
     """Store float32 values in a narrower dtype; the same seed gives the same bits."""
-    if not hasattr(_core, "round_stochastic"):  # until the extension has it
-        target.copy_(source)
-        return
     to = Buffer(target)
     _core.round_stochastic(source.data_ptr(), to.address, to.count, to.dtype, seed)
 

@@ -87,14 +87,6 @@ class Shard:
     def reduce(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """Average in the given order, with the kernel of the collectives; return the average."""
         assert self.average is not None
-        if not hasattr(_core, "reduce_mean"):  # until the extension has it
-            torch.add(grads[0], grads[1], out=self.average) if grads[1:] else self.average.copy_(
-                grads[0]
-            )
-            for grad in grads[2:]:
-                self.average.add_(grad)
-            self.average.mul_(1.0 / len(grads))
-            return self.average
         to = Buffer(self.average)
         inputs = [grad.data_ptr() for grad in grads]
         _core.reduce_mean(inputs, to.address, to.count, to.dtype)

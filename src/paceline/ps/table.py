@@ -14,17 +14,18 @@ Threads: none; the server's loop calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import cast
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.ps import health
 from paceline.ps.accounts import Accounts
 from paceline.ps.arrivals import Arrivals
 from paceline.ps.barrier import Barrier
-from paceline.ps.clock import Clocks
+from paceline.ps.checks import check_table
+from paceline.ps.clock import Clocks, Unit
 from paceline.ps.ledger import Ledger, Outcome, Push
-from paceline.ps.optimizer import Settings, StateEntry, optimizer_class
+from paceline.ps.optimizer import Settings, StateEntry
 from paceline.ps.precision import Scratch
 from paceline.ps.shard import Memory, Shard
 from paceline.ps.spec import TableSpec
@@ -37,9 +38,9 @@ class Table:
     def __init__(
         self, spec: TableSpec, memory: Memory, now: Callable[[], float], server: int = 0
     ) -> None:
-        check(spec)
+        check_table(spec)
         self.spec = spec
-        self.clocks = Clocks(spec.workers, bound=spec.rule.bound, unit=spec.rule.unit)
+        self.clocks = Clocks(spec.workers, bound=spec.rule.bound, unit=cast(Unit, spec.rule.unit))
         scratch = Scratch(max((shard.count for shard in spec.shards), default=0))
         self.shards = [Shard(spec, number, memory, scratch) for number in range(len(spec.shards))]
         settings: dict[int, Settings] = dict.fromkeys(spec.workers, spec.optimizer.groups)
@@ -84,8 +85,8 @@ class Table:
         self._require_next("commit", worker, clock)
         if settings is not None:
             self._ledger.settings[worker] = self._checked(settings)
-        self._unread.add(worker)
         self._way.commit(worker)
+        self._unread.add(worker)
         self._note_waits()
 
     def discard(self, worker: int) -> None:
@@ -122,6 +123,11 @@ class Table:
         self._shard(shard)
         mean = self._barrier().mean(shard)
         return tuple(sorted(mean.absent)) if mean is not None else ()
+
+    def verdict(self, shard: int) -> str:
+        """Say why a reduced shard keeps the step from being applied; empty if it does not."""
+        self._shard(shard)
+        return self._barrier().verdict(shard)
 
     def replace_average(
         self, shard: int, grad: torch.Tensor, absent: Collection[int] | None = None
@@ -170,10 +176,10 @@ class Table:
 
     def _begin_read(self, worker: int) -> None:
         self._being_read[worker].clear()
-        if self.clocks.may_read(worker):
+        if self._way.may_read(worker):
             self.clocks.read(worker)
-        self._unread.discard(worker)
-        self._note_waits()
+            self._unread.discard(worker)
+            self._note_waits()
 
     # -- the optimizer's state, and the books -------------------------------------------------
 
@@ -219,23 +225,3 @@ class Table:
         if not isinstance(self._way, Barrier):
             raise UsageError(f"table {self.spec.name!r} is asynchronous: it averages nothing")
         return self._way
-
-
-_CHOICES = {
-    "push": ("grad", "delta", "params"),
-    "compensate": ("none", "dc"),
-    "lr": ("plain", "staleness"),
-    "nonfinite": health.POLICIES,
-}
-
-
-def check(spec: TableSpec) -> None:
-    """Raise UsageError for a table that cannot work."""
-    for option, choices in _CHOICES.items():
-        value = getattr(spec.rule, option)
-        if value not in choices:
-            raise UsageError(
-                f"table {spec.name!r}: {option} must be one of {', '.join(choices)} (got {value!r})"
-            )
-    if spec.rule.push == "grad":
-        optimizer_class(spec.optimizer.name)

@@ -1,0 +1,228 @@
+"""optimizer.step() when parameter servers run the optimizer.
+
+The step ends with a COMMIT: what was pushed during backward counts, with the learning rates that
+the optimizer object has now; the servers update, and fresh parameters come back. Before that, this
+worker looks whether the script has changed anything the servers do not know of:
+
+    gradients    clipped, unscaled, set to None: the servers get the changed ones
+    parameters   loaded, clamped: the servers take them over
+
+In lockstep all workers have done the same to the same averages, and the first one speaks for all.
+Free-running, each speaks for itself; parameters that one changes replace what others have achieved
+meanwhile, so that is said once.
+
+With push=delta or push=params the script's own optimizer runs here, and the servers get the
+difference that it made, or what came out of it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from paceline.collectives.group import Group
+from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.update import Step
+from paceline.errors import UsageError
+from paceline.pace.server import ServerExchange
+from paceline.ps import messages as m
+from paceline.ps.spec import Rule
+
+
+class ServedUpdate:
+    """Commits steps to the servers."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        exchange: ServerExchange,
+        workers: Group,
+        rule: Rule,
+        num_servers: int,
+    ) -> None:
+        self.name = f"on {num_servers} server{'s' if num_servers > 1 else ''}"
+        self._optimizer = weakref.ref(optimizer)
+        self._exchange = exchange
+        self._rule = rule
+        self._speaks = workers.rank == 0 or not rule.aggregate  # of what all have done alike
+        self._rank = workers.ranks[workers.rank]
+        self._buckets: list[Bucket] = []
+        self._told: list[dict[str, Any]] | None = None
+        self._grad_versions: dict[Slot, tuple[bool, int]] = {}  # had a gradient, its version
+        self._param_versions: dict[Slot, int] = {}
+        self._has_warned = False
+        self.waited_s = 0.0
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Update these from now on."""
+        self._buckets += buckets
+        self._remember_params(buckets)
+
+    def remember_gradients(self) -> None:
+        """Note how the exchange has left the gradients; called at the end of backward."""
+        for slot in self._slots():
+            self._grad_versions[slot] = (slot.param.grad is not None, slot.averaged._version)
+
+    def run(self, step: Step) -> Any:
+        self._adopt_parameters()
+        self._adopt_gradients()
+        result = self._run_hooks_of(step)
+        self._finish(self._exchange.commit(self._settings()).wait)
+        return result
+
+    def pull(self) -> None:
+        """Read the newest parameters, without a step."""
+        self._finish(self._exchange.pull().wait)
+
+    def _finish(self, wait: Any) -> None:
+        start = time.perf_counter()
+        answers: list[list[m.Reply]] = wait()
+        self.waited_s += time.perf_counter() - start
+        for bucket in self._buckets:
+            for host in (bucket.host, bucket.host_averaged):
+                if host is not None and host.is_changed():
+                    host.discard()
+        increment_version([slot.param for slot in self._slots()])
+        self._remember_params(self._buckets)
+        for notice in sorted({reply.notice for replies in answers for reply in replies} - {""}):
+            warnings.warn(f"rank {self._rank}: {notice}", stacklevel=2)
+
+    # -- what the servers do not know of ------------------------------------------------------
+
+    def _settings(self) -> list[dict[str, Any]] | None:
+        """Return the settings of the param groups; None when they are as before."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        settings = [settings_of(group) for group in optimizer.param_groups]
+        if settings == self._told:
+            return None
+        self._told = settings
+        return settings
+
+    def _adopt_gradients(self) -> None:
+        for bucket in self._buckets:
+            changed = [slot for slot in bucket.slots if self._is_changed(slot)]
+            is_edited = bucket.host_averaged is not None and bucket.host_averaged.is_changed()
+            if not changed and not is_edited:
+                continue
+            for slot in changed:
+                grad = slot.param.grad
+                if grad is not None and grad.data_ptr() != slot.averaged.data_ptr():
+                    slot.averaged.copy_(grad)
+            if self._speaks:
+                self._tell_gradients(bucket)
+
+    def _is_changed(self, slot: Slot) -> bool:
+        grad = slot.param.grad
+        had, version = self._grad_versions.get(slot, (False, 0))
+        if grad is None:
+            return had
+        is_other = grad.data_ptr() != slot.averaged.data_ptr()
+        return not had or is_other or slot.averaged._version != version
+
+    def _tell_gradients(self, bucket: Bucket) -> None:
+        absent = [n for n, slot in enumerate(bucket.slots) if slot.param.grad is None]
+        if not self._rule.aggregate:
+            self._exchange.push(bucket, absent)
+            return
+        if bucket.host_averaged is not None:
+            bucket.host_averaged.shared.copy_(bucket.averaged)
+        self._exchange.replace(bucket, absent)
+
+    def _adopt_parameters(self) -> None:
+        for bucket in self._buckets:
+            changed = [n for n, slot in enumerate(bucket.slots) if self._is_edited(slot)]
+            if bucket.host is not None:
+                if (changed or bucket.host.is_changed()) and self._speaks:
+                    bucket.params.copy_(bucket.shown)  # the servers' own memory
+            elif changed and self._speaks:
+                self._warn_of_edits(bucket.slots[changed[0]])
+                self._exchange.assign(bucket, changed)
+
+    def _is_edited(self, slot: Slot) -> bool:
+        """Say whether the script has changed a parameter, and bring it home if it moved it."""
+        if slot.param.data_ptr() != slot.home.data_ptr():  # param.data = another tensor
+            slot.home.copy_(slot.param.detach())
+            slot.param.data = slot.home
+            return True
+        return slot.param._version != self._param_versions[slot]
+
+    def _warn_of_edits(self, slot: Slot) -> None:
+        if not self._rule.aggregate and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"rank {self._rank}: the script changed {slot.name} itself; its values replace the"
+                " servers', and with them what other workers have done meanwhile",
+                stacklevel=2,
+            )
+
+    # -- plumbing -----------------------------------------------------------------------------
+
+    def _slots(self) -> Iterator[Slot]:
+        for bucket in self._buckets:
+            yield from bucket.slots
+
+    def _remember_params(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            for slot in bucket.slots:
+                self._param_versions[slot] = slot.param._version
+
+    def _run_hooks_of(self, step: Step) -> Any:
+        """Run the optimizer's own step with nothing to update: hooks and schedulers want it."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        everything = [group["params"] for group in optimizer.param_groups]
+        try:
+            for group in optimizer.param_groups:
+                group["params"] = []
+            return step()
+        finally:
+            for group, params in zip(optimizer.param_groups, everything, strict=True):
+                group["params"] = params
+
+
+class LocalOptimizer(ServedUpdate):
+    """Runs the script's optimizer here; the servers get what it did."""
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        super().add(buckets)
+        for bucket in buckets:
+            self._exchange.outbox(bucket).copy_(bucket.params)
+
+    def run(self, step: Step) -> Any:
+        if self._rule.push == "delta":
+            for bucket in self._buckets:  # what it starts from
+                self._exchange.outbox(bucket).copy_(bucket.params)
+        result = step()
+        for bucket in self._buckets:
+            outbox = self._exchange.outbox(bucket)
+            if self._rule.push == "delta":
+                torch.sub(bucket.params, outbox, out=outbox)
+            else:
+                outbox.copy_(bucket.params)
+            self._exchange.push(bucket, [])
+        self._finish(self._exchange.commit(None).wait)
+        return result
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a param group as plain values."""
+    plain: dict[str, Any] = {}
+    for name, value in group.items():
+        if name == "params" or name == "param_names":
+            continue
+        if isinstance(value, torch.Tensor):
+            value = value.item()
+        if not isinstance(value, bool | int | float | str | tuple | list | None):
+            raise UsageError(
+                f"the optimizer's setting {name} is {value!r:.80}, which cannot be sent to the"
+                " servers; settings must be numbers, texts or lists of them"
+            )
+        plain[name] = list(value) if isinstance(value, tuple) else value
+    return plain

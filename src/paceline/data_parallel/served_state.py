@@ -1,0 +1,129 @@
+"""The optimizer's state when servers run the optimizer: to the script it looks local.
+
+`state_dict()` fetches it from the servers, in the parameters' shapes; any one worker may call it,
+whenever it likes. `load_state_dict()` sends it to them: call it on all workers, or on one while the
+others wait.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.optimizer_state import join_parts, part_of
+from paceline.data_parallel.ownership import Range
+from paceline.data_parallel.update import replace_method
+from paceline.pace.server import ServerExchange
+from paceline.ps import messages as m
+from paceline.ps.optimizer import StateEntry
+from paceline.ps.placement import Part
+from paceline.ps.remote_table import RemoteTable
+from paceline.ps.spec import Piece, ShardSpec
+from paceline.ps.state_wire import from_entries, landing, to_entries
+
+
+class ServedState:
+    """The servers' optimizer state of one model, as the script sees it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, exchange: ServerExchange) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._exchange = exchange
+        self._buckets: list[tuple[RemoteTable, Sequence[Bucket]]] = []
+        inner = replace_method(optimizer, "state_dict", lambda _: self._state_dict(inner))
+        load = replace_method(
+            optimizer, "load_state_dict", lambda _, state: self._load_state_dict(load, state)
+        )
+
+    def add(self, table: RemoteTable, buckets: Sequence[Bucket], is_first: bool) -> None:
+        """Keep the state of these buckets too; the first worker brings what there is already."""
+        self._buckets.append((table, buckets))
+        if is_first:
+            self._send(table, buckets)
+        for bucket in buckets:
+            for slot in bucket.slots:
+                self._opt.state.pop(slot.param, None)
+
+    @property
+    def _opt(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    def _state_dict(self, state_dict: Any) -> dict[str, Any]:
+        optimizer = self._opt
+        mine = optimizer.state
+        optimizer.state = self._fetch()
+        try:
+            return state_dict()  # type: ignore[no-any-return]
+        finally:
+            optimizer.state = mine
+
+    def _load_state_dict(self, load_state_dict: Any, state_dict: dict[str, Any]) -> None:
+        load_state_dict(state_dict)
+        for table, buckets in self._buckets:
+            self._send(table, buckets)
+        self._opt.state.clear()
+
+    def _fetch(self) -> defaultdict[torch.Tensor, Any]:
+        parts: dict[Slot, list[tuple[Range, torch.Size, dict[str, Any]]]] = defaultdict(list)
+        for table, buckets in self._buckets:
+            for link, number, spec, part in table.shards():
+                on_server = table.table_on(link)
+                work = link.ask(
+                    lambda seq, t=on_server, n=number: m.FetchState(seq, t, n),  # type: ignore[misc]
+                    into=lambda reply: self._land(reply),
+                )
+                self._landed: list[torch.Tensor] = []
+                reply = work.wait()
+                entries = from_entries(reply.entries, self._landed)
+                self._collect(parts, buckets[part.item], spec, part, entries)
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for slot, pieces in parts.items():
+            pieces.sort(key=lambda piece: piece[0].start)
+            if pieces[0][2]:
+                state[slot.param] = join_parts(slot.param, pieces)
+        return state
+
+    def _land(self, reply: m.Reply) -> Sequence[torch.Tensor]:
+        self._landed = landing(reply.entries)
+        return self._landed
+
+    def _collect(
+        self, parts: Any, bucket: Bucket, spec: ShardSpec, part: Part, entries: Any
+    ) -> None:
+        of_piece: dict[int, dict[str, Any]] = defaultdict(dict)
+        for entry in entries:
+            of_piece[entry.piece][entry.key] = entry.value
+        for number, piece in enumerate(spec.pieces):
+            slot = bucket.slots[piece.param]
+            which = _range(slot, piece, part)
+            parts[slot].append((which, torch.Size(piece.shape), of_piece[number]))
+
+    def _send(self, table: RemoteTable, buckets: Sequence[Bucket]) -> None:
+        state = self._opt.state
+        for link, number, spec, part in table.shards():
+            entries: list[StateEntry] = []
+            for index, piece in enumerate(spec.pieces):
+                slot = buckets[part.item].slots[piece.param]
+                for key, value in state.get(slot.param, {}).items():
+                    mine = part_of(value, slot.param, _range(slot, piece, part))
+                    entries.append(StateEntry(index, key, mine))
+            if not entries and not state:
+                continue
+            told, tensors = to_entries(entries)
+            on_server = table.table_on(link)
+            link.ask(
+                lambda seq, t=on_server, n=number, e=told: m.LoadState(seq, t, n, e),  # type: ignore[misc]
+                payload=tensors,
+            ).wait()
+
+
+def _range(slot: Slot, piece: Piece, part: Part) -> Range:
+    """Which elements of its parameter a piece is."""
+    start = part.start + piece.start - slot.place.start
+    return Range(slot.index, start, start + piece.count, owner=part.server)

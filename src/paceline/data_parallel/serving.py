@@ -1,0 +1,162 @@
+"""Serving: brings buckets of parameters to the servers, as tables.
+
+Rank 0 makes the tables and gives them its values and the state that its optimizer has; then the
+other workers take their seats. Where all workers and servers share one host, and the pace is
+lockstep, the parameters exist once: in memory that all of them map, which the servers update and
+the workers compute with. Otherwise every worker has a copy of its own, which is refreshed after
+each step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from paceline.collectives.group import Group
+from paceline.collectives.memory import allocate
+from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.options import Options
+from paceline.data_parallel.ownership import is_elementwise
+from paceline.data_parallel.served import LocalOptimizer, ServedUpdate, settings_of
+from paceline.data_parallel.served_state import ServedState
+from paceline.errors import UsageError
+from paceline.job import Job
+from paceline.pace.parse import PaceSpec
+from paceline.pace.server import ServerExchange, rule_of
+from paceline.ps.remote_table import Held, Item, RemoteTable
+from paceline.ps.spec import OptimizerSpec, Rule
+
+_names = (f"model {number}" for number in itertools.count())  # alike on all workers
+
+
+class Serving:
+    """The servers' part in the training of one model. Its methods are collective."""
+
+    def __init__(
+        self,
+        job: Job,
+        workers: Group,
+        optimizer: torch.optim.Optimizer,
+        pace: PaceSpec,
+        options: Options,
+    ) -> None:
+        self._job = job
+        self._workers = workers
+        self._optimizer = optimizer
+        self._wire = options.wire
+        self._name = next(_names)
+        self.rule = _rule(pace, options)
+        self.shares_memory = self.rule.aggregate and _is_one_host(job) and _can_share(options)
+        self.exchange = ServerExchange(self.rule)
+        kind = ServedUpdate if self.rule.push == "grad" else LocalOptimizer
+        self.update = kind(optimizer, self.exchange, workers, self.rule, len(job.servers))
+        self.state = (
+            ServedState(optimizer, self.exchange) if self.rule.push == "grad" else None
+        )
+
+    @property
+    def balance(self) -> str:
+        """Say who holds how much."""
+        return "; ".join(table.balance for table in self.exchange.tables)
+
+    def take(self, buckets: Sequence[Bucket]) -> None:
+        """Bring these buckets to the servers."""
+        if not buckets:
+            return
+        groups = _groups_of(self._optimizer)
+        settings = tuple(settings_of(group) for group in self._optimizer.param_groups)
+        table = RemoteTable(
+            self._job.servers,
+            self._workers.ranks,
+            f"{self._name}{'+' * len(self.exchange.tables)}",
+            [self._item(bucket, groups) for bucket in buckets],
+            OptimizerSpec(type(self._optimizer).__name__, settings),
+            self.rule,
+            cut_anywhere=self.rule.push != "grad" or is_elementwise(self._optimizer),
+            wire=self._wire,
+        )
+        is_first = self._workers.rank == 0
+        if is_first:
+            table.open()
+            for number in range(len(buckets)):
+                table.assign(number)
+        self._workers.barrier()
+        if not is_first:
+            table.open()
+        self.exchange.add(buckets, table)
+        self.update.add(buckets)
+        if self.state is not None:
+            self.state.add(table, buckets, is_first)
+        self._workers.barrier()
+
+    def _item(self, bucket: Bucket, groups: Mapping[int, int]) -> Item:
+        held = [self._held(slot, groups) for slot in bucket.slots]
+        if self.shares_memory:
+            assert bucket.host is not None and bucket.host_averaged is not None
+            home = (bucket.host.shared, bucket.host_averaged.shared)
+            is_owner = self._workers.rank == 0
+            return Item(
+                bucket.label,
+                held,
+                bucket.grads,
+                bucket.params,
+                bucket.averaged,
+                is_shared=True,
+                home=home if is_owner else None,
+            )
+        outbox = bucket.grads
+        if self.rule.push != "grad":
+            outbox = allocate(self._job.fabric.engine, bucket.grads.shape, bucket.grads.dtype)
+        average = bucket.averaged if self.rule.aggregate else None
+        return Item(bucket.label, held, outbox, bucket.params, average)
+
+    def _held(self, slot: Slot, groups: Mapping[int, int]) -> Held:
+        param = slot.param
+        group = groups.get(id(param))
+        if group is None:
+            raise UsageError(
+                f"{slot.name} is trainable but the optimizer does not have it: the servers update"
+                " what the optimizer has; add it there, or freeze it with requires_grad_(False)"
+            )
+        shape = tuple(param.shape)
+        if not param.is_contiguous():
+            if not is_elementwise(self._optimizer):
+                raise UsageError(
+                    f"{slot.name} is not contiguous, and {type(self._optimizer).__name__} looks at"
+                    " rows and columns; make the parameter contiguous"
+                )
+            shape = (slot.place.count,)
+        return Held(slot.name, group, slot.place.start, slot.place.count, shape)
+
+
+def _rule(pace: PaceSpec, options: Options) -> Rule:
+    return rule_of(
+        pace,
+        unit=options.unit,
+        push=options.push,
+        compensate=options.compensate,
+        dc_lambda=options.dc_lambda,
+        lr=options.lr,
+        softsync=int(options.softsync),
+        max_staleness=int(options.max_staleness) or None,
+        nonfinite=options.nonfinite,
+        server_dtype=options.server_dtype,
+        seed=int(options.seed),
+    )
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    groups = enumerate(optimizer.param_groups)
+    return {id(param): number for number, group in groups for param in group["params"]}
+
+
+def _is_one_host(job: Job) -> bool:
+    return len({member.host_id for member in job.fabric.membership.members}) == 1
+
+
+def _can_share(options: Options) -> bool:
+    can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
+    return can_see_edits and options.server_dtype == "fp32"

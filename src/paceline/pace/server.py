@@ -1,0 +1,103 @@
+"""Through parameter servers: lockstep, free-running, or bounded in between.
+
+Buckets are pushed while backward still runs and stay provisional until the worker commits its step;
+the servers then run the optimizer and fresh parameters come back. Which of `ps`, `async` and `ssp`
+it is shows only in the rule that the servers are given; here `ps` differs in one thing: when
+backward returns, gradients have been averaged, and the average is what the script sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.cluster.member import Membership
+from paceline.pace.exchange import Bucket
+from paceline.pace.parse import DEFAULT_STALENESS, PaceSpec
+from paceline.ps import messages as m
+from paceline.ps.remote_table import RemoteTable, Together
+from paceline.ps.spec import Rule
+from paceline.work import Work
+
+
+def rule_of(pace: PaceSpec, **options: Any) -> Rule:
+    """Return the rule of a server pace; ssp:0 is `ps`, because a bound of 0 is lockstep."""
+    if pace.name == "ps" or (pace.name == "ssp" and pace.number == 0):
+        return Rule(bound=0, aggregate=True, **options)
+    if pace.name == "async":
+        return Rule(bound=None, **options)
+    staleness = DEFAULT_STALENESS if pace.number is None else int(pace.number)
+    return Rule(bound=staleness, **options)
+
+
+class ServerExchange:
+    """Exchanges buckets through tables on the servers; a table has one or more buckets."""
+
+    updates_params = True
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.tables: list[RemoteTable] = []
+        self._place: dict[int, tuple[RemoteTable, int]] = {}  # by bucket: its table, its number
+        self._first: dict[int, int] = {}  # by bucket: number of its first parameter in the roll
+        self._num_params = 0
+        self._pushed: list[tuple[Bucket, Work[Any]]] = []
+
+    def add(self, buckets: Sequence[Bucket], table: RemoteTable) -> None:
+        """Exchange these buckets through that table, whose items they are."""
+        self.tables.append(table)
+        for number, bucket in enumerate(buckets):
+            self._place[bucket.index] = (table, number)
+            self._first[bucket.index] = self._num_params
+            self._num_params += len(table.items[number].held)
+
+    def submit(self, bucket: Bucket, step: int) -> Work[Any]:  # noqa: ARG002
+        if self._rule.push != "grad":  # what is pushed does not exist yet
+            return Together(()).work()
+        work = self.push(bucket, bucket.absent)
+        self._pushed.append((bucket, work))
+        return work
+
+    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
+        pushed, self._pushed = self._pushed, []
+        if not self._rule.aggregate:
+            return here
+        had = torch.ones_like(here)
+        for bucket, work in pushed:
+            first = self._first[bucket.index]
+            for reply in work.wait():
+                had[[first + number for number in reply.absent]] = 0.0
+        return had
+
+    def push(self, bucket: Bucket, absent: Sequence[int]) -> Work[Any]:
+        """Hand over a bucket, perhaps again; the newest one counts."""
+        table, number = self._place[bucket.index]
+        return table.push(number, absent)
+
+    def outbox(self, bucket: Bucket) -> torch.Tensor:
+        """Return the memory from which a bucket is pushed."""
+        table, number = self._place[bucket.index]
+        return table.items[number].grads
+
+    def replace(self, bucket: Bucket, absent: Sequence[int]) -> None:
+        """Tell the servers that the script has changed the averaged gradients of a bucket."""
+        table, number = self._place[bucket.index]
+        table.replace(number, absent)
+
+    def assign(self, bucket: Bucket, numbers: Sequence[int]) -> None:
+        """Tell the servers that the script has changed parameters of a bucket."""
+        table, number = self._place[bucket.index]
+        table.assign(number, numbers)
+
+    def commit(self, settings: Sequence[dict[str, Any]] | None) -> Work[list[list[m.Reply]]]:
+        """End the step; done when fresh values are in the buckets' `params`."""
+        return Together([table.commit(settings) for table in self.tables]).work()
+
+    def pull(self) -> Work[list[list[m.Reply]]]:
+        """Read the newest values into the buckets' `params`, without a step."""
+        return Together([table.pull() for table in self.tables]).work()
+
+    def reconfigure(self, membership: Membership) -> None:
+        """Servers notice by themselves which workers are gone."""

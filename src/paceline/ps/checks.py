@@ -1,0 +1,74 @@
+"""Whether a table can work at all; looked at once, when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from paceline.errors import ShapeMismatch, UsageError
+from paceline.ps.optimizer import optimizer_class
+from paceline.ps.precision import SERVER_DTYPES
+from paceline.ps.spec import Rule, ShardSpec, TableSpec
+
+_CHOICES: dict[str, Sequence[str]] = {
+    "push": ("grad", "delta", "params"),
+    "compensate": ("none", "dc"),
+    "lr": ("plain", "staleness"),
+    "nonfinite": ("ignore", "raise", "skip", "quarantine"),
+    "server_dtype": tuple(SERVER_DTYPES),
+}
+
+
+def check_table(spec: TableSpec) -> None:
+    """Raise UsageError for a table that cannot work; names the table and what to change."""
+    try:
+        _check_rule(spec.rule)
+        if spec.rule.push == "grad":
+            optimizer_class(spec.optimizer.name)
+        if not spec.workers:
+            raise UsageError("it has no workers")
+        for shard in spec.shards:
+            _check_shard(shard, len(spec.optimizer.groups))
+    except UsageError as error:
+        raise type(error)(f"table {spec.name!r}: {error}") from None
+
+
+def _check_rule(rule: Rule) -> None:
+    for option, choices in _CHOICES.items():
+        value = getattr(rule, option)
+        if value not in choices:
+            raise UsageError(f"{option} must be one of {', '.join(choices)} (got {value!r})")
+    for option in ("softsync", "max_staleness", "dc_lambda"):
+        value = getattr(rule, option)
+        if value is not None and not 0 <= value < math.inf:
+            raise UsageError(f"{option} must be a number >= 0 (got {value!r})")
+    if rule.compensate == "dc" and rule.push != "grad":
+        raise UsageError(f"compensate=dc corrects gradients, but push={rule.push}; use push=grad")
+    if rule.aggregate and (
+        rule.compensate != "none" or rule.lr != "plain" or rule.softsync or rule.max_staleness
+    ):
+        raise UsageError(
+            "compensate, lr=staleness, softsync and max_staleness are about stale updates, which a"
+            " synchronous table does not have; use the async pace"
+        )
+
+
+def _check_shard(shard: ShardSpec, num_groups: int) -> None:
+    end = 0
+    for piece in shard.pieces:
+        if piece.start < end or piece.start + piece.count > shard.count:
+            raise ShapeMismatch(
+                f"shard {shard.label!r} has {shard.count} elements, but {piece.name!r} is said to"
+                f" be {piece.count} of them from {piece.start} on, after others that end at {end}"
+            )
+        if math.prod(piece.shape) != piece.count:
+            raise ShapeMismatch(
+                f"shard {shard.label!r} has {piece.count} elements of {piece.name!r}, which are not"
+                f" of shape {list(piece.shape)}"
+            )
+        if not 0 <= piece.group < max(1, num_groups):
+            raise UsageError(
+                f"{piece.name!r} is in param group {piece.group}, but the optimizer has"
+                f" {num_groups} groups"
+            )
+        end = piece.start + piece.count

@@ -1,0 +1,149 @@
+"""A table on a server, together with the workers' memory and with who waits for what of it.
+
+The table itself knows no sockets and no processes; this is where its values meet the memory of the
+workers: those of this host are read and written in place, others get copies that follow replies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline import _core
+from paceline.collectives.memory import allocate
+from paceline.errors import UsageError
+from paceline.ps import messages as m
+from paceline.ps.line import Line
+from paceline.ps.spec import ShardSpec
+from paceline.ps.table import Table
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass
+class Parked:
+    """A request that is answered later."""
+
+    line: Line
+    seq: int
+    since_s: float
+    after: int = 0  # followers: answered with a higher version
+
+
+@dataclass
+class Hosted:
+    """One table, its workers' seats, and the requests that wait."""
+
+    number: int
+    table: Table
+    engine: _core.Engine
+    has_homes: bool
+    seats: dict[int, m.Open] = field(default_factory=dict)  # by worker
+    pushes: dict[int, list[Parked]] = field(default_factory=dict)  # by shard: for its average
+    readers: dict[int, Parked] = field(default_factory=dict)  # by worker: for fresh values
+    followers: list[Parked] = field(default_factory=list)
+    refusals: dict[int, Exception] = field(default_factory=dict)  # by worker: of its pushes
+    _staging: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def spec_of(self, shard: int) -> ShardSpec:
+        """Return what a shard is."""
+        shards = self.table.spec.shards
+        if not 0 <= shard < len(shards):
+            raise UsageError(
+                f"table {self.table.spec.name!r} has {len(shards)} shards here, not {shard + 1}"
+            )
+        return shards[shard]
+
+    def assign(self, shard: int, values: torch.Tensor, params: Sequence[int]) -> None:
+        """Set a shard's values, or only those of some parameters."""
+        if params:
+            merged = torch.empty_like(values)
+            self.table.shards[shard].copy_to(merged)
+            for piece in self.spec_of(shard).pieces:
+                if piece.param in params:
+                    merged[piece.start :][: piece.count] = values[piece.start :][: piece.count]
+            values = merged
+        self.table.assign(shard, values)
+
+    def view(self, where: m.Where, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of a process of this host as a flat tensor."""
+        return view(self.engine, where, count, dtype)
+
+    def staging(self, use: str, worker: int, shard: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of this server's own for a worker's part in a shard; always the same."""
+        key = (use, worker, shard, dtype)
+        if key not in self._staging:
+            count = self.table.spec.shards[shard].count
+            self._staging[key] = allocate(self.engine, (count,), dtype)
+        return self._staging[key]
+
+    def average_for(self, worker: int, shard: int) -> Sequence[torch.Tensor]:
+        """Bring an average to a worker; return what has to follow the reply."""
+        opened = self.seats[worker]
+        if self.has_homes or not opened.wants_average:
+            return ()
+        average, seat = self.table.shards[shard].average, opened.seats[shard]
+        assert average is not None
+        if seat.average is not None:
+            self.view(seat.average, average.numel(), average.dtype).copy_(average)
+            return ()
+        return (self._on_the_wire("average", worker, shard, average),)
+
+    def values_for(self, worker: int) -> Sequence[torch.Tensor]:
+        """Bring all values to a worker; return what has to follow the reply."""
+        opened, following = self.seats[worker], []
+        for number in reversed(range(len(self.table.shards))):  # the first layers are last in line
+            spec, seat = self.table.spec.shards[number], opened.seats[number]
+            if self.has_homes:
+                self.table.read(worker, number, None)
+            elif seat.params is not None:
+                dtype = dtype_of(spec.dtype)
+                self.table.read(worker, number, self.view(seat.params, spec.count, dtype))
+            else:
+                out = self.staging("params", worker, number, wire_dtype(opened, spec.dtype))
+                self.table.read(worker, number, out)
+                following.append(out)
+        return following
+
+    def _on_the_wire(
+        self, use: str, worker: int, shard: int, values: torch.Tensor
+    ) -> torch.Tensor:
+        dtype = wire_dtype(self.seats[worker], self.table.spec.shards[shard].dtype)
+        return self.staging(use, worker, shard, dtype).copy_(values)
+
+    def forget(self, worker: int) -> None:
+        """Drop everything that a worker waits for; it is gone."""
+        self.readers.pop(worker, None)
+        self.refusals.pop(worker, None)
+        for parked in self.pushes.values():
+            parked[:] = [one for one in parked if one.line.worker != worker]
+        self.followers = [one for one in self.followers if one.line.worker != worker]
+        self._staging = {key: value for key, value in self._staging.items() if key[1] != worker}
+
+
+def wire_dtype(opened: m.Open, dtype: str) -> torch.dtype:
+    """The dtype in which a worker's tensors travel between hosts."""
+    return dtype_of(opened.wire or dtype)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch's dtype of that name, one of those that a server can hold."""
+    if name not in _DTYPES:
+        raise UsageError(f"dtype {name[:40]!r} cannot be on a server; one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def view(engine: _core.Engine, where: m.Where, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of a process of this host as a flat tensor."""
+    size = count * dtype.itemsize
+    memory: Any = engine.memory_of_peer(where.rank, where.segment, where.offset, size)
+    flat: torch.Tensor = torch.from_numpy(memory).view(dtype)
+    return flat

@@ -1,0 +1,251 @@
+"""What workers and servers say to each other, as typed values, and their frames.
+
+A REQUEST carries a sequence number, which its REPLY repeats; (worker, sequence) names it, so that
+one that is sent again is answered, not applied. Messages travel as frames of a fixed size, because
+a receive is posted before anybody knows what will come; what does not fit follows as the REST.
+Tensors do not travel in messages: on one host a message says where they lie (`Where`), between
+hosts they follow as PAYLOAD, straight from and into the memory where they belong.
+
+Encoded with msgpack by msgspec: decoding checks every type and can only ever produce these classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from paceline.errors import BadFrame
+from paceline.ps.spec import TableSpec
+
+FRAME_BYTES = 1024
+_HEAD_BYTES = 8  # length of the message; the frame's own format
+_VERSION = 1
+_MAX_BYTES = 256 << 20
+
+# Tags of point-to-point messages: the kind of traffic, then the request it belongs to.
+REQUEST, REQUEST_REST = 1, 2
+_PAYLOAD, _REPLY, _REPLY_REST, _DELIVERY = 1, 2, 3, 4
+_MAX_SHARDS = 1 << 14
+
+
+def payload_tag(seq: int, shard: int = 0) -> int:
+    """Tag of a tensor that follows a request."""
+    return _PAYLOAD << 58 | seq * _MAX_SHARDS + shard
+
+
+def delivery_tag(seq: int, shard: int = 0) -> int:
+    """Tag of a tensor that follows a reply."""
+    return _DELIVERY << 58 | seq * _MAX_SHARDS + shard
+
+
+def reply_tag(seq: int) -> int:
+    return _REPLY << 58 | seq
+
+
+def reply_rest_tag(seq: int) -> int:
+    return _REPLY_REST << 58 | seq
+
+
+class Where(msgspec.Struct, frozen=True, array_like=True):
+    """A place in the engine memory of a process of this host."""
+
+    rank: int
+    segment: int
+    offset: int
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """One worker's memory for a shard; None: it is on another host, or does not want it."""
+
+    params: Where | None = None  # fresh values are written there
+    average: Where | None = None  # averaged gradients are written there
+
+
+class Home(msgspec.Struct, frozen=True, array_like=True):
+    """Memory that all workers of the server's host share: the shard itself lives in it."""
+
+    params: Where
+    average: Where
+
+
+class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Base of what a worker says."""
+
+    seq: int
+
+
+class Open(Request, frozen=True):
+    """Make a table, or join one that is there; the reply has its number."""
+
+    spec: TableSpec
+    seats: tuple[Seat, ...] = ()
+    homes: tuple[Home, ...] = ()  # empty: the server uses memory of its own
+    wants_average: bool = False
+    wire: str = ""  # dtype of payloads between hosts; "" is the shard's own
+
+
+class Find(Request, frozen=True):
+    """Ask for the table of that name."""
+
+    name: str
+
+
+class Assign(Request, frozen=True):
+    """Set a shard's values; `params`: only of these."""
+
+    table: int
+    shard: int
+    where: Where | None
+    params: tuple[int, ...] = ()
+
+
+class Push(Request, frozen=True):
+    """Hand over a gradient; answered when its average is known, if the table averages."""
+
+    table: int
+    shard: int
+    clock: int
+    where: Where | None
+    dtype: str
+    absent: tuple[int, ...] = ()
+
+
+class Replace(Request, frozen=True):
+    """Use this instead of the average: the script has changed its gradients."""
+
+    table: int
+    shard: int
+    where: Where | None
+    absent: tuple[int, ...] = ()
+
+
+class Commit(Request, frozen=True):
+    """End a step: what was pushed counts. Answered with fresh values when this worker may read."""
+
+    table: int
+    clock: int
+    settings: tuple[dict[str, Any], ...] | None = None  # of the param groups; None: as before
+
+
+class Pull(Request, frozen=True):
+    """Read the newest values, whatever the clocks say."""
+
+    table: int
+
+
+class Follow(Request, frozen=True):
+    """Wait for a version above `after`."""
+
+    table: int
+    after: int
+
+
+class FetchState(Request, frozen=True):
+    """Read the optimizer's state of a shard."""
+
+    table: int
+    shard: int
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One entry of the optimizer's state: a plain value, or a tensor that follows."""
+
+    piece: int
+    key: str
+    value: float | int | bool | None = None
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+class LoadState(Request, frozen=True):
+    """Replace the optimizer's state of a shard."""
+
+    table: int
+    shard: int
+    entries: tuple[Entry, ...]
+
+
+class Stats(Request, frozen=True):
+    """Ask what the server has counted."""
+
+
+class Leave(Request, frozen=True):
+    """This worker will ask nothing more."""
+
+
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer to any request; which fields count depends on it."""
+
+    seq: int
+    error: str = ""  # name of a class in paceline.errors
+    text: str = ""
+    notice: str = ""
+    table: int = -1
+    is_new: bool = False
+    version: int = 0
+    staleness: int = 0
+    absent: tuple[int, ...] = ()
+    delivers: bool = False  # tensors follow, because the worker is on another host
+    entries: tuple[Entry, ...] = ()
+    spec: TableSpec | None = None
+    reports: tuple[Any, ...] = ()
+
+
+AnyRequest: TypeAlias = (
+    Open
+    | Find
+    | Assign
+    | Push
+    | Replace
+    | Commit
+    | Pull
+    | Follow
+    | FetchState
+    | LoadState
+    | Stats
+    | Leave
+)
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(AnyRequest)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def to_frames(message: AnyRequest | Reply) -> tuple[np.ndarray, np.ndarray | None]:
+    """Encode a message: the frame, and the rest if it does not fit."""
+    data = _encoder.encode(message)
+    frame = np.zeros(FRAME_BYTES, dtype=np.uint8)
+    frame[:4] = np.frombuffer(len(data).to_bytes(4, "little"), dtype=np.uint8)
+    frame[4] = _VERSION
+    room = FRAME_BYTES - _HEAD_BYTES
+    head = np.frombuffer(data[:room], dtype=np.uint8)
+    frame[_HEAD_BYTES : _HEAD_BYTES + head.size] = head
+    return frame, np.frombuffer(data[room:], dtype=np.uint8) if len(data) > room else None
+
+
+def rest_bytes(frame: np.ndarray) -> int:
+    """Return how much of the message follows its frame; BadFrame for one that cannot be ours."""
+    length = int.from_bytes(frame[:4].tobytes(), "little")
+    if frame[4] != _VERSION or not 0 < length <= _MAX_BYTES:
+        raise BadFrame(f"a frame of version {int(frame[4])} and {length} bytes is not ours")
+    return max(length - (FRAME_BYTES - _HEAD_BYTES), 0)
+
+
+def read_request(frame: np.ndarray, rest: np.ndarray | None) -> AnyRequest:
+    return _decode(_requests, frame, rest)  # type: ignore[no-any-return]
+
+
+def read_reply(frame: np.ndarray, rest: np.ndarray | None) -> Reply:
+    return _decode(_replies, frame, rest)  # type: ignore[no-any-return]
+
+
+def _decode(decoder: Any, frame: np.ndarray, rest: np.ndarray | None) -> Any:
+    length = int.from_bytes(frame[:4].tobytes(), "little")
+    data = frame[_HEAD_BYTES : _HEAD_BYTES + length].tobytes()
+    if rest is not None:
+        data += rest.tobytes()
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise BadFrame(f"a message of {length} bytes cannot be read: {error}") from error

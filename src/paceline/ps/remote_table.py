@@ -1,0 +1,364 @@
+"""A worker's view of a table that is spread over the servers.
+
+The table's flat tensors (ITEMS: the buckets of a model, or an array of the neutral client) are cut
+into shards by placement.py; here a call about an item becomes requests about its shards. Tensors of
+an item lie in engine memory, so that servers of the same host read and write them in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.ps import messages as m
+from paceline.ps.link import ServerLink
+from paceline.ps.placement import Part, balance, place
+from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
+from paceline.work import Work
+
+WIRE = {"fp32": "", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter in an item."""
+
+    name: str
+    group: int  # number of its param group
+    start: int
+    count: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One flat tensor of the table, as this worker has it."""
+
+    label: str
+    held: Sequence[Held]
+    grads: torch.Tensor
+    params: torch.Tensor
+    average: torch.Tensor | None = None  # where averages land; None: this worker wants none
+    is_shared: bool = False  # both lie in memory that all workers and servers of the host share
+    home: tuple[torch.Tensor, torch.Tensor] | None = None  # (params, average), on its owner only
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One part of an item, and where it is."""
+
+    link: ServerLink
+    number: int  # among the shards of this table on that server
+    part: Part
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.part.start : self.part.stop]
+
+
+class RemoteTable:
+    """Pushes to and reads from one table. Not thread-safe."""
+
+    def __init__(
+        self,
+        links: Sequence[ServerLink],
+        workers: Sequence[int],
+        name: str,
+        items: Sequence[Item],
+        optimizer: OptimizerSpec,
+        rule: Rule,
+        *,
+        cut_anywhere: bool = True,
+        wire: str = "fp32",
+    ) -> None:
+        self.name, self.items, self.rule = name, items, rule
+        self.clock = 0  # steps that this worker has committed
+        self._wire = WIRE[wire]
+        self._numbers: dict[int, int] = {}  # the table's number on each server
+        self._staging: dict[tuple[str, int, int], torch.Tensor] = {}
+        sizes = [item.params.numel() for item in items]
+        self._itemsizes = [item.params.element_size() for item in items]
+        cuts = None if cut_anywhere else [[h.start for h in item.held if h.start] for item in items]
+        self._parts = place(sizes, len(links), itemsizes=self._itemsizes, cuts=cuts)
+        self._links = links
+        self._shards: list[list[_Shard]] = [[] for _ in items]  # by item
+        self._on: dict[int, list[_Shard]] = {link.index: [] for link in links}
+        for part in self._parts:
+            on = self._on[part.server]
+            on.append(_Shard(links[part.server], len(on), part))
+            self._shards[part.item].append(on[-1])
+        self._specs = {
+            link.index: TableSpec(
+                name,
+                tuple(workers),
+                tuple(self._shard_spec(shard) for shard in self._on[link.index]),
+                optimizer,
+                rule,
+            )
+            for link in links
+            if self._on[link.index]
+        }
+
+    @property
+    def balance(self) -> str:
+        """Say in one line who holds how much."""
+        return balance(self._parts, self._itemsizes, len(self._links))
+
+    def shards(self) -> Iterator[tuple[ServerLink, int, ShardSpec, Part]]:
+        """All shards: where each is, its number there, what it is."""
+        for index, spec in self._specs.items():
+            for shard in self._on[index]:
+                yield shard.link, shard.number, spec.shards[shard.number], shard.part
+
+    # -- making -------------------------------------------------------------------------------
+
+    def open(self) -> bool:
+        """Make the table on all servers, or join it there; True when it was made. Blocks."""
+        is_new = False
+        for index, spec in self._specs.items():
+            shards, link = self._on[index], self._links[index]
+            seats, homes = tuple(map(self._seat, shards)), tuple(self._homes(shards))
+            wants_average = self.items[0].average is not None
+
+            def make(
+                seq: int,
+                spec: TableSpec = spec,
+                seats: tuple[m.Seat, ...] = seats,
+                homes: tuple[m.Home, ...] = homes,
+                wants_average: bool = wants_average,
+            ) -> m.Open:
+                return m.Open(seq, spec, seats, homes, wants_average, self._wire)
+
+            reply = link.ask(make).wait()
+            self._numbers[index] = reply.table
+            link.holds += [f"{self.name} {shard.label}" for shard in spec.shards]
+            is_new = reply.is_new
+        return is_new
+
+    def assign(self, number: int, held: Sequence[int] = ()) -> None:
+        """Set an item's values on the servers to this worker's; `held`: only of these. Blocks."""
+        works = []
+        for shard in self._shards[number]:
+            values = shard.of(self.items[number].params)
+            if held and not any(p.param in held for p in self._spec_of(shard).pieces):
+                continue
+            works.append(
+                self._ask(
+                    shard,
+                    values,
+                    lambda seq, table, where, n=shard.number: m.Assign(  # type: ignore[misc]
+                        seq, table, n, where, tuple(held)
+                    ),
+                )
+            )
+        Together(works).wait()
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def push(self, number: int, absent: Sequence[int] = ()) -> Work[Any]:
+        """Hand over an item's gradients; done when the average is there, if the table averages."""
+        item, works = self.items[number], []
+        for shard in self._shards[number]:
+            grad = self._cast("grad", shard, shard.of(item.grads))
+
+            def make(
+                seq: int, table: int, where: m.Where | None, shard: _Shard = shard, grad=grad
+            ) -> m.Push:
+                dtype = _name(grad.dtype)
+                return m.Push(
+                    seq, table, shard.number, self.clock + 1, where, dtype, tuple(absent)
+                )
+
+            if not self.rule.aggregate:
+                self._tell(shard, grad, make)
+                continue
+            average = None if item.average is None else shard.of(item.average)
+            landing = None if average is None else self._landing("average", shard, average)
+            work = self._ask(shard, grad, make, () if landing is None else (landing,))
+            works.append(_Landed(work, [(landing, average)] if landing is not average else []))
+        return Together(works).work()
+
+    def replace(self, number: int, absent: Sequence[int]) -> None:
+        """Put this worker's (changed) average in the place of the servers'. Blocks."""
+        item = self.items[number]
+        assert item.average is not None
+        works = [
+            self._ask(
+                shard,
+                shard.of(item.average),
+                lambda seq, table, where, n=shard.number: m.Replace(  # type: ignore[misc]
+                    seq, table, n, where, tuple(absent)
+                ),
+            )
+            for shard in self._shards[number]
+        ]
+        Together(works).wait()
+
+    def commit(self, settings: Sequence[dict[str, Any]] | None) -> Work[list[m.Reply]]:
+        """End the step; done when fresh values are in every item's `params`."""
+        self.clock += 1
+        told = None if settings is None else tuple(settings)
+        return self._read(lambda seq, table: m.Commit(seq, table, self.clock, told))
+
+    def pull(self) -> Work[list[m.Reply]]:
+        """Read the newest values into every item's `params`."""
+        return self._read(lambda seq, table: m.Pull(seq, table))
+
+    def follow(self, after: int) -> Work[list[m.Reply]]:
+        """Wait for a version above `after`, on any one server that has part of the table."""
+        index, number = next(iter(self._numbers.items()))
+        work = self._links[index].ask(lambda seq: m.Follow(seq, number, after))
+        return Together([work]).work()
+
+    def table_on(self, link: ServerLink) -> int:
+        """Return the table's number on that server."""
+        return self._numbers[link.index]
+
+    # -- plumbing -----------------------------------------------------------------------------
+
+    def _read(self, make: Callable[[int, int], m.AnyRequest]) -> Work[list[m.Reply]]:
+        works: list[Any] = []
+        for index, number in self._numbers.items():
+            # In the order in which the server sends them: the first layers' first.
+            shards = list(reversed(self._on[index]))
+            values = [shard.of(self.items[shard.part.item].params) for shard in shards]
+            landings = [
+                self._landing("params", shard, value)
+                for shard, value in zip(shards, values, strict=True)
+            ]
+            work = self._links[index].ask(
+                lambda seq, number=number: make(seq, number),  # type: ignore[misc]
+                into=lambda _, landings=landings: landings,  # type: ignore[misc]
+            )
+            if self._links[index].is_local:
+                works.append(work)
+            else:
+                pairs = zip(landings, values, strict=True)
+                works.append(_Landed(work, [(a, b) for a, b in pairs if a is not b]))
+        return Together(works).work()
+
+    def _ask(
+        self,
+        shard: _Shard,
+        tensor: torch.Tensor,
+        make: Callable[[int, int, m.Where | None], m.AnyRequest],
+        into: Sequence[torch.Tensor] = (),
+    ) -> Work[m.Reply]:
+        link, table = shard.link, self._numbers[shard.link.index]
+        where = link.locate(tensor)
+        return link.ask(
+            lambda seq: make(seq, table, where),
+            payload=() if where is not None else (tensor,),
+            into=lambda _: into,
+        )
+
+    def _tell(
+        self,
+        shard: _Shard,
+        tensor: torch.Tensor,
+        make: Callable[[int, int, m.Where | None], m.AnyRequest],
+    ) -> None:
+        link, table = shard.link, self._numbers[shard.link.index]
+        where = link.locate(tensor)
+        link.tell(
+            lambda seq: make(seq, table, where), payload=() if where is not None else (tensor,)
+        )
+
+    def _cast(self, use: str, shard: _Shard, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in the dtype of the wire; on one host nothing goes over a wire."""
+        landing = self._landing(use, shard, tensor)
+        return landing if landing is tensor else landing.copy_(tensor)
+
+    def _landing(self, use: str, shard: _Shard, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself, or memory of the same size in the dtype of the wire."""
+        if shard.link.is_local or not self._wire or self._wire == _name(tensor.dtype):
+            return tensor
+        key = (use, shard.link.index, shard.number)
+        if key not in self._staging:
+            self._staging[key] = torch.empty(tensor.numel(), dtype=getattr(torch, self._wire))
+        return self._staging[key]
+
+    def _seat(self, shard: _Shard) -> m.Seat:
+        item = self.items[shard.part.item]
+        if item.is_shared or not shard.link.is_local:
+            return m.Seat()
+        average = None if item.average is None else shard.link.locate(shard.of(item.average))
+        return m.Seat(shard.link.locate(shard.of(item.params)), average)
+
+    def _homes(self, shards: Sequence[_Shard]) -> Iterator[m.Home]:
+        for shard in shards:
+            home = self.items[shard.part.item].home
+            if home is None:
+                return
+            params, average = (shard.link.locate(shard.of(flat)) for flat in home)
+            assert params is not None and average is not None
+            yield m.Home(params, average)
+
+    def _spec_of(self, shard: _Shard) -> ShardSpec:
+        return self._specs[shard.link.index].shards[shard.number]
+
+    def _shard_spec(self, shard: _Shard) -> ShardSpec:
+        item, part = self.items[shard.part.item], shard.part
+        pieces = []
+        for number, held in enumerate(item.held):
+            start, stop = max(held.start, part.start), min(held.start + held.count, part.stop)
+            if start < stop or (held.count == 0 and part.start <= held.start < part.stop):
+                shape = held.shape if stop - start == held.count else (stop - start,)
+                pieces.append(
+                    Piece(held.name, number, held.group, start - part.start, stop - start, shape)
+                )
+        label = f"{item.label}[{part.start}:{part.stop}]"
+        return ShardSpec(label, _name(item.params.dtype), part.stop - part.start, tuple(pieces))
+
+
+class Together:
+    """Several Works as one; their results as a list."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+        self.results: list[Any] = []
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self.results:
+            self.results = [work.wait(timeout_s) for work in self._works]
+
+    def error(self) -> Exception | None:
+        found = (work.error() for work in self._works)
+        return next((error for error in found if error is not None), None)
+
+    def work(self) -> Work[Any]:
+        return Work(self, lambda: self.results, self._works)
+
+
+class _Landed:
+    """A Work after which tensors are copied from where they landed to where they belong."""
+
+    def __init__(self, work: Work[m.Reply], pairs: Sequence[tuple[Any, Any]]) -> None:
+        self._work, self._pairs = work, pairs
+        self.done, self.error = work.done, work.error
+
+    def wait(self, timeout_s: float | None = None) -> m.Reply:
+        reply = self._work.wait(timeout_s)
+        for landed, target in self._pairs:
+            target.copy_(landed)
+        self._pairs = ()
+        return reply
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def require_servers(links: Sequence[ServerLink], what: str) -> None:
+    """Refuse what needs servers when there are none, and say what to type."""
+    if not links:
+        raise UsageError(
+            f"{what} needs parameter servers, and this job has none: start it with"
+            " `paceline run -n 2 -s 1 ...` (or -s colocated)"
+        )
