@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.ranks import Process, RankSet
 
-# MPI's launchers open ports on whatever interface they find, and Open MPI's refuses loopback; so
-# they get a network of their own, with an interface that leads nowhere.
+# MPI's launchers and TensorFlow open ports on whatever interface they find, and Open MPI's refuses
+# loopback; so they get a network of their own, with an interface that leads nowhere.
 _PRIVATE_NETWORK = (
     "ip link set lo up && ip link add d0 type veth peer name d1 && ip addr add 10.99.0.1/24 dev d0"
     ' && ip link set d0 up && exec "$@"'
@@ -34,6 +34,18 @@ def paceline_torch(world: int, scratch: Path) -> RankSet:
 
 def gloo(world: int, scratch: Path) -> RankSet:
     return _one_process_per_rank("gloo", "torch-gloo", world, scratch)
+
+
+def with_servers(num_workers: int, num_servers: int) -> Process:
+    """Return our launcher, which starts workers and parameter servers."""
+    command = [sys.executable, "-m", "paceline", "run", "-n", str(num_workers)]
+    return Process([*command, "-s", str(num_servers)])
+
+
+def in_private_network(name: str, command: Sequence[str]) -> list[str]:
+    """Return the command in a network of its own, where nobody else can reach its ports."""
+    unshare = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
+    return [*unshare, "sh", "-c", _PRIVATE_NETWORK, name, *command]
 
 
 def optional(peers: Path, world: int, scratch: Path) -> tuple[list[RankSet], list[str]]:
@@ -120,6 +132,5 @@ def _mpich(venv: Path, world: int, scratch: Path) -> RankSet:
 def _under_mpi(
     name: str, venv: Path, launcher: list[str], env: dict[str, str], world: int, scratch: Path
 ) -> RankSet:
-    unshare = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
-    argv = [*unshare, "sh", "-c", _PRIVATE_NETWORK, name, *launcher, str(venv / "bin" / "python")]
+    argv = in_private_network(name, [*launcher, str(venv / "bin" / "python")])
     return RankSet(name, "mpi", world, [Process(argv, env)], scratch)

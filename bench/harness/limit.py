@@ -1,4 +1,4 @@
-"""The shared-memory limit: compiles shm_limit.cc and drives it like any other contender."""
+"""The limits of shared memory: compiles shm_limit.cc and its like and drives them as contenders."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ MODES = ("two phases", "one pass", "owner writes", "owner streams")
 _SOURCE = Path(__file__).resolve().parent.parent / "shm_limit.cc"
 
 
-def compile_limit(scratch: Path) -> Path:
+def compile_limit(scratch: Path, source: Path = _SOURCE) -> Path:
     """Build the program; raises ContenderFailed with the compiler's words."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise ContenderFailed("limit: no C++ compiler found (set CXX)")
-    program = scratch / "shm_limit"
-    command = [compiler, "-O3", "-march=native", "-std=c++20", str(_SOURCE), "-o", str(program)]
+    program = scratch / source.stem
+    command = [compiler, "-O3", "-march=native", "-std=c++20", str(source), "-o", str(program)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     if built.returncode != 0:
-        raise ContenderFailed(f"limit: {_SOURCE.name} does not compile here\n{built.stderr[:500]}")
+        raise ContenderFailed(f"limit: {source.name} does not compile here\n{built.stderr[:500]}")
     return program
 
 
@@ -30,7 +30,7 @@ class LimitRanks:
     """The running program: its ranks sleep between commands."""
 
     def __init__(self, program: Path, world: int) -> None:
-        self.name, self.version = "limit", "shm_limit.cc"
+        self.name, self.version = "limit", f"{program.name}.cc"
         self._process = subprocess.Popen(
             [str(program), str(world)],
             stdin=subprocess.PIPE,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.contenders import rank_variables
+from harness.contenders import in_private_network, rank_variables, with_servers
 from harness.namespaces import Cable
 from harness.ranks import ContenderFailed, Process, RankSet
 from harness.rounds import Plan, Runner, interleave
@@ -35,6 +35,7 @@ class Work:
     optimizer: str
     world: int
     cable: Cable | None = None  # between two hosts if given
+    tensorflow: Path | None = None  # an interpreter that has it
 
     @property
     def title(self) -> str:
@@ -81,8 +82,16 @@ class Contender:
 
 def launch(work: Work, name: str, number: int, scratch: Path) -> RankSet:
     """Start the workers of one contender; `number` tells it from the others of this comparison."""
-    world = 1 if KINDS[name].is_alone else work.world
-    if work.cable is not None and world == 2:
+    what = {"BENCH_MODEL": work.model, "BENCH_OPTIMIZER": work.optimizer}
+    kind, module = KINDS[name], "harness.training_rank"
+    world = 1 if kind.is_alone else work.world
+    if kind.library == "tensorflow":  # its chief speaks for all
+        places, world, module = [_tensorflow(work)], 1, "servers.tensorflow_chief"
+    elif kind.servers:
+        if work.cable is not None:
+            raise ContenderFailed(f"{name}: is measured on one host only")
+        places = [with_servers(world, kind.servers)]
+    elif work.cable is not None and world == 2:
         places = work.cable.ranks(name, scratch, port=18600 + number)
     else:
         job = {"PACELINE_JOB": f"bench-{uuid.uuid4().hex}"}
@@ -90,16 +99,27 @@ def launch(work: Work, name: str, number: int, scratch: Path) -> RankSet:
             Process([sys.executable], {**rank_variables(rank, world, scratch, name), **job})
             for rank in range(world)
         ]
-    what = {"BENCH_MODEL": work.model, "BENCH_OPTIMIZER": work.optimizer}
     processes = [replace(place, env={**place.env, **what}) for place in places]
-    return RankSet(name, name, world, processes, scratch, module="harness.training_rank")
+    return RankSet(name, name, world, processes, scratch, module=module)
+
+
+def _tensorflow(work: Work) -> Process:
+    if work.tensorflow is None or (work.model, work.optimizer, work.world) != ("mlp", "sgd", 2):
+        raise ContenderFailed(
+            "tensorflow: runs the MLP with SGD and 2 workers, in bench/parameter_server.py"
+        )
+    return Process(in_private_network("tensorflow", [str(work.tensorflow)]))
 
 
 def start(session: Session, work: Work, names: Sequence[str]) -> list[Contender]:
     """Start the contenders one after the other; those that fail say why and are left out."""
     started = []
     for number, name in enumerate(names):
-        ranks = session.start(launch, work, name, number, session.scratch)
+        try:
+            ranks = session.start(launch, work, name, number, session.scratch)
+        except ContenderFailed as failure:
+            print(f"  {failure}", flush=True)
+            continue
         if session.wait_until_ready([ranks]):
             world = 1 if KINDS[name].is_alone else work.world
             started.append(Contender(name, ranks, world))

@@ -23,15 +23,18 @@ class Kind:
     """One contender; `library` is what does the communication, if anything."""
 
     label: str
-    library: str = ""  # "" (none), "gloo" or "paceline" under DDP, "ours"
+    library: str = ""  # "" (none), "gloo" or "paceline" under DDP, "ours", "tensorflow"
+    pace: str = "allreduce"  # of ours
     update: str = ""  # of ours
+    servers: int = 0  # processes beside the workers
     keeps_memory: bool = False
     views: bool = False  # DDP's gradient_as_bucket_view
     is_alone: bool = False  # one process whatever the number of workers
 
     @property
     def is_coordinated(self) -> bool:
-        return bool(self.library)
+        """Whether all workers have the same parameters after the same number of steps."""
+        return bool(self.library) and self.pace in ("allreduce", "ps")
 
 
 KINDS = {
@@ -41,9 +44,13 @@ KINDS = {
     "ddp-gloo": Kind("DDP gloo", "gloo"),
     "ddp-gloo-views": Kind("DDP gloo, views", "gloo", views=True),
     "ddp-paceline": Kind("DDP paceline", "paceline"),
-    "replicated": Kind("paceline replicated", "ours", "replicated"),
-    "sharded": Kind("paceline sharded", "ours", "sharded"),
-    "auto": Kind("paceline auto", "ours", "auto"),
+    "replicated": Kind("paceline replicated", "ours", update="replicated"),
+    "sharded": Kind("paceline sharded", "ours", update="sharded"),
+    "auto": Kind("paceline auto", "ours", update="auto"),
+    "ps": Kind("paceline ps", "ours", "ps", servers=1),
+    "async": Kind("paceline async", "ours", "async", servers=1),
+    "ssp": Kind("paceline ssp:3", "ours", "ssp:3", servers=1),
+    "tensorflow": Kind("TensorFlow servers", "tensorflow", "async", servers=1),
 }
 
 
@@ -86,7 +93,8 @@ class Worker:
         if self._kind.library == "ours":
             import paceline as pl
 
-            return pl.distribute(model, optimizer, pace="allreduce", update=self._kind.update)
+            options = {"update": self._kind.update} if self._kind.update else {}
+            return pl.distribute(model, optimizer, pace=self._kind.pace, **options)
         if self._kind.library:
             views = self._kind.views
             wrap = nn.parallel.DistributedDataParallel
