@@ -139,9 +139,11 @@ def _names() -> list[str]:
 
 def _build(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     found = optimizer_class(spec.name)
-    # Some choices, such as `fused`, are checked or prepared by the constructor only.
+    # Some choices, such as `fused`, are checked or prepared by the constructor only; a group's own
+    # settings come before these.
     accepted = inspect.signature(found).parameters.keys() - {"params"}
-    defaults = {key: value for key, value in groups[0].items() if key in accepted}
+    shared = accepted.intersection(*(group.keys() for group in groups))
+    defaults = {key: groups[0][key] for key in shared}
     try:
         return found(groups, **defaults)
     except (TypeError, ValueError, RuntimeError) as error:
