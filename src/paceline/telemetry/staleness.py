@@ -151,8 +151,8 @@ def _lost(worker: WorkerReport) -> str:
 
 
 def _time(time_s: float) -> str:
-    if time_s < 10:
+    if time_s < 9.99:
         return f"{time_s:.2f} s"
-    if time_s < 1000:
+    if time_s < 999:
         return f"{time_s:.1f} s"
     return f"{time_s / 60:.0f} min" if time_s < 36_000 else f"{time_s / 3600:.0f} h"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.ps.accounts import Accounts
 from paceline.telemetry.staleness import TableReport, WorkerReport
+
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def test_updates_are_counted_by_their_staleness() -> None:
@@ -64,6 +66,7 @@ def test_waiting_for_nobody_is_not_waiting() -> None:
 waits = st.lists(st.tuples(st.sets(st.integers(1, 5)), st.floats(0, 100)), max_size=20)
 
 
+@patient
 @given(waits)
 def test_shares_add_up_to_the_time_that_was_waited(waits: list[tuple[set[int], float]]) -> None:
     accounts, now_s, waited_s = Accounts(), 0.0, 0.0

@@ -5,11 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.ps.placement import Part, balance, place
+
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 KB = 1024
 servers = st.integers(1, 9)
@@ -37,6 +39,7 @@ def check_complete(parts: list[Part], sizes: list[int], num_servers: int) -> Non
         assert set(used) <= set(range(num_servers))
 
 
+@patient
 @given(items, servers)
 def test_every_element_is_on_one_server_and_cuts_fall_on_cache_lines(items, num_servers):
     sizes, itemsizes = [size for size, _ in items], [itemsize for _, itemsize in items]
@@ -45,6 +48,7 @@ def test_every_element_is_on_one_server_and_cuts_fall_on_cache_lines(items, num_
     assert all(part.start * itemsizes[part.item] % 64 == 0 for part in parts)
 
 
+@patient
 @given(items, servers)
 def test_servers_differ_by_no_more_than_what_is_not_worth_a_cut(items, num_servers):
     sizes, itemsizes = [size for size, _ in items], [itemsize for _, itemsize in items]
@@ -56,6 +60,7 @@ def test_servers_differ_by_no_more_than_what_is_not_worth_a_cut(items, num_serve
         assert is_whole or (part.stop - part.start) * itemsizes[part.item] >= 64 * KB - 64
 
 
+@patient
 @given(items, servers, st.data())
 def test_cuts_are_only_made_where_allowed(items, num_servers, data):
     sizes, itemsizes = [size for size, _ in items], [itemsize for _, itemsize in items]
@@ -65,6 +70,7 @@ def test_cuts_are_only_made_where_allowed(items, num_servers, data):
     assert all(part.start == 0 or part.start in cuts[part.item] for part in parts)
 
 
+@patient
 @given(st.lists(st.integers(1, 60_000), min_size=1, max_size=40), servers)
 def test_cuts_of_one_item_are_as_near_to_equal_as_its_pieces_allow(pieces, num_servers):
     borders = [sum(pieces[:count]) for count in range(len(pieces) + 1)]

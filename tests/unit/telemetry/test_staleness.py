@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.telemetry.staleness import (
@@ -12,6 +12,8 @@ from paceline.telemetry.staleness import (
     describe,
     merge,
 )
+
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def test_an_update_on_two_servers_counts_once_where_it_was_stalest() -> None:
@@ -75,6 +77,7 @@ table_reports = st.builds(
 )
 
 
+@patient
 @given(st.lists(table_reports, max_size=6))
 def test_lines_fit_whatever_was_counted(reports: list[TableReport]) -> None:
     lines = describe(reports)
