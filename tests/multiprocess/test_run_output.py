@@ -143,7 +143,7 @@ def test_every_rank_is_told_the_pace(bench: Workbench) -> None:
     ("options", "env", "words"),
     [
         (["--pace", "alreduce"], {}, "pace 'alreduce': .*did you mean allreduce"),
-        (["--pace", "ssp:3", "--dry-run"], {}, "ssp is not in this version"),
+        (["--pace", "ssp:3", "--dry-run"], {}, "pace ssp:3 needs parameter servers: add -s 1"),
         (["--env", "PACELINE_PACE=x"], {}, "PACELINE_PACE: pace 'x'"),
         ([], {"PACELINE_PACE": "x"}, "PACELINE_PACE: pace 'x'"),
         (["--dry-run"], {"PACELINE_PACE": "x"}, "PACELINE_PACE: pace 'x'"),

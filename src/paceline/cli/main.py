@@ -70,13 +70,32 @@ def run(
             "--threads-per-worker", metavar="K", help="OMP_NUM_THREADS; default: cores / N."
         ),
     ] = None,
+    servers: Annotated[
+        str,
+        typer.Option(
+            "-s",
+            "--servers",
+            metavar="N|colocated",
+            help="How many parameter servers; colocated: one beside each worker.",
+        ),
+    ] = "0",
+    server_threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads-per-server", metavar="K", help="OMP_NUM_THREADS of a server; default: 1."
+        ),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option("--replicas", metavar="R", help="Servers that hold each value; only 1 yet."),
+    ] = None,
     pace: Annotated[
         str | None,
         typer.Option(
             "--pace",
             metavar="PACE",
-            help="How the workers agree, such as allreduce or 'allreduce[update=sharded]'; wins"
-            " over the script's own.",
+            help="How the workers agree, such as allreduce, 'allreduce[update=sharded]', or with"
+            " servers ps, async, ssp:3; wins over the script's own.",
         ),
     ] = None,
     env: Annotated[
@@ -85,13 +104,16 @@ def run(
     ] = None,
     log_dir: Annotated[
         Path | None,
-        typer.Option("--log-dir", metavar="DIR", help="Keep all output in DIR/rank-N.log."),
+        typer.Option(
+            "--log-dir", metavar="DIR", help="Keep all output in DIR, a file per process."
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run, and stop.")
     ] = False,
 ) -> None:
     from paceline.cli import run as verb
+    from paceline.launch.servers import plan_servers
     from paceline.launch.spec import RunSpec, parse_env
     from paceline.pace.parse import parse as parse_pace
 
@@ -101,6 +123,9 @@ def run(
         is_module=module,
         num_workers=num_workers,
         threads_per_worker=threads,
+        servers=plan_servers(
+            servers, num_workers=num_workers, replicas=replicas, threads=server_threads
+        ),
         pace=None if pace is None else parse_pace(pace),
         env=parse_env(env or ()),
         log_dir=log_dir,

@@ -11,12 +11,14 @@ import sys
 
 from paceline.config import inherited_environ
 from paceline.launch.display import Display, choose_screen, open_logs
-from paceline.launch.environment import JobAddresses, worker_environ
+from paceline.launch.environment import JobAddresses, process_environ
+from paceline.launch.lines import printable
 from paceline.launch.local import LocalJob
 from paceline.launch.machine import usable_cores
 from paceline.launch.outcome import Outcome
 from paceline.launch.report import state_words
 from paceline.launch.spec import RunSpec
+from paceline.telemetry.staleness import describe
 
 # After Ctrl-C, for a terminal that is held or a reader that does not read.
 _PATIENCE_S = 1.5
@@ -39,7 +41,7 @@ class _DisplayHandler(logging.Handler):
 
 def run(spec: RunSpec) -> int:
     """Run a job in the foreground and return its exit code; raises PacelineError."""
-    logs = open_logs(spec.log_dir, spec.num_workers) if spec.log_dir is not None else []
+    logs = open_logs(spec.log_dir, spec.seats) if spec.log_dir is not None else []
     display = Display(choose_screen(), logs)
     handler = _DisplayHandler(display)
     for name in _LOGGERS:
@@ -69,40 +71,54 @@ def _close(display: Display, patience_s: float | None) -> bool:
 
 def _tell(job: LocalJob, outcome: Outcome, display: Display, spec: RunSpec) -> None:
     for result in outcome.results:
-        job.set_state(result.rank, state_words(result, outcome.first))
-    picture = job.picture()
+        job.set_state(result.seat, state_words(result, outcome.first))
+    picture, reports = job.picture(), job.table_reports()
     if picture is not None:
         display.summary(picture)
-    if picture is not None or outcome.interrupted_by is not None:
+    for line in describe(reports):
+        display.say(printable(line.encode()))
+    if picture is not None or reports or outcome.interrupted_by is not None:
         display.say(outcome.closing_line())
+    for line in outcome.late_ends():
+        display.say(line)
     failure = outcome.failure_text(spec.log_dir)
     if failure is not None:
         display.say(failure)
 
 
 def dry_run(spec: RunSpec) -> int:
-    """Print the command and the added environment of every rank."""
+    """Print the command and the added environment of every process."""
     where = JobAddresses(
         job_id="<random>", coordinator="127.0.0.1:<port>", secret_file="<file>", master_port=0
     )
     write = sys.stdout.write
     cores, inherited = usable_cores(), inherited_environ()
-    for rank in range(spec.num_workers):
-        environ = worker_environ(inherited, spec, rank, where, cores=cores)
-        environ["MASTER_PORT"] = spec.env.get("MASTER_PORT", "<port>")
+    passed_on: set[str] = set()
+    for seat in spec.seats:
+        environ = process_environ(inherited, spec, seat, where, cores=cores)
+        if "MASTER_PORT" in environ:
+            environ["MASTER_PORT"] = spec.env.get("MASTER_PORT", "<port>")
+        passed_on |= environ.keys()
         added = {k: v for k, v in environ.items() if inherited.get(k) != v}
-        write(f"[{rank}] {shlex.join(spec.argv())}\n")
+        write(f"[{seat.label}] {shlex.join(spec.argv(seat))}\n")
         for name in sorted(added):
-            write(f"[{rank}]     {name}={_quoted(added[name])}\n")
-    removed = sorted(set(inherited) - set(environ))
+            write(f"[{seat.label}]     {name}={_quoted(added[name])}\n")
+    removed = sorted(set(inherited) - passed_on)
     if removed:
         write(f"not passed on: {' '.join(removed)}\n")
     pace = spec.pace_in(inherited)
     if pace is not None:
         write(f"pace: {pace}, which wins over the script's own\n")
     if spec.log_dir is not None:
-        write(f"logs: {spec.log_dir}/rank-0.log to rank-{spec.num_workers - 1}.log\n")
+        write(f"logs: {spec.log_dir}/{_log_names(spec)}\n")
     return 0
+
+
+def _log_names(spec: RunSpec) -> str:
+    words = [f"rank-0.log to rank-{spec.num_workers - 1}.log"]
+    if spec.num_servers:
+        words.append(f"server-0.log to server-{spec.num_servers - 1}.log")
+    return " and ".join(words)
 
 
 def _quoted(value: str) -> str:

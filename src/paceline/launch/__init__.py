@@ -1,7 +1,9 @@
 """Start, watch and stop the processes of a job.
 
-spec ----> local ----> process (one per rank) ----> the user's script
+spec ----> local ----> crew ----> process (one per rank or server) ----> the user's script, serve
              |  \\----> guard (ends what is left when the launcher is killed)
              |-----> display (the only writer to the terminal) <---- board <---- events
              \\-----> report (what happened, first cause first)
+
+function (pl.launch) ----> forked (one per rank or server) ----> the caller's function, serve
 """

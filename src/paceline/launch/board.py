@@ -1,7 +1,8 @@
 """The board: what each rank last said about its progress, and what became of it.
 
 Plain data with a clock passed in; no terminal here. The launcher feeds it events and exits, and
-takes `Row`s out of it, which the display paints while the job runs and once more at its end.
+takes `Row`s out of it, which the display paints while the job runs and once more at its end. Every
+worker has a row; a server gets one when it first reports something.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.launch.lines import printable
+from paceline.launch.seat import Seat
 from paceline.telemetry.events import COMM_SHARE, COMPUTE_SHARE, Progress
 
 # Steps per second are measured over the last few seconds, so that a stall shows up soon.
@@ -23,9 +25,9 @@ SHARES = (COMPUTE_SHARE, COMM_SHARE)
 
 @dataclass(frozen=True)
 class Row:
-    """One rank as it is shown."""
+    """One process as it is shown; `label` is its rank, or s0, s1 ... for a server."""
 
-    rank: int
+    label: str
     step: int | None
     values: Mapping[str, float]
     steps_per_s: float | None
@@ -34,6 +36,7 @@ class Row:
 
 @dataclass
 class _Rank:
+    seat: Seat
     step: int | None = None
     values: dict[str, float] = field(default_factory=dict)
     state: str = "running"
@@ -44,8 +47,8 @@ class _Rank:
 class Board:
     """The latest state of every rank. Not thread-safe: lives on the launcher's main thread."""
 
-    def __init__(self, world_size: int) -> None:
-        self._ranks = [_Rank() for _ in range(world_size)]
+    def __init__(self, seats: Sequence[Seat]) -> None:
+        self._ranks = [_Rank(seat) for seat in seats]
         self._columns: list[str] = []
         self.has_progress = False
 
@@ -85,16 +88,20 @@ class Board:
         return tuple(sorted(self._columns, key=lambda name: name in SHARES))
 
     def rows(self, now_s: float) -> list[Row]:
-        """Return every rank as it stands."""
+        """Return every rank as it stands, and the servers that have something to say."""
         return [
-            Row(number, rank.step, dict(rank.values), _rate(rank, now_s), rank.state)
-            for number, rank in enumerate(self._ranks)
+            Row(rank.seat.label, rank.step, dict(rank.values), _rate(rank, now_s), rank.state)
+            for rank in self._ranks
+            if rank.step is not None or not rank.seat.is_server
         ]
 
     def line(self, now_s: float) -> str:
-        """Return the whole job in one line, for a screen that is not a terminal."""
-        told = [rank for rank in self._ranks if rank.step is not None]
+        """Return the workers in one line, for a screen that is not a terminal."""
+        workers = [rank for rank in self._ranks if not rank.seat.is_server]
+        told = [rank for rank in workers if rank.step is not None]
         steps = [rank.step for rank in told if rank.step is not None]
+        if not steps:
+            return f"0 of {len(workers)} ranks reporting"
         low, high = min(steps), max(steps)
         words = [f"step {high}" if low == high else f"steps {low} to {high}"]
         rates = [rate for rank in told if (rate := _rate(rank, now_s)) is not None]
@@ -102,9 +109,10 @@ class Board:
             words.append(f"{number(min(rates))} steps/s")
         for name in self.columns:
             values = [rank.values[name] for rank in told if name in rank.values]
-            words.append(_words(name, values))
-        if len(told) < len(self._ranks):
-            words.append(f"{len(told)} of {len(self._ranks)} ranks reporting")
+            if values:
+                words.append(_words(name, values))
+        if len(told) < len(workers):
+            words.append(f"{len(told)} of {len(workers)} ranks reporting")
         return ", ".join(words)
 
 

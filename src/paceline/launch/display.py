@@ -15,12 +15,13 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from paceline.errors import ConfigError
 from paceline.launch.screen import LiveScreen, Picture, PlainScreen, Screen
+from paceline.launch.seat import Seat
 
 _BACKLOG_LIMIT_BYTES = 4 << 20
 
@@ -32,11 +33,11 @@ def choose_screen() -> Screen:
     return PlainScreen()
 
 
-def open_logs(directory: Path, num_workers: int) -> list[BinaryIO]:
-    """Create rank-N.log files; raises ConfigError when that is not possible."""
+def open_logs(directory: Path, seats: Sequence[Seat]) -> list[BinaryIO]:
+    """Create a log file for every process; raises ConfigError when that is not possible."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return [open(directory / f"rank-{r}.log", "wb", buffering=0) for r in range(num_workers)]
+        return [open(directory / seat.log_name, "wb", buffering=0) for seat in seats]
     except OSError as error:
         raise ConfigError(
             f"--log-dir {directory}: {error.strerror}; name a directory you can write to"
@@ -69,14 +70,14 @@ class Display:
         """Start painting. Call after the ranks were forked: a fork must not see a second thread."""
         self._thread.start()
 
-    def rank_line(self, rank: int, is_error: bool, text: str) -> None:
-        """Show one line of a rank."""
-        self._put(len(text), lambda: self._screen.rank_line(rank, is_error, text))
+    def output_line(self, seat: Seat, is_error: bool, text: str) -> None:
+        """Show one line of a process."""
+        self._put(len(text), lambda: self._screen.output_line(seat, is_error, text))
 
-    def log(self, rank: int, data: bytes) -> None:
-        """Keep the raw bytes of a rank in its log file, if there is one."""
+    def log(self, seat: Seat, data: bytes) -> None:
+        """Keep the raw bytes of a process in its log file, if there is one."""
         if self._logs:
-            self._put(len(data), lambda: self._paint_log(rank, data))
+            self._put(len(data), lambda: self._paint_log(seat, data))
 
     def say(self, text: str) -> None:
         """Show a line of the launcher's own."""
@@ -124,8 +125,8 @@ class Display:
             if log is not None:
                 log.close()
 
-    def _paint_log(self, rank: int, data: bytes) -> None:
-        log = self._logs[rank]
+    def _paint_log(self, seat: Seat, data: bytes) -> None:
+        log = self._logs[seat.rank]
         if log is None:
             return
         try:
@@ -133,8 +134,8 @@ class Display:
                 data = data[log.write(data) or 0 :]
         except OSError as error:
             self._screen.say(
-                f"paceline: {log.name}: {error.strerror}; the log of rank {rank} ends here, the job"
+                f"paceline: {log.name}: {error.strerror}; the log of {seat} ends here, the job"
                 " goes on"
             )
             log.close()
-            self._logs[rank] = None
+            self._logs[seat.rank] = None

@@ -1,8 +1,9 @@
-"""The environment of each rank: ours, and torchrun's form of the same facts.
+"""The environment of each process: ours, and for workers torchrun's form of the same facts.
 
 Scripts written for torchrun, Lightning or Accelerate read RANK, WORLD_SIZE and friends; scripts
 that use Paceline read PACELINE_*. Both are set, and they agree. What another launcher left behind
 (we may run inside a batch job) is removed, because a rank that sees two answers must refuse to run.
+Servers are no ranks of the script: they are told nothing in torchrun's words.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.launch.seat import Seat
 from paceline.launch.spec import RESERVED, RunSpec
 
 # Task-level facts of other launchers. Job-level ones (SLURM_JOB_ID ...) name things in many
@@ -30,6 +32,8 @@ _FOREIGN_NAMES = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
+# A server waits for its workers until they join or the job ends: a script may read its data first.
+SERVER_PATIENCE_S = 7 * 24 * 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +57,28 @@ def without_foreign_ranks(base: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def rank_variables(rank: int, world_size: int, where: JobAddresses) -> dict[str, str]:
+def seat_variables(
+    seat: Seat, num_workers: int, num_servers: int, where: JobAddresses
+) -> dict[str, str]:
     """Return what tells one process of a one-host job who it is and where the others are."""
-    n, r = str(world_size), str(rank)
-    return {
+    n, r = str(num_workers), str(seat.number)
+    ours = {
         "PACELINE_RANK": r,
         "PACELINE_WORLD_SIZE": n,
         "PACELINE_LOCAL_RANK": r,
         "PACELINE_LOCAL_WORLD_SIZE": n,
-        "PACELINE_ROLE": "worker",
+        "PACELINE_ROLE": "server" if seat.is_server else "worker",
         "PACELINE_COORDINATOR": where.coordinator,
         "PACELINE_JOB": where.job_id,
         "PACELINE_SECRET_FILE": where.secret_file,
+    }
+    if num_servers:
+        ours["PACELINE_SERVERS"] = str(num_servers)
+    return ours if seat.is_server else {**ours, **_as_torchrun(r, n, where)}
+
+
+def _as_torchrun(r: str, n: str, where: JobAddresses) -> dict[str, str]:
+    return {
         "RANK": r,
         "LOCAL_RANK": r,
         "WORLD_SIZE": n,
@@ -82,27 +96,44 @@ def rank_variables(rank: int, world_size: int, where: JobAddresses) -> dict[str,
     }
 
 
-def worker_environ(
-    base: Mapping[str, str], spec: RunSpec, rank: int, where: JobAddresses, *, cores: int
+def process_environ(
+    base: Mapping[str, str], spec: RunSpec, seat: Seat, where: JobAddresses, *, cores: int
 ) -> dict[str, str]:
-    """Return the complete environment of one rank.
+    """Return the complete environment of one process of the job.
 
-    Threads: the option wins, then what the user exported, then an even share of the cores; without
-    a limit every rank would start one thread per core and they would fight for them. The pace: the
-    option, else what the user exported; ConfigError when that is none.
+    Threads of a worker: the option wins, then what the user exported, then an even share of the
+    cores; without a limit every rank would start one thread per core and they would fight for them.
+    The pace: the option, else what the user exported; ConfigError when that is none.
     """
     environ = without_foreign_ranks(base)
     # Lines of a killed rank must not be lost in its buffer, and the screen should show them live.
     environ.setdefault("PYTHONUNBUFFERED", "1")
     # A crash in native code then leaves a Python stack for the report.
     environ.setdefault("PYTHONFAULTHANDLER", "1")
+    environ.update(seat_variables(seat, spec.num_workers, spec.num_servers, where))
+    if seat.is_server:
+        return for_server(environ, spec.env, spec.servers.threads)
     if spec.threads_per_worker is not None:
         environ["OMP_NUM_THREADS"] = str(spec.threads_per_worker)
     else:
         environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // spec.num_workers)))
-    environ.update(rank_variables(rank, spec.num_workers, where))
     environ.update(spec.env)
     pace = spec.pace_in(base)
     if pace is not None:
         environ["PACELINE_PACE"] = str(pace)
+    return environ
+
+
+def for_server(
+    environ: dict[str, str], env: Mapping[str, str], threads: int | None
+) -> dict[str, str]:
+    """Add what only servers get. One thread unless told otherwise: the cores are the workers'."""
+    environ["OMP_NUM_THREADS"] = "1"
+    # `python -m` would look into the working directory first, and find the user's queue.py there.
+    environ.setdefault("PYTHONSAFEPATH", "1")
+    environ.update(env)
+    if threads is not None:
+        environ["OMP_NUM_THREADS"] = str(threads)
+    environ["PACELINE_JOIN_TIMEOUT_S"] = str(SERVER_PATIENCE_S)
+    environ.pop("PACELINE_PACE", None)  # workers say what they want of a server
     return environ

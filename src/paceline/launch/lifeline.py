@@ -56,6 +56,11 @@ class Guard:
             self._popen.kill()
             self._popen.wait()
 
+    def let_go(self) -> None:
+        """In a forked child: the pipe is the launcher's alone, its end must be seen."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+
     def _tell(self, line: str) -> None:
         assert self._popen.stdin is not None
         # Somebody killed the guard: the ranks still die with the launcher, so the job goes on.

@@ -1,13 +1,17 @@
-"""A job on this host: start every rank, watch them, and end all of them together.
+"""A job on this host: start every process, watch them, and end all of them together.
 
-    start -> watch -> (a rank failed | interrupted | all finished) -> stop -> clean up -> report
+    start -> watch -> (one failed | interrupted | workers finished) -> stop -> clean up -> report
 
 The launcher is one asyncio loop on the main thread. In it run the coordinator, the readers of the
-ranks' output and the signal handlers (SIGCHLD tells that a rank ended). The display has a thread of
-its own, and there is the guard process for the case that the launcher itself is killed.
+processes' output and the signal handlers (SIGCHLD tells that one ended). The display has a thread
+of its own, and there is the guard process for the case that the launcher itself is killed.
 
 One rank that ends with code 0 while others run is no failure: it may simply have less to do. Every
 process that a rank started and left behind ends with the job.
+
+Servers serve until the last worker has left, and then end by themselves; those that do not are
+stopped. So workers decide when the job is over. They are also stopped first: a worker that saves
+its work on SIGTERM may have to ask the servers for it. A server that dies earlier ends the job.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import asyncio
 import secrets
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -24,27 +28,31 @@ from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.secret_file import create_secret_file, load_secret
 from paceline.config import EngineConfig, runtime_dir
 from paceline.launch.board import Board
+from paceline.launch.crew import Crew
 from paceline.launch.display import Display
-from paceline.launch.environment import JobAddresses, worker_environ
+from paceline.launch.environment import SERVER_PATIENCE_S, JobAddresses, process_environ
 from paceline.launch.guard import end_processes
 from paceline.launch.jobdir import JobDirectory
 from paceline.launch.lifeline import Guard, hold_port
 from paceline.launch.lines import printable
 from paceline.launch.machine import OomCount, memory, usable_cores
 from paceline.launch.outcome import Outcome
-from paceline.launch.output import RankOutput
 from paceline.launch.process import RankProcess
-from paceline.launch.report import RankResult, first_cause
+from paceline.launch.report import RankResult
 from paceline.launch.screen import Picture
+from paceline.launch.seat import Seat, names
 from paceline.launch.spec import RunSpec
-from paceline.telemetry.events import Event, Note
+from paceline.telemetry.events import Event, Note, Progress
+from paceline.telemetry.staleness import TableReport
 
 # After SIGTERM; the whole end of a job must stay below 5 s.
 STOP_GRACE_S = 3.0
 # How long the cause of a consequence may take to exit: closing a large interpreter is slow.
 CAUSE_GRACE_S = 3.0
-# How long after its end a rank's pipes may stay open (something it started may hold them).
-DRAIN_S = 0.5
+# How long servers may take to end after the last worker has.
+SERVERS_GRACE_S = 2.0
+# How long the last events of ended processes may take from their sockets to the board.
+_LAST_EVENTS_S = 0.5
 
 
 class LocalJob:
@@ -52,15 +60,13 @@ class LocalJob:
 
     def __init__(self, spec: RunSpec, environ: Mapping[str, str], display: Display) -> None:
         self._spec = spec
+        self._seats = spec.seats
         self._environ = environ
         self._display = display
         self._job_id = secrets.token_hex(8)
-        self._board = Board(spec.num_workers)
-        self._ranks: list[RankProcess] = []
-        self._outputs: list[RankOutput] = []
-        self._told_to_stop: set[int] = set()
-        self._frozen: set[int] = set()
-        self._ended: list[int] = []  # ranks in the order of their end
+        self._board = Board(self._seats)
+        self._crew = Crew(display, self._on_end)
+        self._table_reports: dict[tuple[str, int], TableReport] = {}
         self._interrupts: list[signal.Signals] = []
         self._changed = asyncio.Event()
 
@@ -74,14 +80,7 @@ class LocalJob:
             directory = held.enter_context(JobDirectory(Path(runtime_dir(self._environ))))
             port = held.enter_context(hold_port())
             secret_file = create_secret_file(directory.path)
-            coordinator = Coordinator(
-                self._job_id,
-                load_secret(secret_file),
-                self._spec.num_workers,
-                config.join_timeout_s,
-                self._on_event,
-                liveness_s=config.liveness_s,
-            )
+            coordinator = self._coordinator(load_secret(secret_file), config)
             where = JobAddresses(
                 job_id=self._job_id,
                 coordinator=await coordinator.start("127.0.0.1", 0),
@@ -90,13 +89,14 @@ class LocalJob:
             )
             guard = Guard(self._job_id, directory.path)
             try:
-                await self._run_ranks(where, guard)
+                await self._run_processes(where, guard)
             finally:
                 await self._clean_up(guard)
+                await coordinator.wait_until_alone(_LAST_EVENTS_S)
                 await coordinator.stop()
                 guard.end()
         return Outcome(
-            results=[self._result(rank) for rank in range(len(self._ranks))],
+            results=self._crew.results(),
             first=self._first_cause(),
             interrupted_by=self._interrupts[0] if self._interrupts else None,
             wall_s=time.monotonic() - started_s,
@@ -106,27 +106,40 @@ class LocalJob:
         )
 
     def picture(self) -> Picture | None:
-        """Return the board for the screen, or None when no rank has reported anything."""
+        """Return the board for the screen, or None when nobody has reported anything."""
         if not self._board.has_progress:
             return None
         now_s = time.monotonic()
         return Picture(self._board.columns, self._board.rows(now_s), self._board.line(now_s))
 
-    def set_state(self, rank: int, state: str) -> None:
-        """Put the final word about a rank on the board."""
-        self._board.set_state(rank, state)
+    def table_reports(self) -> list[TableReport]:
+        """Return the last word of every server about each of its tables."""
+        return [self._table_reports[key] for key in sorted(self._table_reports)]
+
+    def set_state(self, seat: Seat, state: str) -> None:
+        """Put the final word about a process on the board."""
+        self._board.set_state(seat.rank, state)
 
     # -- start -------------------------------------------------------------------------------
 
-    async def _run_ranks(self, where: JobAddresses, guard: Guard) -> None:
+    def _coordinator(self, secret: bytes, config: EngineConfig) -> Coordinator:
+        # Each process says how long it is ready to wait for the others; servers are for very long.
+        join_timeout_s = SERVER_PATIENCE_S if self._spec.num_servers else config.join_timeout_s
+        return Coordinator(
+            self._job_id,
+            secret,
+            len(self._seats),
+            join_timeout_s,
+            self._on_event,
+            liveness_s=config.liveness_s,
+        )
+
+    async def _run_processes(self, where: JobAddresses, guard: Guard) -> None:
         self._handle_signals()
-        cores, argv = usable_cores(), self._spec.argv()
-        for rank in range(self._spec.num_workers):
-            environ = worker_environ(self._environ, self._spec, rank, where, cores=cores)
-            process = RankProcess(rank, argv, environ)
-            self._ranks.append(process)
-            guard.watch(process.pid)
-            self._outputs.append(RankOutput(process, self._display))
+        cores = usable_cores()
+        for seat in self._seats:
+            environ = process_environ(self._environ, self._spec, seat, where, cores=cores)
+            self._crew.start(seat, self._spec.argv(seat), environ, guard)
         self._display.start()
         painter = asyncio.ensure_future(self._paint())
         try:
@@ -146,19 +159,22 @@ class LocalJob:
     # -- watch -------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Return when all ranks have ended, one has failed for a known cause, or on a signal."""
-        while self._running() and not self._interrupts:
-            if self._failures():
+        """Return when the job is over: all workers ended, somebody failed, or on a signal."""
+        while self._crew.workers and not self._interrupts:
+            if self._crew.failures():
                 await self._await_cause()
                 return
             await self._next_change()
+        if not self._crew.failures() and not self._interrupts:
+            deadline_s = time.monotonic() + SERVERS_GRACE_S
+            await self._await_end(lambda: self._crew.servers, deadline_s, heard=0)
 
     async def _await_cause(self) -> None:
         """Give the cause time to appear when only consequences of it have been seen so far."""
         deadline_s = time.monotonic() + CAUSE_GRACE_S
-        while self._running() and not self._interrupts and time.monotonic() < deadline_s:
-            await self._drained(result.rank for result in self._failures())
-            if not all(result.is_consequence for result in self._failures()):
+        while self._crew.running and not self._interrupts and time.monotonic() < deadline_s:
+            await self._crew.drained(result.seat for result in self._crew.failures())
+            if not all(result.is_consequence for result in self._crew.failures()):
                 return
             await self._next_change(within_s=deadline_s - time.monotonic())
 
@@ -170,18 +186,21 @@ class LocalJob:
                 self._display.progress(picture)
 
     def _on_event(self, event: Event) -> None:
-        if isinstance(event, Note):
-            self._display.rank_line(event.rank, True, printable(event.text[:1000].encode()))
-        else:
+        if isinstance(event, TableReport):
+            self._table_reports[event.table, event.server] = event
+        elif isinstance(event, Progress):
             self._board.on_progress(event, time.monotonic())
+        elif isinstance(event, Note) and 0 <= event.rank < len(self._seats):
+            text = printable(event.text[:1000].encode())
+            self._display.output_line(self._seats[event.rank], True, text)
 
     def _on_child(self) -> None:
-        for process in self._ranks:
-            if process.check_ended():
-                self._ended.append(process.rank)
-                success = process.status is not None and process.status.is_success
-                self.set_state(process.rank, "finished" if success else str(process.status))
+        self._crew.look()
         self._changed.set()
+
+    def _on_end(self, process: RankProcess) -> None:
+        success = process.status is not None and process.status.is_success
+        self.set_state(process.seat, "finished" if success else str(process.status))
 
     def _on_interrupt(self, number: signal.Signals) -> None:
         self._interrupts.append(number)
@@ -192,80 +211,48 @@ class LocalJob:
             await asyncio.wait_for(self._changed.wait(), within_s)
         self._changed.clear()
 
+    async def _await_end(
+        self, those: Callable[[], Sequence[RankProcess]], deadline_s: float, *, heard: int
+    ) -> None:
+        """Wait until `those` are none; a signal beyond the `heard` ones cuts the waiting short."""
+        while those() and len(self._interrupts) == heard:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return
+            await self._next_change(within_s=left_s)
+
     # -- stop --------------------------------------------------------------------------------
 
     async def _stop(self) -> None:
-        """Ask the ranks that still run to end; a further signal cuts the waiting short."""
+        """Ask those that still run to end: first the workers, then the servers."""
         self._on_child()
-        running = self._running()
-        self._told_to_stop.update(process.rank for process in running)
-        self._frozen.update(process.rank for process in running if process.is_frozen())
-        for process in running:
-            process.signal_group(signal.SIGTERM)
-            process.signal_group(signal.SIGCONT)  # a frozen rank cannot hear SIGTERM
-        heard, deadline_s = len(self._interrupts), time.monotonic() + STOP_GRACE_S
-        while self._running() and len(self._interrupts) == heard:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                names = ", ".join(str(process.rank) for process in self._running())
-                self._display.say(f"paceline: rank {names} did not end on SIGTERM: killing it")
-                break
-            await self._next_change(within_s=left_s)
+        crew, heard = self._crew, len(self._interrupts)
+        deadline_s = time.monotonic() + STOP_GRACE_S
+        crew.tell_to_stop(crew.workers)
+        await self._await_end(lambda: crew.workers, deadline_s, heard=heard)
+        crew.tell_to_stop(crew.servers)
+        await self._await_end(lambda: crew.running, deadline_s, heard=heard)
+        if crew.running and len(self._interrupts) == heard:
+            left = names(process.seat for process in crew.running)
+            self._display.say(f"paceline: {left} did not end on SIGTERM: killing it")
 
     async def _clean_up(self, guard: Guard) -> None:
         """Leave nothing behind; runs also when starting failed half-way."""
-        await self._drained(p.rank for p in self._ranks if not p.is_running)
-        for process in self._ranks:
-            process.signal_group(signal.SIGKILL)
+        await self._crew.drained()
+        self._crew.kill()
         for pid in end_processes(self._job_id, guard.sessions, within_s=0.8):
             self._display.say(
                 f"paceline: process {pid} is stuck in the kernel and could not be ended"
             )
         self._on_child()
-        for output in self._outputs:
-            output.close()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGCHLD, signal.SIGHUP):
             loop.remove_signal_handler(number)
-        for process in self._ranks:
-            process.presume_killed()
-            process.release()
-
-    # -- results -----------------------------------------------------------------------------
-
-    def _running(self) -> list[RankProcess]:
-        return [process for process in self._ranks if process.is_running]
-
-    async def _drained(self, ranks: Iterable[int]) -> None:
-        """Wait until the output of ended ranks is read, but not for ever."""
-        waits = [asyncio.ensure_future(self._outputs[rank].done.wait()) for rank in ranks]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=DRAIN_S)
-            for wait in late:
-                wait.cancel()
-
-    def _failures(self) -> list[RankResult]:
-        """Return the ranks that failed by themselves, in the order of their end."""
-        results = [self._result(rank) for rank in self._ended]
-        return [result for result in results if result.has_failed]
+        self._crew.release()
 
     def _first_cause(self) -> RankResult | None:
-        """Name the rank to blame: none, when the signal that ended us reached the ranks too."""
-        first = first_cause(self._failures())
+        """Name the one to blame: none, when the signal that ended us reached the others too."""
+        first = self._crew.first_cause()
         if first is not None and self._interrupts and first.status.signal == self._interrupts[0]:
             return None
         return first
-
-    def _result(self, rank: int) -> RankResult:
-        process, output = self._ranks[rank], self._outputs[rank]
-        assert process.status is not None and process.ended_s is not None
-        return RankResult(
-            rank=rank,
-            pid=process.pid,
-            status=process.status,
-            ran_s=process.ended_s - process.started_s,
-            was_stopped=rank in self._told_to_stop,
-            was_frozen=rank in self._frozen,
-            stderr_tail=tuple(output.stderr_tail),
-            last_stdout=output.last_stdout,
-        )

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.launch.machine import Memory, OomCount
-from paceline.launch.report import RankResult, failure_report, why_killed
+from paceline.launch.report import RankResult, failure_report, state_words, why_killed
+from paceline.launch.seat import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,8 @@ class Outcome:
 
     def closing_line(self) -> str:
         """Say in one line how the job ended."""
-        count = f"{len(self.results)} rank" + ("s" if len(self.results) != 1 else "")
+        num_servers = sum(result.seat.is_server for result in self.results)
+        count = counted(len(self.results) - num_servers, num_servers)
         took = f"{self.wall_s:.1f} s"
         if self.first is not None:
             return f"paceline: {count}, failed after {took}"
@@ -47,10 +49,20 @@ class Outcome:
             return f"paceline: {count} stopped by {self.interrupted_by.name} after {took}"
         return f"paceline: {count} finished in {took}"
 
+    def late_ends(self) -> list[str]:
+        """Say which servers ended badly when the workers were done: no failure, but no secret."""
+        if self.first is not None:
+            return []  # the report has a line for each
+        return [
+            f"paceline: {result.seat}: {state_words(result, None)} (pid {result.pid})"
+            for result in self.results
+            if result.was_over and not result.was_stopped and not result.status.is_success
+        ]
+
     def failure_text(self, log_dir: Path | None) -> str | None:
         """Write the failure report, or return None when nothing failed by itself."""
         if self.first is None:
             return None
         why = why_killed(self.first.status, self.oom_before, self.oom_after, self.memory)
-        log_hint = "" if log_dir is None else str(log_dir / f"rank-{self.first.rank}.log")
+        log_hint = "" if log_dir is None else str(log_dir / self.first.seat.log_name)
         return failure_report(self.results, self.first, why_killed=why, log_hint=log_hint)

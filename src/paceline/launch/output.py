@@ -25,7 +25,7 @@ class RankOutput:
     """Both output streams of one rank; `done` is set when both have ended."""
 
     def __init__(self, process: RankProcess, display: Display) -> None:
-        self._rank = process.rank
+        self._seat = process.seat
         self._display = display
         self._splitters: dict[int, LineSplitter] = {}
         self._stderr_fd = process.stderr_fd
@@ -66,7 +66,7 @@ class RankOutput:
         if not data:
             self._end(fd)
             return False
-        self._display.log(self._rank, data)
+        self._display.log(self._seat, data)
         for line in self._splitters[fd].feed(data):
             self._show(fd, line)
         return True
@@ -87,4 +87,4 @@ class RankOutput:
             self.stderr_tail.append(line[:_KEEP_CHARACTERS])
         elif line.strip():
             self.last_stdout = line[:_KEEP_CHARACTERS]
-        self._display.rank_line(self._rank, is_error, line)
+        self._display.output_line(self._seat, is_error, line)

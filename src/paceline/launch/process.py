@@ -1,6 +1,6 @@
-"""One rank as an operating-system process: how it starts, how it ended, in words.
+"""One rank or server as an operating-system process: how it starts, how it ended, in words.
 
-Each rank leads its own session, so that one signal reaches everything it started, and the
+Each leads its own session, so that one signal reaches everything it started, and the
 terminal's Ctrl-C reaches the launcher only, which then decides.
 
 Death of the launcher. PR_SET_PDEATHSIG must be set in the child between fork and exec; that is done
@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from paceline.errors import LaunchError
+from paceline.launch.seat import Seat
 
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -58,22 +59,32 @@ class ExitStatus:
         return f"killed by {known.name} ({(signal.strsignal(known) or 'signal').lower()})"
 
 
-class RankProcess:
-    """A started rank. Not thread-safe: used by the launcher's main thread only."""
+def die_with(launcher: int) -> None:
+    """In a fresh child: be killed when the thread that forked it ends, and so with its process."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The launcher may have died before prctl took effect; then nobody would tell us.
+    if os.getppid() != launcher:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def __init__(self, rank: int, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-        self.rank = rank
+
+def peek_status(pid: int) -> ExitStatus | None:
+    """Return how a child ended, without reaping it, or None while it runs."""
+    info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if info is None:
+        return None
+    by_itself = info.si_code == os.CLD_EXITED
+    return ExitStatus(info.si_status) if by_itself else ExitStatus(None, info.si_status)
+
+
+class RankProcess:
+    """A started rank or server. Not thread-safe: used by the launcher's main thread only."""
+
+    def __init__(self, seat: Seat, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+        self.seat = seat
         self.status: ExitStatus | None = None
         self.ended_s: float | None = None
         self.started_s = time.monotonic()
         launcher = os.getpid()
-
-        def bind_life_to_launcher() -> None:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            # The launcher may have died before prctl took effect; then nobody would tell us.
-            if os.getppid() != launcher:
-                os.kill(os.getpid(), signal.SIGKILL)
-
         try:
             self._popen = subprocess.Popen(
                 argv,
@@ -83,11 +94,11 @@ class RankProcess:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
-                preexec_fn=bind_life_to_launcher,
+                preexec_fn=lambda: die_with(launcher),
             )
         except OSError as error:
             raise LaunchError(
-                f"rank {rank} could not be started: {error.strerror} ({argv[0]}); check the limits"
+                f"{seat} could not be started: {error.strerror} ({argv[0]}); check the limits"
                 " with `paceline doctor` (processes, open files, memory)"
             ) from error
         self.pid = self._popen.pid
@@ -105,11 +116,9 @@ class RankProcess:
         """Look whether the process has ended, without reaping it; true when it just has."""
         if self.status is not None:
             return False
-        info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if info is None:
+        self.status = peek_status(self.pid)
+        if self.status is None:
             return False
-        by_itself = info.si_code == os.CLD_EXITED
-        self.status = ExitStatus(info.si_status) if by_itself else ExitStatus(None, info.si_status)
         self.ended_s = time.monotonic()
         return True
 

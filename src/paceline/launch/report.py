@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from paceline.launch.machine import Memory, OomCount, human_bytes
 from paceline.launch.process import ExitStatus
+from paceline.launch.seat import Seat, names
 
 TAIL_LINES = 40
 _TRACEBACK = "Traceback (most recent call last):"
@@ -23,27 +24,31 @@ _CHAINED = ("During handling of the above", "The above exception was the direct 
 # A traceback's last line that tells of somebody else's end: our own errors, and what gloo says.
 # Ours may be wrapped by torch, as in "RuntimeError: PeerLost: rank 2 ...".
 _CONSEQUENCE = re.compile(
-    r"^(?:[\w.]+: .*)?(?:\w+\.)*\b(?:PeerLost|PeerTimeout|GenerationChanged)\b"
+    r"^(?:[\w.]+: .*)?(?:\w+\.)*\b(?:PeerLost|ServerLost|PeerTimeout|GenerationChanged)\b"
     r"|^[\w.]+: .*Connection (?:closed|reset) by peer"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """How one rank ended. `was_stopped`: the launcher had told it to stop when it ended."""
+    """How one process ended. `was_stopped`: the launcher had told it to stop when it ended.
 
-    rank: int
+    `was_over`: every worker had ended before it, which only a server can do without harm.
+    """
+
+    seat: Seat
     pid: int
     status: ExitStatus
     ran_s: float
     was_stopped: bool = False
+    was_over: bool = False
     was_frozen: bool = False
     stderr_tail: Sequence[str] = ()
     last_stdout: str = ""
 
     @property
     def has_failed(self) -> bool:
-        return not self.status.is_success and not self.was_stopped
+        return not (self.status.is_success or self.was_stopped or self.was_over)
 
     @property
     def last_exception(self) -> str:
@@ -87,11 +92,10 @@ def failure_report(
     """Write the report: the first failing rank with its last words, then one line per other."""
     how = f"{first.status}, {why_killed}" if why_killed else str(first.status)
     where = f"pid {first.pid}" + (f", whole output in {log_hint}" if log_hint else "")
-    text = [f"paceline: rank {first.rank} failed first: {how} after {first.ran_s:.1f} s ({where})"]
+    text = [f"paceline: {first.seat} failed first: {how} after {first.ran_s:.1f} s ({where})"]
     text += [f"  | {line}" for line in _last_words(first)]
-    for line, ranks in _grouped(results, first).items():
-        noun = "rank" if len(ranks) == 1 else "ranks"
-        text.append(f"paceline: {noun} {_span(ranks)}: {line}")
+    for line, seats in _grouped(results, first).items():
+        text.append(f"paceline: {names(seats)}: {line}")
     return "\n".join(text)
 
 
@@ -112,12 +116,14 @@ def state_words(result: RankResult, first: RankResult | None) -> str:
     """Say in a few words what became of one rank, as seen from the first failure."""
     if result.status.is_success:
         return "finished"
+    if result.was_over and not result.was_stopped:
+        return f"{result.status} after the last worker had ended"
     if first is None:
         return "stopped"
-    if result.rank == first.rank:
+    if result.seat == first.seat:
         return f"failed: {result.status}"
     if result.was_stopped or result.is_consequence:
-        return f"stopped because rank {first.rank} failed"
+        return f"stopped because {first.seat} failed"
     return f"failed as well: {result.status}"
 
 
@@ -130,12 +136,12 @@ def _last_words(first: RankResult) -> list[str]:
     return ["(it printed nothing)"]
 
 
-def _grouped(results: Sequence[RankResult], first: RankResult) -> dict[str, list[int]]:
-    """Gather ranks that met the same end, so that 64 of them still fit on a screen."""
-    lines: dict[str, list[int]] = {}
+def _grouped(results: Sequence[RankResult], first: RankResult) -> dict[str, list[Seat]]:
+    """Gather processes that met the same end, so that 64 of them still fit on a screen."""
+    lines: dict[str, list[Seat]] = {}
     for result in results:
-        if result.rank != first.rank:
-            lines.setdefault(_one_line(result, first), []).append(result.rank)
+        if result.seat != first.seat:
+            lines.setdefault(_one_line(result, first), []).append(result.seat)
     return lines
 
 
@@ -146,14 +152,3 @@ def _one_line(result: RankResult, first: RankResult) -> str:
     elif not result.was_stopped and result.last_exception:
         words += f" ({result.last_exception[:160]})"
     return words
-
-
-def _span(ranks: Sequence[int]) -> str:
-    """Write [0, 1, 2, 5] as "0-2, 5"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Protocol
 
 from paceline.launch.board import SHARES, Row, cell, number
+from paceline.launch.seat import Seat
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +43,7 @@ class Screen(Protocol):
 
     every_s: float
 
-    def rank_line(self, rank: int, is_error: bool, text: str) -> None: ...
+    def output_line(self, seat: Seat, is_error: bool, text: str) -> None: ...
     def say(self, text: str) -> None: ...
     def progress(self, picture: Picture) -> None: ...
     def summary(self, picture: Picture) -> None: ...
@@ -58,8 +59,8 @@ class PlainScreen:
         self._fds = {False: stdout_fd, True: stderr_fd}
         self._closed: set[bool] = set()
 
-    def rank_line(self, rank: int, is_error: bool, text: str) -> None:
-        self._write(is_error, f"[{rank}] {text}\n")
+    def output_line(self, seat: Seat, is_error: bool, text: str) -> None:
+        self._write(is_error, f"[{seat.label}] {text}\n")
 
     def say(self, text: str) -> None:
         self._write(True, text + "\n")
@@ -108,11 +109,11 @@ class LiveScreen:
         )
         self._live: Live | None = None
 
-    def rank_line(self, rank: int, is_error: bool, text: str) -> None:
+    def output_line(self, seat: Seat, is_error: bool, text: str) -> None:
         from rich.text import Text
 
         del is_error  # one screen: the order of arrival is all that can be shown
-        prefix = (f"[{rank}] ", _COLOURS[rank % len(_COLOURS)])
+        prefix = (f"[{seat.label}] ", _COLOURS[seat.rank % len(_COLOURS)])
         self._console.print(Text.assemble(prefix, Text.from_ansi(text)))
 
     def say(self, text: str) -> None:
@@ -185,7 +186,7 @@ def _cells(row: Row, columns: Sequence[str]) -> list[str]:
     values = [cell(name, row.values[name]) if name in row.values else "-" for name in columns]
     step = "-" if row.step is None else str(row.step)
     rate = "-" if row.steps_per_s is None else number(row.steps_per_s)
-    return [str(row.rank), step, rate, *values, row.state]
+    return [row.label, step, rate, *values, row.state]
 
 
 def _rest(picture: Picture, shown: int) -> str:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from paceline.config import requested_pace
 from paceline.errors import ConfigError, UsageError
+from paceline.launch.seat import Seat, seats
+from paceline.launch.servers import ServerPlan
 from paceline.pace.parse import PaceSpec, parse
 
 # More ranks than this on one host is a typing error ("-n 40000"), not a plan.
@@ -29,6 +31,7 @@ RESERVED = frozenset(
         *(f"PACELINE_{name}" for name in _PLACES),
         *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
         *("PACELINE_ROLE", "PACELINE_COORDINATOR", "PACELINE_JOB", "PACELINE_SECRET_FILE"),
+        "PACELINE_SERVERS",
     )
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -36,13 +39,16 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One job on this host: `num_workers` copies of a script or module with its arguments."""
+    """One job on this host: `num_workers` copies of a script or module with its arguments, and the
+    parameter servers beside them.
+    """
 
     target: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     num_workers: int
     threads_per_worker: int | None = None
+    servers: ServerPlan = ServerPlan()
     pace: PaceSpec | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: Path | None = None
@@ -67,19 +73,36 @@ class RunSpec:
             raise ConfigError(
                 "--pace and --env PACELINE_PACE=... both set the pace; give only one of them"
             )
+        self.servers.check_pace(self.pace)
+
+    @property
+    def num_servers(self) -> int:
+        return self.servers.count
+
+    @property
+    def seats(self) -> list[Seat]:
+        """Every process of the job, workers first."""
+        return seats(self.num_workers, self.num_servers)
 
     def pace_in(self, inherited: Mapping[str, str]) -> PaceSpec | None:
-        """Return the pace that the ranks will be told: the option's, else the environment's."""
+        """Return the pace that the ranks will be told: the option's, else the environment's.
+
+        ConfigError when that is none, or does not fit the servers of the job.
+        """
         if self.pace is not None:
             return self.pace
         text = requested_pace({**inherited, **self.env})
         try:
-            return None if text is None else parse(text)
+            pace = None if text is None else parse(text)
+            self.servers.check_pace(pace)
         except UsageError as error:
             raise ConfigError(f"PACELINE_PACE: {error}") from error
+        return pace
 
-    def argv(self) -> list[str]:
-        """Return the command of every rank: this interpreter, so that a venv need not be active."""
+    def argv(self, seat: Seat) -> list[str]:
+        """Return a process's command: this interpreter, so that a venv need not be active."""
+        if seat.is_server:
+            return [sys.executable, "-m", "paceline.serve"]
         head = ["-m", self.target] if self.is_module else [self.target]
         return [sys.executable, *head, *self.arguments]
 

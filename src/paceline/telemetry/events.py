@@ -6,7 +6,8 @@ are values: frozen, self-contained, without a reply. They may be dropped when th
 gone, so nothing that a job needs in order to be right travels this way.
 
 `Event` is the union of all kinds; on the wire the field `type` tells them apart, so a new kind is a
-new class here and one more name in the union.
+new class here and one more name in the union. `TableReport` comes from servers, whole each time:
+the newest one of a table replaces the earlier ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import msgspec
+
+from paceline.telemetry.staleness import TableReport
 
 # Shares of a step's time, in percent of it, measured without the script's help.
 COMPUTE_SHARE = "compute %"
@@ -40,4 +43,4 @@ class Note(msgspec.Struct, frozen=True, tag_field="type", tag="note"):
     text: str
 
 
-Event: TypeAlias = Progress | Note
+Event: TypeAlias = Progress | Note | TableReport

@@ -16,13 +16,14 @@ from paceline.launch.guard import end_processes, job_processes
 from paceline.launch.jobdir import JobDirectory, sweep
 from paceline.launch.machine import OomCount, human_bytes, memory, usable_cores
 from paceline.launch.screen import Picture, fitted_table
+from paceline.launch.seat import Seat, seats
 from paceline.launch.spec import RunSpec, parse_env
 from paceline.pace.parse import parse as parse_pace
 from paceline.telemetry.events import Progress
 
 
 def test_the_board_measures_the_recent_rate() -> None:
-    board = Board(2)
+    board = Board(seats(2))
     for second in range(100):
         board.on_progress(Progress(0, second * (1 if second < 80 else 3), {"loss": 1.0}), second)
     rate = board.rows(99.0)[0].steps_per_s
@@ -32,7 +33,7 @@ def test_the_board_measures_the_recent_rate() -> None:
 
 
 def test_the_board_ignores_strangers_and_caps_columns() -> None:
-    board = Board(1)
+    board = Board(seats(1))
     board.on_progress(Progress(7, 1, {}), 0.0)
     assert not board.has_progress
     values = {"compute %": 90.0, **{f"value{i}": i for i in range(50)}, "comm %": 8.0}
@@ -41,7 +42,7 @@ def test_the_board_ignores_strangers_and_caps_columns() -> None:
 
 
 def test_a_line_gives_the_span_of_the_shares() -> None:
-    board = Board(2)
+    board = Board(seats(2))
     board.on_progress(Progress(0, 7, {"compute %": 83.4, "comm %": 9.2}), 0.0)
     assert board.line(0.0) == "step 7, compute 83 %, comm 9 %, 1 of 2 ranks reporting"
     board.on_progress(Progress(1, 9, {"compute %": 70.6, "comm %": 9.1, "loss": 0.25}), 0.0)
@@ -49,7 +50,7 @@ def test_a_line_gives_the_span_of_the_shares() -> None:
 
 
 def test_the_rate_is_measured_from_step_to_step() -> None:
-    board = Board(1)
+    board = Board(seats(1))
     for step in range(11):
         board.on_progress(Progress(0, 10 * step), step * 0.1)
     board.on_progress(Progress(0, 110, {}, age_s=4.9), 6.0)  # after an evaluation of 4.9 s
@@ -78,7 +79,7 @@ def test_values_are_short(value: float, shown: str) -> None:
 def test_a_table_drops_columns_instead_of_cutting_numbers(
     width: int, shown: list[str], caption: str | None
 ) -> None:
-    board = Board(1)
+    board = Board(seats(1))
     values = {"compute %": 90.0, "loss": 0.123456, "tokens_per_s": 123456.7, "accuracy": 0.98765}
     board.on_progress(Progress(0, 1000, {**values, "comm %": 8.0}), 0.0)
     picture = Picture(board.columns, board.rows(0.0), board.line(0.0))
@@ -170,7 +171,7 @@ def test_a_spec_is_checked_when_it_is_made(tmp_path: Path) -> None:
     script = tmp_path / "s.py"
     script.touch()
     spec = RunSpec(target=str(script), arguments=("a",), num_workers=2)
-    assert spec.argv() == [sys.executable, str(script), "a"]
+    assert spec.argv(Seat(0, 0)) == [sys.executable, str(script), "a"]
     with pytest.raises(ConfigError, match="NUL"):
         RunSpec(target=str(script), arguments=("a\0b",), num_workers=2)
     with pytest.raises(ConfigError, match="only one"):

@@ -15,6 +15,7 @@ from paceline.launch.report import (
     traceback_tail,
     why_killed,
 )
+from paceline.launch.seat import Seat
 
 _CAUSE = ["noise", "Traceback (most recent call last):", '  File "x.py"', "ValueError: boom"]
 _LOST = ["Traceback (most recent call last):", '  File "y.py"', "paceline.errors.PeerLost: rank 2"]
@@ -27,7 +28,7 @@ _MEMORY = Memory(total_bytes=8 << 30, available_bytes=1, limit_bytes=1 << 30, pe
 
 def _failed(rank: int, stderr: list[str], **more: object) -> RankResult:
     fields = {"pid": 100 + rank, "status": ExitStatus(1), "ran_s": 1.0, **more}
-    return RankResult(rank=rank, stderr_tail=stderr, **fields)  # type: ignore[arg-type]
+    return RankResult(seat=Seat(rank, rank), stderr_tail=stderr, **fields)  # type: ignore[arg-type]
 
 
 def test_a_cause_is_chosen_before_earlier_consequences() -> None:

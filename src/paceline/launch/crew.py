@@ -1,0 +1,132 @@
+"""The crew: the processes of a job, in order of rank, and what became of each.
+
+It starts them, notices ends, sends signals and makes the results; it decides nothing. When the job
+is over, and who has to go, is decided in local.py.
+
+Threads: used on the launcher's main thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from paceline.launch.display import Display
+from paceline.launch.lifeline import Guard
+from paceline.launch.output import RankOutput
+from paceline.launch.process import RankProcess
+from paceline.launch.report import RankResult, first_cause
+from paceline.launch.seat import Seat
+
+# How long after its end a rank's pipes may stay open (something it started may hold them).
+DRAIN_S = 0.5
+
+
+class Crew:
+    """All processes of one job; `on_end` is called once for each when it is seen to have ended."""
+
+    def __init__(self, display: Display, on_end: Callable[[RankProcess], None]) -> None:
+        self._display = display
+        self._on_end = on_end
+        self._processes: list[RankProcess] = []
+        self._outputs: list[RankOutput] = []
+        self._told_to_stop: set[int] = set()
+        self._frozen: set[int] = set()
+        self._ended: list[int] = []  # ranks in the order of their end
+        self._over: set[int] = set()  # servers that ended after the last worker
+
+    def start(
+        self, seat: Seat, argv: Sequence[str], environ: Mapping[str, str], guard: Guard
+    ) -> None:
+        """Start the next process; raises LaunchError."""
+        process = RankProcess(seat, argv, environ)
+        self._processes.append(process)
+        guard.watch(process.pid)
+        self._outputs.append(RankOutput(process, self._display))
+
+    # -- watch -------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """See who has ended since the last look: workers first, as their end excuses servers'."""
+        for process in self._processes:
+            if process.check_ended():
+                self._ended.append(process.seat.rank)
+                if process.seat.is_server and not self.workers:
+                    self._over.add(process.seat.rank)
+                self._on_end(process)
+
+    @property
+    def workers(self) -> list[RankProcess]:
+        """The workers that still run."""
+        return [p for p in self._processes if p.is_running and not p.seat.is_server]
+
+    @property
+    def servers(self) -> list[RankProcess]:
+        """The servers that still run."""
+        return [p for p in self._processes if p.is_running and p.seat.is_server]
+
+    @property
+    def running(self) -> list[RankProcess]:
+        return self.workers + self.servers
+
+    async def drained(self, seats: Iterable[Seat] | None = None) -> None:
+        """Wait until the output of ended processes (default: all) is read, but not for ever."""
+        ended = [self._processes[rank].seat for rank in self._ended] if seats is None else seats
+        waits = [asyncio.ensure_future(self._outputs[seat.rank].done.wait()) for seat in ended]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=DRAIN_S)
+            for wait in late:
+                wait.cancel()
+
+    # -- stop --------------------------------------------------------------------------------
+
+    def tell_to_stop(self, processes: Iterable[RankProcess]) -> None:
+        """Ask them to end; what they do from now on is no failure of theirs."""
+        for process in processes:
+            self._told_to_stop.add(process.seat.rank)
+            if process.is_frozen():
+                self._frozen.add(process.seat.rank)
+            process.signal_group(signal.SIGTERM)
+            process.signal_group(signal.SIGCONT)  # a frozen rank cannot hear SIGTERM
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.signal_group(signal.SIGKILL)
+
+    def release(self) -> None:
+        """Read what is left in the pipes and reap everybody; call once, at the end of the job."""
+        for output in self._outputs:
+            output.close()
+        for process in self._processes:
+            process.presume_killed()
+            process.release()
+
+    # -- results -----------------------------------------------------------------------------
+
+    def failures(self) -> list[RankResult]:
+        """Return those that failed by themselves, in the order of their end."""
+        results = [self._result(rank) for rank in self._ended]
+        return [result for result in results if result.has_failed]
+
+    def first_cause(self) -> RankResult | None:
+        return first_cause(self.failures())
+
+    def results(self) -> list[RankResult]:
+        """Return what became of everybody, when all have ended."""
+        return [self._result(rank) for rank in range(len(self._processes))]
+
+    def _result(self, rank: int) -> RankResult:
+        process, output = self._processes[rank], self._outputs[rank]
+        assert process.status is not None and process.ended_s is not None
+        return RankResult(
+            seat=process.seat,
+            pid=process.pid,
+            status=process.status,
+            ran_s=process.ended_s - process.started_s,
+            was_stopped=rank in self._told_to_stop,
+            was_over=rank in self._over,
+            was_frozen=rank in self._frozen,
+            stderr_tail=tuple(output.stderr_tail),
+            last_stdout=output.last_stdout,
+        )

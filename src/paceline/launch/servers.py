@@ -1,0 +1,87 @@
+"""How many parameter servers a job gets, and whether its pace has use for them.
+
+Counts come from the command line as text (`-s 2`, `-s colocated`). Every refusal says what to type
+instead: a pace that needs servers and finds none would otherwise fail in every worker, and servers
+that nobody talks to would only take memory.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+from paceline.pace.parse import NEEDS_SERVERS, PaceSpec
+
+MAX_SERVERS = 1024
+COLOCATED = "colocated"
+_NUMBER = re.compile(r"-?[0-9]{1,9}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlan:
+    """The servers of one job. `replicas` is how many servers hold each value: 1 in this version."""
+
+    count: int = 0
+    is_colocated: bool = False
+    replicas: int = 1
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.count <= MAX_SERVERS:
+            raise ConfigError(
+                f"-s {self.count}: expected a number from 0 to {MAX_SERVERS}, or {COLOCATED};"
+                " for example -s 1"
+            )
+        self._check_replicas()
+        if self.threads is not None and not 1 <= self.threads <= 4096:
+            raise ConfigError(
+                f"--threads-per-server {self.threads}: expected a number from 1 to 4096, for"
+                " example --threads-per-server 1"
+            )
+        if self.threads is not None and not self.count:
+            raise ConfigError(
+                "--threads-per-server without servers: add -s 1, or leave out --threads-per-server"
+            )
+
+    def _check_replicas(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"--replicas {self.replicas}: expected a number of at least 1")
+        if self.replicas > max(1, self.count):
+            raise ConfigError(
+                f"replicas {self.replicas} > servers {self.count}: each copy of a value needs a"
+                f" server of its own; replication is not in this version, leave out --replicas"
+            )
+        if self.replicas > 1:
+            raise ConfigError("replication is not in this version; leave out --replicas")
+
+    def check_pace(self, pace: PaceSpec | None) -> None:
+        """Refuse servers without use, and a pace without its servers; None: the script decides."""
+        if pace is None:
+            return
+        needed = pace.name in NEEDS_SERVERS
+        if needed and not self.count:
+            raise ConfigError(f"pace {pace} needs parameter servers: add -s 1 (or -s {COLOCATED})")
+        if self.count and not needed:
+            given = COLOCATED if self.is_colocated else self.count
+            raise ConfigError(
+                f"pace {pace} uses no parameter servers: leave out -s {given}, or choose a pace"
+                f" with servers ({', '.join(sorted(NEEDS_SERVERS))})"
+            )
+
+
+def plan_servers(
+    text: str, *, num_workers: int, replicas: int | None = None, threads: int | None = None
+) -> ServerPlan:
+    """Read what was given as -s: a number, or "colocated" for one beside each worker."""
+    is_colocated = text.strip() == COLOCATED
+    if not is_colocated and not _NUMBER.fullmatch(text.strip()):
+        raise ConfigError(f"-s {text[:40]}: expected a number or {COLOCATED}, for example -s 1")
+    # A wrong number of workers is refused where workers are counted.
+    count = min(max(num_workers, 0), MAX_SERVERS) if is_colocated else int(text)
+    return ServerPlan(
+        count=count,
+        is_colocated=is_colocated,
+        replicas=1 if replicas is None else replicas,
+        threads=threads,
+    )
