@@ -133,7 +133,8 @@ def main() -> None:
     lines: list[Line] = []
     content: dict[str, Any] = {"machine": facts, "quick": options.quick}
     if "exchange" in options.parts:
-        exchanges = exchange.measure(_QUICK_PLAN if options.quick else _PLAN)
+        quick = (_QUICK_PLAN, exchange.FEW)
+        exchanges = exchange.measure(*(quick if options.quick else (_PLAN, exchange.ALL)))
         exchanges.show()
         lines += exchange_lines(exchanges)
         content["exchange"] = exchanges.as_json()

@@ -26,8 +26,9 @@ NUM_WORKERS = 2
 PS_LITE_GB_PER_S = 1.5
 _LIMIT_MODES = ("two passes", "one pass", "one pass, streams", "one process")
 _LIMIT = Path(__file__).resolve().parent.parent / "server_limit.cc"
-_RPC = {"rpc": "torch rpc", "rpc-tcp": "torch rpc, TCP only"}
 _OURS = {"paceline": "paceline", "paceline-ordinary": "paceline, any tensor"}
+_RPC = {"rpc": "torch rpc", "rpc-tcp": "torch rpc, TCP only"}
+ALL, FEW = (*_OURS, *_RPC), ("paceline", "rpc")
 
 
 def start_ours(kind: str, scratch: Path) -> RankSet:
@@ -78,14 +79,16 @@ def _limits(session: Session) -> list[Runner]:
     return [mode_runner(mode) for mode in range(len(_LIMIT_MODES))]
 
 
-def measure(plan: Plan) -> Exchanges:
-    """Start all contenders, let them push and pull in turns, and show the table."""
+def measure(plan: Plan, kinds: Sequence[str] = ALL) -> Exchanges:
+    """Start the contenders and let them push and pull in turns."""
     print(f"\npush and pull of {plan.num_bytes // 4 / 1e6:g} M float32: starting ...", flush=True)
+    labels = {**_OURS, **_RPC}
     with Session() as session:
-        sets = [session.start(start_ours, kind, session.scratch) for kind in _OURS]
-        sets += [session.start(start_rpc, kind, session.scratch) for kind in _RPC]
+        sets = [
+            session.start(start_ours if kind in _OURS else start_rpc, kind, session.scratch)
+            for kind in kinds
+        ]
         ready = session.wait_until_ready(sets)
-        labels = {**_OURS, **_RPC}
         runners = [_runner(labels[kind], ranks) for kind, ranks in ready.items()]
         runners += _limits(session)
         interleave(runners, plan)
