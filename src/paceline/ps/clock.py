@@ -25,6 +25,12 @@ unit="version". No update is staler than the bound. Call n the number of outstan
     outstanding worker may always read again (r_i becomes v, n stays), and if there is none, any
     worker may read (v + 0 - v = 0). Bound 0: one worker at a time.
 
+    That is for one server. Where a table lies on several, each with its own Clocks, a worker must
+    ask them in one order, the next when the one before has let it read: two workers that ask all at
+    once can each be outstanding where the other waits, for ever. In order, whoever blocks a
+    worker at a server is computing, or waits at a later server. (unit="clock" needs no order:
+    the slowest worker may read everywhere.)
+
 Threads: none; the owner of the table calls.
 """
 

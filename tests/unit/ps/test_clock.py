@@ -266,3 +266,47 @@ def test_a_worker_that_comes_back_with_its_clock_is_waited_for() -> None:
 def test_mistakes_are_told(mistake, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         mistake()
+
+
+def gets_stuck(num_workers: int, bound: int, unit: str, *, steps: int, in_order: bool) -> bool:
+    """Walk through every interleaving of workers that read from two servers before each step."""
+    servers = tuple(Clocks(range(num_workers), bound=bound, unit=unit) for _ in range(2))
+    todo, seen = [(servers, (("ready", "ready"),) * num_workers)], set()
+    while todo:
+        servers, states = todo.pop()
+        marks = (((s.clock(w), s.version_read(w)) for w in s.workers) for s in servers)
+        key = (*map(tuple, marks), states)
+        if key in seen:
+            continue
+        seen.add(key)
+        moves = [
+            (worker, server)
+            for worker, state in enumerate(states)
+            for server in range(2)
+            if state[server] == "committing"
+            or state[server] == "ready"
+            and servers[server].clock(worker) < steps
+            and servers[server].may_read(worker)
+            and (not in_order or server == 0 or state[0] == "read")
+        ]
+        if not moves and any(s.clock(w) < steps for s in servers for w in s.workers):
+            return True
+        for worker, server in moves:
+            after, state = deepcopy(servers), list(states[worker])
+            if state[server] == "committing":
+                after[server].applied([worker])
+                after[server].advance(worker)
+                state[server] = "ready"
+            else:
+                after[server].read(worker)
+                state[server] = "read"
+                state = ["committing"] * 2 if state == ["read", "read"] else state
+            todo.append((after, (*states[:worker], tuple(state), *states[worker + 1 :])))
+    return False
+
+
+@pytest.mark.parametrize(("bound", "steps"), [(0, 2), (1, 1)])
+def test_servers_are_asked_in_order_when_the_bound_is_in_versions(bound: int, steps: int) -> None:
+    assert gets_stuck(3, bound, "version", steps=steps, in_order=False), "or no order is needed"
+    assert not gets_stuck(3, bound, "version", steps=steps, in_order=True)
+    assert not gets_stuck(3, bound, "clock", steps=1, in_order=False)
