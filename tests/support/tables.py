@@ -68,7 +68,7 @@ def table(
     """Make a table of the model, without values."""
     own = OptimizerSpec(optimizer, tuple(dict(group) for group in groups))
     spec = TableSpec("model", tuple(workers), shards(ranges, dtype), own, rule)
-    return Table(spec, _memory, now or Clock())
+    return Table(spec, memory, now or Clock())
 
 
 def matrix_table(
@@ -80,10 +80,10 @@ def matrix_table(
         for piece in pieces
     )
     own = OptimizerSpec(optimizer, tuple(dict(group) for group in groups))
-    return Table(TableSpec("model", (0, 1), parts, own, rule), _memory, Clock())
+    return Table(TableSpec("model", (0, 1), parts, own, rule), memory, Clock())
 
 
-def _memory(_shard: int, _use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+def memory(_shard: int, _use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((count,), float("nan"), dtype=dtype)
 
 

@@ -148,20 +148,23 @@ class Barrier:
             self._means[number] = self._average(number, {w: pushes[w] for w in workers})
 
     def _average(self, number: int, pushes: dict[int, Push]) -> Push:
-        average = self._shards[number].reduce([push.grad for push in pushes.values()])
-        if self._spec.rule.nonfinite == "ignore" or health.is_finite(average):
-            return Push(average, common(pushes.values()))
+        mean = self._mean_of(number, pushes)
         spec = self._spec.shards[number]
+        if self._spec.rule.nonfinite == "ignore" or not health.bad_parameters(spec, mean):
+            return mean
         culprits = health.culprits(spec, pushes)
         sound = {worker: push for worker, push in pushes.items() if worker not in culprits}
         text = health.describe(spec, culprits)
-        if self._spec.rule.nonfinite == "quarantine" and culprits and sound:
-            for worker in culprits:
-                self._ledger.accounts.skipped(worker)
-            self._notices[number] = f"{text}; it is left out of the average"
-            average = self._shards[number].reduce([push.grad for push in sound.values()])
-            return Push(average, common(sound.values()))
-        self._verdicts[number] = text
+        if self._spec.rule.nonfinite != "quarantine" or not culprits or not sound:
+            self._verdicts[number] = text
+            return mean
+        for worker in culprits:
+            self._ledger.accounts.skipped(worker)
+        self._notices[number] = f"{text}; it is left out of the average"
+        return self._mean_of(number, sound)
+
+    def _mean_of(self, number: int, pushes: dict[int, Push]) -> Push:
+        average = self._shards[number].reduce([push.grad for push in pushes.values()])
         return Push(average, common(pushes.values()))
 
     # -- the end of a step --------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.errors import ShapeMismatch, UsageError
 from paceline.ps.optimizer import optimizer_class
-from paceline.ps.precision import SERVER_DTYPES
+from paceline.ps.precision import FLOATING, SERVER_DTYPES
 from paceline.ps.spec import Rule, ShardSpec, TableSpec
 
 _CHOICES: dict[str, Sequence[str]] = {
@@ -23,12 +23,13 @@ def check_table(spec: TableSpec) -> None:
     """Raise UsageError for a table that cannot work; names the table and what to change."""
     try:
         _check_rule(spec.rule)
-        if spec.rule.push == "grad":
-            optimizer_class(spec.optimizer.name)
         if not spec.workers:
             raise UsageError("it has no workers")
         for shard in spec.shards:
-            _check_shard(shard, len(spec.optimizer.groups))
+            _check_dtype(shard)
+            _check_pieces(shard)
+        if spec.rule.push == "grad":
+            _check_optimizer(spec)
     except UsageError as error:
         raise type(error)(f"table {spec.name!r}: {error}") from None
 
@@ -53,7 +54,14 @@ def _check_rule(rule: Rule) -> None:
         )
 
 
-def _check_shard(shard: ShardSpec, num_groups: int) -> None:
+def _check_dtype(shard: ShardSpec) -> None:
+    if shard.dtype not in FLOATING:
+        raise UsageError(
+            f"shard {shard.label!r} is of {shard.dtype}; servers keep {', '.join(FLOATING)}"
+        )
+
+
+def _check_pieces(shard: ShardSpec) -> None:
     end = 0
     for piece in shard.pieces:
         if piece.start < end or piece.start + piece.count > shard.count:
@@ -66,9 +74,15 @@ def _check_shard(shard: ShardSpec, num_groups: int) -> None:
                 f"shard {shard.label!r} has {piece.count} elements of {piece.name!r}, which are not"
                 f" of shape {list(piece.shape)}"
             )
-        if not 0 <= piece.group < max(1, num_groups):
+        end = piece.start + piece.count
+
+
+def _check_optimizer(spec: TableSpec) -> None:
+    optimizer_class(spec.optimizer.name)
+    num_groups = len(spec.optimizer.groups)
+    for piece in (piece for shard in spec.shards for piece in shard.pieces):
+        if not 0 <= piece.group < num_groups:
             raise UsageError(
                 f"{piece.name!r} is in param group {piece.group}, but the optimizer has"
                 f" {num_groups} groups"
             )
-        end = piece.start + piece.count

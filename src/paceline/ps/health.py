@@ -26,11 +26,12 @@ def is_finite(flat: torch.Tensor) -> bool:
 
 def culprits(spec: ShardSpec, pushes: Mapping[int, Push]) -> dict[int, list[str]]:
     """Name the workers whose gradients of a shard are not finite, and the parameters."""
-    found = {worker: _bad_parameters(spec, push) for worker, push in pushes.items()}
+    found = {worker: bad_parameters(spec, push) for worker, push in pushes.items()}
     return {worker: names for worker, names in found.items() if names}
 
 
-def _bad_parameters(spec: ShardSpec, push: Push) -> list[str]:
+def bad_parameters(spec: ShardSpec, push: Push) -> list[str]:
+    """Name the parameters of a shard whose gradients are not finite."""
     if is_finite(push.grad):
         return []
     return [

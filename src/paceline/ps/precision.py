@@ -16,7 +16,6 @@ import torch
 
 from paceline import _core
 from paceline.collectives.tensors import Buffer
-from paceline.errors import UsageError
 
 SERVER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATING: dict[str, torch.dtype] = {
@@ -24,22 +23,9 @@ FLOATING: dict[str, torch.dtype] = {
 }
 
 
-def own_dtype(name: str) -> torch.dtype:
-    """Return the dtype of parameters from its name; they must be floating-point numbers."""
-    dtype = FLOATING.get(name)
-    if dtype is None:
-        raise UsageError(f"servers keep {', '.join(FLOATING)} parameters (got {name!r})")
-    return dtype
-
-
 def kept_dtype(own: torch.dtype, server_dtype: str) -> torch.dtype:
     """Return the dtype of a shard's memory on the server."""
-    wanted = SERVER_DTYPES.get(server_dtype)
-    if wanted is None:
-        raise UsageError(
-            f"server_dtype must be one of {', '.join(SERVER_DTYPES)} (got {server_dtype!r})"
-        )
-    return own if wanted is torch.float32 and own is torch.float64 else wanted
+    return own if server_dtype == "fp32" and own is torch.float64 else SERVER_DTYPES[server_dtype]
 
 
 def computed_dtype(kept: torch.dtype) -> torch.dtype:

@@ -16,10 +16,10 @@ from paceline.collectives.tensors import Buffer
 from paceline.errors import ShapeMismatch, UnknownKey, UsageError
 from paceline.ps.optimizer import PieceOptimizer, Settings, StateEntry
 from paceline.ps.precision import (
+    FLOATING,
     Scratch,
     computed_dtype,
     kept_dtype,
-    own_dtype,
     round_stochastically,
     seed_of,
 )
@@ -35,7 +35,7 @@ class Shard:
         self.spec = spec = table.shards[number]
         self.name = f"table {table.name!r}, shard {spec.label!r}"
         self._rule = rule = table.rule
-        self.own_dtype = own_dtype(spec.dtype)
+        self.own_dtype = FLOATING[spec.dtype]
         kept = kept_dtype(self.own_dtype, rule.server_dtype)
         self.dtype = computed_dtype(kept)
         self.params = memory(number, "params", spec.count, kept)
