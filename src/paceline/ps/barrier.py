@@ -34,7 +34,7 @@ class Barrier:
         self._ledger = ledger
         self._clocks = ledger.clocks
         self._pushes: list[dict[int, Push]] = [{} for _ in shards]
-        self._means: list[Push | None] = [None for _ in shards]
+        self._means: list[Push | None] = [None for _ in shards]  # kept until the next push
         self._committed: set[int] = set()
         self._verdicts: dict[int, str] = {}  # by shard: why the step must not be applied
         self._notices: dict[int, str] = {}  # by shard: what was left out of its average
@@ -110,7 +110,7 @@ class Barrier:
     def replace(self, number: int, push: Push) -> None:
         """Use this gradient instead of the average."""
         average = self._shards[number].average
-        if self._means[number] is None or average is None:
+        if self._means[number] is None or not self._pushes[number] or average is None:
             raise UsageError(
                 f"table {self._spec.name!r}, shard {self._spec.shards[number].label!r}: there is no"
                 " average to replace; all workers must push first"
@@ -120,7 +120,7 @@ class Barrier:
         self._means[number] = Push(average, push.absent)
 
     def _begin_anew(self, worker: int, number: int) -> None:
-        if self._committed:
+        if self._committed and self._pushes[number]:
             raise UsageError(
                 f"worker {worker} pushes shard {self._spec.shards[number].label!r} of table"
                 f" {self._spec.name!r} again, but workers {sorted(self._committed)} have ended the"
@@ -207,9 +207,9 @@ class Barrier:
         for worker in workers:
             self._ledger.accounts.updated(worker, staleness[worker])
         try:
-            for shard, mean in zip(self._shards, self._means, strict=True):
-                if mean is not None:
-                    self._update(shard, mean)
+            for number, mean in enumerate(self._means):
+                if mean is not None and self._pushes[number]:
+                    self._update(self._shards[number], mean)
         except UsageError as error:
             self._end(workers, error="UsageError", text=f"table {self._spec.name!r}: {error}")
         else:
@@ -233,6 +233,5 @@ class Barrier:
         self._committed.clear()
         self._verdicts.clear()
         self._notices.clear()
-        for number in range(len(self._shards)):
-            self._pushes[number].clear()
-            self._means[number] = None
+        for pushes in self._pushes:
+            pushes.clear()

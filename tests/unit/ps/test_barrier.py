@@ -212,6 +212,25 @@ def test_whoever_leaves_is_not_waited_for():
         table.push(1, 0, 2, grads[1][:264])
 
 
+def test_an_average_is_known_until_the_next_push():
+    table, alone = make(workers=(0, 1, 2))
+    grads = [t.noise(2), t.noise(3)]
+    for worker in (0, 1):
+        t.step(table, worker, grads[worker])
+    table.leave(2)  # the average is made and applied at once, and still has to be told
+    assert table.version == 1 and table.is_reduced(0) and table.is_reduced(1)
+    with pytest.raises(UsageError, match="no average to replace"):
+        table.replace_average(0, grads[0][:264])
+    table.push(0, 0, 2, grads[0][:264])  # the second shard has no gradient in this step
+    assert not table.is_reduced(0)
+    table.push(1, 0, 2, grads[1][:264])
+    t.commit(table, 0)
+    t.commit(table, 1)
+    alone.step(average(grads))
+    alone.step(average(grads), absent=(2, 3))
+    assert torch.equal(t.values(table), alone.flat)
+
+
 def test_the_half_of_a_worker_that_left_does_not_count():
     table, alone = make(workers=(0, 1, 2))
     grads = [t.noise(2), t.noise(3), t.noise(4)]
