@@ -109,8 +109,12 @@ class Crew:
         results = [self._result(rank) for rank in self._ended]
         return [result for result in results if result.has_failed]
 
-    def first_cause(self) -> RankResult | None:
-        return first_cause(self.failures())
+    def first_cause(self, interrupt: signal.Signals | None) -> RankResult | None:
+        """Name the one to blame: none, when the signal that ended us reached the others too."""
+        first = first_cause(self.failures())
+        if first is not None and interrupt is not None and first.status.signal == interrupt:
+            return None
+        return first
 
     def results(self) -> list[RankResult]:
         """Return what became of everybody, when all have ended."""

@@ -38,7 +38,6 @@ from paceline.launch.lines import printable
 from paceline.launch.machine import OomCount, memory, usable_cores
 from paceline.launch.outcome import Outcome
 from paceline.launch.process import RankProcess
-from paceline.launch.report import RankResult
 from paceline.launch.screen import Picture
 from paceline.launch.seat import Seat, names
 from paceline.launch.spec import RunSpec
@@ -95,10 +94,11 @@ class LocalJob:
                 await coordinator.wait_until_alone(_LAST_EVENTS_S)
                 await coordinator.stop()
                 guard.end()
+        stopped_by = self._interrupts[0] if self._interrupts else None
         return Outcome(
             results=self._crew.results(),
-            first=self._first_cause(),
-            interrupted_by=self._interrupts[0] if self._interrupts else None,
+            first=self._crew.first_cause(stopped_by),
+            interrupted_by=stopped_by,
             wall_s=time.monotonic() - started_s,
             oom_before=oom_before,
             oom_after=OomCount.read(),
@@ -249,10 +249,3 @@ class LocalJob:
         for number in (signal.SIGCHLD, signal.SIGHUP):
             loop.remove_signal_handler(number)
         self._crew.release()
-
-    def _first_cause(self) -> RankResult | None:
-        """Name the one to blame: none, when the signal that ended us reached the others too."""
-        first = self._crew.first_cause()
-        if first is not None and self._interrupts and first.status.signal == self._interrupts[0]:
-            return None
-        return first
