@@ -39,7 +39,7 @@ std::vector<Part> to_parts(const Parts& parts) {
 // memory may go away while peers still use it.
 void wait_for(Group& group, Operation& operation, double timeout_s) {
   double deadline = now_s() + timeout_s;
-  for (;;) {
+  while (!operation.finished()) {
     bool finished;
     {
       nb::gil_scoped_release release;

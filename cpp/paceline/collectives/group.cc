@@ -78,7 +78,8 @@ int Group::team_index(int member) const {
 
 // ---- submission ------------------------------------------------------------------------------------
 
-OperationPtr Group::enqueue(OperationPtr operation, bool collective, bool background) {
+OperationPtr Group::enqueue(OperationPtr operation, Way way, bool background) {
+  operation->in_background = background;
   if (engine_->in_forked_child())
     throw Error(ErrorKind::usage, "this process was forked from rank " + std::to_string(engine_->config().rank) +
                                       ", whose groups it cannot use. Use them in the rank itself, or start ranks.");
@@ -87,25 +88,28 @@ OperationPtr Group::enqueue(OperationPtr operation, bool collective, bool backgr
     std::lock_guard lock(mu_);
     failure = failure_;
     if (!failure) {
-      inbox_.emplace_back(operation, collective);
+      inbox_.emplace_back(operation, way);
       has_inbox_.store(true, std::memory_order_release);
     }
   }
   if (failure) std::rethrow_exception(failure);
-  engine_->announce_work(background);
+  engine_->announce_work(*operation);
+  // A small message leaves at once: nobody has to wake up for it.
+  if (way == Way::send) engine_->as_driver_if_free([this] { push_out(); });
+  if (background && !operation->finished()) engine_->call_progress_thread();
   return operation;
 }
 
 OperationPtr Group::submit(Request request, bool background) {
   auto r = std::make_shared<Request>(std::move(request));
   auto shown = std::make_shared<Descriptor>(describe(*r, 0));
-  return enqueue(std::make_shared<Operation>(
-                     [this, r, shown] {
-                       shown->number = ++number_;
-                       return run(r, *shown);
-                     },
-                     [shown] { return to_text(*shown); }),
-                 true, background);
+  auto operation = std::make_shared<Operation>(
+      [this, r, shown] {
+        shown->number = ++number_;
+        return run(r, *shown);
+      },
+      [shown] { return to_text(*shown); });
+  return enqueue(operation, Way::collective, background);
 }
 
 void Group::wait(Operation& operation, double timeout_s) {
@@ -135,8 +139,8 @@ void Group::take_inbox() {
   if (!has_inbox_.load(std::memory_order_acquire)) return;
   std::lock_guard lock(mu_);
   has_inbox_.store(false, std::memory_order_relaxed);
-  for (auto& [operation, collective] : inbox_) {
-    if (collective) collectives_.push_back(operation);
+  for (auto& [operation, way] : inbox_) {
+    if (way == Way::collective) collectives_.push_back(operation);
     else transfers_.push_back(operation);
   }
   inbox_.clear();
@@ -159,30 +163,52 @@ bool Group::poll() {
   bool moved = false;
   try {
     for (auto& [key, port] : ports_) moved |= port->pump();
-    while (!collectives_.empty() && collectives_.front()->advance()) {
-      moved = true;
-      if (!collectives_.front()->finished()) continue;
-      auto error = collectives_.front()->error();
-      collectives_.pop_front();
-      engine_->work_finished();
-      if (error) std::rethrow_exception(error);
-    }
-    for (auto it = transfers_.begin(); it != transfers_.end();) {
-      moved |= (*it)->advance();
-      if (!(*it)->finished()) {
-        ++it;
-        continue;
-      }
-      auto error = (*it)->error();
-      it = transfers_.erase(it);
-      engine_->work_finished();
-      if (error) std::rethrow_exception(error);
-    }
+    moved |= advance_collectives();
+    moved |= advance_transfers();
   } catch (const std::exception&) {
     fail_now(std::current_exception());
     moved = true;
   }
   return moved;
+}
+
+bool Group::advance_collectives() {
+  bool moved = false;
+  while (!collectives_.empty() && collectives_.front()->advance()) {
+    moved = true;
+    OperationPtr operation = collectives_.front();
+    if (!operation->finished()) continue;
+    collectives_.pop_front();
+    engine_->work_finished(*operation);
+    operation->rethrow();
+  }
+  return moved;
+}
+
+bool Group::advance_transfers() {
+  bool moved = false;
+  for (auto it = transfers_.begin(); it != transfers_.end();) {
+    moved |= (*it)->advance();
+    if (!(*it)->finished()) {
+      ++it;
+      continue;
+    }
+    OperationPtr operation = *it;
+    it = transfers_.erase(it);
+    engine_->work_finished(*operation);
+    operation->rethrow();
+  }
+  return moved;
+}
+
+void Group::push_out() {
+  take_inbox();
+  if (failure_) return;
+  try {
+    advance_transfers();
+  } catch (const std::exception&) {
+    fail_now(std::current_exception());
+  }
 }
 
 void Group::fail_now(std::exception_ptr error) {
@@ -213,7 +239,7 @@ void Group::end_operations(std::exception_ptr error) {
   auto end = [&](OperationPtr operation) {
     if (operation->finished()) return;
     operation->fail(error);
-    engine_->work_finished();
+    engine_->work_finished(*operation);
   };
   while (!collectives_.empty()) {
     auto operation = collectives_.front();

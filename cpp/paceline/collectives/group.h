@@ -92,8 +92,12 @@ class Group final : public Pollable {
   class FlushedOrLost;
   class Matched;
 
-  OperationPtr enqueue(OperationPtr operation, bool collective, bool background);
+  enum class Way : uint8_t { collective, send, receive };
+  OperationPtr enqueue(OperationPtr operation, Way way, bool background);
   void take_inbox();
+  bool advance_collectives();  // driver only
+  bool advance_transfers();    // driver only
+  void push_out();             // driver only: starts what was submitted, without looking at what arrives
   void tell_members(const Error& error);    // driver only
   void fail_now(std::exception_ptr error);  // driver only
   void end_operations(std::exception_ptr error);  // driver only
@@ -132,7 +136,7 @@ class Group final : public Pollable {
   std::unique_ptr<Team> team_;  // null when this host has one member
 
   std::mutex mu_;
-  std::deque<std::pair<OperationPtr, bool>> inbox_;  // guarded by mu_: (operation, is collective)
+  std::deque<std::pair<OperationPtr, Way>> inbox_;   // guarded by mu_
   std::exception_ptr failure_;                       // guarded by mu_
   std::vector<std::tuple<int, Lane, std::unique_ptr<Channel>>> new_channels_;  // guarded by mu_
 

@@ -24,8 +24,11 @@ class Group::Matched final : public Wait {
   bool ready() override {
     if (posted_->port) return true;
     // A neighbour's channel may appear at any time while we wait for its announcement.
-    for (int m : group_.local_)
-      if (m != group_.me_ && (posted_->member == kAnySource || posted_->member == m)) group_.open_local_port(m);
+    if (posted_->member == kAnySource) {
+      for (int m : group_.local_) open(m);
+    } else if (group_.is_local(posted_->member)) {
+      open(posted_->member);
+    }
     return group_.try_match(posted_);
   }
   void blockers(std::vector<int>& ranks) const override {
@@ -34,6 +37,9 @@ class Group::Matched final : public Wait {
   }
 
  private:
+  void open(int member) {
+    if (member != group_.me_) group_.open_local_port(member);
+  }
   Group& group_;
   const Posted& posted_;
 };
@@ -64,11 +70,13 @@ OperationPtr Group::submit_send(int member, uint64_t tag, Part part, DType dtype
   message->data = static_cast<std::byte*>(part.data);
   message->bytes = part.count * size_of(dtype);
   message->tag = tag;
-  std::string text = "send of " + std::to_string(part.count) + " " + name_of(dtype) + " to rank " +
-                     std::to_string(global_rank(member)) + " with tag " + std::to_string(tag);
-  return enqueue(std::make_shared<Operation>([=, this] { return send_message(member, message, dtype); },
-                                             [text] { return text; }),
-                 false, background);
+  auto describe = [to = global_rank(member), count = part.count, dtype, tag] {
+    return "send of " + std::to_string(count) + " " + name_of(dtype) + " to rank " + std::to_string(to) +
+           " with tag " + std::to_string(tag);
+  };
+  auto operation = std::make_shared<Operation>(
+      [=, this] { return send_message(member, message, dtype); }, std::move(describe));
+  return enqueue(operation, Way::send, background);
 }
 
 OperationPtr Group::submit_receive(int member, uint64_t tag, Part part, DType dtype,
@@ -80,12 +88,12 @@ OperationPtr Group::submit_receive(int member, uint64_t tag, Part part, DType dt
   posted->message.data = static_cast<std::byte*>(part.data);
   posted->message.bytes = part.count * size_of(dtype);
   posted->source = std::move(source);
-  std::string from = member == kAnySource ? "any rank" : "rank " + std::to_string(global_rank(member));
-  std::string text = "receive of " + std::to_string(part.count) + " " + name_of(dtype) + " from " + from +
-                     " with tag " + std::to_string(tag);
-  return enqueue(std::make_shared<Operation>([=, this] { return receive_message(posted); },
-                                             [text] { return text; }),
-                 false, background);
+  auto describe = [from = member == kAnySource ? -1 : global_rank(member), count = part.count, dtype, tag] {
+    return "receive of " + std::to_string(count) + " " + name_of(dtype) + " from " +
+           (from < 0 ? "any rank" : "rank " + std::to_string(from)) + " with tag " + std::to_string(tag);
+  };
+  auto operation = std::make_shared<Operation>([=, this] { return receive_message(posted); }, std::move(describe));
+  return enqueue(operation, Way::receive, background);
 }
 
 Task Group::send_message(int member, std::shared_ptr<Message> message, DType dtype) {

@@ -119,7 +119,7 @@ void Engine::receive_links() {
 }
 
 bool Engine::try_expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, Fd& fd) {
-  receive_links();
+  if (LocalLink* l = link(rank)) l->receive();
   std::lock_guard lock(parcels_mu_);
   for (auto it = parcels_.begin(); it != parcels_.end(); ++it)
     if (it->rank == rank && it->message.kind == kind && it->message.id == id && it->message.extra == extra) {
@@ -160,13 +160,19 @@ void Engine::detach(Pollable* pollable) {
   as_driver([&] { std::erase(pollables_, pollable); });
 }
 
-void Engine::announce_work(bool background) {
+void Engine::announce_work(const Operation& operation) {
   pending_.fetch_add(1, std::memory_order_seq_cst);
+  if (operation.in_background) background_.fetch_add(1, std::memory_order_seq_cst);
   if (presence_->sleeping.load(std::memory_order_seq_cst)) {
     uint64_t one = 1;
     [[maybe_unused]] ssize_t n = write(doorbell_.get(), &one, sizeof one);
   }
-  if (background) call_progress_thread();
+}
+
+void Engine::work_finished(const Operation& operation) {
+  pending_.fetch_sub(1, std::memory_order_relaxed);
+  if (operation.in_background) background_.fetch_sub(1, std::memory_order_relaxed);
+  wake_watchers();
 }
 
 void Engine::call_progress_thread() {
@@ -183,19 +189,15 @@ int Engine::wait_any(std::span<Operation* const> operations, double timeout_s) {
   if (ready >= 0) return ready;
   double deadline = timeout_s < 1e8 ? now_s() + timeout_s : 1e300;
   do {
-    if (try_take_seat() || watch_driver(operations, deadline)) {
-      std::unique_lock lock(drive_mu_, std::adopt_lock);
-      drive(operations, deadline);
-      lock.unlock();
-      wake_watchers();
-    }
+    if (try_take_seat() || watch_driver(operations, deadline)) run_seated([&] { drive(operations, deadline); });
     ready = first_finished(operations);
   } while (ready < 0 && now_s() < deadline);
-  if (ready >= 0 && pending_.load(std::memory_order_relaxed) > 0) call_progress_thread();
+  if (background_.load(std::memory_order_relaxed) > 0) call_progress_thread();
   return ready;
 }
 
 bool Engine::try_take_seat() {
+  if (contenders_.load(std::memory_order_relaxed)) return false;  // they were here first
   if (drive_mu_.try_lock()) return true;
   // The progress thread drives and may be asleep: whoever waits can do it sooner.
   if (!in_background_.load(std::memory_order_relaxed)) return false;
@@ -238,13 +240,14 @@ void Engine::inspect_all(double now) {
   }
 }
 
-// Drives until one of the operations has finished; without any, as long as something is pending.
+// Drives until one of the operations has finished (without any, as long as something is pending), or somebody
+// wants the seat.
 void Engine::drive(std::span<Operation* const> until, double deadline_s) {
   bool in_background = until.empty();
   double idle_since = 0;  // 0: something moved in the last round
   int rounds = 0;
   for (;;) {
-    if (contenders_.load(std::memory_order_relaxed)) make_room();
+    if (contenders_.load(std::memory_order_relaxed)) return;
     bool moved = poll_all();
     if (in_background ? pending_.load(std::memory_order_relaxed) == 0 : first_finished(until) >= 0) return;
     if (moved) {
@@ -288,34 +291,30 @@ void Engine::take_seat() {
   contenders_.fetch_sub(1, std::memory_order_seq_cst);
 }
 
-void Engine::make_room() {
-  drive_mu_.unlock();
-  while (contenders_.load(std::memory_order_relaxed)) sched_yield();
-  drive_mu_.lock();
-}
-
 void Engine::beat() { presence_->heartbeat.fetch_add(1, std::memory_order_relaxed); }
 
 void Engine::run_progress_thread() {
   pthread_setname_np(pthread_self(), "paceline-io");
   for (;;) {
     beat();
-    std::unique_lock seat(drive_mu_, std::defer_lock);
-    if (pending_.load(std::memory_order_seq_cst) > 0 && seat.try_lock()) {
-      in_background_.store(true, std::memory_order_relaxed);
-      drive({}, now_s() + kBeat_s);
-      in_background_.store(false, std::memory_order_relaxed);
-      seat.unlock();
+    bool is_contended = false;
+    if (pending_.load(std::memory_order_seq_cst) > 0 && drive_mu_.try_lock()) {
+      run_seated([&] {
+        in_background_.store(true, std::memory_order_relaxed);
+        drive({}, now_s() + kBeat_s);
+        is_contended = contenders_.load(std::memory_order_relaxed) > 0;
+        in_background_.store(false, std::memory_order_relaxed);
+      });
       std::lock_guard lock(thread_mu_);
       if (stopping_) return;
-      continue;
+      if (!is_contended) continue;  // to move the heartbeat
+    } else {
+      receive_links();
+      as_driver_if_free([&] {
+        for (Pollable* p : pollables_) p->beat(now_s());
+      });
     }
-    // Idle, or a blocked caller drives and will call when it leaves.
-    receive_links();
-    if (seat.owns_lock() || seat.try_lock()) {
-      for (Pollable* p : pollables_) p->beat(now_s());
-      seat.unlock();
-    }
+    // Idle, or somebody else drives and will call when it leaves.
     std::unique_lock lock(thread_mu_);
     thread_cv_.wait_for(lock, std::chrono::duration<double>(kBeat_s), [this] { return stopping_ || wanted_; });
     if (stopping_) return;

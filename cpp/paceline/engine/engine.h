@@ -4,9 +4,10 @@
 // Threads. At any moment at most one thread is the DRIVER (holder of drive_mu_): it alone resumes fibers and
 // touches driver-only state. A thread that blocks on an operation becomes the driver itself when the seat is
 // free or the progress thread's: a blocking call then costs no thread switch. When another blocked thread has
-// the seat, it WATCHES: it sleeps until that one has finished an operation or leaves the seat. Otherwise the
-// progress thread drives, as long as operations are pending; when there is nothing to do it only moves the
-// heartbeat.
+// the seat, it WATCHES: it sleeps until that one has finished an operation or leaves the seat. The progress
+// thread is for operations IN THE BACKGROUND: it is called when such a one is pending and nobody drives, and
+// gives up the seat to whoever wants it. The others it looks after as well, but only when it moves the
+// heartbeat, a few times a second: their callers are about to wait, and to drive, themselves.
 //
 // Waiting. The driver polls; if nothing moves it spins briefly, then yields the core, then announces that it
 // sleeps and blocks in epoll on its doorbell and sockets. More processes than cores is normal: then it hardly
@@ -70,13 +71,11 @@ class Engine {
   void detach(Pollable* pollable);
   void watch(int fd);  // wake the sleeping driver when this socket changes
 
-  // One more operation is pending. In the background: the progress thread must drive it, because no
-  // caller is going to wait for it right away.
-  void announce_work(bool background);
-  void work_finished() {
-    pending_.fetch_sub(1, std::memory_order_relaxed);
-    wake_watchers();
-  }
+  // One more operation is pending, and known to its group.
+  void announce_work(const Operation& operation);
+  void work_finished(const Operation& operation);
+  // Sees that somebody drives what is pending in the background.
+  void call_progress_thread();
   // Blocks until one of these operations has finished, well or badly; the index of the first that has, or
   // -1 when the time is over.
   int wait_any(std::span<Operation* const> operations, double timeout_s);
@@ -89,8 +88,13 @@ class Engine {
   template <class F>
   void as_driver(F f) {
     take_seat();
-    std::unique_lock lock(drive_mu_, std::adopt_lock);
-    f();
+    run_seated(f);
+    if (background_.load(std::memory_order_relaxed) > 0) call_progress_thread();
+  }
+  // The same if nobody else is.
+  template <class F>
+  void as_driver_if_free(F f) {
+    if (contenders_.load(std::memory_order_relaxed) == 0 && drive_mu_.try_lock()) run_seated(f);
   }
 
   // Tells the neighbours that this process leaves in good order.
@@ -110,8 +114,14 @@ class Engine {
   void sleep();
   void inspect_all(double now);
   void take_seat();
-  void make_room();
-  void call_progress_thread();
+  template <class F>
+  void run_seated(F f) {
+    {
+      std::unique_lock lock(drive_mu_, std::adopt_lock);
+      f();
+    }
+    wake_watchers();
+  }
   void run_progress_thread();
   void beat();
 
@@ -127,7 +137,8 @@ class Engine {
   std::atomic<bool> in_background_{false};  // the progress thread has the seat
   std::vector<Pollable*> pollables_;     // driver only
   double inspected_s_ = 0;               // driver only
-  std::atomic<int> pending_{0};
+  std::atomic<int> pending_{0};          // operations that have not finished
+  std::atomic<int> background_{0};       // those of them in the background
   std::atomic<int> watchers_{0};         // threads that wait while another one drives
   std::atomic<uint32_t> events_{0};      // moves when something has happened that watchers wait for
 

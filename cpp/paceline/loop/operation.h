@@ -29,6 +29,7 @@ class Operation {
   std::string describe() const { return describe_(); }
   double age_s() const { return now_s() - submitted_s_; }
   double next_warning_s = 0;  // driver only
+  bool in_background = false;  // nobody is going to wait for it right away; set before it is submitted
 
   // Any thread.
   bool finished() const { return finished_.load(std::memory_order_acquire); }
