@@ -26,7 +26,7 @@ NUM_WORKERS = 2
 PS_LITE_GB_PER_S = 1.5
 _LIMIT_MODES = ("two passes", "one pass", "one pass, streams", "one process")
 _LIMIT = Path(__file__).resolve().parent.parent / "server_limit.cc"
-_OURS = {"paceline": "paceline", "paceline-ordinary": "paceline, any tensor"}
+_OURS = {"paceline": "paceline async", "paceline-ps": "paceline ps"}
 _RPC = {"rpc": "torch rpc", "rpc-tcp": "torch rpc, TCP only"}
 ALL, FEW = (*_OURS, *_RPC), ("paceline", "rpc")
 

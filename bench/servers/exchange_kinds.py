@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from servers.values import Array
+from servers.values import RATE, Array
 
 
 class Subject(Protocol):
@@ -68,7 +68,62 @@ class TorchRpc(_Place):
         return self._params.numpy()  # type: ignore[no-any-return]
 
 
+class PacelineTable(_Place):
+    """What our server paces do between backward and the next forward, with one bucket."""
+
+    def __init__(self, pace: str) -> None:
+        import paceline as pl
+
+        super().__init__()
+        torch.set_num_threads(1)
+        pl.init()
+        self.version, self._pace = f"paceline {pl.__version__}", pace
+
+    def prepare(self, count: int) -> None:
+        import paceline as pl
+        from paceline.job import current
+        from paceline.pace.parse import parse
+        from paceline.pace.server import rule_of
+        from paceline.ps.remote_table import Held, Item, RemoteTable
+        from paceline.ps.spec import OptimizerSpec
+
+        self._grad, self._params = pl.empty(count), pl.empty(count).zero_()
+        rule = rule_of(parse(self._pace))
+        average = pl.empty(count) if rule.aggregate else None
+        held = [Held("params", 0, 0, count, (count,))]
+        items = [Item("params", held, self._grad, self._params, average)]
+        # A mean, times the number of workers, is the sum that asynchronous pushes add up to.
+        rate = RATE * self.num_workers if rule.aggregate else RATE
+        optimizer = OptimizerSpec("SGD", ({"lr": rate},))
+        workers = range(self.num_workers)
+        self._table = RemoteTable(
+            current().servers, workers, f"bench {count}", items, optimizer, rule
+        )
+        for worker in workers:  # the first one makes the table, the others join it
+            if worker == self.rank:
+                self._table.open()
+                if worker == 0:
+                    self._table.assign(0)
+            pl.world().barrier()
+
+    def push_pull(self) -> None:
+        pushed = self._table.push(0)
+        if self._table.rule.aggregate:
+            pushed.wait()
+        self._table.commit(None).wait()
+
+    @property
+    def grad(self) -> Array:
+        return self._grad.numpy()  # type: ignore[no-any-return]
+
+    @property
+    def params(self) -> Array:
+        return self._params.numpy()  # type: ignore[no-any-return]
+
+
 def make(kind: str) -> Subject:
+    if kind in ("paceline", "paceline-ps"):
+        return PacelineTable("async" if kind == "paceline" else "ps")
     if kind in ("rpc", "rpc-tcp"):
         return TorchRpc(tcp_only=kind == "rpc-tcp")
     raise ValueError(f"there is no contender {kind!r}")
