@@ -34,14 +34,15 @@ _ALL_REDUCE = ("replicated", "sharded")
 _TENSORFLOW = Path(__file__).parent / "peers" / "tensorflow" / "bin" / "python"
 _PLAN = Plan(100_000_000, rounds=8, samples=3)
 _QUICK_PLAN = Plan(10_000_000, rounds=2, samples=2)
-_EFFORT = Effort(rounds=5, horizon_s=6.0, learning_s=8.0)
+_EFFORT = Effort(rounds=5, horizon_s=8.0, learning_s=8.0)
 _QUICK_EFFORT = Effort(rounds=1, horizon_s=0.8, learning_s=1.6, rates=(0.4,))
 _NAMES = (DDP, *_ALL_REDUCE, "ps", "async", "ssp")
+_QUICK_NAMES = (DDP, "sharded", "ps", "async")
 
 
 def measure_training(options: argparse.Namespace) -> Comparison:
     """Train the MLP with all contenders, in turns."""
-    names, python = list(_NAMES), options.tensorflow_python
+    names, python = [*(_QUICK_NAMES if options.quick else _NAMES)], options.tensorflow_python
     if python.exists():
         names.append("tensorflow")
     else:

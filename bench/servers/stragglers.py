@@ -24,7 +24,7 @@ NUM_WORKERS, SLOW_FACTOR, CHANCE = 4, 4.0, 0.1
 PACES = ("ps", "ssp:3", "async")
 RATES = (0.1, 0.2, 0.4, 0.8)  # learning rates, of which each pace gets its best
 TARGET_LOSS = 0.2
-_BASE_S = 0.04  # of an ordinary step when throughput is measured
+_BASE_S = 0.05  # of an ordinary step when throughput is measured
 _LEARNING_BASE_S = 0.02
 
 
