@@ -288,16 +288,25 @@ def started_processes(
         Ranks(processes).close()
 
 
+def _serve() -> None:
+    from paceline import serve
+
+    status = serve.main()
+    assert status == 0, f"the server ended with {status}"
+
+
 @contextlib.contextmanager
 def job_environs(
-    world_size: int, hosts: Hosts = 1, env: Mapping[str, str] | None = None
+    world_size: int, hosts: Hosts = 1, env: Mapping[str, str] | None = None, servers: int = 0
 ) -> Iterator[list[dict[str, str]]]:
-    """Run a coordinator, as the launcher does; yield the environment of every rank.
+    """Run a coordinator, as the launcher does; yield the environment of every process.
 
-    `hosts` is a number of hosts, filled one after the other, or the host of each rank. Ranks that
-    pretend to be on different hosts do not share memory and talk over TCP.
+    Workers come first, then the servers. `hosts` is a number of hosts, over which workers and
+    servers are spread one after the other, or the host of each process. Those that pretend to be on
+    different hosts do not share memory and talk over TCP.
     """
-    host_of = _placement(world_size, hosts)
+    num_processes = world_size + servers
+    host_of = _placement(num_processes, hosts)
     with tempfile.TemporaryDirectory(prefix=f"paceline-test-{os.getpid()}-") as directory:
         secret_file = create_secret_file(Path(directory))
         secret = load_secret(secret_file)
@@ -305,7 +314,7 @@ def job_environs(
         coordinator = CoordinatorThread(
             f"test-{os.path.basename(directory)}",
             secret,
-            world_size,
+            num_processes,
             float(limits.get("PACELINE_JOIN_TIMEOUT_S", 30)),
             liveness_s=float(limits.get("PACELINE_LIVENESS_S", 5)),
         )
@@ -314,20 +323,35 @@ def job_environs(
             yield [
                 {
                     **_base_environ(directory),
-                    "PACELINE_RANK": str(rank),
-                    "PACELINE_WORLD_SIZE": str(world_size),
-                    "PACELINE_LOCAL_RANK": str(host_of[:rank].count(host_of[rank])),
-                    "PACELINE_LOCAL_WORLD_SIZE": str(host_of.count(host_of[rank])),
+                    **_place(rank, world_size, servers, host_of),
                     "PACELINE_COORDINATOR": address,
                     "PACELINE_JOB": f"test-{os.path.basename(directory)}",
                     "PACELINE_SECRET_FILE": str(secret_file),
                     **({"PACELINE_HOST_ID": f"h{host_of[rank]}"} if len(set(host_of)) > 1 else {}),
                     **limits,
                 }
-                for rank in range(world_size)
+                for rank in range(num_processes)
             ]
         finally:
             coordinator.stop()
+
+
+def _place(rank: int, world_size: int, servers: int, host_of: Sequence[int]) -> dict[str, str]:
+    if rank >= world_size:
+        return {
+            "PACELINE_ROLE": "server",
+            "PACELINE_RANK": str(rank - world_size),
+            "PACELINE_WORLD_SIZE": str(world_size),
+            "PACELINE_SERVERS": str(servers),
+        }
+    workers = host_of[:world_size]
+    return {
+        "PACELINE_RANK": str(rank),
+        "PACELINE_WORLD_SIZE": str(world_size),
+        "PACELINE_LOCAL_RANK": str(workers[:rank].count(host_of[rank])),
+        "PACELINE_LOCAL_WORLD_SIZE": str(workers.count(host_of[rank])),
+        **({"PACELINE_SERVERS": str(servers)} if servers else {}),
+    }
 
 
 def _placement(world_size: int, hosts: Hosts) -> list[int]:
@@ -351,11 +375,16 @@ def started(
     *arguments: Any,
     hosts: Hosts = 1,
     env: Mapping[str, str] | None = None,
+    servers: int = 0,
 ) -> Iterator[Ranks]:
-    """Start a job whose ranks call `body(world group, *arguments)`; yield it while it runs."""
-    with job_environs(world_size, hosts, env) as environs:
+    """Start a job whose ranks call `body(world group, *arguments)`; yield it while it runs.
+
+    With parameter servers those are the processes behind the workers.
+    """
+    with job_environs(world_size, hosts, env, servers) as environs:
         joining = (_unpack_and_join, (pack(body), arguments))
-        with started_processes([joining] * world_size, environs) as ranks:
+        serving: tuple[Callable[..., Any], tuple[Any, ...]] = (_serve, ())
+        with started_processes([joining] * world_size + [serving] * servers, environs) as ranks:
             yield ranks
 
 
@@ -365,11 +394,12 @@ def run_ranks(
     *arguments: Any,
     hosts: Hosts = 1,
     env: Mapping[str, str] | None = None,
+    servers: int = 0,
     timeout_s: float = 60.0,
 ) -> list[Any]:
     """Run `body(world group, *arguments)` in every rank of a new job; return their results."""
-    with started(world_size, body, *arguments, hosts=hosts, env=env) as ranks:
-        return ranks.values(timeout_s)
+    with started(world_size, body, *arguments, hosts=hosts, env=env, servers=servers) as ranks:
+        return ranks.values(timeout_s)[:world_size]
 
 
 def outcomes_of(
@@ -378,10 +408,11 @@ def outcomes_of(
     *arguments: Any,
     hosts: Hosts = 1,
     env: Mapping[str, str] | None = None,
+    servers: int = 0,
     timeout_s: float = 60.0,
 ) -> list[Outcome]:
-    """Like run_ranks, for ranks that may fail: return what became of each."""
-    with started(world_size, body, *arguments, hosts=hosts, env=env) as ranks:
+    """Like run_ranks, for ranks that may fail: return what became of each process."""
+    with started(world_size, body, *arguments, hosts=hosts, env=env, servers=servers) as ranks:
         return ranks.wait(timeout_s)
 
 

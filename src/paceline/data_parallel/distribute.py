@@ -98,21 +98,22 @@ def distribute(
     return model, optimizer
 
 
-def _choose(
-    job: Job, pace: str, given: Mapping[str, str | float]
-) -> tuple[Options, PaceSpec]:
+def _choose(job: Job, pace: str, given: Mapping[str, str | float]) -> tuple[Options, PaceSpec]:
     """Combine the script's pace and arguments with what the command line says, which wins."""
     mine = parse(pace)
     told = requested_pace()
     asked = mine if told is None else parse(told)
-    options = {**given, **mine.options}
+    written = mine.options
     if asked.name != mine.name:  # the script's options that the other pace has as well still hold
-        options = {k: v for k, v in options.items() if k in KNOWN[asked.name].options}
+        known = KNOWN[asked.name].options
+        given = {key: value for key, value in given.items() if key in known}
+        written = {key: value for key, value in written.items() if value in known.get(key, ())}
+    full = PaceSpec(asked.name, asked.number, {**written, **asked.options})
     if told is not None and job.env.rank == 0 and str(asked) != str(mine):
         _say(f"pace {asked} from the command line instead of the script's {mine}")
     if asked.name in NEEDS_SERVERS and not job.servers:
         _do_without_servers(job, asked)
-    return Options.of(asked, options), asked
+    return Options.of(full, given), asked
 
 
 def _do_without_servers(job: Job, asked: PaceSpec) -> None:

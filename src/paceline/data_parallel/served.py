@@ -56,7 +56,7 @@ class ServedUpdate:
         self._told: list[dict[str, Any]] | None = None
         self._grad_versions: dict[Slot, tuple[bool, int]] = {}  # had a gradient, its version
         self._param_versions: dict[Slot, int] = {}
-        self._has_warned = False
+        self._has_warned = self._has_turn = False
         self.waited_s = 0.0
 
     def add(self, buckets: Sequence[Bucket]) -> None:
@@ -75,6 +75,12 @@ class ServedUpdate:
         result = self._run_hooks_of(step)
         self._finish(self._exchange.commit(self._settings()).wait)
         return result
+
+    def before_forward(self) -> None:
+        """Take the first turn: later ones come with the answers to commits."""
+        if self._rule.unit == "version" and not self._has_turn:
+            self._has_turn = True
+            self._finish(self._exchange.pull(in_turn=True).wait)
 
     def pull(self) -> None:
         """Read the newest parameters, without a step."""
@@ -129,7 +135,7 @@ class ServedUpdate:
     def _tell_gradients(self, bucket: Bucket) -> None:
         absent = [n for n, slot in enumerate(bucket.slots) if slot.param.grad is None]
         if not self._rule.aggregate:
-            self._exchange.push(bucket, absent)
+            self._exchange.push(bucket, absent).wait()
             return
         if bucket.host_averaged is not None:
             bucket.host_averaged.shared.copy_(bucket.averaged)
@@ -206,7 +212,7 @@ class LocalOptimizer(ServedUpdate):
                 torch.sub(bucket.params, outbox, out=outbox)
             else:
                 outbox.copy_(bucket.params)
-            self._exchange.push(bucket, [])
+            self._exchange.push(bucket, []).wait()
         self._finish(self._exchange.commit(None).wait)
         return result
 

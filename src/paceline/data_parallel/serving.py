@@ -53,9 +53,7 @@ class Serving:
         self.exchange = ServerExchange(self.rule)
         kind = ServedUpdate if self.rule.push == "grad" else LocalOptimizer
         self.update = kind(optimizer, self.exchange, workers, self.rule, len(job.servers))
-        self.state = (
-            ServedState(optimizer, self.exchange) if self.rule.push == "grad" else None
-        )
+        self.state = ServedState(optimizer, self.exchange) if self.rule.push == "grad" else None
 
     @property
     def balance(self) -> str:

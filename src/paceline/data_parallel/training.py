@@ -64,9 +64,7 @@ class Training:
             self._serving = Serving(job, group, optimizer, pace, options)
         self._shares_params = self._wants_sharing(optimizer)
         self.health = Health(group, options, on_servers=self._serving is not None)
-        self.reducer = Reducer(
-            group, self._serving.exchange if self._serving else AllReduce(group)
-        )
+        self.reducer = Reducer(group, self._serving.exchange if self._serving else AllReduce(group))
         self.reducer.after_exchange = self._look_at_gradients
         self.reducer.keeps_sparse = options.nonfinite != "ignore"
         self._housing = Housing(
@@ -171,6 +169,8 @@ class Training:
         if not torch.is_grad_enabled():  # perhaps one rank alone, which must not wait for others
             return
         self.reducer.require_clean()
+        if self._serving is not None:
+            self._serving.update.before_forward()
         changed = [p for p, wanted in self._known.items() if p.requires_grad is not wanted]
         if not changed:
             return

@@ -23,8 +23,9 @@ from paceline.work import Work
 
 
 def rule_of(pace: PaceSpec, **options: Any) -> Rule:
-    """Return the rule of a server pace; ssp:0 is `ps`, because a bound of 0 is lockstep."""
-    if pace.name == "ps" or (pace.name == "ssp" and pace.number == 0):
+    """Return the rule of a server pace; ssp:0 is `ps`, because a bound of 0 clocks is lockstep."""
+    is_lockstep = pace.name == "ssp" and pace.number == 0 and options.get("unit") != "version"
+    if pace.name == "ps" or is_lockstep:
         return Rule(bound=0, aggregate=True, **options)
     if pace.name == "async":
         return Rule(bound=None, **options)
@@ -95,9 +96,9 @@ class ServerExchange:
         """End the step; done when fresh values are in the buckets' `params`."""
         return Together([table.commit(settings) for table in self.tables]).work()
 
-    def pull(self) -> Work[list[list[m.Reply]]]:
+    def pull(self, *, in_turn: bool = False) -> Work[list[list[m.Reply]]]:
         """Read the newest values into the buckets' `params`, without a step."""
-        return Together([table.pull() for table in self.tables]).work()
+        return Together([table.pull(in_turn=in_turn) for table in self.tables]).work()
 
     def reconfigure(self, membership: Membership) -> None:
         """Servers notice by themselves which workers are gone."""

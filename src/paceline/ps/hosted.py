@@ -113,9 +113,7 @@ class Hosted:
                 following.append(out)
         return following
 
-    def _on_the_wire(
-        self, use: str, worker: int, shard: int, values: torch.Tensor
-    ) -> torch.Tensor:
+    def _on_the_wire(self, use: str, worker: int, shard: int, values: torch.Tensor) -> torch.Tensor:
         dtype = wire_dtype(self.seats[worker], self.table.spec.shards[shard].dtype)
         return self.staging(use, worker, shard, dtype).copy_(values)
 

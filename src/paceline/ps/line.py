@@ -28,7 +28,6 @@ from paceline.work import Work
 _REMEMBERED = 64  # answers; a worker has fewer questions under way
 
 
-
 @dataclass(frozen=True)
 class Landing:
     """Where the tensors of a request are: already there (on one host), or to be received."""

@@ -76,11 +76,12 @@ class ServerLink:
 
     def tell(
         self, make: Callable[[int], m.AnyRequest], payload: Sequence[torch.Tensor] = ()
-    ) -> None:
-        """Send a request that has no reply."""
+    ) -> list[Work[None]]:
+        """Send a request that has no reply; return the Works of its payload, which is read until
+        they are done."""
         with self._mu:
             self._seq += 1
-            self._send(make(self._seq), self._seq, payload)
+            return self._send(make(self._seq), self._seq, payload)
 
     def leave(self) -> None:
         """Tell the server that nothing more will come, and give up the line."""
@@ -90,18 +91,24 @@ class ServerLink:
             pass
         self._group.close()
 
-    def _send(self, request: m.AnyRequest, seq: int, payload: Sequence[torch.Tensor]) -> None:
+    def _send(
+        self, request: m.AnyRequest, seq: int, payload: Sequence[torch.Tensor]
+    ) -> list[Work[None]]:
         frame, rest = m.to_frames(request)
         self._try(lambda: self._group.send(frame, self._peer, tag=m.REQUEST, async_op=True))
         if rest is not None:
             self._try(lambda: self._group.send(rest, self._peer, tag=m.REQUEST_REST, async_op=True))
+        works = []
         for number, tensor in enumerate(payload):
             tag = m.payload_tag(seq, number)
-            self._try(
+            work = self._try(
                 lambda tensor=tensor, tag=tag: self._group.send(  # type: ignore[misc]
                     tensor, self._peer, tag=tag, async_op=True
                 )
             )
+            assert isinstance(work, Work)
+            works.append(Work(_Answer(work.handle, self._lost), lambda: None, work))
+        return works
 
     def _finish(
         self,

@@ -127,12 +127,14 @@ class Commit(Request, frozen=True):
     table: int
     clock: int
     settings: tuple[dict[str, Any], ...] | None = None  # of the param groups; None: as before
+    reads: bool = True  # False: answered at once, without values
 
 
 class Pull(Request, frozen=True):
-    """Read the newest values, whatever the clocks say."""
+    """Read the newest values: at once, or `in_turn`, when the clocks allow it."""
 
     table: int
+    in_turn: bool = False
 
 
 class Follow(Request, frozen=True):

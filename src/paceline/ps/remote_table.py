@@ -159,8 +159,13 @@ class RemoteTable:
     # -- a step -------------------------------------------------------------------------------
 
     def push(self, number: int, absent: Sequence[int] = ()) -> Work[Any]:
-        """Hand over an item's gradients; done when the average is there, if the table averages."""
-        item, works = self.items[number], []
+        """Hand over an item's gradients.
+
+        Done when the average is there, or, if the table averages nothing, when the gradients may be
+        changed again; on one host, where they are read in place, they may be changed until the
+        commit.
+        """
+        item, works = self.items[number], list[Any]()
         for shard in self._shards[number]:
             grad = self._cast("grad", shard, shard.of(item.grads))
 
@@ -168,12 +173,10 @@ class RemoteTable:
                 seq: int, table: int, where: m.Where | None, shard: _Shard = shard, grad=grad
             ) -> m.Push:
                 dtype = _name(grad.dtype)
-                return m.Push(
-                    seq, table, shard.number, self.clock + 1, where, dtype, tuple(absent)
-                )
+                return m.Push(seq, table, shard.number, self.clock + 1, where, dtype, tuple(absent))
 
             if not self.rule.aggregate:
-                self._tell(shard, grad, make)
+                works += self._tell(shard, grad, make)
                 continue
             average = None if item.average is None else shard.of(item.average)
             landing = None if average is None else self._landing("average", shard, average)
@@ -184,11 +187,12 @@ class RemoteTable:
     def replace(self, number: int, absent: Sequence[int]) -> None:
         """Put this worker's (changed) average in the place of the servers'. Blocks."""
         item = self.items[number]
-        assert item.average is not None
+        average = item.average if item.home is None else item.home[1]
+        assert average is not None
         works = [
             self._ask(
                 shard,
-                shard.of(item.average),
+                shard.of(average),
                 lambda seq, table, where, n=shard.number: m.Replace(  # type: ignore[misc]
                     seq, table, n, where, tuple(absent)
                 ),
@@ -201,11 +205,22 @@ class RemoteTable:
         """End the step; done when fresh values are in every item's `params`."""
         self.clock += 1
         told = None if settings is None else tuple(settings)
-        return self._read(lambda seq, table: m.Commit(seq, table, self.clock, told))
+        if not self._takes_turns:
+            return self._read(lambda seq, table: m.Commit(seq, table, self.clock, told))
+        commits = [
+            self._links[index].ask(
+                lambda seq, n=number: m.Commit(seq, n, self.clock, told, reads=False)  # type: ignore[misc]
+            )
+            for index, number in self._numbers.items()
+        ]
+        ended = Together(commits)
+        ended.wait()
+        self.pull(in_turn=True).wait()
+        return ended.work()
 
-    def pull(self) -> Work[list[m.Reply]]:
-        """Read the newest values into every item's `params`."""
-        return self._read(lambda seq, table: m.Pull(seq, table))
+    def pull(self, *, in_turn: bool = False) -> Work[list[m.Reply]]:
+        """Read the newest values into every item's `params`, at once or when the rule allows it."""
+        return self._read(lambda seq, table: m.Pull(seq, table, in_turn))
 
     def follow(self, after: int) -> Work[list[m.Reply]]:
         """Wait for a version above `after`, on any one server that has part of the table."""
@@ -238,7 +253,19 @@ class RemoteTable:
             else:
                 pairs = zip(landings, values, strict=True)
                 works.append(_Landed(work, [(a, b) for a, b in pairs if a is not b]))
+            if self._takes_turns:
+                works[-1].wait()
         return Together(works).work()
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether servers must be asked one after the other.
+
+        A bound in versions lets some workers read at a time. If two asked two servers at once, each
+        could be let in by one of them and wait for the other (clock.py). For the same reason a step
+        is committed on all servers before any of them is asked again.
+        """
+        return self.rule.unit == "version" and self.rule.bound is not None
 
     def _ask(
         self,
@@ -260,10 +287,10 @@ class RemoteTable:
         shard: _Shard,
         tensor: torch.Tensor,
         make: Callable[[int, int, m.Where | None], m.AnyRequest],
-    ) -> None:
+    ) -> list[Work[None]]:
         link, table = shard.link, self._numbers[shard.link.index]
         where = link.locate(tensor)
-        link.tell(
+        return link.tell(
             lambda seq: make(seq, table, where), payload=() if where is not None else (tensor,)
         )
 

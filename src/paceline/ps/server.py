@@ -20,9 +20,17 @@ import torch
 from paceline import _core
 from paceline.collectives.memory import allocate
 from paceline.collectives.topology import Fabric
-from paceline.errors import BadFrame, PacelineError, PeerError, ShapeMismatch, UnknownKey, UsageError
+from paceline.errors import (
+    BadFrame,
+    PacelineError,
+    PeerError,
+    ShapeMismatch,
+    UnknownKey,
+    UsageError,
+)
 from paceline.ps import messages as m
 from paceline.ps.hosted import Hosted, Parked, dtype_of, view, wire_dtype
+from paceline.ps.ledger import Outcome
 from paceline.ps.line import Arrival, Landing, Line
 from paceline.ps.state_wire import landing, read_state, write_state
 from paceline.ps.table import Table
@@ -105,7 +113,9 @@ class Server:
         hosted = self.find(request.table)
         spec = hosted.spec_of(request.shard)
         if request.where is not None:
-            return Landing([view(self._fabric.engine, request.where, spec.count, _dtype(request, spec.dtype))])
+            return Landing(
+                [view(self._fabric.engine, request.where, spec.count, _dtype(request, spec.dtype))]
+            )
         dtype = wire_dtype(hosted.seats[line.worker], spec.dtype)
         return Landing([hosted.staging("push", line.worker, request.shard, dtype)], follow=True)
 
@@ -158,12 +168,19 @@ class Server:
         if refusal is not None:
             hosted.table.discard(line.worker)
             raise refusal
-        hosted.readers[line.worker] = Parked(line, request.seq, time.monotonic())
         hosted.table.commit(line.worker, request.clock, request.settings)
+        if request.reads:
+            hosted.readers[line.worker] = Parked(line, request.seq, time.monotonic())
+        else:
+            self._answer(line, request.seq, **_ending(hosted.table.outcome(line.worker)))
         self._release(hosted)
 
     def on_pull(self, line: Line, request: m.Pull, _: Sequence[torch.Tensor]) -> None:
         hosted = self.find(request.table)
+        if request.in_turn:
+            hosted.readers[line.worker] = Parked(line, request.seq, time.monotonic())
+            self._release(hosted)
+            return
         following = hosted.values_for(line.worker)
         self._answer(line, request.seq, following, version=hosted.table.version)
 
@@ -220,20 +237,13 @@ class Server:
     def _release(self, hosted: Hosted) -> None:
         """Answer the commits of whoever may read now, and whoever follows the version."""
         table = hosted.table
-        for worker in [worker for worker in hosted.readers if table.may_read(worker)]:
+        for worker in list(hosted.readers):  # first come, first served
+            if not table.may_read(worker):  # each read may take another's turn
+                continue
             parked = hosted.readers.pop(worker)
             outcome = table.outcome(worker)
             following = hosted.values_for(worker)
-            self._answer(
-                parked.line,
-                parked.seq,
-                following,
-                error=outcome.error,
-                text=outcome.text,
-                notice=outcome.notice,
-                version=outcome.version,
-                staleness=outcome.staleness,
-            )
+            self._answer(parked.line, parked.seq, following, **_ending(outcome))
         for parked in [one for one in hosted.followers if table.version > one.after]:
             hosted.followers.remove(parked)
             self._answer(parked.line, parked.seq, version=table.version)
@@ -302,6 +312,16 @@ HANDLERS: Mapping[type, Callable[[Server, Line, Any, Sequence[torch.Tensor]], No
 
 def _dtype(request: m.Assign | m.Push | m.Replace, shard_dtype: str) -> torch.dtype:
     return dtype_of(request.dtype if isinstance(request, m.Push) else shard_dtype)
+
+
+def _ending(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "error": outcome.error,
+        "text": outcome.text,
+        "notice": outcome.notice,
+        "version": outcome.version,
+        "staleness": outcome.staleness,
+    }
 
 
 def _names(noun: str, numbers: Iterable[int]) -> str:

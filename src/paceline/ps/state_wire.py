@@ -22,9 +22,7 @@ _DTYPES = {
 }
 
 
-def read_state(
-    table: Table, shard: int
-) -> tuple[tuple[m.Entry, ...], list[torch.Tensor]]:
+def read_state(table: Table, shard: int) -> tuple[tuple[m.Entry, ...], list[torch.Tensor]]:
     """Return a shard's state as entries and the tensors that follow."""
     return to_entries(table.state(shard))
 
