@@ -56,7 +56,7 @@ class ForkedProcess:
         self.link = close_in_children(ours)  # no child, this one or another, may keep it open
         launcher = os.getpid()
         try:
-            self.pid = _fork()
+            self.pid = fork_quietly()
         except OSError as error:
             raise LaunchError(
                 f"{seat} could not be started: {error.strerror}; check the limits with `paceline"
@@ -149,7 +149,8 @@ class ForkedProcess:
         )
 
 
-def _fork() -> int:
+def fork_quietly() -> int:
+    """Fork without unwritten output, and without the warning about threads."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()  # else the child would write it once more

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from paceline.config import inherited_environ, requested_pace
 from paceline.errors import ConfigError, UsageError
+from paceline.launch.forked import fork_quietly
 from paceline.launch.seat import Seat, seats
 from paceline.launch.servers import MAX_SERVERS
 from paceline.launch.spec import MAX_LOCAL_WORKERS, RESERVED
@@ -74,7 +75,7 @@ def refuse_stuck_threads(threads: int) -> None:
     """
     if threads == 1 or "torch" not in sys.modules:
         return
-    torch, pid = sys.modules["torch"], os.fork()
+    torch, pid = sys.modules["torch"], fork_quietly()
     if pid == 0:
         try:
             torch.set_num_threads(threads)
