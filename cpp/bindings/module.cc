@@ -120,6 +120,7 @@ int wait_any(nb::sequence works, std::optional<double> timeout_s) {
     if (engine && engine != &work.group->engine())
       throw Error(ErrorKind::usage, "wait_any: the works belong to different engines");
     engine = &work.group->engine();
+    if (work.done()) return int(operations.size());
     operations.push_back(work.operation.get());
   }
   if (!engine) throw Error(ErrorKind::usage, "wait_any: the list of works is empty, so none can ever finish");

@@ -168,20 +168,35 @@ def test_several_threads_wait_at_once() -> None:
     run_ranks(2, body)
 
 
+def test_what_nobody_waits_for_goes_on_all_the_same() -> None:
+    def body(group: Group) -> None:
+        if group.rank == 1:
+            return group.send(torch.arange(1 << 20), 0, tag=1)
+        standing = Standing(group, 1, 1 << 20)
+        while not standing.work.done():
+            time.sleep(0.01)
+        standing.work.wait()
+        assert torch.equal(standing.buffer, torch.arange(1 << 20))
+
+    for hosts in (1, 2):
+        run_ranks(2, body, hosts=hosts)
+
+
 def test_what_cannot_be_waited_for() -> None:
     def body(group: Group) -> None:
         with pytest.raises(UsageError, match="empty"):
             _core.wait_any([], 1.0)
         with pytest.raises(UsageError, match="not int"):
             _core.wait_any([3], 1.0)  # type: ignore[list-item]
-        other = _core.Engine(1, 1, 10.0, 5.0, 2.0)
-        alone = _core.Group(other, 1, 1, [1], [0], 10.0)
-        barrier = (_core.KINDS.index("barrier"), 0, 0, 0, [], [], ())
-        works = [each.start(*barrier) for each in (group._core, alone)]
+        groups = []
+        for rank in (0, 1):
+            engine = _core.Engine(rank, 1, 10.0, 5.0, 2.0)
+            groups.append(_core.Group(engine, 1, 1, [rank, 2], [rank, 2], 10.0))
+        number = torch.zeros(1, dtype=torch.int64)
+        works = [each.start_receive(1, 0, number.data_ptr(), 1, INT64) for each in groups]
         with pytest.raises(UsageError, match="different engines"):
             _core.wait_any(works, 1.0)
-        for work in works:
-            work.wait()
-        alone.close()
+        for each in groups:
+            each.close()
 
     run_ranks(1, body)

@@ -24,11 +24,7 @@ class Group::Matched final : public Wait {
   bool ready() override {
     if (posted_->port) return true;
     // A neighbour's channel may appear at any time while we wait for its announcement.
-    if (posted_->member == kAnySource) {
-      for (int m : group_.local_) open(m);
-    } else if (group_.is_local(posted_->member)) {
-      open(posted_->member);
-    }
+    if (!is_open_) is_open_ = open_ports();
     return group_.try_match(posted_);
   }
   void blockers(std::vector<int>& ranks) const override {
@@ -37,11 +33,19 @@ class Group::Matched final : public Wait {
   }
 
  private:
-  void open(int member) {
-    if (member != group_.me_) group_.open_local_port(member);
+  bool open_ports() {
+    bool all = true;
+    auto open = [&](int member) {
+      if (member != group_.me_ && !group_.open_local_port(member)) all = false;
+    };
+    if (posted_->member == kAnySource) std::for_each(group_.local_.begin(), group_.local_.end(), open);
+    else if (group_.is_local(posted_->member)) open(posted_->member);
+    return all;
   }
+
   Group& group_;
   const Posted& posted_;
+  bool is_open_ = false;
 };
 
 // Until what was queued on a port has left: an eager message is complete before it is sent.
