@@ -62,7 +62,7 @@ def _show_learning(learnings: list[Learning]) -> None:
     for pace in PACES:
         times = {one.rate: one.reached_s for one in learnings if one.pace == pace}
         winner = best(learnings, pace)
-        texts = [_seconds(times.get(rate)) for rate in rates]
+        texts = [_seconds(times[rate]) if rate in times else "-" for rate in rates]
         texts.append(_seconds(winner.reached_s if winner else None))
         print(f"{pace:8} " + " ".join(f"{text:>8}" for text in texts), flush=True)
 

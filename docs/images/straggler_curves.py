@@ -56,7 +56,7 @@ def main() -> None:
         if runs := [run for run in content["learnings"] if run["pace"] == pace]:
             draw(axes, pace, runs)
     axes.axhline(target, color="black", linewidth=0.8, linestyle="--")
-    axes.set(yscale="log", ylim=(0.03, 3.0), xlabel="seconds", ylabel="loss over all digits")
+    axes.set(yscale="log", ylim=(0.02, 3.0), xlabel="seconds", ylabel="loss over all digits")
     axes.set_xlim(left=0)
     axes.set_title("4 workers, one of them steadily 4 x slower")
     axes.legend(frameon=False)
