@@ -222,7 +222,7 @@ class Reducer:
         for work in self._works:
             work.wait()
         self.waited_s += time.perf_counter() - start
-        return called.tolist()  # type: ignore[no-any-return]
+        return called.tolist()
 
     def _average_sparse(self, flags: Sequence[float]) -> None:
         self.sparse_contributions.clear()

@@ -87,7 +87,7 @@ class ServerLink:
         """Tell the server that nothing more will come, and give up the line."""
         try:
             self.ask(m.Leave).wait(_LEAVE_S)
-        except errors.PeerError:  # it is gone already, or busy: it will see this process leave
+        except errors.PacelineError:  # it is gone or busy: it will see this process leave
             pass
         self._group.close()
 

@@ -170,7 +170,11 @@ class RemoteTable:
             grad = self._cast("grad", shard, shard.of(item.grads))
 
             def make(
-                seq: int, table: int, where: m.Where | None, shard: _Shard = shard, grad=grad
+                seq: int,
+                table: int,
+                where: m.Where | None,
+                shard: _Shard = shard,
+                grad: torch.Tensor = grad,
             ) -> m.Push:
                 dtype = _name(grad.dtype)
                 return m.Push(seq, table, shard.number, self.clock + 1, where, dtype, tuple(absent))

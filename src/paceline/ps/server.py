@@ -26,10 +26,9 @@ from paceline.errors import (
     PeerError,
     ShapeMismatch,
     UnknownKey,
-    UsageError,
 )
 from paceline.ps import messages as m
-from paceline.ps.hosted import Hosted, Parked, dtype_of, view, wire_dtype
+from paceline.ps.hosted import Hosted, Parked, dtype_of, view
 from paceline.ps.ledger import Outcome
 from paceline.ps.line import Arrival, Landing, Line
 from paceline.ps.state_wire import landing, read_state, write_state
@@ -112,11 +111,9 @@ class Server:
             return Landing()
         hosted = self.find(request.table)
         spec = hosted.spec_of(request.shard)
+        dtype = dtype_of(request.dtype if isinstance(request, m.Push) else spec.dtype)
         if request.where is not None:
-            return Landing(
-                [view(self._fabric.engine, request.where, spec.count, _dtype(request, spec.dtype))]
-            )
-        dtype = wire_dtype(hosted.seats[line.worker], spec.dtype)
+            return Landing([view(self._fabric.engine, request.where, spec.count, dtype)])
         return Landing([hosted.staging("push", line.worker, request.shard, dtype)], follow=True)
 
     def find(self, number: int) -> Hosted:
@@ -308,10 +305,6 @@ HANDLERS: Mapping[type, Callable[[Server, Line, Any, Sequence[torch.Tensor]], No
     m.Stats: Server.on_stats,
     m.Leave: Server.on_leave,
 }
-
-
-def _dtype(request: m.Assign | m.Push | m.Replace, shard_dtype: str) -> torch.dtype:
-    return dtype_of(request.dtype if isinstance(request, m.Push) else shard_dtype)
 
 
 def _ending(outcome: Outcome) -> dict[str, Any]:
