@@ -29,7 +29,7 @@ from torch.autograd.graph import increment_version
 from paceline.collectives.group import Group
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.update import Step
-from paceline.errors import UsageError
+from paceline.errors import NonFiniteGradient, UsageError
 from paceline.pace.server import ServerExchange
 from paceline.ps import messages as m
 from paceline.ps.spec import Rule
@@ -69,7 +69,21 @@ class ServedUpdate:
         for slot in self._slots():
             self._grad_versions[slot] = (slot.param.grad is not None, slot.averaged._version)
 
+    def heed_verdict(self) -> None:
+        """Raise, or leave the step out, when gradients are not finite; alike on all workers."""
+        verdict = self._exchange.verdict
+        if not verdict:
+            return
+        if self._rule.nonfinite == "raise":
+            raise NonFiniteGradient(f"{verdict}; the step is not applied on any server")
+        for slot in self._slots():
+            slot.param.grad = None
+        if self._speaks:
+            warnings.warn(f"{verdict}; the step is left out on all ranks", stacklevel=2)
+
     def run(self, step: Step) -> Any:
+        if self._exchange.verdict:  # nobody commits: the next pushes take the place of these
+            return self._run_hooks_of(step)
         self._adopt_parameters()
         self._adopt_gradients()
         result = self._run_hooks_of(step)

@@ -218,6 +218,7 @@ class Training:
     def _look_at_gradients(self, reducer: Reducer, flags: Sequence[float]) -> None:
         if self._serving is not None:
             self._serving.update.remember_gradients()
+            self._serving.update.heed_verdict()
         self.health.look(reducer, flags)
 
     def _around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:

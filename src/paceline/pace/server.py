@@ -17,8 +17,9 @@ from paceline.cluster.member import Membership
 from paceline.pace.exchange import Bucket
 from paceline.pace.parse import DEFAULT_STALENESS, PaceSpec
 from paceline.ps import messages as m
-from paceline.ps.remote_table import RemoteTable, Together
+from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import Rule
+from paceline.ps.together import Together
 from paceline.work import Work
 
 
@@ -45,6 +46,7 @@ class ServerExchange:
         self._first: dict[int, int] = {}  # by bucket: number of its first parameter in the roll
         self._num_params = 0
         self._pushed: list[tuple[Bucket, Work[Any]]] = []
+        self.verdict = ""  # why the last averages must not be applied, in lockstep
 
     def add(self, buckets: Sequence[Bucket], table: RemoteTable) -> None:
         """Exchange these buckets through that table, whose items they are."""
@@ -65,11 +67,13 @@ class ServerExchange:
         pushed, self._pushed = self._pushed, []
         if not self._rule.aggregate:
             return here
-        had = torch.ones_like(here)
+        had, verdicts = torch.ones_like(here), set[str]()
         for bucket, work in pushed:
             first = self._first[bucket.index]
             for reply in work.wait():
+                verdicts.add(reply.notice)
                 had[[first + number for number in reply.absent]] = 0.0
+        self.verdict = "; ".join(sorted(verdicts - {""}))
         return had
 
     def push(self, bucket: Bucket, absent: Sequence[int]) -> Work[Any]:

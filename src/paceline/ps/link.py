@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -85,10 +86,8 @@ class ServerLink:
 
     def leave(self) -> None:
         """Tell the server that nothing more will come, and give up the line."""
-        try:
+        with suppress(errors.PacelineError):  # gone or busy: it will see this process leave
             self.ask(m.Leave).wait(_LEAVE_S)
-        except errors.PacelineError:  # it is gone or busy: it will see this process leave
-            pass
         self._group.close()
 
     def _send(

@@ -18,6 +18,7 @@ from paceline.ps import messages as m
 from paceline.ps.link import ServerLink
 from paceline.ps.placement import Part, balance, place
 from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
+from paceline.ps.together import Landed, Together
 from paceline.work import Work
 
 WIRE = {"fp32": "", "bf16": "bfloat16", "fp16": "float16"}
@@ -185,7 +186,7 @@ class RemoteTable:
             average = None if item.average is None else shard.of(item.average)
             landing = None if average is None else self._landing("average", shard, average)
             work = self._ask(shard, grad, make, () if landing is None else (landing,))
-            works.append(_Landed(work, [(landing, average)] if landing is not average else []))
+            works.append(Landed(work, [(landing, average)] if landing is not average else []))
         return Together(works).work()
 
     def replace(self, number: int, absent: Sequence[int]) -> None:
@@ -256,7 +257,7 @@ class RemoteTable:
                 works.append(work)
             else:
                 pairs = zip(landings, values, strict=True)
-                works.append(_Landed(work, [(a, b) for a, b in pairs if a is not b]))
+                works.append(Landed(work, [(a, b) for a, b in pairs if a is not b]))
             if self._takes_turns:
                 works[-1].wait()
         return Together(works).work()
@@ -343,43 +344,6 @@ class RemoteTable:
                 )
         label = f"{item.label}[{part.start}:{part.stop}]"
         return ShardSpec(label, _name(item.params.dtype), part.stop - part.start, tuple(pieces))
-
-
-class Together:
-    """Several Works as one; their results as a list."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-        self.results: list[Any] = []
-
-    def done(self) -> bool:
-        return all(work.done() for work in self._works)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if not self.results:
-            self.results = [work.wait(timeout_s) for work in self._works]
-
-    def error(self) -> Exception | None:
-        found = (work.error() for work in self._works)
-        return next((error for error in found if error is not None), None)
-
-    def work(self) -> Work[Any]:
-        return Work(self, lambda: self.results, self._works)
-
-
-class _Landed:
-    """A Work after which tensors are copied from where they landed to where they belong."""
-
-    def __init__(self, work: Work[m.Reply], pairs: Sequence[tuple[Any, Any]]) -> None:
-        self._work, self._pairs = work, pairs
-        self.done, self.error = work.done, work.error
-
-    def wait(self, timeout_s: float | None = None) -> m.Reply:
-        reply = self._work.wait(timeout_s)
-        for landed, target in self._pairs:
-            target.copy_(landed)
-        self._pairs = ()
-        return reply
 
 
 def _name(dtype: torch.dtype) -> str:
