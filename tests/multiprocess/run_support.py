@@ -68,7 +68,11 @@ class Workbench:
     def wait_for_files(self, *names: str) -> list[str]:
         """Wait until scripts have written these files; return what is in them."""
         paths = [self.path / name for name in names]
-        wait_until(lambda: all(p.exists() and p.read_text().endswith("\n") for p in paths))
+
+        def are_written() -> bool:
+            return all(p.exists() and p.read_text().endswith("\n") for p in paths)
+
+        wait_until(are_written, within_s=40.0)  # torch may be imported many times at once
         return [p.read_text().strip() for p in paths]
 
     def left_behind(self) -> list[str]:
