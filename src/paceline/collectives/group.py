@@ -227,14 +227,24 @@ class Group:
         return work if async_op else work.wait()
 
     def recv(
-        self, tensor: Tensor, source: int | None = None, *, tag: int = 0, async_op: bool = False
+        self,
+        tensor: Tensor,
+        source: int | None = None,
+        *,
+        tag: int = 0,
+        async_op: bool = False,
+        background: bool = True,
     ) -> int | Work[int]:
-        """Receive a tensor from one rank, or from any when `source` is None; return the sender."""
+        """Receive a tensor from one rank, or from any when `source` is None; return the sender.
+
+        An asynchronous receive that somebody is going to wait for anyway need not make progress
+        in the background, which costs wake-ups: `background=False`.
+        """
         target = result_buffer(tensor)
         self._check_peer(source, tag, "recv")
         member = -1 if source is None else source
         handle = self._core.start_receive(
-            member, tag, target.address, target.count, target.dtype, async_op
+            member, tag, target.address, target.count, target.dtype, async_op and background
         )
 
         def finish() -> int:

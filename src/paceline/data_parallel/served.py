@@ -27,6 +27,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from paceline.collectives.group import Group
+from paceline.collectives.memory import HostTensor
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.update import Step
 from paceline.errors import NonFiniteGradient, UsageError
@@ -57,6 +58,9 @@ class ServedUpdate:
         self._grad_versions: dict[Slot, tuple[bool, int]] = {}  # had a gradient, its version
         self._param_versions: dict[Slot, int] = {}
         self._has_warned = self._has_turn = False
+        self._has_stepped = False  # since the last backward pass
+        self._seen: dict[Bucket, int] = {}  # versions of the averages when they were last clean
+        self._edited: list[HostTensor] = []  # views that the script wrote to since the last step
         self.waited_s = 0.0
 
     def add(self, buckets: Sequence[Bucket]) -> None:
@@ -66,6 +70,7 @@ class ServedUpdate:
 
     def remember_gradients(self) -> None:
         """Note how the exchange has left the gradients; called at the end of backward."""
+        self._uncover_averages()
         for slot in self._slots():
             self._grad_versions[slot] = (slot.param.grad is not None, slot.averaged._version)
 
@@ -104,10 +109,11 @@ class ServedUpdate:
         start = time.perf_counter()
         answers: list[list[m.Reply]] = wait()
         self.waited_s += time.perf_counter() - start
-        for bucket in self._buckets:
-            for host in (bucket.host, bucket.host_averaged):
-                if host is not None and host.is_changed():
-                    host.discard()
+        for edited in self._edited:
+            edited.discard()
+        self._edited.clear()
+        self._has_stepped = True
+        self._seen = {bucket: bucket.averaged._version for bucket in self._buckets}
         increment_version([slot.param for slot in self._slots()])
         self._remember_params(self._buckets)
         for notice in sorted({reply.notice for replies in answers for reply in replies} - {""}):
@@ -128,15 +134,27 @@ class ServedUpdate:
     def _adopt_gradients(self) -> None:
         for bucket in self._buckets:
             changed = [slot for slot in bucket.slots if self._is_changed(slot)]
-            is_edited = bucket.host_averaged is not None and bucket.host_averaged.is_changed()
-            if not changed and not is_edited:
-                continue
             for slot in changed:
                 grad = slot.param.grad
                 if grad is not None and grad.data_ptr() != slot.averaged.data_ptr():
                     slot.averaged.copy_(grad)
-            if self._speaks:
+            is_edited = self._look_for_edits(bucket.host_averaged)
+            if (changed or is_edited) and self._speaks:
                 self._tell_gradients(bucket)
+
+    def _uncover_averages(self) -> None:
+        """Undo what the script wrote over old averages, so that the fresh ones show through.
+
+        It zeroed them, or changed them in a step that it then left out.
+        """
+        for bucket in self._buckets:
+            host, version = bucket.host_averaged, bucket.averaged._version
+            if host is None or (self._has_stepped and version == self._seen.get(bucket)):
+                continue
+            if host.is_changed():
+                host.discard()
+            self._seen[bucket] = version
+        self._has_stepped = False
 
     def _is_changed(self, slot: Slot) -> bool:
         grad = slot.param.grad
@@ -159,11 +177,21 @@ class ServedUpdate:
         for bucket in self._buckets:
             changed = [n for n, slot in enumerate(bucket.slots) if self._is_edited(slot)]
             if bucket.host is not None:
-                if (changed or bucket.host.is_changed()) and self._speaks:
+                if self._look_for_edits(bucket.host) and self._speaks:
                     bucket.params.copy_(bucket.shown)  # the servers' own memory
             elif changed and self._speaks:
                 self._warn_of_edits(bucket.slots[changed[0]])
                 self._exchange.assign(bucket, changed)
+
+    def _look_for_edits(self, host: HostTensor | None) -> bool:
+        """Say whether the script wrote to its view of shared memory; it is undone after the step.
+
+        This also sees what went round autograd's books, such as `param.grad.data.clamp_()`.
+        """
+        if host is None or not host.is_changed():
+            return False
+        self._edited.append(host)
+        return True
 
     def _is_edited(self, slot: Slot) -> bool:
         """Say whether the script has changed a parameter, and bring it home if it moved it."""

@@ -101,7 +101,9 @@ class Line:
     def _post(self) -> None:
         self._frame = np.empty(m.FRAME_BYTES, dtype=np.uint8)
         # From "any" of one: a worker that is stopped or busy for long is no error to the server.
-        receive = self._group.recv(self._frame, None, tag=m.REQUEST, async_op=True)
+        receive = self._group.recv(
+            self._frame, None, tag=m.REQUEST, async_op=True, background=False
+        )
         assert isinstance(receive, Work)
         self._receive: Work[int] = receive
 

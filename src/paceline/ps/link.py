@@ -68,7 +68,9 @@ class ServerLink:
             seq = self._seq
             frame = np.empty(m.FRAME_BYTES, dtype=np.uint8)
             receive = self._try(
-                lambda: self._group.recv(frame, self._peer, tag=m.reply_tag(seq), async_op=True)
+                lambda: self._group.recv(
+                    frame, self._peer, tag=m.reply_tag(seq), async_op=True, background=False
+                )
             )
             self._send(make(seq), seq, payload)
         assert isinstance(receive, Work)
