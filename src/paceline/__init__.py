@@ -22,6 +22,7 @@ _HOME = {
     "new_group": "paceline.job",
     "empty": "paceline.job",
     "report": "paceline.job",
+    "launch": "paceline.launch.function",
     "distribute": "paceline.data_parallel.distribute",
     "check_consistency": "paceline.data_parallel.consistency",
     "shard": "paceline.data.shard",
@@ -68,4 +69,5 @@ if TYPE_CHECKING:
     from paceline.job import shutdown as shutdown
     from paceline.job import world as world
     from paceline.job import world_size as world_size
+    from paceline.launch.function import launch as launch
     from paceline.work import Work as Work

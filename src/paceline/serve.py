@@ -7,27 +7,21 @@ import sys
 import torch
 
 from paceline import _core, job
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.ps.server import Server
 
 
 def main() -> int:
     """Serve the job that the environment names until its workers have left."""
-    try:
-        # The first optimizer of a process imports much, for seconds: not while workers wait.
-        torch.optim.SGD([torch.zeros(1)])
-        mine = job.init()
-        if mine.env.role != "server":
-            raise UsageError(
-                "this process was not started as a server: use `paceline run -s 1 ...`"
-            )
-        _core.keep_freed_memory()
-        torch.set_grad_enabled(False)
-        Server(mine.fabric, mine.env.rank - mine.env.world_size, mine.rendezvous.agent.report).run()
-        job.shutdown()
-    except PacelineError as error:
-        sys.stderr.write(f"[paceline] {error}\n")
-        return 1
+    # The first optimizer of a process imports much, for seconds: not while workers wait.
+    torch.optim.SGD([torch.zeros(1)])
+    mine = job.init()
+    if mine.env.role != "server":
+        raise UsageError("this process was not started as a server: use `paceline run -s 1 ...`")
+    _core.keep_freed_memory()
+    torch.set_grad_enabled(False)
+    Server(mine.fabric, mine.env.rank - mine.env.world_size, mine.rendezvous.agent.report).run()
+    job.shutdown()
     return 0
 
 

@@ -228,7 +228,8 @@ class Coordinator:
                 peer.join = None
         elif now_s >= self._notice_s:
             self._notice_s = now_s + 5 * _NOTICE_S
-            waiting[0].tell(m.Missing(self.missing, waited_s))  # one line per job is enough
+            if waiting[0].caller.role == "worker":  # one line per job; servers wait by nature
+                waiting[0].tell(m.Missing(self.missing, waited_s))
 
     def _check_silence(self, now_s: float) -> None:
         for peer in list(self._peers):
