@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.errors import ShapeMismatch, UnknownKey
+from paceline.errors import ShapeMismatch, UnknownKey, UsageError
 from paceline.ps import messages as m
 from paceline.ps.hosted import Parked
 from paceline.ps.ledger import Outcome
 from paceline.ps.line import Line
+from paceline.ps.spec import TableSpec
 from paceline.ps.state_wire import read_state, write_state
-from paceline.ps.table import Table
 
 if TYPE_CHECKING:
     from paceline.ps.server import Server
@@ -28,9 +28,9 @@ def on_open(server: Server, line: Line, request: m.Open, _: Sequence[torch.Tenso
     hosted = server.by_name.get(request.spec.name)
     is_new = hosted is None
     if hosted is None:
-        hosted = server.host(request)
+        hosted = server.host(request, line.worker)
     elif hosted.table.spec != request.spec:
-        raise ShapeMismatch(_difference(hosted.table, request, line.worker))
+        raise _difference(hosted.table.spec, request.spec, line.worker)
     hosted.seats[line.worker] = request
     server.answer(line, request.seq, table=hosted.number, is_new=is_new)
 
@@ -38,14 +38,15 @@ def on_open(server: Server, line: Line, request: m.Open, _: Sequence[torch.Tenso
 def on_find(server: Server, line: Line, request: m.Find, _: Sequence[torch.Tensor]) -> None:
     hosted = server.by_name.get(request.name)
     if hosted is None:
-        known = ", ".join(sorted(server.by_name)[:8]) or "none"
-        raise UnknownKey(f"no server has a key {request.name!r}; known keys: {known}")
+        raise UnknownKey(f"server {server.index} has no key {request.name!r}")
     server.answer(line, request.seq, table=hosted.number, spec=hosted.table.spec)
 
 
 def on_assign(server: Server, line: Line, request: m.Assign, given: Sequence[torch.Tensor]) -> None:
-    server.find(request.table).assign(request.shard, given[0], request.params)
+    hosted = server.find(request.table)
+    hosted.assign(request.shard, given[0], request.params)
     server.answer(line, request.seq)
+    server.release(hosted)
 
 
 def on_push(server: Server, line: Line, request: m.Push, given: Sequence[torch.Tensor]) -> None:
@@ -73,8 +74,9 @@ def on_commit(server: Server, line: Line, request: m.Commit, _: Sequence[torch.T
         hosted.table.discard(line.worker)
         raise refusal
     hosted.table.commit(line.worker, request.clock, request.settings)
-    if request.reads:
-        hosted.readers[line.worker] = Parked(line, request.seq, time.monotonic())
+    if request.reads or hosted.table.spec.rule.aggregate:
+        now_s = time.monotonic()
+        hosted.readers.append(Parked(line, request.seq, now_s, request.reads, request.into))
     else:
         server.answer(line, request.seq, **ending(hosted.table.outcome(line.worker)))
     server.release(hosted)
@@ -83,18 +85,36 @@ def on_commit(server: Server, line: Line, request: m.Commit, _: Sequence[torch.T
 def on_pull(server: Server, line: Line, request: m.Pull, _: Sequence[torch.Tensor]) -> None:
     hosted = server.find(request.table)
     if request.in_turn:
-        hosted.readers[line.worker] = Parked(line, request.seq, time.monotonic())
+        parked = Parked(line, request.seq, time.monotonic(), into=request.into)
+        hosted.readers.append(parked)
         server.release(hosted)
         return
-    following = hosted.values_for(line.worker)
+    following = hosted.values_for(line.worker, request.into)
+    server.answer(line, request.seq, following, version=hosted.table.version)
+
+
+def on_peek(server: Server, line: Line, request: m.Peek, _: Sequence[torch.Tensor]) -> None:
+    hosted = server.find(request.table)
+    following = hosted.look(line.worker, request.into)
     server.answer(line, request.seq, following, version=hosted.table.version)
 
 
 def on_follow(server: Server, line: Line, request: m.Follow, _: Sequence[torch.Tensor]) -> None:
     hosted = server.find(request.table)
-    parked = Parked(line, request.seq, time.monotonic(), request.after)
+    now_s, follower = time.monotonic(), request.follower
+    parked = Parked(line, request.seq, now_s, after=request.after, follower=follower)
     hosted.followers.append(parked)
     server.release(hosted)
+
+
+def on_unfollow(server: Server, line: Line, request: m.Unfollow, _: Sequence[torch.Tensor]) -> None:
+    hosted = server.find(request.table)
+    server.end_follow(hosted, lambda one: one.line is line and one.follower == request.follower)
+    server.answer(line, request.seq)
+
+
+def on_keys(server: Server, line: Line, request: m.Keys, _: Sequence[torch.Tensor]) -> None:
+    server.answer(line, request.seq, keys=server.keys())
 
 
 def on_fetch_state(
@@ -118,6 +138,8 @@ def on_stats(server: Server, line: Line, request: m.Stats, _: Sequence[torch.Ten
 
 
 def on_leave(server: Server, line: Line, request: m.Leave, _: Sequence[torch.Tensor]) -> None:
+    for hosted in server.hosted:
+        server.end_follow(hosted, lambda one: one.line is line)
     server.answer(line, request.seq)
     server.drop(line, "it left")
 
@@ -141,7 +163,10 @@ HANDLERS: Mapping[type, Callable[[Any, Line, Any, Sequence[torch.Tensor]], None]
     m.Replace: on_replace,
     m.Commit: on_commit,
     m.Pull: on_pull,
+    m.Peek: on_peek,
     m.Follow: on_follow,
+    m.Unfollow: on_unfollow,
+    m.Keys: on_keys,
     m.FetchState: on_fetch_state,
     m.LoadState: on_load_state,
     m.Stats: on_stats,
@@ -149,12 +174,23 @@ HANDLERS: Mapping[type, Callable[[Any, Line, Any, Sequence[torch.Tensor]], None]
 }
 
 
-def _difference(table: Table, request: m.Open, worker: int) -> str:
+def _difference(there: TableSpec, here: TableSpec, worker: int) -> UsageError:
     """Say what another worker's idea of the same table is different in."""
-    there, here = table.spec, request.spec
+    advice = "use another name, or the same shape, dtype, optimizer and pace everywhere"
+    if _array(there) != _array(here):
+        return ShapeMismatch(
+            f"key {there.name!r} exists with {_array(there)}, but worker {worker} wants it with"
+            f" {_array(here)}; {advice}"
+        )
     what = next(f for f in there.__struct_fields__ if getattr(there, f) != getattr(here, f))
-    return (
+    kind = ShapeMismatch if what == "shards" else UsageError
+    return kind(
         f"key {there.name!r} exists with {what} {str(getattr(there, what))[:200]}, but worker"
-        f" {worker} wants it with {str(getattr(here, what))[:200]}; use another name, or the same"
-        " shape, dtype, optimizer and pace everywhere"
+        f" {worker} wants it with {str(getattr(here, what))[:200]}; {advice}"
     )
+
+
+def _array(spec: TableSpec) -> str:
+    if spec.shape is None:
+        return "the shards of a model"
+    return f"shape {list(spec.shape)} and dtype {spec.shards[0].dtype}"

@@ -35,7 +35,10 @@ class Parked:
     line: Line
     seq: int
     since_s: float
+    reads: bool = True  # readers: answered with values
+    into: tuple[m.Where, ...] = ()  # where those go; empty: to the worker's seat
     after: int = 0  # followers: answered with a higher version
+    follower: int = 0
 
 
 @dataclass
@@ -46,9 +49,10 @@ class Hosted:
     table: Table
     engine: _core.Engine
     has_homes: bool
+    maker: int  # the worker that gives it its first values
     seats: dict[int, m.Open] = field(default_factory=dict)  # by worker
     pushes: dict[int, list[Parked]] = field(default_factory=dict)  # by shard: for its average
-    readers: dict[int, Parked] = field(default_factory=dict)  # by worker: for fresh values
+    readers: list[Parked] = field(default_factory=list)  # for fresh values
     followers: list[Parked] = field(default_factory=list)
     refusals: dict[int, Exception] = field(default_factory=dict)  # by worker: of its pushes
     _staging: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
@@ -97,21 +101,53 @@ class Hosted:
             return ()
         return (self._on_the_wire("average", worker, shard, average),)
 
-    def values_for(self, worker: int) -> Sequence[torch.Tensor]:
+    def values_for(self, worker: int, into: Sequence[m.Where] = ()) -> Sequence[torch.Tensor]:
         """Bring all values to a worker; return what has to follow the reply."""
-        opened, following = self.seats[worker], []
+        opened, following = self._seat_of(worker), list[torch.Tensor]()
+        wheres: Sequence[m.Where | None] = into or [seat.params for seat in opened.seats]
+        self._require_places(wheres)
         for number in reversed(range(len(self.table.shards))):  # the first layers are last in line
-            spec, seat = self.table.spec.shards[number], opened.seats[number]
+            spec, where = self.table.spec.shards[number], wheres[number]
             if self.has_homes:
                 self.table.read(worker, number, None)
-            elif seat.params is not None:
+            elif where is not None:
                 dtype = dtype_of(spec.dtype)
-                self.table.read(worker, number, self.view(seat.params, spec.count, dtype))
+                self.table.read(worker, number, self.view(where, spec.count, dtype))
             else:
                 out = self.staging("params", worker, number, wire_dtype(opened, spec.dtype))
                 self.table.read(worker, number, out)
                 following.append(out)
         return following
+
+    def look(self, worker: int, into: Sequence[m.Where]) -> Sequence[torch.Tensor]:
+        """Show all values to anybody; return what has to follow the reply."""
+        following = []
+        if into:
+            self._require_places(into)
+        for number in reversed(range(len(self.table.shards))):
+            shard, spec = self.table.shards[number], self.table.spec.shards[number]
+            shard.require_values()
+            if into:
+                out = self.view(into[number], spec.count, dtype_of(spec.dtype))
+            else:
+                out = self.staging("peek", worker, number, dtype_of(spec.dtype))
+                following.append(out)
+            shard.copy_to(out)
+        return following
+
+    def _seat_of(self, worker: int) -> m.Open:
+        if worker not in self.seats:
+            raise UsageError(
+                f"worker {worker} has no seat at table {self.table.spec.name!r}: open it first"
+            )
+        return self.seats[worker]
+
+    def _require_places(self, wheres: Sequence[m.Where | None]) -> None:
+        if len(wheres) != len(self.table.shards):
+            raise UsageError(
+                f"table {self.table.spec.name!r} has {len(self.table.shards)} shards here, but the"
+                f" request has places for {len(wheres)}"
+            )
 
     def _on_the_wire(self, use: str, worker: int, shard: int, values: torch.Tensor) -> torch.Tensor:
         dtype = wire_dtype(self.seats[worker], self.table.spec.shards[shard].dtype)
@@ -119,7 +155,7 @@ class Hosted:
 
     def forget(self, worker: int) -> None:
         """Drop everything that a worker waits for; it is gone."""
-        self.readers.pop(worker, None)
+        self.readers = [one for one in self.readers if one.line.worker != worker]
         self.refusals.pop(worker, None)
         for parked in self.pushes.values():
             parked[:] = [one for one in parked if one.line.worker != worker]

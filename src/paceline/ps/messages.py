@@ -127,7 +127,8 @@ class Commit(Request, frozen=True):
     table: int
     clock: int
     settings: tuple[dict[str, Any], ...] | None = None  # of the param groups; None: as before
-    reads: bool = True  # False: answered at once, without values
+    reads: bool = True  # False: answered without values, when it was applied
+    into: tuple[Where, ...] = ()  # by shard: where values go; empty: to the worker's seat
 
 
 class Pull(Request, frozen=True):
@@ -135,13 +136,33 @@ class Pull(Request, frozen=True):
 
     table: int
     in_turn: bool = False
+    into: tuple[Where, ...] = ()  # by shard: where values go; empty: to the worker's seat
+
+
+class Peek(Request, frozen=True):
+    """Read the newest values at once; anybody may, and the clocks do not notice."""
+
+    table: int
+    into: tuple[Where, ...] = ()  # by shard; empty: the values follow
 
 
 class Follow(Request, frozen=True):
-    """Wait for a version above `after`."""
+    """Wait for a version above `after`; answered without one when none can come any more."""
 
     table: int
     after: int
+    follower: int = 0  # a number that the worker has chosen
+
+
+class Unfollow(Request, frozen=True):
+    """Wait no longer: what that follower has asked is answered as it stands."""
+
+    table: int
+    follower: int
+
+
+class Keys(Request, frozen=True):
+    """Ask for the names of all arrays here."""
 
 
 class FetchState(Request, frozen=True):
@@ -193,6 +214,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     entries: tuple[Entry, ...] = ()
     spec: TableSpec | None = None
     reports: tuple[Any, ...] = ()
+    keys: tuple[str, ...] = ()
 
 
 AnyRequest: TypeAlias = (
@@ -203,7 +225,10 @@ AnyRequest: TypeAlias = (
     | Replace
     | Commit
     | Pull
+    | Peek
     | Follow
+    | Unfollow
+    | Keys
     | FetchState
     | LoadState
     | Stats

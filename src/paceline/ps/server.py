@@ -24,7 +24,7 @@ from paceline.collectives.topology import Fabric
 from paceline.errors import BadFrame, PacelineError, PeerError, UnknownKey
 from paceline.ps import messages as m
 from paceline.ps.handlers import HANDLERS, ending
-from paceline.ps.hosted import Hosted, dtype_of, view
+from paceline.ps.hosted import Hosted, Parked, dtype_of, view
 from paceline.ps.line import Arrival, Landing, Line
 from paceline.ps.state_wire import landing
 from paceline.ps.table import Table
@@ -119,7 +119,8 @@ class Server:
 
     # -- what follows from a change -----------------------------------------------------------
 
-    def host(self, request: m.Open) -> Hosted:
+    def host(self, request: m.Open, maker: int) -> Hosted:
+        """Make a table."""
         engine, homes = self._fabric.engine, request.homes
 
         def memory(shard: int, use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -128,10 +129,17 @@ class Server:
             return allocate(engine, (count,), dtype)
 
         table = Table(request.spec, memory, time.monotonic, server=self.index)
-        hosted = Hosted(len(self.hosted), table, engine, has_homes=bool(homes))
+        for worker in request.spec.workers:
+            if worker not in self._lines:  # gone already: nobody waits for it
+                table.leave(worker)
+        hosted = Hosted(len(self.hosted), table, engine, bool(homes), maker)
         self.hosted.append(hosted)
         self.by_name[request.spec.name] = hosted
         return hosted
+
+    def keys(self) -> tuple[str, ...]:
+        """Name the tables that are arrays."""
+        return tuple(n for n, hosted in self.by_name.items() if hosted.table.spec.shape is not None)
 
     def release_averages(self, hosted: Hosted) -> None:
         for shard in [shard for shard, waiting in hosted.pushes.items() if waiting]:
@@ -151,16 +159,25 @@ class Server:
     def release(self, hosted: Hosted) -> None:
         """Answer the commits of whoever may read now, and whoever follows the version."""
         table = hosted.table
-        for worker in list(hosted.readers):  # first come, first served
+        for parked in list(hosted.readers):  # first come, first served
+            worker = parked.line.worker
             if not table.may_read(worker):  # each read may take another's turn
                 continue
-            parked = hosted.readers.pop(worker)
+            hosted.readers.remove(parked)
             outcome = table.outcome(worker)
-            following = hosted.values_for(worker)
-            self.answer(parked.line, parked.seq, following, **ending(outcome))
-        for parked in [one for one in hosted.followers if table.version > one.after]:
+            following = hosted.values_for(worker, parked.into) if parked.reads else ()
+            # Nobody receives what follows an error.
+            shown = () if outcome.error else following
+            self.answer(parked.line, parked.seq, shown, **ending(outcome))
+        can_change = bool(table.clocks.workers)
+        if hosted.followers and (table.is_ready or not can_change):
+            self.end_follow(hosted, lambda one: table.version > one.after or not can_change)
+
+    def end_follow(self, hosted: Hosted, is_over: Callable[[Parked], bool]) -> None:
+        """Tell followers the version."""
+        for parked in [one for one in hosted.followers if is_over(one)]:
             hosted.followers.remove(parked)
-            self.answer(parked.line, parked.seq, version=table.version)
+            self.answer(parked.line, parked.seq, version=hosted.table.version)
 
     def drop(self, line: Line, reason: str) -> None:
         if self._lines.pop(line.worker, None) is None:
@@ -169,12 +186,23 @@ class Server:
         for hosted in self.hosted:
             hosted.forget(line.worker)
             hosted.table.leave(line.worker)
+            if hosted.maker == line.worker and not hosted.table.is_ready:
+                self._abandon(hosted)
         for hosted in self.hosted:
             self.release_averages(hosted)
             self.release(hosted)
         self._send_reports()
         if reason != "it left":
             self._say(f"worker {line.worker} is gone: {reason}")
+
+    def _abandon(self, hosted: Hosted) -> None:
+        """Forget a table whose maker is gone before it gave values; others wait for those."""
+        name = hosted.table.spec.name
+        self.by_name.pop(name, None)
+        for parked in hosted.followers:
+            text = f"key {name!r} has no value: worker {hosted.maker}, which made it, is gone"
+            self.answer(parked.line, parked.seq, error="UnknownKey", text=text)
+        hosted.followers.clear()
 
     # -- the clock on the wall ----------------------------------------------------------------
 
@@ -195,10 +223,12 @@ class Server:
         if now_s < self._complain_s:
             return
         for hosted in self.hosted:
-            late = [w for w, p in hosted.readers.items() if now_s - p.since_s > _PATIENCE_S]
+            late = {p.line.worker for p in hosted.readers if now_s - p.since_s > _PATIENCE_S}
             if late:
                 self._complain_s = now_s + 5 * _PATIENCE_S
-                self._say(f"{_names('worker', late)} wait for {hosted.table.describe_wait(late)}")
+                self._say(
+                    f"{_names('worker', late)} wait for {hosted.table.describe_wait(sorted(late))}"
+                )
 
     def _say(self, text: str) -> None:
         self._report(Note(self._fabric.rank, f"server {self.index}: {text}"))

@@ -64,3 +64,4 @@ class TableSpec(msgspec.Struct, frozen=True):
     shards: tuple[ShardSpec, ...]
     optimizer: OptimizerSpec
     rule: Rule
+    shape: tuple[int, ...] | None = None  # of the whole array: the table is a key of the client
