@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "paceline"
 PUBLIC = {
     *("init", "shutdown", "rank", "world_size", "local_rank", "world", "new_group", "empty"),
     *("report", "distribute", "shard", "check_consistency", "Group", "Work", "Membership"),
-    *("PacelineError", "errors", "launch"),
+    *("PacelineError", "errors", "ps", "launch"),
 }
 
 

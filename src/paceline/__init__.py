@@ -32,12 +32,14 @@ _HOME = {
     "PacelineError": "paceline.errors",
 }
 
-__all__ = [*_HOME, "errors"]
+_MODULES = ("errors", "ps")
+
+__all__ = [*_HOME, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("paceline.errors")
+    if name in _MODULES:
+        return importlib.import_module(f"paceline.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
@@ -54,6 +56,7 @@ if "torch" in sys.modules:
 
 if TYPE_CHECKING:
     from paceline import errors as errors
+    from paceline import ps as ps
     from paceline.cluster.member import Membership as Membership
     from paceline.collectives.group import Group as Group
     from paceline.data.shard import shard as shard

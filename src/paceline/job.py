@@ -35,6 +35,7 @@ from paceline.config import (
 )
 from paceline.contribution import Contribution
 from paceline.errors import ConfigError, SetupError, UsageError
+from paceline.ps import connection
 from paceline.ps.link import ServerLink, connect
 from paceline.telemetry.reporter import Reporter
 from paceline.torch_plugin import register as register_with_torch
@@ -164,7 +165,9 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         if env.role == "server":  # it works with each worker, and with nobody as a group
             return Job(env, rendezvous, fabric, Group(fabric, (env.rank,)), reporter)
         world = Group(fabric, membership.workers)
-        return Job(env, rendezvous, fabric, world, reporter, connect(fabric))
+        servers = connect(fabric)
+        connection.establish(fabric, servers)
+        return Job(env, rendezvous, fabric, world, reporter, servers)
     except BaseException:
         if listener is not None:
             listener.close()
@@ -190,6 +193,7 @@ def shutdown() -> None:
         if job is None:
             return
         job.reporter.flush()
+        connection.drop()
         for link in job.servers:
             link.leave()
         job.fabric.engine.say_goodbye()
@@ -210,6 +214,7 @@ def _let_go_in_child() -> None:
         _job.fabric.engine.close_after_fork()
         _inherited.append(_job)  # never taken down here
         _job = None
+        connection.drop()
 
 
 atexit.register(shutdown)

@@ -15,12 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-_LINE_ELEMENTS = 16  # cuts fall on cache lines: two workers never write to the same one
+from paceline.ps.placement import ELEMENTWISE
 
-_ELEMENTWISE = (
-    *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam"),
-    *("ASGD", "Rprop"),
-)
+_LINE_ELEMENTS = 16  # cuts fall on cache lines: two workers never write to the same one
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Range:
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Say whether an optimizer is known to treat every element of a parameter by itself."""
-    return any(type(optimizer) is getattr(torch.optim, name, None) for name in _ELEMENTWISE)
+    return any(type(optimizer) is getattr(torch.optim, name, None) for name in ELEMENTWISE)
 
 
 def cut_anywhere(sizes: Sequence[int], num_workers: int) -> list[Range]:

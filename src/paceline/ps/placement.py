@@ -18,6 +18,11 @@ from itertools import pairwise
 
 from paceline.errors import UsageError
 
+# Optimizers that treat every element of a parameter by itself, so that it can be cut anywhere.
+ELEMENTWISE = (
+    *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam"),
+    *("ASGD", "Rprop"),
+)
 _LINE_BYTES = 64  # parts begin on cache lines: two servers never write to the same one
 _WORTH_BYTES = 64 * 1024  # moving this takes about as long as a message costs besides
 
