@@ -305,6 +305,10 @@ NB_MODULE(_core, m) {
   m.def("keep_freed_memory", &keep_freed_memory);
   m.def("use_portable_kernels", &use_portable_kernels, "on"_a);
   m.def("reduce_mean", &reduce_mean_at, "inputs"_a, "output"_a, "count"_a, "dtype"_a);
+  m.def("copy_past_cache", [](uintptr_t source, uintptr_t target, uint64_t bytes) {
+    nb::gil_scoped_release release;
+    copy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes, true);
+  }, "source"_a, "target"_a, "nbytes"_a);
   m.def("round_stochastic", &round_stochastic_at, "source"_a, "target"_a, "count"_a, "dtype"_a, "seed"_a,
         "first"_a = 0);
   m.attr("DTYPES") = [] {

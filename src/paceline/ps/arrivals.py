@@ -7,7 +7,9 @@ are those of the worker whose update it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+
+import torch
 
 from paceline.errors import UsageError
 from paceline.ps import health
@@ -17,6 +19,8 @@ from paceline.ps.optimizer import Settings
 from paceline.ps.precision import Scratch
 from paceline.ps.shard import Shard
 from paceline.ps.spec import TableSpec
+
+Outs = Callable[[int], torch.Tensor] | None  # by shard: where a worker wants its values
 
 
 class Arrivals:
@@ -42,20 +46,26 @@ class Arrivals:
         """Remember a gradient until the worker commits."""
         self._pushes.setdefault(worker, {})[number] = push
 
-    def commit(self, worker: int) -> None:
-        """Apply what a worker pushed."""
+    def commit(self, worker: int, outs: Outs = None) -> Collection[int]:
+        """Apply what a worker pushed; return the shards whose fresh values are in `outs` now."""
         pushes = self._pushes.pop(worker, {})
         staleness = self._clocks.staleness(worker)
         if self._refuse(worker, pushes, staleness):
-            return
+            return ()
+        outs = outs if self._clocks.may_read_next(worker) else None
         try:
-            (self._collect if self._is_pooled() else self._apply)(worker, pushes, staleness)
+            if self._is_pooled():
+                outs = None
+                self._collect(worker, pushes, staleness)
+            else:
+                self._apply(worker, pushes, staleness, outs)
         except UsageError as error:
             text = f"table {self._spec.name!r}: {error}"
             self._ledger.end_step(worker, staleness=staleness, error="UsageError", text=text)
-        else:
-            self._count(worker, staleness)
-            self._ledger.end_step(worker, staleness=staleness)
+            return ()
+        self._count(worker, staleness)
+        self._ledger.end_step(worker, staleness=staleness)
+        return pushes if outs is not None else ()
 
     def discard(self, worker: int) -> None:
         """Forget what a worker pushed for the step under way."""
@@ -120,20 +130,29 @@ class Arrivals:
 
     # -- updates that do ----------------------------------------------------------------------
 
-    def _apply(self, worker: int, pushes: dict[int, Push], staleness: int) -> None:
+    def _apply(self, worker: int, pushes: dict[int, Push], staleness: int, outs: Outs) -> None:
         self._clocks.applied([worker])
         settings, divisor = self._ledger.settings[worker], slowdown(self._rule, staleness)
         for number, push in pushes.items():
             grad = self._compensation.compensate(worker, number, push.grad, staleness)
-            self._update(number, Push(grad, push.absent), settings, divisor)
+            out = outs(number) if outs is not None else None
+            self._update(number, Push(grad, push.absent), settings, divisor, out)
 
-    def _update(self, number: int, push: Push, settings: Settings, divisor: float) -> None:
+    def _update(
+        self,
+        number: int,
+        push: Push,
+        settings: Settings,
+        divisor: float,
+        out: torch.Tensor | None = None,
+    ) -> None:
         self._shards[number].update(
             push.grad,
             absent=push.absent,
             settings=settings,
             slowdown=divisor,
             version=self._clocks.version,
+            out=out,
         )
 
     # -- softsync: several updates make one version -------------------------------------------

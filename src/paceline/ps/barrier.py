@@ -53,10 +53,14 @@ class Barrier:
         self._pushes[number][worker] = self._in_own_dtype(worker, number, push)
         self._reduce_if_complete(number)
 
-    def commit(self, worker: int) -> None:
-        """Note that a worker ended its step; the last one's commit applies it."""
+    def commit(self, worker: int, _outs: object = None) -> Collection[int]:
+        """Note that a worker ended its step; the last one's commit applies it.
+
+        Values are not brought anywhere on the way: they go to all workers, or are shared.
+        """
         self._committed.add(worker)
         self._end_if_complete()
+        return ()
 
     def discard(self, worker: int) -> None:
         """Forget what a worker pushed for the step under way, unless it is in an average."""
@@ -108,16 +112,13 @@ class Barrier:
         return self._verdicts.get(number, "")
 
     def replace(self, number: int, push: Push) -> None:
-        """Use this gradient instead of the average."""
-        average = self._shards[number].average
-        if self._means[number] is None or not self._pushes[number] or average is None:
+        """Use this gradient instead of the average, which stays as it is for those who see it."""
+        if self._means[number] is None or not self._pushes[number]:
             raise UsageError(
                 f"table {self._spec.name!r}, shard {self._spec.shards[number].label!r}: there is no"
                 " average to replace; all workers must push first"
             )
-        if push.grad.data_ptr() != average.data_ptr():
-            average.copy_(push.grad)
-        self._means[number] = Push(average, push.absent)
+        self._means[number] = push
 
     def _begin_anew(self, worker: int, number: int) -> None:
         if self._committed and self._pushes[number]:

@@ -80,6 +80,14 @@ class Clocks:
         """Say whether the rule lets a worker read now."""
         return not self.blockers(worker)
 
+    def may_read_next(self, worker: int) -> bool:
+        """Say whether a worker may read once it has finished the step under way, as things are."""
+        if self.bound is None:
+            return True
+        least = self._of(worker).clock + 1 - self.bound
+        others = (other for rank, other in self._live.items() if rank != worker)
+        return self.unit == "clock" and all(other.clock >= least for other in others)
+
     def blockers(self, worker: int) -> tuple[int, ...]:
         """Name the workers without whom this one may not read; none when it may."""
         reader = self._of(worker)

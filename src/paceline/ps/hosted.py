@@ -6,7 +6,7 @@ workers: those of this host are read and written in place, others get copies tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,7 @@ class Hosted:
     pushes: dict[int, list[Parked]] = field(default_factory=dict)  # by shard: for its average
     readers: list[Parked] = field(default_factory=list)  # for fresh values
     followers: list[Parked] = field(default_factory=list)
+    brought: dict[int, Collection[int]] = field(default_factory=dict)  # by worker: since its commit
     refusals: dict[int, Exception] = field(default_factory=dict)  # by worker: of its pushes
     _staging: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
@@ -77,9 +78,18 @@ class Hosted:
             values = merged
         self.table.assign(shard, values)
 
-    def view(self, where: m.Where, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of a process of this host as a flat tensor."""
-        return view(self.engine, where, count, dtype)
+    def take_seat(self, worker: int, opened: m.Open) -> None:
+        """Let a worker read and push, from and to these places."""
+        self._require_places(opened.seats)
+        for seat, spec in zip(opened.seats, self.table.spec.shards, strict=True):
+            wire_dtype(opened, spec.dtype)
+            for where in filter(None, (seat.params, seat.average)):
+                self.view(worker, where, spec.count, dtype_of(spec.dtype))
+        self.seats[worker] = opened
+
+    def view(self, worker: int, where: m.Where, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of a worker of this host as a flat tensor."""
+        return view(self.engine, worker, where, count, dtype)
 
     def staging(self, use: str, worker: int, shard: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of this server's own for a worker's part in a shard; always the same."""
@@ -91,33 +101,53 @@ class Hosted:
 
     def average_for(self, worker: int, shard: int) -> Sequence[torch.Tensor]:
         """Bring an average to a worker; return what has to follow the reply."""
-        opened = self.seats[worker]
+        opened = self._seat_of(worker)
         if self.has_homes or not opened.wants_average:
             return ()
         average, seat = self.table.shards[shard].average, opened.seats[shard]
         assert average is not None
         if seat.average is not None:
-            self.view(seat.average, average.numel(), average.dtype).copy_(average)
+            self.view(worker, seat.average, average.numel(), average.dtype).copy_(average)
             return ()
         return (self._on_the_wire("average", worker, shard, average),)
 
     def values_for(self, worker: int, into: Sequence[m.Where] = ()) -> Sequence[torch.Tensor]:
         """Bring all values to a worker; return what has to follow the reply."""
-        opened, following = self._seat_of(worker), list[torch.Tensor]()
-        wheres: Sequence[m.Where | None] = into or [seat.params for seat in opened.seats]
-        self._require_places(wheres)
+        wheres, following = self._wheres(worker, into), list[torch.Tensor]()
+        brought = self.brought.pop(worker, ())
         for number in reversed(range(len(self.table.shards))):  # the first layers are last in line
-            spec, where = self.table.spec.shards[number], wheres[number]
             if self.has_homes:
                 self.table.read(worker, number, None)
-            elif where is not None:
-                dtype = dtype_of(spec.dtype)
-                self.table.read(worker, number, self.view(where, spec.count, dtype))
-            else:
-                out = self.staging("params", worker, number, wire_dtype(opened, spec.dtype))
-                self.table.read(worker, number, out)
+                continue
+            out = self._place_for(worker, number, wheres[number])
+            self.table.read(worker, number, None if number in brought else out)
+            if wheres[number] is None:
                 following.append(out)
         return following
+
+    def commit(self, worker: int, request: m.Commit) -> None:
+        """End a worker's step; fresh values are brought to it on the way if it may have them."""
+        wheres = self._wheres(worker, request.into)
+
+        def place(number: int) -> torch.Tensor:
+            return self._place_for(worker, number, wheres[number])
+
+        outs = place if request.reads and not self.has_homes else None
+        self.brought[worker] = self.table.commit(worker, request.clock, request.settings, outs)
+
+    def _wheres(self, worker: int, into: Sequence[m.Where]) -> Sequence[m.Where | None]:
+        """Return where a worker wants the values of each shard; None: they are sent to it."""
+        wheres: Sequence[m.Where | None] = into or [s.params for s in self._seat_of(worker).seats]
+        self._require_places(wheres)
+        return wheres
+
+    def _place_for(self, worker: int, number: int, where: m.Where | None) -> torch.Tensor:
+        """Return where a shard's values are put for a worker: its own memory, or ours."""
+        spec = self.table.spec.shards[number]
+        if where is not None:
+            return self.view(worker, where, spec.count, dtype_of(spec.dtype))
+        dtype = wire_dtype(self._seat_of(worker), spec.dtype)
+        return self.staging("params", worker, number, dtype)
 
     def look(self, worker: int, into: Sequence[m.Where]) -> Sequence[torch.Tensor]:
         """Show all values to anybody; return what has to follow the reply."""
@@ -128,7 +158,7 @@ class Hosted:
             shard, spec = self.table.shards[number], self.table.spec.shards[number]
             shard.require_values()
             if into:
-                out = self.view(into[number], spec.count, dtype_of(spec.dtype))
+                out = self.view(worker, into[number], spec.count, dtype_of(spec.dtype))
             else:
                 out = self.staging("peek", worker, number, dtype_of(spec.dtype))
                 following.append(out)
@@ -142,7 +172,7 @@ class Hosted:
             )
         return self.seats[worker]
 
-    def _require_places(self, wheres: Sequence[m.Where | None]) -> None:
+    def _require_places(self, wheres: Sequence[m.Where | m.Seat | None]) -> None:
         if len(wheres) != len(self.table.shards):
             raise UsageError(
                 f"table {self.table.spec.name!r} has {len(self.table.shards)} shards here, but the"
@@ -175,8 +205,15 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def view(engine: _core.Engine, where: m.Where, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of a process of this host as a flat tensor."""
+def view(
+    engine: _core.Engine, worker: int, where: m.Where, count: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return memory of a worker of this host as a flat tensor."""
+    if where.rank != worker or where.offset % dtype.itemsize:
+        raise UsageError(
+            f"worker {worker} names a place at offset {where.offset} in the memory of rank"
+            f" {where.rank}; it must be its own, and whole {dtype}s"
+        )
     size = count * dtype.itemsize
     memory: Any = engine.memory_of_peer(where.rank, where.segment, where.offset, size)
     flat: torch.Tensor = torch.from_numpy(memory).view(dtype)

@@ -14,7 +14,8 @@ import torch
 from paceline import _core
 from paceline.collectives.tensors import Buffer
 from paceline.errors import ShapeMismatch, UnknownKey, UsageError
-from paceline.ps.optimizer import PieceOptimizer, Settings, StateEntry
+from paceline.ps.grains import GrainedOptimizer, OnDone
+from paceline.ps.optimizer import Settings, StateEntry
 from paceline.ps.precision import (
     FLOATING,
     Scratch,
@@ -24,6 +25,8 @@ from paceline.ps.precision import (
     seed_of,
 )
 from paceline.ps.spec import TableSpec
+
+_STREAMED_BYTES = 4 << 20  # less stays in the cache until the worker reads it
 
 Memory = Callable[[int, str, int, torch.dtype], torch.Tensor]  # shard, use, elements, dtype
 
@@ -44,9 +47,9 @@ class Shard:
         )
         self.is_assigned = False
         self._scratch = scratch
-        self._optimizer: PieceOptimizer | None = None  # tables of deltas and values have none
+        self._optimizer: GrainedOptimizer | None = None  # tables of deltas and values have none
         if rule.push == "grad":
-            self._optimizer = PieceOptimizer(table.optimizer, spec.pieces, self._workplace())
+            self._optimizer = GrainedOptimizer(table.optimizer, spec.pieces, self._workplace())
 
     # -- values -------------------------------------------------------------------------------
 
@@ -100,11 +103,17 @@ class Shard:
         settings: Settings,
         slowdown: float,
         version: int,
+        out: torch.Tensor | None = None,
     ) -> None:
-        """Apply what was pushed, as one version; its weight is divided by `slowdown`."""
+        """Apply what was pushed, as one version; its weight is divided by `slowdown`.
+
+        `out` gets the fresh values, while they are in the cache where that is possible.
+        """
         grad, values = self.computable(grad), self.values()
+        can_follow = values is self.params and self._optimizer is not None
         if self._optimizer is not None:
-            self._optimizer.step(grad, absent, settings, slowdown)
+            on_done = self._copier(out) if out is not None and can_follow else None
+            self._optimizer.step(grad, absent, settings, slowdown, on_done)
         elif self._rule.push == "delta":
             values.add_(grad, alpha=1.0 / slowdown)
         else:
@@ -112,6 +121,23 @@ class Shard:
         if values is not self.params:
             seed = seed_of(self._rule.seed, self.spec.label, version)
             round_stochastically(values, self.params, seed=seed)
+        if out is not None and not can_follow:
+            self.copy_to(out)
+
+    def _copier(self, out: torch.Tensor) -> OnDone:
+        """Return what copies a part of the values out, past the cache: it is somebody else's."""
+        self.checked(out)
+        size = self.params.element_size()
+        if out.dtype is not self.params.dtype or self.spec.count * size < _STREAMED_BYTES:
+
+            def copy(start: int, stop: int) -> None:
+                out[start:stop].copy_(self.params[start:stop])
+
+            return copy
+        source, target = self.params.data_ptr(), out.data_ptr()
+        return lambda start, stop: _core.copy_past_cache(
+            source + start * size, target + start * size, (stop - start) * size
+        )
 
     def computable(self, grad: torch.Tensor) -> torch.Tensor:
         """Return a gradient in the dtype of computations; valid until the next shard's turn."""

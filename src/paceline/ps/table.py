@@ -20,7 +20,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.ps.accounts import Accounts
-from paceline.ps.arrivals import Arrivals
+from paceline.ps.arrivals import Arrivals, Outs
 from paceline.ps.barrier import Barrier
 from paceline.ps.checks import check_table
 from paceline.ps.clock import Clocks, Unit
@@ -80,14 +80,21 @@ class Table:
         self._way.push(worker, shard, Push(target.checked(grad), frozenset(absent)))
         self._note_waits()
 
-    def commit(self, worker: int, clock: int, settings: Settings | None = None) -> None:
-        """End a worker's step; settings are those of its param groups if they changed."""
+    def commit(
+        self, worker: int, clock: int, settings: Settings | None = None, outs: Outs = None
+    ) -> Collection[int]:
+        """End a worker's step; settings are those of its param groups if they changed.
+
+        Return the shards whose fresh values are in `outs` already: if the worker may read at once,
+        they are brought there while they are in the cache. It still has to `read` them, to None.
+        """
         self._require_next("commit", worker, clock)
         if settings is not None:
             self._ledger.settings[worker] = self._checked(settings)
-        self._way.commit(worker)
+        brought = self._way.commit(worker, outs)
         self._unread.add(worker)
         self._note_waits()
+        return brought
 
     def discard(self, worker: int) -> None:
         """Forget what a worker has pushed for the step under way."""
