@@ -26,9 +26,13 @@ NUM_WORKERS = 2
 PS_LITE_GB_PER_S = 1.5
 _LIMIT_MODES = ("two passes", "one pass", "one pass, streams", "one process")
 _LIMIT = Path(__file__).resolve().parent.parent / "server_limit.cc"
-_OURS = {"paceline": "paceline async", "paceline-ps": "paceline ps"}
+_OURS = {
+    "paceline-async": "paceline async",
+    "paceline-ps": "paceline ps",
+    "paceline-any": "paceline, any tensor",
+}
 _RPC = {"rpc": "torch rpc", "rpc-tcp": "torch rpc, TCP only"}
-ALL, FEW = (*_OURS, *_RPC), ("paceline", "rpc")
+ALL, FEW = (*_OURS, *_RPC), ("paceline-async", "rpc")
 
 
 def start_ours(kind: str, scratch: Path) -> RankSet:

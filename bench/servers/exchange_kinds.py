@@ -68,49 +68,27 @@ class TorchRpc(_Place):
         return self._params.numpy()  # type: ignore[no-any-return]
 
 
-class PacelineTable(_Place):
-    """What our server paces do between backward and the next forward, with one bucket."""
+class PacelineClient(_Place):
+    """Our neutral client: one key, whose arrays lie in engine memory or anywhere."""
 
-    def __init__(self, pace: str) -> None:
+    def __init__(self, pace: str, memory: str = "engine") -> None:
         import paceline as pl
 
         super().__init__()
         torch.set_num_threads(1)
         pl.init()
-        self.version, self._pace = f"paceline {pl.__version__}", pace
+        self.version = f"paceline {pl.__version__}"
+        self._client, self._pace = pl.ps.Client(pace), pace
+        self._allocate = pl.empty if memory == "engine" else torch.empty
 
     def prepare(self, count: int) -> None:
-        import paceline as pl
-        from paceline.job import current
-        from paceline.pace.parse import parse
-        from paceline.pace.server import rule_of
-        from paceline.ps.remote_table import Held, Item, RemoteTable
-        from paceline.ps.spec import OptimizerSpec
-
-        self._grad, self._params = pl.empty(count), pl.empty(count).zero_()
-        rule = rule_of(parse(self._pace))
-        average = pl.empty(count) if rule.aggregate else None
-        held = [Held("params", 0, 0, count, (count,))]
-        items = [Item("params", held, self._grad, self._params, average)]
+        self._grad, self._params = self._allocate(count).zero_(), self._allocate(count).zero_()
         # A mean, times the number of workers, is the sum that asynchronous pushes add up to.
-        rate = RATE * self.num_workers if rule.aggregate else RATE
-        optimizer = OptimizerSpec("SGD", ({"lr": rate},))
-        workers = range(self.num_workers)
-        self._table = RemoteTable(
-            current().servers, workers, f"bench {count}", items, optimizer, rule
-        )
-        for worker in workers:  # the first one makes the table, the others join it
-            if worker == self.rank:
-                self._table.open()
-                if worker == 0:
-                    self._table.assign(0)
-            pl.world().barrier()
+        rate = RATE * self.num_workers if self._pace == "ps" else RATE
+        self._client.init("params", self._params, "SGD", lr=rate)
 
     def push_pull(self) -> None:
-        pushed = self._table.push(0)
-        if self._table.rule.aggregate:
-            pushed.wait()
-        self._table.commit(None).wait()
+        self._client.push_pull("params", self._grad, self._params).wait()
 
     @property
     def grad(self) -> Array:
@@ -122,8 +100,10 @@ class PacelineTable(_Place):
 
 
 def make(kind: str) -> Subject:
-    if kind in ("paceline", "paceline-ps"):
-        return PacelineTable("async" if kind == "paceline" else "ps")
+    if kind in ("paceline-async", "paceline-ps"):
+        return PacelineClient(kind.removeprefix("paceline-"))
+    if kind == "paceline-any":
+        return PacelineClient("async", memory="any")
     if kind in ("rpc", "rpc-tcp"):
         return TorchRpc(tcp_only=kind == "rpc-tcp")
     raise ValueError(f"there is no contender {kind!r}")
