@@ -1,11 +1,16 @@
 """The server's end of the line to one worker: what has arrived, in order, and what is answered.
 
-A receive for the next request is always posted. Tensors that follow a request from another host are
-received where the server wants them while later requests may already be there; requests are handed
-out in order, each with its tensors complete. A worker that dies before that takes its half with it.
+A receive for the next request is always posted; nothing here ever waits, because other workers want
+to be served meanwhile. Tensors that follow a request from another host are received where the
+server wants them while later requests may already be there; requests are handed out in order, each
+with its tensors complete. A worker that dies before that takes its half with it.
 
 A request that is sent again is answered again with the same words and not handed out: `_replies`
 remembers the newest answers by sequence number.
+
+A worker that sends without end, or never reads its answers, must not fill the server's memory: the
+first is not listened to while it is too far ahead, the second is dropped. One that sends what
+cannot be read is MUTED: whatever it says from then on, it is told why nobody listens.
 """
 
 from __future__ import annotations
@@ -20,12 +25,15 @@ import torch
 
 from paceline.collectives.group import Group
 from paceline.collectives.topology import Fabric
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, PeerTimeout
 from paceline.ps import messages as m
 from paceline.ps.link import PATIENCE_S
 from paceline.work import Work
 
 _REMEMBERED = 64  # answers; a worker has fewer questions under way
+_AHEAD = 1024  # requests whose tensors have not come yet
+_TURN = 64  # requests that are taken before others have their turn
+_UNREAD = 4096  # messages that a worker has not taken
 
 
 @dataclass(frozen=True)
@@ -63,11 +71,15 @@ class Line:
         self._arrivals: deque[Arrival] = deque()
         self._last_seq = 0
         self._replies: OrderedDict[int, m.Reply] = OrderedDict()
+        self._unread: deque[Work[Any]] = deque()
+        self._reading: tuple[np.ndarray, np.ndarray] | None = None  # a frame, and its rest to come
+        self._reproach = ""  # muted: why
         self._post()
 
     def works(self) -> Iterator[Work[Any]]:
         """What this line waits for."""
-        yield self._receive
+        if len(self._arrivals) < _AHEAD:
+            yield self._receive
         for arrival in self._arrivals:
             for work in arrival.receiving:
                 if not work.done():
@@ -76,9 +88,11 @@ class Line:
     def arrivals(self, find_landing: FindLanding) -> Iterator[Arrival]:
         """Hand out what has arrived completely. `find_landing` says where tensors are.
 
-        PeerError or BadFrame: the line is of no use any more.
+        PeerError: the line is of no use any more. BadFrame: the worker has to be muted.
         """
-        while self._receive.done():
+        for _ in range(_TURN):
+            if not self._receive.done() or len(self._arrivals) >= _AHEAD:
+                break
             self._take(find_landing)
         while self._arrivals and self._arrivals[0].is_complete():
             arrival = self._arrivals.popleft()
@@ -93,29 +107,46 @@ class Line:
             self._replies.popitem(last=False)
         self._send(reply)
         for number, tensor in enumerate(deliveries):
-            self._group.send(tensor, 0, tag=m.delivery_tag(reply.seq, number), async_op=True)
+            self._put(tensor, m.delivery_tag(reply.seq, number))
+
+    def mute(self, reproach: str) -> None:
+        """Listen no more; the request that could not be read is the first that is told so."""
+        self._reproach = reproach
+        self._arrivals.clear()
+        self._reading = None
+        self._post()
+        self._answer_muted()
 
     def close(self) -> None:
         self._group.close()
 
     def _post(self) -> None:
         self._frame = np.empty(m.FRAME_BYTES, dtype=np.uint8)
+        self._receive = self._get(self._frame, m.REQUEST)
+
+    def _get(
+        self, target: np.ndarray | torch.Tensor, tag: int, *, background: bool = False
+    ) -> Work[int]:
         # From "any" of one: a worker that is stopped or busy for long is no error to the server.
-        receive = self._group.recv(
-            self._frame, None, tag=m.REQUEST, async_op=True, background=False
-        )
+        receive = self._group.recv(target, None, tag=tag, async_op=True, background=background)
         assert isinstance(receive, Work)
-        self._receive: Work[int] = receive
+        return receive
 
     def _take(self, find_landing: FindLanding) -> None:
-        """Read one request and get ready for what follows it and for the next one."""
+        """Read what has come, and get ready for what follows it."""
         self._receive.wait()
-        frame, size, rest = self._frame, m.rest_bytes(self._frame), None
-        if size:
-            rest = np.empty(size, dtype=np.uint8)
-            self._group.recv(rest, 0, tag=m.REQUEST_REST)
-        self._post()
+        if self._reproach:
+            self._post()
+            self._answer_muted()
+            return
+        frame, rest = self._reading or (self._frame, None)
+        if rest is None and (size := m.rest_bytes(frame)):
+            self._reading = (frame, np.empty(size, dtype=np.uint8))
+            self._receive = self._get(self._reading[1], m.REQUEST_REST)
+            return
         request = m.read_request(frame, rest)
+        self._reading = None
+        self._post()
         if request.seq <= self._last_seq:
             if request.seq in self._replies:
                 self._send(self._replies[request.seq])
@@ -132,13 +163,26 @@ class Line:
         if landing.follow:
             for number, tensor in enumerate(landing.tensors):
                 tag = m.payload_tag(request.seq, number)
-                work = self._group.recv(tensor, 0, tag=tag, async_op=True)
-                assert isinstance(work, Work)
-                arrival.receiving.append(work)
+                arrival.receiving.append(self._get(tensor, tag, background=True))
         return arrival
 
     def _send(self, reply: m.Reply) -> None:
         frame, rest = m.to_frames(reply)
-        self._group.send(frame, 0, tag=m.reply_tag(reply.seq), async_op=True)
+        self._put(frame, m.reply_tag(reply.seq))
         if rest is not None:
-            self._group.send(rest, 0, tag=m.reply_rest_tag(reply.seq), async_op=True)
+            self._put(rest, m.reply_rest_tag(reply.seq))
+
+    def _answer_muted(self) -> None:
+        self._last_seq += 1  # a frame for each request, also when nobody can read it
+        self._send(m.Reply(self._last_seq, error="ProtocolError", text=self._reproach))
+
+    def _put(self, tensor: np.ndarray | torch.Tensor, tag: int) -> None:
+        work = self._group.send(tensor, 0, tag=tag, async_op=True)
+        assert isinstance(work, Work)
+        while self._unread and self._unread[0].done():
+            self._unread.popleft()
+        self._unread.append(work)
+        if len(self._unread) > _UNREAD:
+            raise PeerTimeout(
+                f"worker {self.worker} asks, but has not taken {_UNREAD} messages", rank=self.worker
+            )

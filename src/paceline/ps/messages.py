@@ -11,13 +11,13 @@ Encoded with msgpack by msgspec: decoding checks every type and can only ever pr
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
 
 from paceline.errors import BadFrame
-from paceline.ps.spec import TableSpec
+from paceline.ps.spec import Count, TableSpec
 
 FRAME_BYTES = 1024
 _HEAD_BYTES = 8  # length of the message; the frame's own format
@@ -28,6 +28,11 @@ _MAX_BYTES = 256 << 20
 REQUEST, REQUEST_REST = 1, 2
 _PAYLOAD, _REPLY, _REPLY_REST, _DELIVERY = 1, 2, 3, 4
 _MAX_SHARDS = 1 << 14
+_MAX_SEQ = 1 << 43  # so that tags fit
+
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_SEQ)]
 
 
 def payload_tag(seq: int, shard: int = 0) -> int:
@@ -51,9 +56,9 @@ def reply_rest_tag(seq: int) -> int:
 class Where(msgspec.Struct, frozen=True, array_like=True):
     """A place in the engine memory of a process of this host."""
 
-    rank: int
-    segment: int
-    offset: int
+    rank: Rank
+    segment: Address
+    offset: Address
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +78,7 @@ class Home(msgspec.Struct, frozen=True, array_like=True):
 class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Base of what a worker says."""
 
-    seq: int
+    seq: Number
 
 
 class Open(Request, frozen=True):
@@ -175,11 +180,11 @@ class FetchState(Request, frozen=True):
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """One entry of the optimizer's state: a plain value, or a tensor that follows."""
 
-    piece: int
+    piece: Count
     key: str
     value: float | int | bool | None = None
     dtype: str = ""
-    shape: tuple[int, ...] = ()
+    shape: tuple[Count, ...] = ()
 
 
 class LoadState(Request, frozen=True):

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from paceline.errors import UsageError
+from paceline.errors import ShapeMismatch, UsageError
 from paceline.ps.spec import OptimizerSpec, Piece
 
 Settings = Sequence[Mapping[str, Any]]  # of each param group
+_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # those with kernels that trust their state
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times in a step, which only the worker can do",
     "SparseAdam": "servers take dense gradients",
@@ -54,13 +55,13 @@ class PieceOptimizer:
         """Update the values; the learning rate is divided by `slowdown`."""
         if self._optimizer is None:
             return
-        for number, group in zip(self._groups, self._optimizer.param_groups, strict=True):
-            group.update(_plain(settings[number]))
-            if slowdown != 1.0:
-                group["lr"] /= slowdown
         for param, piece in zip(self._params, self._pieces, strict=True):
             param.grad = None if piece.param in absent else part(grad, piece)
         try:
+            for number, group in zip(self._groups, self._optimizer.param_groups, strict=True):
+                group.update(_plain(settings[number]))
+                if slowdown != 1.0:
+                    group["lr"] /= slowdown
             self._optimizer.step()
         except Exception as error:  # whatever the class makes of the settings it was given
             raise UsageError(f"torch.optim.{self._name} failed in step(): {error}") from error
@@ -91,10 +92,23 @@ class PieceOptimizer:
                     f"the state has {entry.key!r} of piece {entry.piece}, but the shard has"
                     f" {len(numbers)} pieces; load a state of the same placement"
                 )
+            self._check_shape(entry)
             value = entry.value.clone() if isinstance(entry.value, torch.Tensor) else entry.value
             state.setdefault(numbers[entry.piece], {})[entry.key] = value
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _check_shape(self, entry: StateEntry) -> None:
+        """Refuse what fused kernels would take for as many numbers as the parameter has."""
+        if self._name not in _FUSED or not isinstance(entry.value, torch.Tensor):
+            return
+        piece, shape = self._pieces[entry.piece], tuple(entry.value.shape)
+        is_counter = entry.key == "step" and entry.value.numel() == 1
+        if not is_counter and (entry.key == "step" or shape != piece.shape):
+            raise ShapeMismatch(
+                f"the optimizer's state {entry.key!r} of {piece.name!r} has shape {list(shape)},"
+                f" expected {list(piece.shape)}; load the state of the same model"
+            )
 
     def _param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
         groups = {n: {**_plain(spec.groups[n]), "params": []} for n in self._groups}
@@ -146,7 +160,7 @@ def _build(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> torch.optim.Opt
     defaults = {key: groups[0][key] for key in shared}
     try:
         return found(groups, **defaults)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever the class makes of the settings it was given
         raise UsageError(f"torch.optim.{spec.name} refuses its settings: {error}") from error
 
 

@@ -12,7 +12,9 @@ longer wait for it. The loop ends when no worker is left.
 
 from __future__ import annotations
 
+import itertools
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,7 +23,14 @@ import torch
 from paceline import _core
 from paceline.collectives.memory import allocate
 from paceline.collectives.topology import Fabric
-from paceline.errors import BadFrame, PacelineError, PeerError, UnknownKey
+from paceline.errors import (
+    BadFrame,
+    PacelineError,
+    PeerError,
+    ProtocolError,
+    UnknownKey,
+    UsageError,
+)
 from paceline.ps import messages as m
 from paceline.ps.handlers import HANDLERS, ending
 from paceline.ps.hosted import Hosted, Parked, dtype_of, view
@@ -47,6 +56,7 @@ class Server:
         self.by_name: dict[str, Hosted] = {}
         self._reported_s = 0.0
         self._complain_s = 0.0  # when a long wait is talked about again
+        self._unreachable: dict[Line, str] = {}  # lines that could not be answered, and why
 
     def run(self) -> None:
         """Serve until every worker has left or was lost."""
@@ -55,6 +65,7 @@ class Server:
             _core.wait_any(handles, _TICK_S)  # type: ignore[arg-type]
             for line in list(self._lines.values()):
                 self._serve(line)
+            self._drop_unreachable()
             self._look_around()
         self._send_reports()
 
@@ -66,8 +77,20 @@ class Server:
                 self._handle(line, arrival)
                 if line.worker not in self._lines:
                     return
-        except (PeerError, BadFrame) as error:
+        except BadFrame as error:
+            self._mute(line, error)
+        except PeerError as error:
             self.drop(line, str(error))
+
+    def _mute(self, line: Line, error: BadFrame) -> None:
+        """Go on without a worker that says what cannot be read: nobody knows what it wanted."""
+        text = f"server {self.index} has stopped listening to worker {line.worker}: {error}"
+        self._say(text)
+        self._forget(line)
+        try:
+            line.mute(f"{text}. Do all processes run the same version of Paceline?")
+        except PeerError as lost:
+            self.drop(line, str(lost))
 
     def _handle(self, line: Line, arrival: Arrival) -> None:
         request = arrival.request
@@ -79,6 +102,11 @@ class Server:
             raise
         except PacelineError as error:
             self._refuse(line, request, error)
+        except Exception as error:  # a request must not take the other workers' server with it
+            traceback.print_exc()
+            what = f"{type(request).__name__} of worker {line.worker}: {error!r:.200}"
+            text = f"server {self.index} cannot handle {what}; its own output says where"
+            self._refuse(line, request, ProtocolError(text))
 
     def _refuse(self, line: Line, request: m.AnyRequest, error: PacelineError) -> None:
         """Answer with an error; a push that nobody waits for is refused with its commit."""
@@ -92,23 +120,35 @@ class Server:
     def answer(
         self, line: Line, seq: int, deliveries: Sequence[torch.Tensor] = (), **fields: Any
     ) -> None:
-        """Reply; a worker that is gone by now must not disturb whoever the server works for."""
+        """Reply; a worker that is gone by now must not disturb whoever the server works for.
+
+        It is dropped later: dropping it answers others, who may be just about to be answered.
+        """
+        if line in self._unreachable or self._lines.get(line.worker) is not line:
+            return
         try:
             line.reply(m.Reply(seq, delivers=bool(deliveries), **fields), deliveries)
         except PeerError as error:
-            self.drop(line, str(error))
+            self._unreachable[line] = str(error)
+
+    def _drop_unreachable(self) -> None:
+        while self._unreachable:
+            line, reason = next(iter(self._unreachable.items()))
+            self.drop(line, reason)
+            del self._unreachable[line]
 
     def _find_landing(self, line: Line, request: m.AnyRequest) -> Landing:
         """Say where the tensors of a request are, or are to be received."""
         if isinstance(request, m.LoadState):
-            return Landing(landing(request.entries), follow=True)
+            pieces = self.find(request.table).spec_of(request.shard).pieces
+            return Landing(landing(request.entries, pieces), follow=True)
         if not isinstance(request, m.Assign | m.Push | m.Replace):
             return Landing()
         hosted = self.find(request.table)
         spec = hosted.spec_of(request.shard)
         dtype = dtype_of(request.dtype if isinstance(request, m.Push) else spec.dtype)
         if request.where is not None:
-            return Landing([view(self._fabric.engine, request.where, spec.count, dtype)])
+            return Landing([hosted.view(line.worker, request.where, spec.count, dtype)])
         return Landing([hosted.staging("push", line.worker, request.shard, dtype)], follow=True)
 
     def find(self, number: int) -> Hosted:
@@ -122,10 +162,12 @@ class Server:
     def host(self, request: m.Open, maker: int) -> Hosted:
         """Make a table."""
         engine, homes = self._fabric.engine, request.homes
+        if homes and len(homes) != len(request.spec.shards):
+            raise UsageError(f"{len(homes)} homes for {len(request.spec.shards)} shards")
 
         def memory(shard: int, use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
             if homes and use in ("params", "average"):
-                return view(engine, getattr(homes[shard], use), count, dtype)
+                return view(engine, maker, getattr(homes[shard], use), count, dtype)
             return allocate(engine, (count,), dtype)
 
         table = Table(request.spec, memory, time.monotonic, server=self.index)
@@ -164,14 +206,21 @@ class Server:
             if not table.may_read(worker):  # each read may take another's turn
                 continue
             hosted.readers.remove(parked)
-            outcome = table.outcome(worker)
-            following = hosted.values_for(worker, parked.into) if parked.reads else ()
-            # Nobody receives what follows an error.
-            shown = () if outcome.error else following
-            self.answer(parked.line, parked.seq, shown, **ending(outcome))
+            self._end_wait(hosted, parked)
         can_change = bool(table.clocks.workers)
         if hosted.followers and (table.is_ready or not can_change):
             self.end_follow(hosted, lambda one: table.version > one.after or not can_change)
+
+    def _end_wait(self, hosted: Hosted, parked: Parked) -> None:
+        """Bring values to a reader; if its own places are wrong, that concerns nobody else."""
+        line, outcome = parked.line, hosted.table.outcome(parked.line.worker)
+        try:
+            following = hosted.values_for(line.worker, parked.into) if parked.reads else ()
+        except PacelineError as error:
+            self.answer(line, parked.seq, error=type(error).__name__, text=str(error))
+            return
+        # Nobody receives what follows an error.
+        self.answer(line, parked.seq, () if outcome.error else following, **ending(outcome))
 
     def end_follow(self, hosted: Hosted, is_over: Callable[[Parked], bool]) -> None:
         """Tell followers the version."""
@@ -183,6 +232,12 @@ class Server:
         if self._lines.pop(line.worker, None) is None:
             return
         line.close()
+        self._forget(line)
+        if reason != "it left":
+            self._say(f"worker {line.worker} is gone: {reason}")
+
+    def _forget(self, line: Line) -> None:
+        """Go on without a worker: its half of a step is dropped, and nobody waits for it."""
         for hosted in self.hosted:
             hosted.forget(line.worker)
             hosted.table.leave(line.worker)
@@ -192,8 +247,6 @@ class Server:
             self.release_averages(hosted)
             self.release(hosted)
         self._send_reports()
-        if reason != "it left":
-            self._say(f"worker {line.worker} is gone: {reason}")
 
     def _abandon(self, hosted: Hosted) -> None:
         """Forget a table whose maker is gone before it gave values; others wait for those."""
@@ -223,7 +276,8 @@ class Server:
         if now_s < self._complain_s:
             return
         for hosted in self.hosted:
-            late = {p.line.worker for p in hosted.readers if now_s - p.since_s > _PATIENCE_S}
+            waiting = itertools.chain(hosted.readers, *hosted.pushes.values())
+            late = {p.line.worker for p in waiting if now_s - p.since_s > _PATIENCE_S}
             if late:
                 self._complain_s = now_s + 5 * _PATIENCE_S
                 self._say(

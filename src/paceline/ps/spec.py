@@ -2,25 +2,28 @@
 
 A TABLE is everything that shares one set of clocks and one optimizer: a model, or one key of the
 neutral client. Its flat tensors are cut into SHARDS, each on one server; a PIECE is what a shard
-has of one parameter. Plain values that travel as msgpack; no torch.
+has of one parameter. Plain values that travel as msgpack, and are checked when they arrive: a
+`Count` cannot be negative, nor so large that its bytes overflow. No torch.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
 
 class Piece(msgspec.Struct, frozen=True):
     """One parameter's part of a shard, in elements of the shard's flat tensor."""
 
     name: str
-    param: int  # number of the parameter in its bucket
-    group: int  # number of its param group in the optimizer
-    start: int
-    count: int
-    shape: tuple[int, ...]  # the parameter's own when the piece is all of it, else (count,)
+    param: Count  # number of the parameter in its bucket
+    group: Count  # number of its param group in the optimizer
+    start: Count
+    count: Count
+    shape: tuple[Count, ...]  # the parameter's own when the piece is all of it, else (count,)
 
 
 class ShardSpec(msgspec.Struct, frozen=True):
@@ -28,7 +31,7 @@ class ShardSpec(msgspec.Struct, frozen=True):
 
     label: str  # for messages
     dtype: str  # of the parameters as the workers have them: "float32"
-    count: int
+    count: Count
     pieces: tuple[Piece, ...]
 
 

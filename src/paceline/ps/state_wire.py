@@ -1,7 +1,8 @@
 """The optimizer's state of a shard on its way between a server and a worker.
 
 Plain values travel in the message; tensors follow it, one after the other, in the order of their
-entries. This is rare (a checkpoint), so tensors are sent also on one host.
+entries. This is rare (a checkpoint), so tensors are sent also on one host, and they are copied
+before: others go on with their updates while they are under way.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from paceline.errors import UsageError
+from paceline.errors import ShapeMismatch, UsageError
 from paceline.ps import messages as m
 from paceline.ps.optimizer import StateEntry
+from paceline.ps.spec import Piece
 from paceline.ps.table import Table
 
 _DTYPES = {
@@ -24,7 +26,8 @@ _DTYPES = {
 
 def read_state(table: Table, shard: int) -> tuple[tuple[m.Entry, ...], list[torch.Tensor]]:
     """Return a shard's state as entries and the tensors that follow."""
-    return to_entries(table.state(shard))
+    entries, tensors = to_entries(table.state(shard))
+    return entries, [tensor.clone() for tensor in tensors]
 
 
 def to_entries(state: Sequence[StateEntry]) -> tuple[tuple[m.Entry, ...], list[torch.Tensor]]:
@@ -41,16 +44,32 @@ def to_entries(state: Sequence[StateEntry]) -> tuple[tuple[m.Entry, ...], list[t
     return tuple(entries), tensors
 
 
-def landing(entries: Sequence[m.Entry]) -> list[torch.Tensor]:
-    """Make room for the tensors of these entries."""
-    room = []
+def landing(
+    entries: Sequence[m.Entry], pieces: Sequence[Piece] | None = None
+) -> list[torch.Tensor]:
+    """Make room for the tensors of these entries, which belong to these pieces."""
     for entry in entries:
-        if not entry.dtype:
-            continue
-        if entry.dtype not in _DTYPES or any(size < 0 for size in entry.shape):
-            raise UsageError(f"optimizer state {entry.key!r}: {entry.dtype[:20]}{entry.shape}")
-        room.append(torch.empty(math.prod(entry.shape), dtype=_DTYPES[entry.dtype]))
-    return room
+        _check(entry, pieces)
+    tensors = (entry for entry in entries if entry.dtype)
+    return [torch.empty(math.prod(one.shape), dtype=_DTYPES[one.dtype]) for one in tensors]
+
+
+def _check(entry: m.Entry, pieces: Sequence[Piece] | None) -> None:
+    found = f"optimizer state {entry.key[:40]!r} of piece {entry.piece}"
+    if not entry.dtype and entry.value is None:
+        raise UsageError(f"{found} has neither a value nor a tensor")
+    if entry.dtype and entry.dtype not in _DTYPES:
+        raise UsageError(f"{found} is of {entry.dtype[:20]!r}; one of {', '.join(_DTYPES)}")
+    if pieces is None:
+        return
+    if entry.piece >= len(pieces):
+        raise UsageError(f"{found}, but the shard has {len(pieces)} pieces; load another state")
+    count = pieces[entry.piece].count
+    if math.prod(entry.shape) > max(count, 1):
+        raise ShapeMismatch(
+            f"{found} has shape {list(entry.shape)[:8]}, but that is a piece of {count} elements of"
+            f" {pieces[entry.piece].name!r}; load the state of the same model"
+        )
 
 
 def from_entries(
