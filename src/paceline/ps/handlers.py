@@ -73,7 +73,7 @@ def on_commit(server: Server, line: Line, request: m.Commit, _: Sequence[torch.T
     if refusal is not None:
         hosted.table.discard(line.worker)
         raise refusal
-    hosted.table.commit(line.worker, request.clock, request.settings)
+    hosted.commit(line.worker, request)
     if request.reads or hosted.table.spec.rule.aggregate:
         now_s = time.monotonic()
         hosted.readers.append(Parked(line, request.seq, now_s, request.reads, request.into))

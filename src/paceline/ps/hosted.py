@@ -6,7 +6,7 @@ workers: those of this host are read and written in place, others get copies tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,7 @@ class Hosted:
     pushes: dict[int, list[Parked]] = field(default_factory=dict)  # by shard: for its average
     readers: list[Parked] = field(default_factory=list)  # for fresh values
     followers: list[Parked] = field(default_factory=list)
+    brought: dict[int, Collection[int]] = field(default_factory=dict)  # by worker: since its commit
     refusals: dict[int, Exception] = field(default_factory=dict)  # by worker: of its pushes
     _staging: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
@@ -112,21 +113,41 @@ class Hosted:
 
     def values_for(self, worker: int, into: Sequence[m.Where] = ()) -> Sequence[torch.Tensor]:
         """Bring all values to a worker; return what has to follow the reply."""
-        opened, following = self._seat_of(worker), list[torch.Tensor]()
-        wheres: Sequence[m.Where | None] = into or [seat.params for seat in opened.seats]
-        self._require_places(wheres)
+        wheres, following = self._wheres(worker, into), list[torch.Tensor]()
+        brought = self.brought.pop(worker, ())
         for number in reversed(range(len(self.table.shards))):  # the first layers are last in line
-            spec, where = self.table.spec.shards[number], wheres[number]
             if self.has_homes:
                 self.table.read(worker, number, None)
-            elif where is not None:
-                dtype = dtype_of(spec.dtype)
-                self.table.read(worker, number, self.view(worker, where, spec.count, dtype))
-            else:
-                out = self.staging("params", worker, number, wire_dtype(opened, spec.dtype))
-                self.table.read(worker, number, out)
+                continue
+            out = self._place_for(worker, number, wheres[number])
+            self.table.read(worker, number, None if number in brought else out)
+            if wheres[number] is None:
                 following.append(out)
         return following
+
+    def commit(self, worker: int, request: m.Commit) -> None:
+        """End a worker's step; fresh values are brought to it on the way if it may have them."""
+        wheres = self._wheres(worker, request.into)
+
+        def place(number: int) -> torch.Tensor:
+            return self._place_for(worker, number, wheres[number])
+
+        outs = place if request.reads and not self.has_homes else None
+        self.brought[worker] = self.table.commit(worker, request.clock, request.settings, outs)
+
+    def _wheres(self, worker: int, into: Sequence[m.Where]) -> Sequence[m.Where | None]:
+        """Return where a worker wants the values of each shard; None: they are sent to it."""
+        wheres: Sequence[m.Where | None] = into or [s.params for s in self._seat_of(worker).seats]
+        self._require_places(wheres)
+        return wheres
+
+    def _place_for(self, worker: int, number: int, where: m.Where | None) -> torch.Tensor:
+        """Return where a shard's values are put for a worker: its own memory, or ours."""
+        spec = self.table.spec.shards[number]
+        if where is not None:
+            return self.view(worker, where, spec.count, dtype_of(spec.dtype))
+        dtype = wire_dtype(self._seat_of(worker), spec.dtype)
+        return self.staging("params", worker, number, dtype)
 
     def look(self, worker: int, into: Sequence[m.Where]) -> Sequence[torch.Tensor]:
         """Show all values to anybody; return what has to follow the reply."""
