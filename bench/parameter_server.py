@@ -1,6 +1,6 @@
 """Parameter servers: ours beside torch's rpc, DDP, TensorFlow, and what memory and delays allow.
 
-    python bench/parameter_server.py                   everything, about ten minutes
+    python bench/parameter_server.py                   everything, about 12 minutes
     python bench/parameter_server.py --quick           a smoke test, about a minute
     python bench/parameter_server.py --parts stragglers
     python bench/parameter_server.py --tensorflow-python PATH    an interpreter that has TensorFlow
@@ -62,7 +62,7 @@ def exchange_lines(found: Exchanges) -> list[Line]:
     ps_lite = tuple(rate / PS_LITE_GB_PER_S for rate in rates) if rates else None
     rows = [
         ("push+pull / torch rpc", "must 4", found.ratio(_OURS, "torch rpc")),
-        (f"push+pull / ps-lite, {PS_LITE_GB_PER_S} GB/s", "must 4", ps_lite),
+        (f"push+pull / ps-lite, {PS_LITE_GB_PER_S} GB/s elsewhere", "must 4", ps_lite),
         ("push+pull / limit, two passes", "goal 0.5", found.ratio(_OURS, "limit: two")),
         ("push+pull / limit, best way", "", found.ratio(_OURS, "limit")),
     ]
