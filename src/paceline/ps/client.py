@@ -16,9 +16,10 @@ Threads: any.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,17 +69,17 @@ class Client:
         optimizer (a class of torch.optim), settings (`lr=0.1`), pace and workers (default: all).
         Blocks until the key has its value.
         """
-        with self._connection.init_mu:
+        with self._connection.init_mu, _about(key):
             values = arrays.seen(array, f"rank {self._connection.rank}: the array for key {key!r}")
             spec = self._spec(key, values, optimizer, workers, settings)
             known = self._connection.keys.get(key)
-            if known is None or not known.is_open or known.spec != spec:
-                remote = RemoteArray(self._connection, spec)
-                known = Key(self._connection, remote, as_torch=isinstance(array, torch.Tensor))
-                is_new = _about(key, lambda: known.open(values))
-                self._connection.keys[key] = known
-                return is_new
-            return False
+            if known is not None and known.is_open and known.spec == spec:
+                return False
+            remote = RemoteArray(self._connection, spec)
+            made = Key(self._connection, remote, as_torch=isinstance(array, torch.Tensor))
+            is_new = made.open(values)
+            self._connection.keys[key] = made
+            return is_new
 
     def configure(self, key: str, **settings: Any) -> None:
         """Change settings of a key's optimizer (`lr=0.01`), from this rank's next push on."""
@@ -178,10 +179,11 @@ class Client:
         return chosen
 
 
-def _about(key: str, operation: Callable[[], bool]) -> bool:
-    """Name the key in what a server refuses."""
+@contextlib.contextmanager
+def _about(key: str) -> Iterator[None]:
+    """Name the key in what is refused."""
     try:
-        return operation()
+        yield
     except UsageError as error:
         if repr(key) in str(error):
             raise
