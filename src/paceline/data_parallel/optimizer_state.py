@@ -184,11 +184,14 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def part_of(value: Any, param: torch.nn.Parameter, part: Range) -> Any:
-    """Return the piece's share of one entry of a whole parameter's state."""
+def part_of(value: Any, param: torch.nn.Parameter, part: Range, *, is_flat: bool = False) -> Any:
+    """Return the piece's share of one entry of a whole parameter's state.
+
+    A piece that is all of the parameter has its shape, unless it `is_flat` all the same.
+    """
     if not isinstance(value, torch.Tensor) or value.shape != param.shape:
         return value.clone() if isinstance(value, torch.Tensor) else value
-    if part.stop - part.start == param.numel():
+    if part.stop - part.start == param.numel() and not is_flat:
         return value
     dense = torch.empty_strided(param.size(), param.stride(), dtype=value.dtype).copy_(value)
     return dense.as_strided((param.numel(),), (1,))[part.start : part.stop].clone()
@@ -197,7 +200,7 @@ def part_of(value: Any, param: torch.nn.Parameter, part: Range) -> Any:
 def join_parts(param: torch.nn.Parameter, pieces: Sequence[_Entries]) -> dict[str, Any]:
     """Put the pieces of one parameter's state together, in the parameter's shape."""
     _, shape, first = pieces[0]
-    if len(pieces) == 1:
+    if len(pieces) == 1 and shape == param.shape:
         return first
     joined: dict[str, Any] = {}
     for key, value in first.items():

@@ -42,11 +42,10 @@ class ServedState:
     def add(self, table: RemoteTable, buckets: Sequence[Bucket], is_first: bool) -> None:
         """Keep the state of these buckets too; the first worker brings what there is already."""
         self._buckets.append((table, buckets))
-        if is_first:
+        state = self._opt.state
+        if is_first and any(slot.param in state for bucket in buckets for slot in bucket.slots):
             self._send(table, buckets)
-        for bucket in buckets:
-            for slot in bucket.slots:
-                self._opt.state.pop(slot.param, None)
+        self._forget(buckets)
 
     @property
     def _opt(self) -> torch.optim.Optimizer:
@@ -57,7 +56,7 @@ class ServedState:
     def _state_dict(self, state_dict: Any) -> dict[str, Any]:
         optimizer = self._opt
         mine = optimizer.state
-        optimizer.state = self._fetch()
+        optimizer.state = defaultdict(dict, {**mine, **self._fetch()})
         try:
             return state_dict()  # type: ignore[no-any-return]
         finally:
@@ -67,9 +66,15 @@ class ServedState:
         load_state_dict(state_dict)
         for table, buckets in self._buckets:
             self._send(table, buckets)
-        self._opt.state.clear()
+            self._forget(buckets)
 
-    def _fetch(self) -> defaultdict[torch.Tensor, Any]:
+    def _forget(self, buckets: Sequence[Bucket]) -> None:
+        """Drop what the servers have now."""
+        for bucket in buckets:
+            for slot in bucket.slots:
+                self._opt.state.pop(slot.param, None)
+
+    def _fetch(self) -> dict[torch.Tensor, Any]:
         parts: dict[Slot, list[tuple[Range, torch.Size, dict[str, Any]]]] = defaultdict(list)
         for table, buckets in self._buckets:
             for link, number, spec, part in table.shards():
@@ -82,7 +87,7 @@ class ServedState:
                 reply = work.wait()
                 entries = from_entries(reply.entries, self._landed)
                 self._collect(parts, buckets[part.item], spec, part, entries)
-        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        state: dict[torch.Tensor, Any] = {}
         for slot, pieces in parts.items():
             pieces.sort(key=lambda piece: piece[0].start)
             if pieces[0][2]:
@@ -110,11 +115,11 @@ class ServedState:
             entries: list[StateEntry] = []
             for index, piece in enumerate(spec.pieces):
                 slot = buckets[part.item].slots[piece.param]
+                is_flat = piece.shape != tuple(slot.param.shape)
                 for key, value in state.get(slot.param, {}).items():
-                    mine = part_of(value, slot.param, _range(slot, piece, part))
-                    entries.append(StateEntry(index, key, mine))
-            if not entries and not state:
-                continue
+                    mine = part_of(value, slot.param, _range(slot, piece, part), is_flat=is_flat)
+                    if mine is not None:
+                        entries.append(StateEntry(index, key, mine))
             told, tensors = to_entries(entries)
             on_server = table.table_on(link)
             link.ask(
