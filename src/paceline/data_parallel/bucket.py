@@ -57,7 +57,7 @@ class Bucket:
         index: int,
         parameters: Sequence[Named],
         *,
-        allocate: Callable[[int, torch.dtype], torch.Tensor],
+        allocate: Allocate,
         allocate_params: Allocate,
         allocate_averaged: Allocate | None,
         first_slot: int,
@@ -66,8 +66,9 @@ class Bucket:
         dtype = parameters[0].param.dtype
         self.index = index
         self.label = f"bucket {index} ({parameters[0].name} .. {parameters[-1].name})"
-        self.grads = allocate(size, dtype).zero_()
-        averaged = self.grads if allocate_averaged is None else allocate_averaged(size, dtype)
+        grads = allocate(size, dtype)
+        self.grads = (grads.shared if isinstance(grads, HostTensor) else grads).zero_()
+        averaged = grads if allocate_averaged is None else allocate_averaged(size, dtype)
         self.host_averaged = averaged if isinstance(averaged, HostTensor) else None
         self.averaged = averaged.private if isinstance(averaged, HostTensor) else averaged
         params = allocate_params(size, dtype)

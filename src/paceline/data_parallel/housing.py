@@ -1,7 +1,8 @@
 """Housing: finds every trainable parameter its place in a bucket, and moves it there.
 
 With a sharded update the parameters that the optimizer updates move into memory that the workers of
-the host share; all others into this worker's own.
+the host share; all others into this worker's own. (A "host" of this worker alone makes sense too:
+the private view of its memory tells what the script has written.)
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class Housing:
         self._optimizer = weakref.ref(optimizer)
         self._bucket_bytes = int(bucket_mb * (1 << 20))
         self._is_shared = is_shared
-        # Where averaged gradients are: "own" memory, memory of the "host", or nowhere ("none"),
-        # because nothing is averaged.
+        # Where averaged gradients are: "own" memory, memory of the "host", or nowhere, because
+        # nothing is averaged: the script sees this worker's own ones ("none"), or a private "view"
+        # of them.
         self._averages = averages
         self._num_buckets = self._num_slots = 0
         self.slots: dict[torch.nn.Parameter, Slot] = {}
@@ -52,7 +54,7 @@ class Housing:
             bucket = Bucket(
                 self._num_buckets,
                 plan,
-                allocate=self._allocate,
+                allocate=self._allocate_on_host if self._averages == "view" else self._allocate,
                 allocate_params=self._allocate_on_host if is_shared else self._allocate,
                 allocate_averaged=self._averaged_memory(),
                 first_slot=self._num_slots,
@@ -87,7 +89,7 @@ class Housing:
         ]
 
     def _averaged_memory(self) -> Allocate | None:
-        if self._averages == "none":
+        if self._averages in ("none", "view"):
             return None
         return self._allocate_on_host if self._averages == "host" else self._allocate_zeroed
 

@@ -10,9 +10,6 @@ worker looks whether the script has changed anything the servers do not know of:
 In lockstep all workers have done the same to the same averages, and the first one speaks for all.
 Free-running, each speaks for itself; parameters that one changes replace what others have achieved
 meanwhile, so that is said once.
-
-With push=delta or push=params the script's own optimizer runs here, and the servers get the
-difference that it made, or what came out of it.
 """
 
 from __future__ import annotations
@@ -58,9 +55,10 @@ class ServedUpdate:
         self._grad_versions: dict[Slot, tuple[bool, int]] = {}  # had a gradient, its version
         self._param_versions: dict[Slot, int] = {}
         self._has_warned = self._has_turn = False
-        self._has_stepped = False  # since the last backward pass
+        self._is_pushed = False  # gradients were exchanged since the last step
         self._seen: dict[Bucket, int] = {}  # versions of the averages when they were last clean
-        self._edited: list[HostTensor] = []  # views that the script wrote to since the last step
+        self._covered: set[Bucket] = set()  # whose averages the script wrote to before a step
+        self._edited: list[HostTensor] = []  # parameters that it wrote to since the last step
         self.waited_s = 0.0
 
     def add(self, buckets: Sequence[Bucket]) -> None:
@@ -71,6 +69,7 @@ class ServedUpdate:
     def remember_gradients(self) -> None:
         """Note how the exchange has left the gradients; called at the end of backward."""
         self._uncover_averages()
+        self._is_pushed = True
         for slot in self._slots():
             self._grad_versions[slot] = (slot.param.grad is not None, slot.averaged._version)
 
@@ -90,20 +89,28 @@ class ServedUpdate:
         if self._exchange.verdict:  # nobody commits: the next pushes take the place of these
             return self._run_hooks_of(step)
         self._adopt_parameters()
-        self._adopt_gradients()
+        if self._is_pushed:
+            self._adopt_gradients()
+        else:
+            self._push_again()
         result = self._run_hooks_of(step)
         self._finish(self._exchange.commit(self._settings()).wait)
+        self._is_pushed = False
+        self._seen = {bucket: bucket.averaged._version for bucket in self._buckets}
         return result
 
     def before_forward(self) -> None:
         """Take the first turn: later ones come with the answers to commits."""
         if self._rule.unit == "version" and not self._has_turn:
             self._has_turn = True
+            self._adopt_parameters()
             self._finish(self._exchange.pull(in_turn=True).wait)
 
     def pull(self) -> None:
-        """Read the newest parameters, without a step."""
-        self._finish(self._exchange.pull().wait)
+        """Read the newest parameters, without a step; in lockstep a worker always has them."""
+        if not self._rule.aggregate:
+            self._adopt_parameters()
+            self._finish(self._exchange.pull().wait)
 
     def _finish(self, wait: Any) -> None:
         start = time.perf_counter()
@@ -112,8 +119,6 @@ class ServedUpdate:
         for edited in self._edited:
             edited.discard()
         self._edited.clear()
-        self._has_stepped = True
-        self._seen = {bucket: bucket.averaged._version for bucket in self._buckets}
         increment_version([slot.param for slot in self._slots()])
         self._remember_params(self._buckets)
         for notice in sorted({reply.notice for replies in answers for reply in replies} - {""}):
@@ -133,14 +138,12 @@ class ServedUpdate:
 
     def _adopt_gradients(self) -> None:
         for bucket in self._buckets:
-            changed = [slot for slot in bucket.slots if self._is_changed(slot)]
-            for slot in changed:
-                grad = slot.param.grad
-                if grad is not None and grad.data_ptr() != slot.averaged.data_ptr():
-                    slot.averaged.copy_(grad)
-            is_edited = self._look_for_edits(bucket.host_averaged)
-            if (changed or is_edited) and self._speaks:
-                self._tell_gradients(bucket)
+            if self._are_changed(bucket) and self._speaks:
+                absent = self._copy_gradients(bucket)
+                if self._rule.aggregate:
+                    self._exchange.replace(bucket, absent)
+                else:
+                    self._exchange.push(bucket, absent).wait()
 
     def _uncover_averages(self) -> None:
         """Undo what the script wrote over old averages, so that the fresh ones show through.
@@ -149,49 +152,65 @@ class ServedUpdate:
         """
         for bucket in self._buckets:
             host, version = bucket.host_averaged, bucket.averaged._version
-            if host is None or (self._has_stepped and version == self._seen.get(bucket)):
+            is_clean = not self._is_pushed and version == self._seen.get(bucket)
+            if host is None or (is_clean and bucket not in self._covered):
                 continue
             if host.is_changed():
                 host.discard()
             self._seen[bucket] = version
-        self._has_stepped = False
+        self._covered.clear()
+
+    def _are_changed(self, bucket: Bucket) -> bool:
+        """Say whether the script has changed gradients, seen by autograd or behind its back."""
+        changed = [self._is_changed(slot) for slot in bucket.slots]
+        if bucket.host_averaged is not None and bucket.host_averaged.is_changed():
+            self._covered.add(bucket)
+        return any(changed) or bucket in self._covered
 
     def _is_changed(self, slot: Slot) -> bool:
+        """Say whether the script has changed a gradient, and bring it home if it is elsewhere."""
         grad = slot.param.grad
         had, version = self._grad_versions.get(slot, (False, 0))
         if grad is None:
             return had
-        is_other = grad.data_ptr() != slot.averaged.data_ptr()
-        return not had or is_other or slot.averaged._version != version
+        if grad.data_ptr() != slot.averaged.data_ptr():
+            slot.averaged.copy_(grad)
+        return not had or slot.averaged._version != version
 
-    def _tell_gradients(self, bucket: Bucket) -> None:
-        absent = [n for n, slot in enumerate(bucket.slots) if slot.param.grad is None]
-        if not self._rule.aggregate:
+    def _push_again(self) -> None:
+        """Hand over gradients that no backward pass has brought since the last step."""
+        for bucket in self._buckets:
+            if all(slot.param.grad is None for slot in bucket.slots):
+                continue
+            self._are_changed(bucket)
+            absent = self._copy_gradients(bucket)
             self._exchange.push(bucket, absent).wait()
-            return
-        if bucket.host_averaged is not None:
-            bucket.host_averaged.shared.copy_(bucket.averaged)
-        self._exchange.replace(bucket, absent)
+            if self._rule.aggregate and self._speaks:
+                self._exchange.replace(bucket, absent)  # they have been averaged before
+
+    def _copy_gradients(self, bucket: Bucket) -> list[int]:
+        """Put what the script has as gradients where they are pushed from; return who has none.
+
+        Not into the shared averages: other workers may not have looked at them yet.
+        """
+        if bucket.averaged.data_ptr() != bucket.grads.data_ptr():
+            bucket.grads.copy_(bucket.averaged)
+            for slot in bucket.slots:
+                slot.stale = True
+        return [n for n, slot in enumerate(bucket.slots) if slot.param.grad is None]
 
     def _adopt_parameters(self) -> None:
         for bucket in self._buckets:
             changed = [n for n, slot in enumerate(bucket.slots) if self._is_edited(slot)]
             if bucket.host is not None:
-                if self._look_for_edits(bucket.host) and self._speaks:
-                    bucket.params.copy_(bucket.shown)  # the servers' own memory
-            elif changed and self._speaks:
+                if not bucket.host.is_changed():
+                    continue
+                self._edited.append(bucket.host)
+                changed = [n for n, slot in enumerate(bucket.slots) if _is_covered(slot)]
+            if changed and self._speaks:
+                bucket.params.copy_(bucket.shown)  # the servers' own memory, on one host
                 self._warn_of_edits(bucket.slots[changed[0]])
                 self._exchange.assign(bucket, changed)
-
-    def _look_for_edits(self, host: HostTensor | None) -> bool:
-        """Say whether the script wrote to its view of shared memory; it is undone after the step.
-
-        This also sees what went round autograd's books, such as `param.grad.data.clamp_()`.
-        """
-        if host is None or not host.is_changed():
-            return False
-        self._edited.append(host)
-        return True
 
     def _is_edited(self, slot: Slot) -> bool:
         """Say whether the script has changed a parameter, and bring it home if it moved it."""
@@ -235,28 +254,9 @@ class ServedUpdate:
                 group["params"] = params
 
 
-class LocalOptimizer(ServedUpdate):
-    """Runs the script's optimizer here; the servers get what it did."""
-
-    def add(self, buckets: Sequence[Bucket]) -> None:
-        super().add(buckets)
-        for bucket in buckets:
-            self._exchange.outbox(bucket).copy_(bucket.params)
-
-    def run(self, step: Step) -> Any:
-        if self._rule.push == "delta":
-            for bucket in self._buckets:  # what it starts from
-                self._exchange.outbox(bucket).copy_(bucket.params)
-        result = step()
-        for bucket in self._buckets:
-            outbox = self._exchange.outbox(bucket)
-            if self._rule.push == "delta":
-                torch.sub(bucket.params, outbox, out=outbox)
-            else:
-                outbox.copy_(bucket.params)
-            self._exchange.push(bucket, []).wait()
-        self._finish(self._exchange.commit(None).wait)
-        return result
+def _is_covered(slot: Slot) -> bool:
+    """Say whether the script's view of a parameter is not what the servers last wrote."""
+    return not torch.equal(slot.home, slot.place.view(slot.bucket.params))
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -18,14 +18,16 @@ import torch
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
 from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.local_optimizer import LocalOptimizer
 from paceline.data_parallel.options import Options
 from paceline.data_parallel.ownership import is_elementwise
-from paceline.data_parallel.served import LocalOptimizer, ServedUpdate, settings_of
+from paceline.data_parallel.served import ServedUpdate, settings_of
 from paceline.data_parallel.served_state import ServedState
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.parse import PaceSpec
 from paceline.pace.server import ServerExchange, rule_of
+from paceline.ps.precision import kept_dtype
 from paceline.ps.remote_table import Held, Item, RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule
 
@@ -49,11 +51,29 @@ class Serving:
         self._wire = options.wire
         self._name = next(_names)
         self.rule = _rule(pace, options)
-        self.shares_memory = self.rule.aggregate and _is_one_host(job) and _can_share(options)
+        can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
+        self.shares_memory = (
+            can_see_edits
+            and self.rule.aggregate
+            and _is_one_host(job)
+            and _are_kept_as_they_are(optimizer, self.rule)
+        )
+        # Otherwise the script sees its own memory through a private view, for the same reason; its
+        # own optimizer, with push=delta and push=params, writes to everything anyway.
+        self.watches_edits = can_see_edits and self.rule.push == "grad" and not self.shares_memory
         self.exchange = ServerExchange(self.rule)
         kind = ServedUpdate if self.rule.push == "grad" else LocalOptimizer
         self.update = kind(optimizer, self.exchange, workers, self.rule, len(job.servers))
         self.state = ServedState(optimizer, self.exchange) if self.rule.push == "grad" else None
+
+    @property
+    def averages(self) -> str:
+        """Where averaged gradients are, in the words of housing.py."""
+        if self.rule.aggregate:
+            return "host" if self.shares_memory or self.watches_edits else "own"
+        # Servers of this host read gradients at the commit, as the script has left them.
+        are_sent = not all(link.is_local for link in self._job.servers)
+        return "view" if self.watches_edits and are_sent else "none"
 
     @property
     def balance(self) -> str:
@@ -108,7 +128,10 @@ class Serving:
         outbox = bucket.grads
         if self.rule.push != "grad":
             outbox = allocate(self._job.fabric.engine, bucket.grads.shape, bucket.grads.dtype)
-        average = bucket.averaged if self.rule.aggregate else None
+        average = None
+        if self.rule.aggregate:
+            host = bucket.host_averaged
+            average = bucket.averaged if host is None else host.shared
         return Item(bucket.label, held, outbox, bucket.params, average)
 
     def _held(self, slot: Slot, groups: Mapping[int, int]) -> Held:
@@ -155,6 +178,7 @@ def _is_one_host(job: Job) -> bool:
     return len({member.host_id for member in job.fabric.membership.members}) == 1
 
 
-def _can_share(options: Options) -> bool:
-    can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
-    return can_see_edits and options.server_dtype == "fp32"
+def _are_kept_as_they_are(optimizer: torch.optim.Optimizer, rule: Rule) -> bool:
+    """Say whether servers keep all parameters in the dtype that the workers have them in."""
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    return all(kept_dtype(dtype, rule.server_dtype) is dtype for dtype in dtypes)

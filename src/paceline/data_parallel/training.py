@@ -67,13 +67,14 @@ class Training:
         self.reducer = Reducer(group, self._serving.exchange if self._serving else AllReduce(group))
         self.reducer.after_exchange = self._look_at_gradients
         self.reducer.keeps_sparse = options.nonfinite != "ignore"
+        views = self._serving is not None and self._serving.watches_edits
         self._housing = Housing(
             self._engine,
-            self._host,
+            Group(job.fabric, [job.env.rank]) if views else self._host,
             optimizer,
             bucket_mb=options.bucket_mb,
-            is_shared=self._shares_params,
-            averages=self._where_averages_are(),
+            is_shared=self._shares_params or views,
+            averages=self._serving.averages if self._serving is not None else "own",
         )
         self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
         self._outside: list[Named] = []  # frozen ones, which nobody averages
@@ -123,13 +124,6 @@ class Training:
             return True
         can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
         return self._host.size > 1 and is_elementwise(optimizer) and can_see_edits
-
-    def _where_averages_are(self) -> str:
-        if self._serving is None:
-            return "own"
-        if not self._serving.rule.aggregate:
-            return "none"
-        return "host" if self._serving.shares_memory else "own"
 
     def _adopt_initial_values(self, model: nn.Module) -> None:
         with torch.no_grad():

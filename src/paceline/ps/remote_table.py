@@ -190,14 +190,11 @@ class RemoteTable:
         return Together(works).work()
 
     def replace(self, number: int, absent: Sequence[int]) -> None:
-        """Put this worker's (changed) average in the place of the servers'. Blocks."""
-        item = self.items[number]
-        average = item.average if item.home is None else item.home[1]
-        assert average is not None
+        """Let what is in an item's `grads` now take the place of the average. Blocks."""
         works = [
             self._ask(
                 shard,
-                shard.of(average),
+                shard.of(self.items[number].grads),
                 lambda seq, table, where, n=shard.number: m.Replace(  # type: ignore[misc]
                     seq, table, n, where, tuple(absent)
                 ),

@@ -127,6 +127,8 @@ def test_the_average_is_shown_and_can_be_replaced():
     assert torch.equal(shown, average(grads))
     for number, part in enumerate(t.parts(table, 0.25 * shown)):
         table.replace_average(number, part, absent=(3,))
+    # Others may still be looking at it.
+    assert torch.equal(torch.cat([shard.average for shard in table.shards]), average(grads))
     t.commit(table, 0)
     t.commit(table, 1)
     alone.step(0.25 * average(grads), absent=(3,))

@@ -1,0 +1,43 @@
+"""optimizer.step() with push=delta or push=params: the script's own optimizer runs on the worker.
+
+The servers get the difference that it made, or what came out of it. What the script itself does to
+parameters between two steps goes the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.data_parallel.bucket import Bucket
+from paceline.data_parallel.served import ServedUpdate
+from paceline.data_parallel.update import Step
+
+
+class LocalOptimizer(ServedUpdate):
+    """Runs the script's optimizer here; the servers get what it did."""
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        super().add(buckets)
+        for bucket in buckets:
+            self._exchange.outbox(bucket).copy_(bucket.params)
+
+    def _finish(self, wait: Any) -> None:
+        super()._finish(wait)
+        if self._rule.push == "delta":
+            for bucket in self._buckets:  # what the next difference is to
+                self._exchange.outbox(bucket).copy_(bucket.params)
+
+    def run(self, step: Step) -> Any:
+        result = step()
+        for bucket in self._buckets:
+            outbox = self._exchange.outbox(bucket)
+            if self._rule.push == "delta":
+                torch.sub(bucket.params, outbox, out=outbox)
+            else:
+                outbox.copy_(bucket.params)
+            self._exchange.push(bucket, []).wait()
+        self._finish(self._exchange.commit(None).wait)
+        return result

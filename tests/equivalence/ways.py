@@ -1,0 +1,97 @@
+"""Ways to run one training script: plainly, by all-reduce, or through parameter servers.
+
+A SCRIPT is a function of a `Way`. It builds a model and an optimizer, has them distributed, trains
+with its part of each batch and returns everything that must not depend on the way: parameters,
+buffers, gradients, losses, the optimizer's state. `require_equal` compares two results to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import paceline as pl
+from paceline.collectives.group import Group
+from support.reference import bits
+
+Result = dict[str, Any]
+
+
+class Way:
+    """One way to train, on one rank."""
+
+    def __init__(self, group: Group, pace: str, **options: Any) -> None:
+        self.group = group
+        self.pace = pace
+        self._options = options
+
+    def __str__(self) -> str:
+        return f"{self.pace} {self._options}"
+
+    def distribute(self, model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> None:
+        """Hand a model over; `plain` leaves it alone."""
+        if self.pace != "plain":
+            pl.distribute(model, optimizer, pace=self.pace, **{**self._options, **more})
+
+    def mine(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a batch, or all of them."""
+        if self.pace == "plain":
+            return batch
+        return batch.chunk(self.group.size)[self.group.rank]
+
+
+Script = Callable[[Way], Result]
+
+
+def result_of(model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> Result:
+    """Return copies of all that a script has trained."""
+    found: Result = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
+    return {name: _copy(value) for name, value in leaves(found)}
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def leaves(thing: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Take containers apart, down to tensors and plain values."""
+    if isinstance(thing, Mapping):
+        parts: Any = thing.items()
+    elif isinstance(thing, list | tuple):
+        parts = enumerate(thing)
+    else:
+        yield name, thing
+        return
+    for key, part in parts:
+        yield from leaves(part, f"{name}/{key}")
+
+
+def require_equal(found: Result, expected: Result, what: object) -> None:
+    """Assert that two results have the same names, shapes, dtypes and bits."""
+    assert found.keys() == expected.keys(), (
+        f"{what}: only one has {sorted(found.keys() ^ expected.keys())[:8]}"
+    )
+    for name, value in expected.items():
+        other = found[name]
+        if not isinstance(value, torch.Tensor):
+            assert other == value, f"{what}: {name} is {other!r}, expected {value!r}"
+            continue
+        kinds = [(tuple(t.shape), t.dtype, t.stride()) for t in (other, value)]
+        assert kinds[0] == kinds[1], f"{what}: {name} is {kinds[0]}, expected {kinds[1]}"
+        assert bits(other) == bits(value), (
+            f"{what}: {name} differs by up to {(other - value).abs().max()}"
+        )
+
+
+def grads_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return copies of the gradients that the script sees."""
+    return {name: _copy(param.grad) for name, param in model.named_parameters()}
+
+
+def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the same numbers wherever they are asked for."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
