@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from paceline.ps import grains
 from paceline.ps.grains import GrainedOptimizer
 from paceline.ps.spec import OptimizerSpec, Piece
