@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "guides" / "three-lines.md").read_text()
+CLIENT_GUIDE = (ROOT / "docs" / "guides" / "neutral-client.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = re.findall(r"^(paceline [a-z].*?)\s*(?:#.*)?$", README, re.MULTILINE)
 VERBS = re.findall(r"^make (\w+)", README, re.MULTILINE)
@@ -42,6 +43,14 @@ def test_python_of_the_guide_is_one_script_that_runs_on_two_ranks(tmp_path):
     out = paceline("run", "-n", "2", "script.py", cwd=tmp_path)
     ends = re.findall(r"the end is (\w+)", out)
     assert len(ends) == 2 and ends[0] == ends[1]
+
+
+def test_python_of_the_clients_guide_is_one_script_that_runs_with_a_server(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", CLIENT_GUIDE, re.DOTALL)
+    (tmp_path / "script.py").write_text("".join(blocks))
+    out = paceline("run", "-n", "3", "-s", "1", "script.py", cwd=tmp_path)
+    losses = re.findall(r"\[2\] version (\d+): loss ([\d.]+)", out)
+    assert losses[-1][0] == "40" and float(losses[-1][1]) < 0.1, out
 
 
 def test_the_guide_shows_the_lines_that_the_example_changes():

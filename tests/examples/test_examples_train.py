@@ -118,6 +118,17 @@ def test_two_workers_train_as_one_process_with_the_global_batch(examples, alone,
     assert first == pytest.approx(losses(alone[f"{name}/after.py"]), abs=TOLERANCE[name])
 
 
+@pytest.mark.parametrize(("pace", "updates"), [("async", 440), ("ps", 220)])
+def test_numpy_learns_on_a_parameter_server(examples, pace, updates):
+    script = str(examples / "ps_logistic.py")
+    output = run(
+        *("-m", "paceline", "run", "-n", "2", "-s", "1", script, "--epochs", "10", "--pace", pace)
+    )
+    ((count, accuracy),) = re.findall(r"(\d+) updates: accuracy ([\d.]+)", output)
+    assert int(count) == updates
+    assert float(accuracy) > 0.9  # guessing: 0.1
+
+
 def test_torchrun_starts_the_same_file(examples, alone, tmp_path):
     script = command(examples, "digits/after.py", workers=2)
     # It leaves a directory for logs behind, wherever that is.

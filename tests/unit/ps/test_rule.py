@@ -1,0 +1,37 @@
+"""A client's pace means what the same word means to `pl.distribute`."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.pace.parse import parse
+from paceline.pace.server import rule_of as rule_of_pace
+from paceline.ps.remote_array import ArraySpec
+from paceline.ps.rule import rule_of
+from paceline.ps.spec import OptimizerSpec
+
+
+@pytest.mark.parametrize("pace", ["ps", "async", "ssp", "ssp:0", "ssp:7"])
+@pytest.mark.parametrize("options", [{}, {"unit": "version"}, {"nonfinite": "skip", "seed": 3}])
+def test_words_mean_the_same_everywhere(pace, options):
+    assert rule_of(pace, options) == rule_of_pace(parse(pace), **options)
+
+
+def array_spec(name: str, optimizer: str, count: int) -> ArraySpec:
+    chosen = OptimizerSpec(optimizer, ({"lr": 0.1},))
+    return ArraySpec(name, (count,), "float32", (0,), chosen, rule_of("async", {}))
+
+
+def test_large_arrays_are_cut_unless_the_optimizer_wants_them_whole():
+    cut = array_spec("w", "Adam", 1_000_000).parts(4)
+    assert len({part.server for part in cut}) == len(cut) == 4
+    assert (cut[0].start, cut[-1].stop) == (0, 1_000_000)
+    assert all(a.stop == b.start for a, b in zip(cut, cut[1:], strict=False))
+    assert len(array_spec("w", "Adafactor", 1_000_000).parts(4)) == 1
+
+
+def test_small_arrays_are_spread_by_their_names():
+    homes = [array_spec(f"layer {n}", "SGD", 10).parts(4)[0].server for n in range(400)]
+    counts = [homes.count(server) for server in range(4)]
+    assert sum(counts) == 400
+    assert max(counts) < 1.5 * min(counts)
