@@ -180,11 +180,15 @@ def clients_share(group):
     assert two.pull("w").wait().tolist() == [-2.5] * 3
     two.configure("w", lr=np.float32(0.0))
     one.push("w", ones).wait()
-    return one.pull("w").wait().tolist()
+    assert one.pull("w").wait().tolist() == [-2.5] * 3
+    one.configure("w", momentum=0.0)  # the rate is still 0
+    one.push("w", ones).wait()
+    one.configure("w", lr=2.0)
+    return one.push_pull("w", ones).wait().tolist()
 
 
 def test_clients_of_a_process_share_keys_and_settings_can_change():
-    assert run_ranks(1, clients_share, servers=1) == [[-2.5] * 3]
+    assert run_ranks(1, clients_share, servers=1) == [[-4.5] * 3]
 
 
 def one_only_reads(group, pace, is_told):

@@ -64,8 +64,10 @@ def on_init(group):
     client = pl.ps.Client("async")
     settings = "key 'w': torch.optim.SGD has no setting 'momentm'; it has lr, momentum,"
     refused(UsageError, settings, lambda: client.init("w", ONES, lr=0.1, momentm=0.9))
-    rate = "key 'w': torch.optim.SGD refuses its settings: Invalid learning rate: -0.1"
+    rate = "key 'w': lr=-0.1 must be a number >= 0"
     refused(UsageError, rate, lambda: client.init("w", ONES, lr=-0.1))
+    moment = "key 'w': torch.optim.SGD refuses its settings: Invalid momentum value: -0.9"
+    refused(UsageError, moment, lambda: client.init("w", ONES, lr=0.1, momentum=-0.9))
     name = "key 'w': servers run the optimizers of torch.optim, and 'Sgd' is none of them;"
     refused(UsageError, name, lambda: client.init("w", ONES, "Sgd", lr=0.1))
     refused(UsageError, "torch.optim.LBFGS cannot run on", lambda: client.init("w", ONES, "LBFGS"))
@@ -103,6 +105,8 @@ def on_pushes(group):
     frozen.flags.writeable = False
     refused(UsageError, "output for 'w' is read-only", lambda: client.pull("w", out=frozen))
     refused(UsageError, "is float, which is no array", lambda: client.push("w", 1.0))
+    refused(UsageError, "lr=-1 must be a number >= 0", lambda: client.configure("w", lr=-1))
+    refused(UsageError, "has no setting 'rate'", lambda: client.configure("w", rate=1.0))
     assert client.version("w") == 0
     client.push("w", ONES).wait()
     assert not client.peek("w").wait().any()
@@ -135,6 +139,22 @@ def without_servers(group):
     refused(UsageError, f"{words} `paceline run -n 2 -s 1", make("async"))
     pl.shutdown()
     refused(UsageError, "has not joined a job yet: call paceline.init", make("async"))
+
+
+def after_the_job(group):
+    client = pl.ps.Client("async")
+    client.init("w", ONES, lr=1.0)
+    subscription = client.subscribe("w")
+    pl.shutdown()
+    for call in (client.pull, client.version, lambda key: client.push(key, ONES)):
+        refused(UsageError, "this client's job is over", lambda call=call: call("w"))
+    refused(UsageError, "this client's job is over", client.keys)
+    assert subscription.wait() is None
+    subscription.close()
+
+
+def test_a_client_of_a_job_that_is_over_says_so():
+    run_ranks(1, after_the_job, servers=1)
 
 
 def test_servers_and_a_job_are_asked_for():

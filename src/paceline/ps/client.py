@@ -26,11 +26,12 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.ps import arrays, connection
+from paceline.ps.array_spec import ArraySpec
 from paceline.ps.checks import check_table
 from paceline.ps.key import Key, Receipt
 from paceline.ps.operation import Operation
 from paceline.ps.optimizer import optimizer_class
-from paceline.ps.remote_array import ArraySpec, RemoteArray, find, known_keys
+from paceline.ps.remote_array import RemoteArray, find, known_keys
 from paceline.ps.rule import rule_of
 from paceline.ps.spec import OptimizerSpec
 from paceline.ps.subscription import Subscription
@@ -48,7 +49,7 @@ class Client:
 
     def __init__(self, pace: str = "async", **options: Any) -> None:
         self.rule = rule_of(pace, options)
-        self._connection = connection.current()
+        self._joined = connection.current()
         self._mu = threading.Lock()
         self._started: list[Operation] = []  # not all over yet; guarded by: _mu
 
@@ -133,6 +134,12 @@ class Client:
 
     # -- plumbing -----------------------------------------------------------------------------
 
+    @property
+    def _connection(self) -> connection.Connection:
+        if self._joined.is_over:
+            raise UsageError("this client's job is over: paceline.shutdown() was called")
+        return self._joined
+
     def _track(self, operation: Operation) -> Work[Any]:
         with self._mu:
             self._started = [one for one in self._started if not one.is_seen]
@@ -203,4 +210,7 @@ def _plain(key: str, optimizer: str, settings: dict[str, Any]) -> dict[str, Any]
             )
     # A number of numpy or torch becomes one of Python; tuples are lists on the wire.
     plain = {n: v.item() if hasattr(v, "item") else v for n, v in settings.items()}
+    rate = plain.get("lr", 0.0)
+    if not isinstance(rate, int | float) or not rate >= 0:
+        raise UsageError(f"key {key!r}: lr={rate!r:.40} must be a number >= 0")
     return {n: list(v) if isinstance(v, tuple) else v for n, v in plain.items()}

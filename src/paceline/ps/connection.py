@@ -29,6 +29,7 @@ class Connection:
     links: Sequence[ServerLink]
     keys: dict[str, Key] = field(default_factory=dict)  # of all clients: a rank has one clock
     init_mu: threading.Lock = field(default_factory=threading.Lock)
+    is_over: bool = False
 
     @property
     def rank(self) -> int:
@@ -52,6 +53,8 @@ def establish(fabric: Fabric, links: Sequence[ServerLink]) -> None:
 def drop() -> None:
     """Forget the lines: the job is over, or another process's."""
     global _current
+    if _current is not None:
+        _current.is_over = True
     _current = None
 
 

@@ -57,7 +57,8 @@ class Key:
         self._rank, self._engine = connection.rank, connection.fabric.engine
         self._mu = threading.Lock()
         self._peek_mu = threading.Lock()
-        self._settings: dict[str, Any] | None = None  # changed ones, not told yet; guarded by: _mu
+        self._settings: dict[str, Any] = {}  # changed ones; guarded by: _mu, as the next
+        self._has_news = False  # they are not told yet
         self._boxes: dict[str, torch.Tensor] = {}
         self._last: dict[str, Operation] = {}  # by use: "push" and "pull" under _mu, "peek"
 
@@ -75,8 +76,8 @@ class Key:
     def configure(self, settings: dict[str, Any]) -> None:
         """Use other settings of the optimizer from this worker's next push on."""
         with self._mu:
-            told = self._settings or self.spec.optimizer.groups[0]
-            self._settings = {**told, **settings}
+            self._settings.update(settings)
+            self._has_news = True
 
     # -- operations ---------------------------------------------------------------------------
 
@@ -149,8 +150,10 @@ class Key:
         return target.deliver()
 
     def _news(self) -> dict[str, Any] | None:
-        settings, self._settings = self._settings, None
-        return settings
+        if not self._has_news:
+            return None
+        self._has_news = False
+        return {**self.spec.optimizer.groups[0], **self._settings}
 
     # -- arrays -------------------------------------------------------------------------------
 

@@ -41,10 +41,12 @@ class Subscription:
         None: there will be none any more. PeerTimeout when `timeout_s` passes first; the next call
         goes on waiting.
         """
-        if self._is_closed:
+        if self._is_closed or self._remote.is_over:
             return None
         if not self._asked:
             self._asked = self._remote.follow(self._seen, self._number)
+            if self._is_closed:  # meanwhile, before the servers knew what there was to end
+                self._remote.unfollow(self._number)
         found = self._answers(timeout_s)
         self._asked = []
         if any(new <= old for new, old in zip(found, self._seen, strict=True)):
@@ -55,8 +57,8 @@ class Subscription:
 
     def close(self) -> None:
         """End the subscription: whoever waits gets None."""
-        if not self._is_closed:
-            self._is_closed = True
+        was_closed, self._is_closed = self._is_closed, True
+        if not was_closed and not self._remote.is_over:
             self._remote.unfollow(self._number)
 
     def __iter__(self) -> Iterator[int]:

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.pace.parse import parse
 from paceline.pace.server import rule_of as rule_of_pace
-from paceline.ps.remote_array import ArraySpec
+from paceline.ps.array_spec import ArraySpec
 from paceline.ps.rule import rule_of
 from paceline.ps.spec import OptimizerSpec
 
