@@ -24,6 +24,7 @@ from typing import Any
 
 from paceline.cluster.coordinator import CoordinatorThread
 from paceline.cluster.secret_file import create_secret_file, load_secret
+from paceline.telemetry.events import Event
 from support.body import pack
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -297,9 +298,15 @@ def _serve() -> None:
 
 @contextlib.contextmanager
 def job_environs(
-    world_size: int, hosts: Hosts = 1, env: Mapping[str, str] | None = None, servers: int = 0
+    world_size: int,
+    hosts: Hosts = 1,
+    env: Mapping[str, str] | None = None,
+    servers: int = 0,
+    on_event: Callable[[Event], None] | None = None,
 ) -> Iterator[list[dict[str, str]]]:
     """Run a coordinator, as the launcher does; yield the environment of every process.
+
+    What processes report about themselves is given to `on_event`, in the coordinator's thread.
 
     Workers come first, then the servers. `hosts` is a number of hosts, over which workers and
     servers are spread one after the other, or the host of each process. Those that pretend to be on
@@ -316,6 +323,7 @@ def job_environs(
             secret,
             num_processes,
             float(limits.get("PACELINE_JOIN_TIMEOUT_S", 30)),
+            on_event,
             liveness_s=float(limits.get("PACELINE_LIVENESS_S", 5)),
         )
         address = coordinator.start()
@@ -376,12 +384,13 @@ def started(
     hosts: Hosts = 1,
     env: Mapping[str, str] | None = None,
     servers: int = 0,
+    on_event: Callable[[Event], None] | None = None,
 ) -> Iterator[Ranks]:
     """Start a job whose ranks call `body(world group, *arguments)`; yield it while it runs.
 
     With parameter servers those are the processes behind the workers.
     """
-    with job_environs(world_size, hosts, env, servers) as environs:
+    with job_environs(world_size, hosts, env, servers, on_event) as environs:
         joining = (_unpack_and_join, (pack(body), arguments))
         serving: tuple[Callable[..., Any], tuple[Any, ...]] = (_serve, ())
         with started_processes([joining] * world_size + [serving] * servers, environs) as ranks:

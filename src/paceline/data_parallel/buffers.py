@@ -20,7 +20,10 @@ later are not seen.
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -32,7 +35,7 @@ from torch.nn.parameter import is_lazy
 from paceline import _core
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
-from paceline.errors import UnsupportedTensor, UsageError
+from paceline.errors import PeerLost, UnsupportedTensor, UsageError
 from paceline.work import Work
 
 POLICIES = ("broadcast", "average", "local")
@@ -64,15 +67,24 @@ class _Slot:
 class Buffers:
     """The buffers of one model on one rank. Main thread only.
 
-    `start()` and `finish()` enclose the optimizer's work, during which nobody changes buffers.
+    `start()` and `finish()` enclose the optimizer's work, during which nobody changes buffers. If
+    training goes on without a worker that is lost, so does this: each rank's buffers are then its
+    own.
     """
 
     def __init__(
-        self, model: nn.Module, group: Group, engine: _core.Engine, policy: str = "broadcast"
+        self,
+        model: nn.Module,
+        group: Group,
+        engine: _core.Engine,
+        policy: str = "broadcast",
+        *,
+        goes_on: bool = False,
     ) -> None:
         if policy not in POLICIES:
             raise UsageError(f"buffers={policy!r}: choose one of {', '.join(POLICIES)}")
         self._group, self._engine, self._policy = group, engine, policy
+        self._goes_on = goes_on
         self._modules = dict(model.named_modules())
         self._slots: list[_Slot] = []
         self._loose: list[_Slot] = []
@@ -93,8 +105,11 @@ class Buffers:
         if self._policy == "local":
             return
         self._copy_in()
-        if not self._memory.numel():
-            return
+        if self._memory.numel():
+            with self._without_lost_workers():
+                self._exchange()
+
+    def _exchange(self) -> None:
         if self._policy == "broadcast":
             self._under_way = [self._group.broadcast(self._memory, async_op=True)]  # type: ignore[list-item]
             return
@@ -109,10 +124,25 @@ class Buffers:
     def finish(self) -> None:
         """Wait for what `start()` began; then every buffer has its new value."""
         works, self._under_way = self._under_way, []
-        for work in works:
-            work.wait()
+        with self._without_lost_workers():
+            for work in works:
+                work.wait()
         if works:
             self._copy_back()
+
+    @contextlib.contextmanager
+    def _without_lost_workers(self) -> Iterator[None]:
+        try:
+            yield
+        except PeerLost as error:
+            if not self._goes_on:
+                raise
+            warnings.warn(
+                f"rank {self._group.rank}: buffers={self._policy} ends, because a worker is lost:"
+                f" {error} From now on the buffers of each rank are its own",
+                stacklevel=2,
+            )
+            self._policy = "local"
 
     # -- copies -------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ worker looks whether the script has changed anything the servers do not know of:
     gradients    clipped, unscaled, set to None: the servers get the changed ones
     parameters   loaded, clamped: the servers take them over
 
-In lockstep all workers have done the same to the same averages, and the first one speaks for all.
+In lockstep all workers have done the same to the same averages, and the first one that is left
+speaks for all.
 Free-running, each speaks for itself; parameters that one changes replace what others have achieved
 meanwhile, so that is said once.
 """
@@ -48,7 +49,6 @@ class ServedUpdate:
         self._optimizer = weakref.ref(optimizer)
         self._exchange = exchange
         self._rule = rule
-        self._speaks = workers.rank == 0 or not rule.aggregate  # of what all have done alike
         self._rank = workers.ranks[workers.rank]
         self._buckets: list[Bucket] = []
         self._told: list[dict[str, Any]] | None = None
@@ -125,6 +125,11 @@ class ServedUpdate:
             warnings.warn(f"rank {self._rank}: {notice}", stacklevel=2)
 
     # -- what the servers do not know of ------------------------------------------------------
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this worker tells what it has changed; in lockstep one does, for all."""
+        return not self._rule.aggregate or self._rank in self._exchange.speakers
 
     def _settings(self) -> list[dict[str, Any]] | None:
         """Return the settings of the param groups; None when they are as before."""

@@ -86,7 +86,11 @@ class Training:
         self._adopt_initial_values(model)
         self._take_in(model, [Named(n, p) for n, p in model.named_parameters() if p.requires_grad])
         self.buffers = Buffers(
-            model, Group(job.fabric, job.world.ranks), self._engine, options.buffers
+            model,
+            Group(job.fabric, job.world.ranks),
+            self._engine,
+            options.buffers,
+            goes_on=self._serving is not None,
         )
         self.buffers.broadcast_now()
         self.update: Update = self._choose_update(optimizer)

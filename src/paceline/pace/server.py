@@ -46,6 +46,7 @@ class ServerExchange:
         self._first: dict[int, int] = {}  # by bucket: number of its first parameter in the roll
         self._num_params = 0
         self._pushed: list[tuple[Bucket, Work[Any]]] = []
+        self.speakers = {0}  # lockstep: the workers that tell how all have changed the averages
         self.verdict = ""  # why the last averages must not be applied, in lockstep
 
     def add(self, buckets: Sequence[Bucket], table: RemoteTable) -> None:
@@ -67,13 +68,15 @@ class ServerExchange:
         pushed, self._pushed = self._pushed, []
         if not self._rule.aggregate:
             return here
-        had, verdicts = torch.ones_like(here), set[str]()
+        had, verdicts, speakers = torch.ones_like(here), set[str](), set[int]()
         for bucket, work in pushed:
             first = self._first[bucket.index]
             for reply in work.wait():
                 verdicts.add(reply.notice)
+                speakers.add(reply.speaker)
                 had[[first + number for number in reply.absent]] = 0.0
         self.verdict = "; ".join(sorted(verdicts - {""}))
+        self.speakers = speakers or self.speakers
         return had
 
     def push(self, bucket: Bucket, absent: Sequence[int]) -> Work[Any]:

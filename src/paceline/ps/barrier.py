@@ -5,6 +5,10 @@ to the workers, clipped by them and replaced. When all have committed, the optim
 worker that leaves lowers the number that is waited for; what it pushed counts only where the
 average is known already.
 
+The first worker is the SPEAKER: all clip the same averages in the same way, and it tells the server
+how. If it leaves between an average and its commit, nobody knows what the others have made of the
+averages: that step is left out.
+
 A script may leave steps out (a GradScaler does, when it finds an infinite gradient): its workers
 then push the same step again, which begins the shard anew.
 """
@@ -39,6 +43,7 @@ class Barrier:
         self._verdicts: dict[int, str] = {}  # by shard: why the step must not be applied
         self._notices: dict[int, str] = {}  # by shard: what was left out of its average
         self._converted: dict[tuple[int, int], torch.Tensor] = {}  # by shard and worker
+        self._orphaned = ""  # why the step under way cannot be applied: its speaker is gone
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -70,6 +75,8 @@ class Barrier:
 
     def leave(self, worker: int) -> None:
         """Go on without a worker, whose clock is gone already."""
+        if self._is_speaker_needed(worker):
+            self._orphaned = f"worker {worker}, which told of changes to gradients, is gone"
         self.discard(worker)
         self._committed.discard(worker)
         for key in [key for key in self._converted if key[1] == worker]:
@@ -78,6 +85,14 @@ class Barrier:
             for number in range(len(self._shards)):
                 self._reduce_if_complete(number)
             self._end_if_complete()
+
+    def _is_speaker_needed(self, worker: int) -> bool:
+        was_first = all(worker < other for other in self._clocks.workers)
+        has_averages = any(
+            mean is not None and pushes
+            for mean, pushes in zip(self._means, self._pushes, strict=True)
+        )
+        return was_first and worker not in self._committed and has_averages
 
     def may_read(self, worker: int) -> bool:
         """Say whether a worker's last step was applied."""
@@ -131,6 +146,7 @@ class Barrier:
         self._pushes[number].clear()
         self._verdicts.pop(number, None)
         self._notices.pop(number, None)
+        self._orphaned = ""
 
     def _in_own_dtype(self, worker: int, number: int, push: Push) -> Push:
         """Averages are made in the parameters' dtype; a narrower wire is widened before."""
@@ -179,6 +195,9 @@ class Barrier:
             self._end(workers, error="UsageError", text=missing)
         elif self._verdicts:
             self._refuse(workers)
+        elif self._orphaned:
+            text = f"table {self._spec.name!r}: {self._orphaned}; the step is left out"
+            self._end(workers, notice=text)
         else:
             self._apply(workers)
 
@@ -234,5 +253,6 @@ class Barrier:
         self._committed.clear()
         self._verdicts.clear()
         self._notices.clear()
+        self._orphaned = ""
         for pushes in self._pushes:
             pushes.clear()

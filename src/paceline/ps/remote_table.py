@@ -141,9 +141,11 @@ class RemoteTable:
 
     def assign(self, number: int, held: Sequence[int] = ()) -> None:
         """Set an item's values on the servers to this worker's; `held`: only of these. Blocks."""
-        works = []
+        works, item = [], self.items[number]
+        if item.is_shared and item.home is None:
+            return  # it is another worker's memory, and the servers' own: they have the values
         for shard in self._shards[number]:
-            values = shard.of(self.items[number].params)
+            values = shard.of(item.params)
             if held and not any(p.param in held for p in self._spec_of(shard).pieces):
                 continue
             works.append(

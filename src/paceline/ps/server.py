@@ -187,7 +187,7 @@ class Server:
         for shard in [shard for shard, waiting in hosted.pushes.items() if waiting]:
             if not hosted.table.is_reduced(shard):
                 continue
-            absent = hosted.table.absent(shard)
+            absent, speaker = hosted.table.absent(shard), hosted.table.clocks.workers[0]
             for parked in hosted.pushes.pop(shard):
                 following = hosted.average_for(parked.line.worker, shard)
                 self.answer(
@@ -195,6 +195,7 @@ class Server:
                     parked.seq,
                     following,
                     absent=absent,
+                    speaker=speaker,
                     notice=hosted.table.verdict(shard),
                 )
 
