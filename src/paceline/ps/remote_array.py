@@ -185,16 +185,14 @@ class RemoteArray:
 
     def versions(self) -> list[int]:
         """Return the version of every part. Blocks until all have values."""
-        works = self.follow([-1] * len(self._places), 0)
+        works = self.follow(-1)
         return [work.wait().version for work in works]
 
-    def follow(self, after: Sequence[int], follower: int) -> list[Work[m.Reply]]:
-        """Wait for a newer version of every part."""
+    def follow(self, after: int, follower: int = 0) -> list[Work[m.Reply]]:
+        """Wait until every part has a version above `after`."""
         return [
-            place.link.ask(
-                lambda seq, n=place.table, version=version: m.Follow(seq, n, version, follower)  # type: ignore[misc]
-            )
-            for place, version in zip(self._places, after, strict=True)
+            place.link.ask(lambda seq, n=place.table: m.Follow(seq, n, after, follower))  # type: ignore[misc]
+            for place in self._places
         ]
 
     def unfollow(self, follower: int) -> None:

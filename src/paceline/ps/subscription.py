@@ -31,7 +31,7 @@ class Subscription:
     def __init__(self, remote: RemoteArray, after: int) -> None:
         self._remote = remote
         self._number = next(_numbers)
-        self._seen = [after] * len(remote.starts)  # by part
+        self._seen = after  # the version that was told last
         self._asked: list[Work[Any]] = []
         self._is_closed = False
 
@@ -47,13 +47,13 @@ class Subscription:
             self._asked = self._remote.follow(self._seen, self._number)
             if self._is_closed:  # meanwhile, before the servers knew what there was to end
                 self._remote.unfollow(self._number)
-        found = self._answers(timeout_s)
+        newest = min(self._answers(timeout_s))
         self._asked = []
-        if any(new <= old for new, old in zip(found, self._seen, strict=True)):
+        if newest <= self._seen:
             self._is_closed = True
             return None
-        self._seen = found
-        return min(found)
+        self._seen = newest
+        return newest
 
     def close(self) -> None:
         """End the subscription: whoever waits gets None."""
@@ -80,7 +80,7 @@ class Subscription:
                 found.append(work.wait(left_s).version)
             except PeerTimeout:
                 raise PeerTimeout(
-                    f"key {self._remote.spec.name!r} has no version above {min(self._seen)} yet,"
+                    f"key {self._remote.spec.name!r} has no version above {self._seen} yet,"
                     f" after {timeout_s:g} s"
                 ) from None
         return found
