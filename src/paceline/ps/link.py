@@ -10,6 +10,7 @@ Threads: any; questions of one line are numbered in the order in which they are 
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ from paceline.work import Handle, Work
 PATIENCE_S = 1e9
 _LEAVE_S = 2.0
 _SHOWN = 4
+_ENGINE_WORDS = re.compile(r"^rank \d+( \(pid \d+\))? | during .*", re.DOTALL)
 
 
 class ServerLink:
@@ -144,15 +146,20 @@ class ServerLink:
             raise self._lost(error) from error
 
     def _lost(self, error: errors.PacelineError) -> errors.PacelineError:
-        if not isinstance(error, errors.PeerError):
+        """Say in words of servers and shards what the engine says about receives and tags."""
+        if not isinstance(error, errors.PeerLost | errors.PeerTimeout):
             return error
-        shown = ", ".join(self.holds[:_SHOWN])
+        shown = ", ".join(self.holds[:_SHOWN]) or "no shard"
         if len(self.holds) > _SHOWN:
             shown += f" and {len(self.holds) - _SHOWN} more"
+        what = _ENGINE_WORDS.sub("", str(error))
+        advice = "its own output says why"
+        if isinstance(error, errors.PeerTimeout):
+            advice = "it is stopped, or its machine is (PACELINE_LIVENESS_S is the limit)"
         return errors.ServerLost(
-            f"rank {self._fabric.rank}: server {self.index} (rank {self.rank}, {self._where}) does"
-            f" not answer: {error} It held {shown or 'no shard'}; nobody else has those values:"
-            " start again from a checkpoint",
+            f"rank {self._fabric.rank}: server {self.index} (rank {self.rank}, {self._where})"
+            f" {what}; {advice}. It held {shown}, and nobody else has those values: start again"
+            " from a checkpoint",
             rank=self.rank,
         )
 
