@@ -37,10 +37,10 @@ def attach(model: nn.Module, watcher: Watcher) -> None:
         if not torch.compiler.is_compiling() and module is original():
             watcher.after_forward(output)
 
-    model.register_forward_pre_hook(Detached(before, _nothing))
-    model.register_forward_hook(Detached(after, _nothing))
+    model.register_forward_pre_hook(Detached(before, nothing))
+    model.register_forward_hook(Detached(after, nothing))
     object.__setattr__(model, "no_sync", Detached(watcher.no_sync, nullcontext))
-    object.__setattr__(model, "pull", Detached(watcher.pull, _nothing))
+    object.__setattr__(model, "pull", Detached(watcher.pull, nothing))
 
 
 class Detached:
@@ -60,7 +60,7 @@ class Detached:
         return _same, (self._in_copies,)
 
 
-def _nothing(*_: Any) -> None:
+def nothing(*_: Any) -> None:
     """Stand in for a hook."""
 
 

@@ -94,13 +94,19 @@ class ServedUpdate:
         else:
             self._push_again()
         result = self._run_hooks_of(step)
-        self._finish(self._exchange.commit(self._settings()).wait)
-        self._is_pushed = False
+        self._end_step()
+        self._is_pushed = self._has_turn = False
         self._seen = {bucket: bucket.averaged._version for bucket in self._buckets}
         return result
 
+    def _end_step(self) -> None:
+        self._finish(self._exchange.commit(self._settings()).wait)
+
+    def settle(self) -> None:
+        """Wait for parameters that are still on their way; here there are none."""
+
     def before_forward(self) -> None:
-        """Take the first turn: later ones come with the answers to commits."""
+        """Take a turn, if the pace has turns, for the step that begins here."""
         if self._rule.unit == "version" and not self._has_turn:
             self._has_turn = True
             self._adopt_parameters()
@@ -116,12 +122,20 @@ class ServedUpdate:
         start = time.perf_counter()
         answers: list[list[m.Reply]] = wait()
         self.waited_s += time.perf_counter() - start
-        for edited in self._edited:
-            edited.discard()
-        self._edited.clear()
-        increment_version([slot.param for slot in self._slots()])
-        self._remember_params(self._buckets)
-        for notice in sorted({reply.notice for replies in answers for reply in replies} - {""}):
+        self._take_over(self._buckets)
+        self._tell_notices([reply for replies in answers for reply in replies])
+
+    def _take_over(self, buckets: Sequence[Bucket]) -> None:
+        """Let the script see the fresh parameters of these."""
+        for bucket in buckets:
+            if bucket.host in self._edited:
+                bucket.host.discard()
+                self._edited.remove(bucket.host)
+            increment_version([slot.param for slot in bucket.slots])
+        self._remember_params(buckets)
+
+    def _tell_notices(self, replies: Sequence[m.Reply]) -> None:
+        for notice in sorted({reply.notice for reply in replies} - {""}):
             warnings.warn(f"rank {self._rank}: {notice}", stacklevel=2)
 
     # -- what the servers do not know of ------------------------------------------------------

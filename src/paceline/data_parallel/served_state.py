@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.optimizer_state import join_parts, part_of
 from paceline.data_parallel.ownership import Range
 from paceline.data_parallel.update import replace_method
-from paceline.pace.server import ServerExchange
 from paceline.ps import messages as m
 from paceline.ps.optimizer import StateEntry
 from paceline.ps.placement import Part
@@ -30,9 +29,13 @@ from paceline.ps.state_wire import from_entries, landing, to_entries
 class ServedState:
     """The servers' optimizer state of one model, as the script sees it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, exchange: ServerExchange) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        settle: Callable[[], None],
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._exchange = exchange
+        self._settle = settle  # waits until the servers have ended the last step
         self._buckets: list[tuple[RemoteTable, Sequence[Bucket]]] = []
         inner = replace_method(optimizer, "state_dict", lambda _: self._state_dict(inner))
         load = replace_method(
@@ -54,6 +57,7 @@ class ServedState:
         return optimizer
 
     def _state_dict(self, state_dict: Any) -> dict[str, Any]:
+        self._settle()
         optimizer = self._opt
         mine = optimizer.state
         optimizer.state = defaultdict(dict, {**mine, **self._fetch()})
@@ -63,6 +67,7 @@ class ServedState:
             optimizer.state = mine
 
     def _load_state_dict(self, load_state_dict: Any, state_dict: dict[str, Any]) -> None:
+        self._settle()
         load_state_dict(state_dict)
         for table, buckets in self._buckets:
             self._send(table, buckets)

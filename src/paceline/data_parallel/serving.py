@@ -18,6 +18,7 @@ import torch
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
 from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.local_optimizer import LocalOptimizer
 from paceline.data_parallel.options import Options
 from paceline.data_parallel.ownership import is_elementwise
@@ -62,9 +63,14 @@ class Serving:
         # own optimizer, with push=delta and push=params, writes to everything anyway.
         self.watches_edits = can_see_edits and self.rule.push == "grad" and not self.shares_memory
         self.exchange = ServerExchange(self.rule)
-        kind = ServedUpdate if self.rule.push == "grad" else LocalOptimizer
+        self._by_layer = options.wait == "layer"
+        kind = LayerwiseUpdate if self._by_layer else ServedUpdate
+        if self.rule.push != "grad":
+            kind = LocalOptimizer
         self.update = kind(optimizer, self.exchange, workers, self.rule, len(job.servers))
-        self.state = ServedState(optimizer, self.exchange) if self.rule.push == "grad" else None
+        self.state = (
+            ServedState(optimizer, self.update.settle) if self.rule.push == "grad" else None
+        )
 
     @property
     def averages(self) -> str:
@@ -84,12 +90,18 @@ class Serving:
         """Bring these buckets to the servers."""
         if not buckets:
             return
+        # Layer by layer: a table each, because a table's values come together.
+        for part in [[bucket] for bucket in buckets] if self._by_layer else [buckets]:
+            self._make_table(part)
+
+    def _make_table(self, buckets: Sequence[Bucket]) -> None:
         groups = _groups_of(self._optimizer)
         settings = tuple(settings_of(group) for group in self._optimizer.param_groups)
+        number = len(self.exchange.tables)
         table = RemoteTable(
             self._job.servers,
             self._workers.ranks,
-            f"{self._name}{'+' * len(self.exchange.tables)}",
+            f"{self._name}.{number}" if number else self._name,
             [self._item(bucket, groups) for bucket in buckets],
             OptimizerSpec(type(self._optimizer).__name__, settings),
             self.rule,

@@ -25,6 +25,7 @@ from paceline.data_parallel.direct import compute_in_bucket
 from paceline.data_parallel.health import Health
 from paceline.data_parallel.hooks import attach
 from paceline.data_parallel.housing import Housing
+from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.layout import Named
 from paceline.data_parallel.options import Options
 from paceline.data_parallel.ownership import is_elementwise
@@ -101,6 +102,8 @@ class Training:
         job.contribution.watch(self.reducer.weighting.set)
         self.reducer.weighting.set(job.contribution.weight)
         attach(model, self)
+        if isinstance(self.update, LayerwiseUpdate):
+            self.update.watch(model)
 
     def describe(self) -> str:
         """Say in one line what was set up."""
@@ -191,6 +194,8 @@ class Training:
 
     def after_forward(self, output: Any) -> None:
         """Learn of the backward pass from the first gradient that reaches an output."""
+        if self._serving is not None:
+            self._serving.update.settle()
         if not torch.is_grad_enabled():
             return
         for leaf in tree_leaves(output):

@@ -103,6 +103,16 @@ class ServerExchange:
         """End the step; done when fresh values are in the buckets' `params`."""
         return Together([table.commit(settings) for table in self.tables]).work()
 
+    def commit_each(
+        self, settings: Sequence[dict[str, Any]] | None
+    ) -> list[tuple[RemoteTable, Work[list[m.Reply]]]]:
+        """End the step table by table, the first layers' first; each is done on its own."""
+        return [(table, table.commit(settings)) for table in reversed(self.tables)]
+
+    def table_of(self, bucket: Bucket) -> RemoteTable:
+        """Return the table that a bucket is exchanged through."""
+        return self._place[bucket.index][0]
+
     def pull(self, *, in_turn: bool = False) -> Work[list[list[m.Reply]]]:
         """Read the newest values into the buckets' `params`, without a step."""
         return Together([table.pull(in_turn=in_turn) for table in self.tables]).work()

@@ -1,0 +1,75 @@
+"""wait=layer: a step does not wait for fresh parameters; each layer does, when it needs them.
+
+`optimizer.step()` commits the buckets one by one, the first layers' first, and returns. The next
+forward pass can begin as soon as the first layers' values are there, while the servers still work
+on the others. Every module that has parameters of its own waits for them before it runs, and
+whatever is left is waited for when the forward pass ends, when a state_dict is made, and before
+the next step.
+
+A script that touches parameters itself between two steps would see old values, or half of new
+ones, unless it calls `model.pull()` first; that is why this has to be asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from paceline.data_parallel.bucket import Bucket
+from paceline.data_parallel.hooks import Detached, nothing
+from paceline.data_parallel.served import ServedUpdate
+from paceline.data_parallel.update import Step
+from paceline.ps import messages as m
+from paceline.ps.remote_table import RemoteTable
+from paceline.work import Work
+
+
+class LayerwiseUpdate(ServedUpdate):
+    """Commits steps to the servers, and lets each layer wait for its own parameters."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._arriving: dict[RemoteTable, Work[list[m.Reply]]] = {}
+
+    def watch(self, model: nn.Module) -> None:
+        """Let the modules of this model wait for their parameters; once, when it has buckets."""
+        of_param = {slot.param: slot.bucket for slot in self._slots()}
+        for module in model.modules():
+            own = {of_param[p] for p in module.parameters(recurse=False) if p in of_param}
+            if own:
+                wait = partial(self._before_module, sorted(own, key=lambda bucket: bucket.index))
+                module.register_forward_pre_hook(Detached(wait, nothing))
+        model.register_state_dict_pre_hook(Detached(lambda *_: self.settle(), nothing))
+
+    def run(self, step: Step) -> Any:
+        self.settle()
+        return super().run(step)
+
+    def pull(self) -> None:
+        self.settle()
+        super().pull()
+
+    def settle(self) -> None:
+        """Wait for all parameters that are still on their way."""
+        for bucket in reversed(self._buckets):
+            self._settle_one(bucket)
+
+    def _end_step(self) -> None:
+        self._arriving = dict(self._exchange.commit_each(self._settings()))
+
+    def _before_module(self, buckets: list[Bucket], *_: Any) -> None:
+        for bucket in buckets:
+            self._settle_one(bucket)
+
+    def _settle_one(self, bucket: Bucket) -> None:
+        work = self._arriving.pop(self._exchange.table_of(bucket), None)
+        if work is None:
+            return
+        start = time.perf_counter()
+        replies = work.wait()
+        self.waited_s += time.perf_counter() - start
+        self._take_over([bucket])
+        self._tell_notices(replies)
