@@ -1,4 +1,4 @@
-"""What the README and the guide tell a person to type works: Python runs, commands exist."""
+"""What the README and the guides tell a person to type works: Python runs, commands exist."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from paceline.pace.parse import KNOWN, NEEDS_SERVERS
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "guides" / "three-lines.md").read_text()
+SERVER_GUIDE = (ROOT / "docs" / "guides" / "parameter-server.md").read_text()
 CLIENT_GUIDE = (ROOT / "docs" / "guides" / "neutral-client.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = re.findall(r"^(paceline [a-z].*?)\s*(?:#.*)?$", README, re.MULTILINE)
@@ -51,6 +54,37 @@ def test_python_of_the_clients_guide_is_one_script_that_runs_with_a_server(tmp_p
     out = paceline("run", "-n", "3", "-s", "1", "script.py", cwd=tmp_path)
     losses = re.findall(r"\[2\] version (\d+): loss ([\d.]+)", out)
     assert losses[-1][0] == "40" and float(losses[-1][1]) < 0.1, out
+
+
+@pytest.mark.parametrize("pace", ["ps", "async", "ssp:3"])
+def test_python_of_the_server_guide_is_one_script_at_every_pace(pace, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", SERVER_GUIDE, re.DOTALL)
+    script = "".join(block for block in blocks if "pl.launch(" not in block)
+    (tmp_path / "script.py").write_text(script + '\nprint("the end is", digest)\n')
+    out = paceline("run", "-n", "2", "-s", "1", "--pace", pace, "script.py", cwd=tmp_path)
+    ends = re.findall(r"the end is (\w+)", out)
+    assert len(ends) == 2 and ends[0] == ends[1]
+
+
+def test_the_server_guides_notebook_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", SERVER_GUIDE, re.DOTALL)
+    (script,) = [block for block in blocks if "pl.launch(" in block]
+    (tmp_path / "script.py").write_text(script + "\nprint(len(results))\n")
+    out = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert out.stdout == "2\n", out.stdout + out.stderr
+
+
+def test_the_server_guide_has_every_option_of_the_server_paces():
+    table = SERVER_GUIDE.partition("## Options")[2].partition("## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \|", table, re.MULTILINE)
+    told = {
+        (pace, name)
+        for name, _, paces in rows
+        for pace in (NEEDS_SERVERS if paces == "all" else re.findall(r"`(\w+)`", paces))
+    }
+    assert told == {(pace, name) for pace in NEEDS_SERVERS for name in KNOWN[pace].options}
 
 
 def test_the_guide_shows_the_lines_that_the_example_changes():
