@@ -1,9 +1,7 @@
 """What the environment says: which process of which job this is, and the engine's settings.
 
 This is the only module that reads `os.environ`. It understands our own launcher and those of other
-people: a process started by torchrun, srun, Open MPI or MPICH finds its rank here. Launchers nest
-(torchrun inside srun is ordinary), so each one found is read, the most specific one wins, and two
-that disagree about rank or world size are an error: guessing would form a job of the wrong shape.
+people: a process started by torchrun, srun, Open MPI or MPICH finds its rank (place.py).
 
 Nothing here opens a socket or decides how ranks meet: that is `cluster/rendezvous.py`.
 """
@@ -12,13 +10,23 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 from paceline.errors import ConfigError
+from paceline.place import (
+    BY_HAND,
+    PACELINE,
+    TORCH_STYLE,
+    is_present,
+    launchers,
+    local_place,
+    number_in,
+    place_of,
+    refuse_disagreement,
+    server_place,
+)
 
 DEFAULT_BIND_ADDRESS = "127.0.0.1"
 
@@ -72,40 +80,13 @@ class EngineConfig:
         for field in fields(cls):
             variable = f"PACELINE_{field.name.upper()}"
             if environ.get(variable, ""):
-                values[field.name] = _number(environ, variable, float)
+                values[field.name] = number_in(environ, variable, float)
         return cls(**values)
 
 
-class _Launcher(NamedTuple):
-    """The variables in which one launcher tells a process its place."""
-
-    name: str
-    rank: str
-    world_size: str
-    local_rank: str
-    local_world_size: str
-
-
-_TORCH_STYLE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
 )
-_PACELINE = _Launcher("paceline", *(f"PACELINE_{name}" for name in _TORCH_STYLE))
-_TORCHRUN = _Launcher("torchrun", *_TORCH_STYLE)
-_BY_HAND = _Launcher("environment", *_TORCH_STYLE)
-_SLURM = _Launcher("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE")
-_OPEN_MPI = _Launcher(
-    "openmpi", *(f"OMPI_COMM_WORLD_{x}" for x in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-)
-_MPICH = _Launcher("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-
-
-class _Place(NamedTuple):
-    launcher: _Launcher
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
 
 
 def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
@@ -117,10 +98,10 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
     _refuse_misspelling(environ)
     role, num_servers = _role(environ), _num_servers(environ)
     if role == "server":
-        places = [_server_place(environ, num_servers)]
+        places = [server_place(environ, num_servers)]
     else:
-        places = [_place(environ, launcher) for launcher in _launchers(environ)]
-        _refuse_disagreement(environ, places)
+        places = [place_of(environ, launcher) for launcher in launchers(environ)]
+        refuse_disagreement(environ, places)
     place = places[0] if places else None
     source = place.launcher.name if place else "alone"
     return JobEnv(
@@ -151,7 +132,7 @@ def told_env(
     _refuse_misspelling(environ)
     local_rank, local_world_size = rank, world_size
     if (environ.get("RANK"), environ.get("WORLD_SIZE")) == (str(rank), str(world_size)):
-        local_rank, local_world_size = _local_place(environ, _BY_HAND, rank, world_size)
+        local_rank, local_world_size = local_place(environ, BY_HAND, rank, world_size)
     return JobEnv(
         rank=rank,
         world_size=world_size,
@@ -179,7 +160,7 @@ def adopt_environ(environ: Mapping[str, str]) -> None:
 
 def is_launched_by_us(environ: Mapping[str, str] | None = None) -> bool:
     """Say whether `paceline run` started this process."""
-    return _present(os.environ if environ is None else environ, _PACELINE)
+    return is_present(os.environ if environ is None else environ, PACELINE)
 
 
 def requested_pace(environ: Mapping[str, str] | None = None) -> str | None:
@@ -207,65 +188,12 @@ def runtime_dir(environ: Mapping[str, str] | None = None) -> str:
 def _refuse_misspelling(environ: Mapping[str, str]) -> None:
     """Refuse PACELINE_TIMOUT_S: a setting that is silently ignored is worse than none."""
     known = [f"PACELINE_{field.name.upper()}" for field in fields(EngineConfig)]
-    known += [f"PACELINE_{name}" for name in (*_TORCH_STYLE, *_OWN_SETTINGS)]
+    known += [f"PACELINE_{name}" for name in (*TORCH_STYLE, *_OWN_SETTINGS)]
     for name in environ:
         if name.startswith("PACELINE_") and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
             if near:
                 raise ConfigError(f"unknown variable {name}, did you mean {near[0]}?")
-
-
-def _launchers(environ: Mapping[str, str]) -> list[_Launcher]:
-    """Return the launchers whose variables are present and meant for this process, inner first."""
-    found: list[_Launcher] = []
-    if _present(environ, _PACELINE):
-        found.append(_PACELINE)
-    if environ.get("TORCHELASTIC_RUN_ID"):
-        found.append(_TORCHRUN)
-        return found  # whatever surrounds torchrun started torchrun, not us
-    if _present(environ, _BY_HAND):
-        found.append(_BY_HAND)
-    mpi = [x for x in (_OPEN_MPI, _MPICH) if environ.get(x.rank) and environ.get(x.world_size)]
-    # Inside a batch script, but outside of srun, Slurm sets SLURM_PROCID=0 and the task count of
-    # the whole job for what is only one process; the step id is what srun adds. And mpirun may have
-    # been started by srun, whose numbers are then mpirun's own: only equal ones are about us.
-    in_batch_script = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
-    around_mpi = mpi and environ.get(_SLURM.rank) != environ.get(mpi[0].rank)
-    if environ.get(_SLURM.rank) and environ.get(_SLURM.world_size):
-        found += [] if in_batch_script or around_mpi else [_SLURM]
-    found += mpi
-    return found
-
-
-def _present(environ: Mapping[str, str], launcher: _Launcher) -> bool:
-    rank, world_size = environ.get(launcher.rank), environ.get(launcher.world_size)
-    if bool(rank) != bool(world_size):
-        have, lack = launcher.rank, launcher.world_size
-        if world_size:
-            have, lack = lack, have
-        raise ConfigError(f"{have}={environ[have]} is set but {lack} is not; set both or neither")
-    return bool(rank)
-
-
-def _place(environ: Mapping[str, str], launcher: _Launcher) -> _Place:
-    """Read and check one launcher's four numbers."""
-    rank = _number(environ, launcher.rank, int)
-    world_size = _number(environ, launcher.world_size, int)
-    if world_size < 1:
-        raise ConfigError(f"{launcher.world_size}={world_size}: a job has at least 1 process")
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"{launcher.rank}={rank} is not in 0..{world_size - 1}"
-            f" ({launcher.world_size}={world_size})"
-        )
-    local_rank, local_world_size = _local_place(environ, launcher, rank, world_size)
-    if not 0 <= local_rank < local_world_size <= world_size:
-        raise ConfigError(
-            f"{launcher.local_rank}={local_rank} and {launcher.local_world_size}="
-            f"{local_world_size} do not fit {launcher.world_size}={world_size}:"
-            " expected 0 <= local rank < local world size <= world size"
-        )
-    return _Place(launcher, rank, world_size, local_rank, local_world_size)
 
 
 def _role(environ: Mapping[str, str]) -> str:
@@ -278,75 +206,10 @@ def _role(environ: Mapping[str, str]) -> str:
 def _num_servers(environ: Mapping[str, str]) -> int:
     if not environ.get("PACELINE_SERVERS"):
         return 0
-    count = _number(environ, "PACELINE_SERVERS", int)
+    count = number_in(environ, "PACELINE_SERVERS", int)
     if count < 0:
         raise ConfigError(f"PACELINE_SERVERS={count}: expected a number >= 0")
     return count
-
-
-def _server_place(environ: Mapping[str, str], num_servers: int) -> _Place:
-    """Read a server's place: its number among the servers is PACELINE_RANK."""
-    index = _number(environ, _PACELINE.rank, int)
-    num_workers = _number(environ, _PACELINE.world_size, int)
-    if num_workers < 1 or not 0 <= index < num_servers:
-        raise ConfigError(
-            f"server {index} of PACELINE_SERVERS={num_servers} for PACELINE_WORLD_SIZE="
-            f"{num_workers} workers: expected 0 <= server < servers, and at least 1 worker"
-        )
-    return _Place(_PACELINE, num_workers + index, num_workers, index, num_workers)
-
-
-def _local_place(
-    environ: Mapping[str, str], launcher: _Launcher, rank: int, world_size: int
-) -> tuple[int, int]:
-    """Return (local rank, local world size); a launcher that says neither means one host."""
-    if not environ.get(launcher.local_rank):
-        return rank, world_size
-    local_rank = _number(environ, launcher.local_rank, int)
-    if not environ.get(launcher.local_world_size):
-        return local_rank, world_size
-    if launcher is not _SLURM:
-        return local_rank, _number(environ, launcher.local_world_size, int)
-    return local_rank, _slurm_tasks_here(environ)
-
-
-def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
-    """Expand '2(x3),1' (three nodes with 2 tasks, one with 1) and pick this node's count."""
-    variable = "SLURM_STEP_TASKS_PER_NODE"
-    text = environ.get(variable) or environ[_SLURM.local_world_size]
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ConfigError(f"{_SLURM.local_world_size}={text!r}: expected a form like '2(x3),1'")
-        counts += [int(match[1])] * int(match[2] or 1)
-    node = _number(environ, "SLURM_NODEID", int) if environ.get("SLURM_NODEID") else 0
-    if not 0 <= node < len(counts):
-        raise ConfigError(f"SLURM_NODEID={node} but SLURM_TASKS_PER_NODE={text} has no such node")
-    return counts[node]
-
-
-def _refuse_disagreement(environ: Mapping[str, str], places: list[_Place]) -> None:
-    for other in places[1:]:
-        first = places[0]
-        if (first.rank, first.world_size) != (other.rank, other.world_size):
-            told = [
-                f"{x.name} ({x.rank}={environ[x.rank]}, {x.world_size}={environ[x.world_size]})"
-                for x in (first.launcher, other.launcher)
-            ]
-            raise ConfigError(
-                f"two launchers disagree about this process: {told[0]} against {told[1]};"
-                f" unset the variables of the one that did not start it"
-            )
-
-
-def _number(environ: Mapping[str, str], variable: str, parse: type[int] | type[float]) -> int:
-    text = environ.get(variable, "")
-    try:
-        return parse(text)  # type: ignore[return-value]  # callers ask for the type they want
-    except ValueError:
-        kind = "an integer" if parse is int else "a number"
-        raise ConfigError(f"{variable}={text!r} is not {kind}") from None
 
 
 def _coordinator(environ: Mapping[str, str]) -> str | None:
