@@ -206,7 +206,11 @@ class RemoteTable:
         Together(works).wait()
 
     def commit(self, settings: Sequence[dict[str, Any]] | None) -> Work[list[m.Reply]]:
-        """End the step; done when fresh values are in every item's `params`."""
+        """End the step; done when fresh values are in every item's `params`.
+
+        With a bound in versions this worker does not have its next turn yet: `pull(in_turn=True)`
+        when it is about to compute. Whoever has one and does something else holds up the others.
+        """
         self.clock += 1
         told = None if settings is None else tuple(settings)
         if not self._takes_turns:
@@ -219,11 +223,13 @@ class RemoteTable:
         ]
         ended = Together(commits)
         ended.wait()
-        self.pull(in_turn=True).wait()
+        self._look().wait()
         return ended.work()
 
     def pull(self, *, in_turn: bool = False) -> Work[list[m.Reply]]:
         """Read the newest values into every item's `params`, at once or when the rule allows it."""
+        if self._takes_turns and not in_turn:
+            return self._look()
         return self._read(lambda seq, table: m.Pull(seq, table, in_turn))
 
     def follow(self, after: int) -> Work[list[m.Reply]]:
@@ -237,6 +243,21 @@ class RemoteTable:
         return self._numbers[link.index]
 
     # -- plumbing -----------------------------------------------------------------------------
+
+    def _look(self) -> Work[list[m.Reply]]:
+        """Read the newest values without taking a turn."""
+        works = []
+        for index, number in self._numbers.items():
+            link, shards = self._links[index], self._on[index]
+            values = [shard.of(self.items[shard.part.item].params) for shard in shards]
+            places = tuple(where for where in map(link.locate, values) if where is not None)
+            works.append(
+                link.ask(
+                    lambda seq, n=number, places=places: m.Peek(seq, n, places),  # type: ignore[misc]
+                    into=lambda _, values=values: values[::-1],  # type: ignore[misc]
+                )
+            )
+        return Together(works).work()
 
     def _read(self, make: Callable[[int, int], m.AnyRequest]) -> Work[list[m.Reply]]:
         works: list[Any] = []
