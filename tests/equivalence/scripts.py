@@ -46,10 +46,9 @@ def train(
     optimizer: torch.optim.Optimizer,
     before_step: Act | None = None,
     after_step: Act | None = None,
-    **options: Any,
 ) -> Result:
     """Train in the plainest way, with something done before and after each step."""
-    way.distribute(model, optimizer, **options)
+    way.distribute(model, optimizer)
     seen: list[Any] = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -99,12 +98,12 @@ def with_optimizer(name: str) -> Script:
 
 
 def muon(way: Way) -> Result:
-    """It needs whole matrices; small ones, in several buckets, because it computes in bfloat16."""
+    """It needs whole matrices; small ones, because it computes in bfloat16."""
     torch.manual_seed(4)
     layers = [nn.Linear(a, b, bias=False) for a, b in ((10, 9), (9, 7), (7, 5))]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.Muon(model.parameters(), lr=0.01, momentum=0.9)
-    return train(way, model, optimizer, bucket_mb=0.0002)
+    return train(way, model, optimizer)
 
 
 def several_groups(way: Way) -> Result:

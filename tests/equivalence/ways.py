@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 import paceline as pl
+from paceline import job
 from paceline.collectives.group import Group
+from paceline.pace.parse import KNOWN, parse
+from paceline.ps import messages as m
+from paceline.telemetry.staleness import TableReport
 from support.reference import bits
 
 Result = dict[str, Any]
@@ -32,9 +37,11 @@ class Way:
         return f"{self.pace} {self._options}"
 
     def distribute(self, model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> None:
-        """Hand a model over; `plain` leaves it alone."""
+        """Hand a model over, with those of the options that the pace has; `plain` leaves it."""
         if self.pace != "plain":
-            pl.distribute(model, optimizer, pace=self.pace, **{**self._options, **more})
+            known = KNOWN[parse(self.pace).name].options
+            asked = {key: value for key, value in more.items() if value in known.get(key, ())}
+            pl.distribute(model, optimizer, pace=self.pace, **{**self._options, **asked})
 
     def mine(self, batch: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a batch, or all of them."""
@@ -95,3 +102,12 @@ def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
     """Return the same numbers wherever they are asked for."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
+
+
+def newest_reports() -> list[TableReport]:
+    """Ask every server what it has counted about the table that was made last."""
+    found = []
+    for link in job.current().servers:
+        reports = [msgspec.convert(r, TableReport) for r in link.ask(m.Stats).wait().reports]
+        found.append(max(reports, key=lambda report: float(report.table.split()[1])))
+    return found

@@ -116,6 +116,8 @@ class Serving:
         self._workers.barrier()
         if not is_first:
             table.open()
+        if not self.rule.aggregate:
+            table.pull().wait()  # servers remember from which values each worker computes
         self.exchange.add(buckets, table)
         self.update.add(buckets)
         if self.state is not None:
