@@ -59,6 +59,7 @@ def train(
             seen.append(grads_of(model))
         optimizer.step()
         if after_step is not None:
+            way.settle(model)
             seen.append(after_step(model, optimizer, step))
         seen.append(loss.item())
     return result_of(model, optimizer, seen=seen)

@@ -63,6 +63,7 @@ def loaded_model(way: Way) -> Result:
         loss_of(model, way, step).backward()
         optimizer.step()
         if step == STEPS:
+            way.settle(model)
             model.load_state_dict(saved.state_dict())
             with torch.no_grad():
                 model(noise(2, 10, seed=1))

@@ -25,9 +25,16 @@ from paceline.collectives.group import Group
 from support import run_ranks
 from support.reference import bits
 
-# Workers, servers, and the hosts of workers and servers. (All-reduce between hosts adds the sums of
-# hosts: with three workers on two of them that is another order than the servers'.)
-PLACES = [(2, 1, [0, 0, 0]), (2, 2, [0, 0, 0, 0]), (2, 1, [0, 1, 0]), (3, 2, [0, 0, 0, 1, 0])]
+# Workers, the hosts of workers and servers, options. The model is one bucket, which two servers
+# share, or several. (All-reduce between hosts adds the sums of hosts: with three workers on two of
+# them that is another order than the servers'.)
+PLACES = [
+    (2, [0, 0, 0], {}),
+    (2, [0, 0, 0, 0], {}),
+    (2, [0, 0, 0], {"wait": "layer", "bucket_mb": 0.1}),
+    (2, [0, 1, 0], {}),
+    (3, [0, 0, 0, 1, 0], {"bucket_mb": 0.1}),
+]
 NAMES = (
     *("several_groups", "step_lr", "one_cycle", "muon"),
     *("tied_weights", "batch_norm", "channels_last", "float64", "two_dtypes"),
@@ -52,11 +59,11 @@ SCRIPTS: dict[str, Script] = {
 # -- in the ranks ---------------------------------------------------------------------------------
 
 
-def compare_all(group: Group, bucket_mb: float) -> None:
+def compare_all(group: Group, options: dict[str, str | float]) -> None:
     for name, script in SCRIPTS.items():
         print(name, flush=True)
         expected = script(Way(group, "allreduce", update="replicated"))
-        found = script(Way(group, "ps", bucket_mb=bucket_mb))
+        found = script(Way(group, "ps", **options))
         require_equal(found, expected, name)
 
 
@@ -86,10 +93,12 @@ def train(group: Group, kind: str, name: str, steps: int) -> dict[str, torch.Ten
 # -- in the test session --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("workers", "servers", "hosts"), PLACES)
-def test_scripts_compute_the_same_bits(workers: int, servers: int, hosts: list[int]) -> None:
-    bucket_mb = 0.1 if workers == 3 else 16.0  # several buckets, or one that is cut
-    run_ranks(workers, compare_all, bucket_mb, servers=servers, hosts=hosts, timeout_s=100)
+@pytest.mark.parametrize(("workers", "hosts", "options"), PLACES)
+def test_scripts_compute_the_same_bits(
+    workers: int, hosts: list[int], options: dict[str, str | float]
+) -> None:
+    servers = len(hosts) - workers
+    run_ranks(workers, compare_all, options, servers=servers, hosts=hosts, timeout_s=100)
 
 
 def test_a_staleness_of_0_is_lockstep() -> None:

@@ -43,6 +43,11 @@ class Way:
             asked = {key: value for key, value in more.items() if value in known.get(key, ())}
             pl.distribute(model, optimizer, pace=self.pace, **{**self._options, **asked})
 
+    def settle(self, model: nn.Module) -> None:
+        """Called before a script touches parameters: with wait=layer they may be on their way."""
+        if self._options.get("wait") == "layer":
+            model.pull()
+
     def mine(self, batch: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a batch, or all of them."""
         if self.pace == "plain":

@@ -13,7 +13,7 @@ ones, unless it calls `model.pull()` first; that is why this has to be asked for
 from __future__ import annotations
 
 import time
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -33,15 +33,17 @@ class LayerwiseUpdate(ServedUpdate):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._arriving: dict[RemoteTable, Work[list[m.Reply]]] = {}
+        self._bucket_of: dict[nn.Parameter, Bucket] = {}
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        super().add(buckets)
+        self._bucket_of.update((slot.param, bucket) for bucket in buckets for slot in bucket.slots)
 
     def watch(self, model: nn.Module) -> None:
-        """Let the modules of this model wait for their parameters; once, when it has buckets."""
-        of_param = {slot.param: slot.bucket for slot in self._slots()}
+        """Let the modules of this model wait for their parameters, also ones that join later."""
         for module in model.modules():
-            own = {of_param[p] for p in module.parameters(recurse=False) if p in of_param}
-            if own:
-                wait = partial(self._before_module, sorted(own, key=lambda bucket: bucket.index))
-                module.register_forward_pre_hook(Detached(wait, nothing))
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(Detached(self._before_module, nothing))
         model.register_state_dict_pre_hook(Detached(lambda *_: self.settle(), nothing))
 
     def run(self, step: Step) -> Any:
@@ -60,9 +62,10 @@ class LayerwiseUpdate(ServedUpdate):
     def _end_step(self) -> None:
         self._arriving = dict(self._exchange.commit_each(self._settings()))
 
-    def _before_module(self, buckets: list[Bucket], *_: Any) -> None:
-        for bucket in buckets:
-            self._settle_one(bucket)
+    def _before_module(self, module: nn.Module, _: Any) -> None:
+        for param in module.parameters(recurse=False) if self._arriving else ():
+            if param in self._bucket_of:
+                self._settle_one(self._bucket_of[param])
 
     def _settle_one(self, bucket: Bucket) -> None:
         work = self._arriving.pop(self._exchange.table_of(bucket), None)
