@@ -29,7 +29,7 @@ struct GroupConfig {
   uint32_t generation = 0;
   std::vector<int> ranks;   // global ranks, in group order
   std::vector<int> hosts;   // for each member a number that names its host
-  double timeout_s = 600;
+  double timeout_s = 600;   // of one operation; infinite: long waits are normal here, and nothing to warn of
 };
 
 constexpr int kAnySource = -1;

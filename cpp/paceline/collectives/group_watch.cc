@@ -1,5 +1,6 @@
 // What a group does a few times a second while it waits: dead and stopped peers, deadlines, warnings, heartbeats.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 #include "paceline/base/error.h"
@@ -22,6 +23,7 @@ void Group::check_waiting(Operation& operation, double now) {
   std::sort(ranks.begin(), ranks.end());
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
   for (int rank : ranks) require_alive(rank, operation, now);
+  if (std::isinf(config_.timeout_s)) return;
   std::string on;
   for (int rank : ranks) on += (on.empty() ? "" : ", ") + peer_name(rank);
   const EngineConfig& limits = engine_->config();
@@ -49,7 +51,8 @@ void Group::require_alive(int rank, const Operation& operation, double now) {
   for (auto& [key, port] : ports_)
     if (port->peer() == rank) {
       lost |= port->lost();
-      silent = std::max(silent, now - std::max(port->heard_s(), now - operation.age_s()));
+      // A neighbour shows that it lives in shared memory; its ports are silent while it has nothing to say.
+      if (!link) silent = std::max(silent, now - std::max(port->heard_s(), now - operation.age_s()));
     }
   std::string noticed = " during " + operation.describe() + " (noticed by rank " + std::to_string(limits.rank) + "). ";
   // What it did before its end counts: look once more.

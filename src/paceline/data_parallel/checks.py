@@ -14,7 +14,8 @@ from torch import nn
 from paceline.collectives.agreement import first_difference
 from paceline.collectives.group import Group
 from paceline.data_parallel.layout import Named, describe, is_dense
-from paceline.errors import InconsistentRanks
+from paceline.errors import InconsistentRanks, UsageError
+from paceline.ps.optimizer import optimizer_class
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -65,6 +66,43 @@ def _find_bad_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> s
                     " the model that you pass"
                 )
     return None
+
+
+def find_problem_with_servers(
+    model: nn.Module, optimizer: torch.optim.Optimizer, push: str
+) -> str | None:
+    """Return what parameter servers cannot do for them, or None."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return (
+                f"{name}.weight has sparse gradients, which servers do not take in this version;"
+                " make the embedding with sparse=False, or use pace allreduce"
+            )
+    updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for name, param in model.named_parameters():
+        if param.requires_grad and id(param) not in updated:
+            return not_in_optimizer(name)
+    if push == "grad":
+        kind = type(optimizer)
+        try:
+            known = optimizer_class(kind.__name__)
+        except UsageError as error:
+            return str(error)
+        if kind is not known:  # a class of the same name
+            return (
+                f"the optimizer is {kind.__module__}.{kind.__name__}, and servers run the"
+                f" optimizers of torch.optim only; use torch.optim.{kind.__name__}, push=delta with"
+                " a free-running pace, or pace allreduce, which run any optimizer on the workers"
+            )
+    return None
+
+
+def not_in_optimizer(name: str) -> str:
+    """Say that servers cannot update a parameter that the optimizer does not have."""
+    return (
+        f"{name} is trainable but the optimizer does not have it: the servers update what the"
+        " optimizer has; add it there, or freeze it with requires_grad_(False)"
+    )
 
 
 def require_same_model(

@@ -18,12 +18,16 @@ from paceline import _core
 from paceline.collectives.agreement import refuse_problems, tell_all
 from paceline.collectives.group import Group
 from paceline.config import requested_pace
-from paceline.data_parallel.checks import find_problem, require_same_model
-from paceline.data_parallel.options import Options
+from paceline.data_parallel.checks import (
+    find_problem,
+    find_problem_with_servers,
+    require_same_model,
+)
+from paceline.data_parallel.options import Options, fits
 from paceline.data_parallel.training import Training
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, current
-from paceline.pace.parse import KNOWN, NEEDS_SERVERS, PaceSpec, parse
+from paceline.pace.parse import NEEDS_SERVERS, PaceSpec, parse
 
 _trainings: weakref.WeakKeyDictionary[nn.Module, Training] = weakref.WeakKeyDictionary()
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -82,6 +86,8 @@ def distribute(
     except PacelineError as error:  # the others must hear of it
         problem = str(error)
     problem = problem or find_problem(model, optimizer) or _find_second_call(model, optimizer)
+    if problem is None and asked.name in NEEDS_SERVERS and job.servers:
+        problem = find_problem_with_servers(model, optimizer, chosen.push)
     try:
         refuse_problems(group, "distribute", tell_all(group, problem))
         require_same_model(group, model, optimizer, [f"pace {asked}", f"options {chosen}"])
@@ -105,9 +111,8 @@ def _choose(job: Job, pace: str, given: Mapping[str, str | float]) -> tuple[Opti
     asked = mine if told is None else parse(told)
     written = mine.options
     if asked.name != mine.name:  # the script's options that the other pace has as well still hold
-        known = KNOWN[asked.name].options
-        given = {key: value for key, value in given.items() if key in known}
-        written = {key: value for key, value in written.items() if value in known.get(key, ())}
+        given = {key: value for key, value in given.items() if fits(asked, key, value)}
+        written = {key: value for key, value in written.items() if fits(asked, key, value)}
     full = PaceSpec(asked.name, asked.number, {**written, **asked.options})
     if told is not None and job.env.rank == 0 and str(asked) != str(mine):
         _say(f"pace {asked} from the command line instead of the script's {mine}")

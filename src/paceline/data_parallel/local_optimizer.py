@@ -6,6 +6,7 @@ parameters between two steps goes the same way.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,15 @@ from paceline.data_parallel.update import Step
 
 class LocalOptimizer(ServedUpdate):
     """Runs the script's optimizer here; the servers get what it did."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        if self._rule.push == "params" and self._rank == 0:
+            warnings.warn(
+                "push=params: the last worker to write wins, and what others did since it read is"
+                " lost (the report counts it as overwritten); push=delta or push=grad keep it",
+                stacklevel=2,
+            )
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         super().add(buckets)

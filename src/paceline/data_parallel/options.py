@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from paceline.errors import UsageError
-from paceline.pace.parse import ABOVE_0, KNOWN, PaceSpec
+from paceline.pace.parse import ABOVE_0, KNOWN, WHOLE, PaceSpec
+
+_NUMBERS = (ABOVE_0, WHOLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class Options:
         """Check the keyword arguments of a script, and lay the options of the pace's text over."""
         known = KNOWN[pace.name].options
         chosen: dict[str, object] = {
-            name: values[0] for name, values in known.items() if values is not ABOVE_0
+            name: values[0] for name, values in known.items() if values not in _NUMBERS
         }
         for name, value in given.items():
             _check(pace, name, value)
@@ -50,20 +52,27 @@ class Options:
         return cls(**{k: float(v) if k in numbers else v for k, v in chosen.items()})  # type: ignore[arg-type]
 
 
+def fits(pace: PaceSpec, name: str, value: object) -> bool:
+    """Say whether a pace has an option that can have this value."""
+    choices = KNOWN[pace.name].options.get(name, ())
+    return choices in _NUMBERS or value in choices
+
+
 def _check(pace: PaceSpec, name: str, value: object) -> None:
     options = KNOWN[pace.name].options
     if name not in options:
         others = [other for other, row in KNOWN.items() if name in row.options]
         where = f"; it belongs to {', '.join(others)}" if others else ""
         raise UsageError(
-            f"distribute: pace {pace.name} has no option {name!r}{where}; its options:"
-            f" {', '.join(options)}"
+            f"pace {pace.name} has no option {name!r}{where}; its options: {', '.join(options)}"
         )
     choices = options[name]
-    if choices is not ABOVE_0:
+    if choices not in _NUMBERS:
         if value not in choices:
-            raise UsageError(
-                f"distribute: {name}={value!r} is unknown; choose one of {', '.join(choices)}"
-            )
-    elif not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UsageError(f"distribute: {name}={value!r} must be a number above 0")
+            raise UsageError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
+        return
+    is_good = isinstance(value, int | float) and 0 < value < float("inf")
+    if choices is WHOLE and is_good:
+        is_good = float(value).is_integer()  # type: ignore[arg-type]
+    if not is_good:
+        raise UsageError(f"{name}={value!r} must be {choices[0]}")

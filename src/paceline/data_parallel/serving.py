@@ -18,6 +18,7 @@ import torch
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
 from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.checks import not_in_optimizer
 from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.local_optimizer import LocalOptimizer
 from paceline.data_parallel.options import Options
@@ -64,7 +65,7 @@ class Serving:
         self.watches_edits = can_see_edits and self.rule.push == "grad" and not self.shares_memory
         self.exchange = ServerExchange(self.rule)
         self._by_layer = options.wait == "layer"
-        kind = LayerwiseUpdate if self._by_layer else ServedUpdate
+        kind: type[ServedUpdate] = LayerwiseUpdate if self._by_layer else ServedUpdate
         if self.rule.push != "grad":
             kind = LocalOptimizer
         self.update = kind(optimizer, self.exchange, workers, self.rule, len(job.servers))
@@ -151,11 +152,8 @@ class Serving:
     def _held(self, slot: Slot, groups: Mapping[int, int]) -> Held:
         param = slot.param
         group = groups.get(id(param))
-        if group is None:
-            raise UsageError(
-                f"{slot.name} is trainable but the optimizer does not have it: the servers update"
-                " what the optimizer has; add it there, or freeze it with requires_grad_(False)"
-            )
+        if group is None:  # it was thawed later
+            raise UsageError(not_in_optimizer(slot.name))
         shape = tuple(param.shape)
         if not param.is_contiguous():
             if not is_elementwise(self._optimizer):

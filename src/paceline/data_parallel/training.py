@@ -148,7 +148,6 @@ class Training:
         dense = [named for named in parameters if id(named.param) not in sparse_ids]
         buckets = self._housing.house(dense)
         if self._serving is not None:
-            _refuse_sparse(sparse)
             self._serving.take(buckets)
         self.reducer.add(buckets, sparse)
         compute_in_bucket(model, self._housing.slots, self.reducer)
@@ -268,14 +267,6 @@ class Training:
         share = min(1.0, waiting / max(now - self._ended_s, 1e-9))
         self._ended_s, self._waited_s = now, waited_s
         self._job.step_done({COMPUTE_SHARE: 100 * (1 - share), COMM_SHARE: 100 * share})
-
-
-def _refuse_sparse(sparse: Sequence[Named]) -> None:
-    if sparse:
-        raise UsageError(
-            f"{sparse[0].name} has sparse gradients, which servers do not take in this version;"
-            " make the embedding with sparse=False, or use pace allreduce"
-        )
 
 
 def _count(number: int) -> str:

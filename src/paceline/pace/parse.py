@@ -30,7 +30,9 @@ class Pace:
     needs_servers: bool = False
 
 
-ABOVE_0 = ("a number above 0",)  # stands for the allowed values of an option that is a number
+# These stand for the allowed values of options that are numbers.
+ABOVE_0 = ("a number above 0",)
+WHOLE = ("a whole number above 0",)
 _SYNCHRONOUS = {
     "buffers": ("broadcast", "average", "local"),
     "batchnorm": ("local", "global"),
@@ -41,7 +43,7 @@ _ON_SERVERS = {
     "nonfinite": ("ignore", "raise", "skip", "quarantine"),
     "server_dtype": ("fp32", "bf16", "fp16"),
     "wire": ("fp32", "bf16", "fp16"),
-    "seed": ABOVE_0,
+    "seed": WHOLE,
 }
 _FREE_RUNNING = {
     **_ON_SERVERS,
@@ -49,7 +51,7 @@ _FREE_RUNNING = {
     "compensate": ("none", "dc"),
     "dc_lambda": ABOVE_0,
     "lr": ("plain", "staleness"),
-    "max_staleness": ABOVE_0,
+    "max_staleness": WHOLE,
     "buffers": ("local",),
     "bucket_mb": ABOVE_0,
 }
@@ -62,7 +64,7 @@ KNOWN: Mapping[str, Pace] = {
         }
     ),
     "ps": Pace({**_SYNCHRONOUS, **_ON_SERVERS, "wait": ("step", "layer")}, needs_servers=True),
-    "async": Pace({**_FREE_RUNNING, "softsync": ABOVE_0}, needs_servers=True),
+    "async": Pace({**_FREE_RUNNING, "softsync": WHOLE}, needs_servers=True),
     "ssp": Pace(
         {**_FREE_RUNNING, "unit": ("clock", "version")},
         number="the staleness",
@@ -154,15 +156,15 @@ def _read_options(text: str, name: str, known: Pace, options: str) -> dict[str, 
 
 
 def _read_value(text: str, key: str, value: str, allowed: tuple[str, ...]) -> str:
-    if allowed is not ABOVE_0:
+    if allowed not in (ABOVE_0, WHOLE):
         if value not in allowed:
             raise _wrong(
                 text, f"{key}={value[:40]!r}{_near(value, allowed)}; allowed: {', '.join(allowed)}"
             )
         return value
     number = _number(value)
-    if not number:
-        raise _wrong(text, f"{key}={value[:40]!r}: expected a number above 0, such as {key}=8")
+    if not number or (allowed is WHOLE and number != int(number)):
+        raise _wrong(text, f"{key}={value[:40]!r}: expected {allowed[0]}, such as {key}=8")
     return number_text(number)
 
 

@@ -20,6 +20,8 @@ from paceline.ps.line import Line
 from paceline.ps.spec import TableSpec
 from paceline.ps.state_wire import read_state, write_state
 
+_MAX_FOLLOWERS = 1024  # of one worker and table
+
 if TYPE_CHECKING:
     from paceline.ps.server import Server
 
@@ -101,6 +103,8 @@ def on_peek(server: Server, line: Line, request: m.Peek, _: Sequence[torch.Tenso
 
 def on_follow(server: Server, line: Line, request: m.Follow, _: Sequence[torch.Tensor]) -> None:
     hosted = server.find(request.table)
+    if sum(one.line is line for one in hosted.followers) >= _MAX_FOLLOWERS:
+        raise UsageError(f"worker {line.worker} follows {hosted.table.spec.name!r} too often")
     now_s, follower = time.monotonic(), request.follower
     parked = Parked(line, request.seq, now_s, after=request.after, follower=follower)
     hosted.followers.append(parked)

@@ -10,6 +10,7 @@ Threads: any; questions of one line are numbered in the order in which they are 
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from paceline import errors
+from paceline.cluster.notice import FIRST_S, WaitNotice
 from paceline.collectives.group import Group
 from paceline.collectives.topology import Fabric
 from paceline.ps import messages as m
@@ -26,7 +28,7 @@ from paceline.work import Handle, Work
 
 # A worker may have to wait for others as long as those take, so no operation has a deadline here;
 # a server that is gone or stopped is noticed all the same.
-PATIENCE_S = 1e9
+PATIENCE_S = math.inf
 _LEAVE_S = 2.0
 _SHOWN = 4
 _ENGINE_WORDS = re.compile(r"^rank \d+( \(pid \d+\))? | during .*", re.DOTALL)
@@ -74,10 +76,20 @@ class ServerLink:
                     frame, self._peer, tag=m.reply_tag(seq), async_op=True, background=False
                 )
             )
-            self._send(make(seq), seq, payload)
+            request = make(seq)
+            self._send(request, seq, payload)
         assert isinstance(receive, Work)
-        answer = _Answer(receive.handle, self._lost)
+        answer = _Answer(receive.handle, self._lost, self._notice(request))
         return Work(answer, lambda: self._finish(seq, frame, into), (receive, frame))
+
+    def _notice(self, request: m.AnyRequest) -> str:
+        if isinstance(request, m.Follow):
+            return ""
+        asked = type(request).__name__.lower()
+        return (
+            f"rank {self._fabric.rank} waits for server {self.index} to answer its {asked}; other"
+            " workers may be behind (the server tells the launcher who)"
+        )
 
     def tell(
         self, make: Callable[[int], m.AnyRequest], payload: Sequence[torch.Tensor] = ()
@@ -165,24 +177,40 @@ class ServerLink:
 
 
 class _Answer:
-    """A reply under way, with errors in the words of the line."""
+    """A reply under way, with errors in the words of the line; a long wait says so."""
 
     def __init__(
-        self, handle: Handle, lost: Callable[[errors.PacelineError], errors.PacelineError]
+        self,
+        handle: Handle,
+        lost: Callable[[errors.PacelineError], errors.PacelineError],
+        notice: str = "",
     ) -> None:
         self._handle = handle
         self._lost = lost
+        self._notice = notice  # empty: it is normal to wait long
 
     def done(self) -> bool:
         return self._handle.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
+        if self._notice and timeout_s is None and not self._handle.done():
+            self._wait_aloud()
         try:
             self._handle.wait(timeout_s)
         except errors.PeerError as error:
             if timeout_s is not None and not self._handle.done():
                 raise  # only this wait has ended
             raise self._lost(error) from error
+
+    def _wait_aloud(self) -> None:
+        notice = WaitNotice(self._notice)
+        while not self._handle.done():
+            try:
+                self._handle.wait(FIRST_S)
+            except errors.PeerError:
+                if self._handle.done():
+                    return  # with an error, which whoever waits will get
+            notice.check()
 
     def error(self) -> Exception | None:
         error = self._handle.error()

@@ -166,6 +166,12 @@ class Server:
         engine, homes = self._fabric.engine, request.homes
         if homes and len(homes) != len(request.spec.shards):
             raise UsageError(f"{len(homes)} homes for {len(request.spec.shards)} shards")
+        workers, known = request.spec.workers, self._fabric.membership.workers
+        if len(set(workers)) < len(workers) or not set(workers) <= set(known):
+            raise UsageError(
+                f"table {request.spec.name!r}: its workers {list(workers[:8])} must be ranks of"
+                f" this job (0 to {len(known) - 1}), each once"
+            )
 
         def memory(shard: int, use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
             if homes and use in ("params", "average"):
@@ -283,9 +289,9 @@ class Server:
             late = {p.line.worker for p in waiting if now_s - p.since_s > _PATIENCE_S}
             if late:
                 self._complain_s = now_s + 5 * _PATIENCE_S
-                self._say(
-                    f"{_names('worker', late)} wait for {hosted.table.describe_wait(sorted(late))}"
-                )
+                verb = "waits" if len(late) == 1 else "wait"
+                others = hosted.table.describe_wait(sorted(late))
+                self._say(f"{_names('worker', late)} {verb} for {others}")
 
     def _say(self, text: str) -> None:
         self._report(Note(self._fabric.rank, f"server {self.index}: {text}"))

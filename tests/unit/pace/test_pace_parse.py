@@ -10,22 +10,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.pace.parse import KNOWN, PaceSpec, number_text, parse
+from paceline.pace.parse import ABOVE_0, KNOWN, WHOLE, PaceSpec, number_text, parse
 
 PLANNED = (
-    *("ps", "async", "ssp", "partial", "backup", "local", "post_local", "bmuf", "diloco"),
+    *("partial", "backup", "local", "post_local", "bmuf", "diloco"),
     *("easgd", "eamsgd", "bitmap", "gossip", "hogwild"),
 )
 
 
-def _specs() -> st.SearchStrategy[PaceSpec]:
+def _specs_of(name: str) -> st.SearchStrategy[PaceSpec]:
     numbers = st.floats(min_value=0, exclude_min=True, allow_infinity=False).map(number_text)
+    kinds = {ABOVE_0: numbers, WHOLE: st.integers(1, 10**9).map(str)}
     options = {
-        key: st.sampled_from(values) if values else numbers
-        for key, values in KNOWN["allreduce"].options.items()
+        key: kinds[values] if values in kinds else st.sampled_from(values)
+        for key, values in KNOWN[name].options.items()
     }
-    chosen = st.fixed_dictionaries({}, optional=options)
-    return st.builds(PaceSpec, st.just("allreduce"), st.none(), chosen)
+    number = st.none() | st.integers(0, 10**6).map(float) if KNOWN[name].number else st.none()
+    return st.builds(PaceSpec, st.just(name), number, st.fixed_dictionaries({}, optional=options))
+
+
+def _specs() -> st.SearchStrategy[PaceSpec]:
+    return st.sampled_from(sorted(KNOWN)).flatmap(_specs_of)
 
 
 @given(_specs())
@@ -101,6 +106,15 @@ def test_a_planned_pace_is_not_in_this_version(name: str) -> None:
         ("allreduce[bucket_mb=nan]", ["a number above 0"]),
         ("allreduce[bucket_mb=1e999]", ["a number above 0"]),
         ("allreduce[bucket_mb=1_0]", ["a number above 0"]),
+        ("ssp:-1", ["the staleness must be a whole number >= 0 (got '-1')", "ssp:3"]),
+        ("ssp:x", ["the staleness must be a whole number >= 0 (got 'x')"]),
+        ("ssp:1.5", ["the staleness must be a whole number >= 0 (got '1.5')"]),
+        ("ps:2", ["ps takes no number"]),
+        ("ps[compensate=dc]", ["ps has no option 'compensate'"]),
+        ("async[compensate=d]", ["did you mean dc?"]),
+        ("async[max_staleness=1.5]", ["a whole number above 0"]),
+        ("async[softsync=0]", ["a whole number above 0"]),
+        ("ssp:3[unit=versions]", ["did you mean version?", "clock, version"]),
     ],
 )
 def test_a_mistake_is_named(text: str, words: list[str]) -> None:
