@@ -15,7 +15,7 @@ from torch import nn
 import paceline as pl
 from paceline.collectives.group import Group
 from paceline.telemetry.events import Event, Note
-from support import outcomes_of, started, tell
+from support import outcomes_of, run_ranks, started, tell
 
 WORKERS = 3
 ONE_HOST, TWO_HOSTS = [0, 0, 0, 0], [0, 0, 1, 1]
@@ -167,3 +167,22 @@ def test_workers_that_end_early(pace: str) -> None:
 
     outcomes = outcomes_of(WORKERS, body, pace, servers=1, timeout_s=30)
     assert [outcome.value for outcome in outcomes] == [10, 20, 30, None], outcomes
+
+
+@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("pace", ["ps", "ssp:1"])
+def test_waiting_for_a_slow_worker_is_no_error(pace: str, hosts) -> None:
+    """The server has nothing to say for longer than a dead one would be silent."""
+
+    def body(group: Group, pace: str) -> str:
+        model, optimizer = make_model(pace)
+        for step in range(4):
+            if step == 2 and group.rank == 1:
+                time.sleep(3)
+            model(torch.randn(8, 50)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return "trained"
+
+    limits = {"PACELINE_LIVENESS_S": "1"}
+    assert run_ranks(3, body, pace, hosts=hosts, servers=1, env=limits) == ["trained"] * 3
