@@ -201,5 +201,5 @@ def _tag(key: bytes, counter: int, payload: bytes) -> bytes:
 def _decode(message: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.msgpack.decode(message, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadFrame(f"handshake message is no {kind.__name__}: {error}") from None

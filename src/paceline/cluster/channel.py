@@ -67,7 +67,7 @@ class Channel(Generic[M]):
         payload = self._session.open(await self._reader.readexactly(size))
         try:
             return self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadFrame(f"control message cannot be understood: {error}") from None
 
     def close(self) -> None:

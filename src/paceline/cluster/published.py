@@ -117,7 +117,7 @@ def _read(path: Path) -> Contents | None:
         return None
     try:
         return msgspec.json.decode(read_private(path), type=Contents)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None  # not written by us: as good as stale
     except AuthError:
         if not path.exists():

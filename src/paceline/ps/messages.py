@@ -280,5 +280,5 @@ def _decode(decoder: Any, frame: np.ndarray, rest: np.ndarray | None) -> Any:
         data += rest.tobytes()
     try:
         return decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadFrame(f"a message of {length} bytes cannot be read: {error}") from error

@@ -116,6 +116,14 @@ def test_short_nonces_are_refused():
         listener().challenge(msgspec.msgpack.encode(hello))
 
 
+@pytest.mark.parametrize("name", [b"\xa2\x80\x80", b"\x91" * 3000 + b"\xc0"], ids=["text", "depth"])
+def test_a_hello_that_cannot_be_read_is_a_bad_frame(name: bytes):
+    hello = auth.Hello(auth.PROTOCOL_VERSION, "XX", 0, "p", b"n" * auth.NONCE_BYTES)
+    message = msgspec.msgpack.encode(hello).replace(b"\xa2XX", name)
+    with pytest.raises(BadFrame, match="no Hello|no _Version"):
+        listener().challenge(message)
+
+
 @pytest.mark.parametrize("attack", ["replay", "reflect", "reorder", "flip", "truncate"])
 def test_frames_that_are_not_exactly_the_next_one_are_refused(attack):
     near, far = shake(caller(), listener())

@@ -117,6 +117,26 @@ def test_numbers_that_cannot_be_places_are_bad_frames(wrong: m.AnyRequest) -> No
         read(*m.to_frames(wrong))
 
 
+def raw(data: bytes) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return frames of a message that is already encoded."""
+    head = len(data).to_bytes(4, "little") + b"\1\0\0\0"
+    frame = np.frombuffer((head + data).ljust(m.FRAME_BYTES, b"\0")[: m.FRAME_BYTES], np.uint8)
+    rest = (head + data)[m.FRAME_BYTES :]
+    return frame, np.frombuffer(rest, np.uint8) if rest else None
+
+
+def test_text_that_is_no_text_is_a_bad_frame() -> None:
+    frame, _ = m.to_frames(m.Find(1, "XX"))
+    with pytest.raises(BadFrame, match="utf-8"):
+        read(*raw(frame[8:].tobytes().rstrip(b"\0").replace(b"XX", b"\x80\x80")))
+
+
+def test_settings_without_a_bottom_are_a_bad_frame() -> None:
+    data = m._encoder.encode(m.Commit(1, 0, 1, ({"lr": "XX"},)))
+    with pytest.raises(BadFrame, match="recursion"):
+        read(*raw(data.replace(b"\xa2XX", b"\x91" * 100_000 + b"\xc0")))
+
+
 @pytest.mark.parametrize("length", [0, (256 << 20) + 1, (1 << 32) - 1])
 def test_lengths_that_cannot_be_ours(length: int) -> None:
     frame, _ = m.to_frames(m.Keys(1))
