@@ -75,6 +75,8 @@ def on_commit(server: Server, line: Line, request: m.Commit, _: Sequence[torch.T
     if refusal is not None:
         hosted.table.discard(line.worker)
         raise refusal
+    if not request.counts:
+        hosted.table.discard(line.worker)
     hosted.commit(line.worker, request)
     if request.reads or hosted.table.spec.rule.aggregate:
         now_s = time.monotonic()

@@ -134,6 +134,7 @@ class Commit(Request, frozen=True):
     settings: tuple[dict[str, Any], ...] | None = None  # of the param groups; None: as before
     reads: bool = True  # False: answered without values, when it was applied
     into: tuple[Where, ...] = ()  # by shard: where values go; empty: to the worker's seat
+    counts: bool = True  # False: what was pushed here does not, since other servers refuse theirs
 
 
 class Pull(Request, frozen=True):

@@ -7,6 +7,7 @@ an item lie in engine memory, so that servers of the same host read and write th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.ps import messages as m
+from paceline.ps.health import is_finite
 from paceline.ps.link import ServerLink
 from paceline.ps.placement import Part, balance, place
 from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
@@ -212,13 +214,17 @@ class RemoteTable:
         when it is about to compute. Whoever has one and does something else holds up the others.
         """
         self.clock += 1
-        told = None if settings is None else tuple(settings)
-        if not self._takes_turns:
-            return self._read(lambda seq, table: m.Commit(seq, table, self.clock, told))
+        told, bad = None if settings is None else tuple(settings), self._bad_servers()
+        reads = not self._takes_turns
+
+        def make(seq: int, table: int, index: int) -> m.Commit:
+            counts = not bad or index in bad
+            return m.Commit(seq, table, self.clock, told, reads, counts=counts)
+
+        if reads:
+            return self._read(make)
         commits = [
-            self._links[index].ask(
-                lambda seq, n=number: m.Commit(seq, n, self.clock, told, reads=False)  # type: ignore[misc]
-            )
+            self._links[index].ask(lambda seq, i=index, n=number: make(seq, n, i))  # type: ignore[misc]
             for index, number in self._numbers.items()
         ]
         ended = Together(commits)
@@ -230,7 +236,7 @@ class RemoteTable:
         """Read the newest values into every item's `params`, at once or when the rule allows it."""
         if self._takes_turns and not in_turn:
             return self._look()
-        return self._read(lambda seq, table: m.Pull(seq, table, in_turn))
+        return self._read(lambda seq, table, _: m.Pull(seq, table, in_turn))
 
     def follow(self, after: int) -> Work[list[m.Reply]]:
         """Wait for a version above `after`, on any one server that has part of the table."""
@@ -259,7 +265,23 @@ class RemoteTable:
             )
         return Together(works).work()
 
-    def _read(self, make: Callable[[int, int], m.AnyRequest]) -> Work[list[m.Reply]]:
+    def _bad_servers(self) -> set[int]:
+        """Name the servers that refuse this worker's update, because it is not finite there.
+
+        Each looks at its own part only; the others must leave theirs out too. In lockstep the
+        answers to pushes say so before anybody commits.
+        """
+        rule = self.rule
+        if rule.nonfinite == "ignore" or rule.aggregate or len(self._numbers) == 1:
+            return set()
+        shards = itertools.chain(*self._shards)
+        return {
+            shard.link.index
+            for shard in shards
+            if not is_finite(shard.of(self.items[shard.part.item].grads))
+        }
+
+    def _read(self, make: Callable[[int, int, int], m.AnyRequest]) -> Work[list[m.Reply]]:
         works: list[Any] = []
         for index, number in self._numbers.items():
             # In the order in which the server sends them: the first layers' first.
@@ -270,7 +292,7 @@ class RemoteTable:
                 for shard, value in zip(shards, values, strict=True)
             ]
             work = self._links[index].ask(
-                lambda seq, number=number: make(seq, number),  # type: ignore[misc]
+                lambda seq, number=number, index=index: make(seq, number, index),  # type: ignore[misc]
                 into=lambda _, landings=landings: landings,  # type: ignore[misc]
             )
             if self._links[index].is_local:
