@@ -13,7 +13,8 @@ import torch
 
 from paceline import job
 from paceline.collectives.memory import allocate
-from paceline.ps.remote_table import Held, Item, RemoteTable
+from paceline.ps.items import Held, Item
+from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule
 
 SGD = OptimizerSpec("SGD", ({"lr": 1.0},))

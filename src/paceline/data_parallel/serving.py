@@ -29,8 +29,9 @@ from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.parse import PaceSpec
 from paceline.pace.server import ServerExchange, rule_of
+from paceline.ps.items import Held, Item
 from paceline.ps.precision import kept_dtype
-from paceline.ps.remote_table import Held, Item, RemoteTable
+from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule
 
 _names = (f"model {number}" for number in itertools.count())  # alike on all workers

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,49 +16,14 @@ import torch
 from paceline.errors import UsageError
 from paceline.ps import messages as m
 from paceline.ps.health import is_finite
+from paceline.ps.items import Item, ShardOf, dtype_name, homes_of, seat_of, spec_of
 from paceline.ps.link import ServerLink
 from paceline.ps.placement import Part, balance, place
-from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
+from paceline.ps.spec import OptimizerSpec, Rule, ShardSpec, TableSpec
 from paceline.ps.together import Landed, Together
 from paceline.work import Work
 
 WIRE = {"fp32": "", "bf16": "bfloat16", "fp16": "float16"}
-
-
-@dataclass(frozen=True)
-class Held:
-    """One parameter in an item."""
-
-    name: str
-    group: int  # number of its param group
-    start: int
-    count: int
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Item:
-    """One flat tensor of the table, as this worker has it."""
-
-    label: str
-    held: Sequence[Held]
-    grads: torch.Tensor
-    params: torch.Tensor
-    average: torch.Tensor | None = None  # where averages land; None: this worker wants none
-    is_shared: bool = False  # both lie in memory that all workers and servers of the host share
-    home: tuple[torch.Tensor, torch.Tensor] | None = None  # (params, average), on its owner only
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """One part of an item, and where it is."""
-
-    link: ServerLink
-    number: int  # among the shards of this table on that server
-    part: Part
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.part.start : self.part.stop]
 
 
 class RemoteTable:
@@ -87,17 +51,17 @@ class RemoteTable:
         cuts = None if cut_anywhere else [[h.start for h in item.held if h.start] for item in items]
         self._parts = place(sizes, len(links), itemsizes=self._itemsizes, cuts=cuts)
         self._links = links
-        self._shards: list[list[_Shard]] = [[] for _ in items]  # by item
-        self._on: dict[int, list[_Shard]] = {link.index: [] for link in links}
+        self._shards: list[list[ShardOf]] = [[] for _ in items]  # by item
+        self._on: dict[int, list[ShardOf]] = {link.index: [] for link in links}
         for part in self._parts:
             on = self._on[part.server]
-            on.append(_Shard(links[part.server], len(on), part))
+            on.append(ShardOf(links[part.server], len(on), part))
             self._shards[part.item].append(on[-1])
         self._specs = {
             link.index: TableSpec(
                 name,
                 tuple(workers),
-                tuple(self._shard_spec(shard) for shard in self._on[link.index]),
+                tuple(spec_of(items[x.part.item], x.part) for x in self._on[link.index]),
                 optimizer,
                 rule,
             )
@@ -123,7 +87,7 @@ class RemoteTable:
         is_new = False
         for index, spec in self._specs.items():
             shards, link = self._on[index], self._links[index]
-            seats, homes = tuple(map(self._seat, shards)), tuple(self._homes(shards))
+            seats, homes = self._seats(shards), tuple(homes_of(self.items, shards))
             wants_average = self.items[0].average is not None
 
             def make(
@@ -178,10 +142,10 @@ class RemoteTable:
                 seq: int,
                 table: int,
                 where: m.Where | None,
-                shard: _Shard = shard,
+                shard: ShardOf = shard,
                 grad: torch.Tensor = grad,
             ) -> m.Push:
-                dtype = _name(grad.dtype)
+                dtype = dtype_name(grad.dtype)
                 return m.Push(seq, table, shard.number, self.clock + 1, where, dtype, tuple(absent))
 
             if not self.rule.aggregate:
@@ -316,7 +280,7 @@ class RemoteTable:
 
     def _ask(
         self,
-        shard: _Shard,
+        shard: ShardOf,
         tensor: torch.Tensor,
         make: Callable[[int, int, m.Where | None], m.AnyRequest],
         into: Sequence[torch.Tensor] = (),
@@ -331,7 +295,7 @@ class RemoteTable:
 
     def _tell(
         self,
-        shard: _Shard,
+        shard: ShardOf,
         tensor: torch.Tensor,
         make: Callable[[int, int, m.Where | None], m.AnyRequest],
     ) -> list[Work[None]]:
@@ -341,55 +305,25 @@ class RemoteTable:
             lambda seq: make(seq, table, where), payload=() if where is not None else (tensor,)
         )
 
-    def _cast(self, use: str, shard: _Shard, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast(self, use: str, shard: ShardOf, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor in the dtype of the wire; on one host nothing goes over a wire."""
         landing = self._landing(use, shard, tensor)
         return landing if landing is tensor else landing.copy_(tensor)
 
-    def _landing(self, use: str, shard: _Shard, tensor: torch.Tensor) -> torch.Tensor:
+    def _landing(self, use: str, shard: ShardOf, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself, or memory of the same size in the dtype of the wire."""
-        if shard.link.is_local or not self._wire or self._wire == _name(tensor.dtype):
+        if shard.link.is_local or not self._wire or self._wire == dtype_name(tensor.dtype):
             return tensor
         key = (use, shard.link.index, shard.number)
         if key not in self._staging:
             self._staging[key] = torch.empty(tensor.numel(), dtype=getattr(torch, self._wire))
         return self._staging[key]
 
-    def _seat(self, shard: _Shard) -> m.Seat:
-        item = self.items[shard.part.item]
-        if item.is_shared or not shard.link.is_local:
-            return m.Seat()
-        average = None if item.average is None else shard.link.locate(shard.of(item.average))
-        return m.Seat(shard.link.locate(shard.of(item.params)), average)
+    def _seats(self, shards: Sequence[ShardOf]) -> tuple[m.Seat, ...]:
+        return tuple(seat_of(self.items[shard.part.item], shard) for shard in shards)
 
-    def _homes(self, shards: Sequence[_Shard]) -> Iterator[m.Home]:
-        for shard in shards:
-            home = self.items[shard.part.item].home
-            if home is None:
-                return
-            params, average = (shard.link.locate(shard.of(flat)) for flat in home)
-            assert params is not None and average is not None
-            yield m.Home(params, average)
-
-    def _spec_of(self, shard: _Shard) -> ShardSpec:
+    def _spec_of(self, shard: ShardOf) -> ShardSpec:
         return self._specs[shard.link.index].shards[shard.number]
-
-    def _shard_spec(self, shard: _Shard) -> ShardSpec:
-        item, part = self.items[shard.part.item], shard.part
-        pieces = []
-        for number, held in enumerate(item.held):
-            start, stop = max(held.start, part.start), min(held.start + held.count, part.stop)
-            if start < stop or (held.count == 0 and part.start <= held.start < part.stop):
-                shape = held.shape if stop - start == held.count else (stop - start,)
-                pieces.append(
-                    Piece(held.name, number, held.group, start - part.start, stop - start, shape)
-                )
-        label = f"{item.label}[{part.start}:{part.stop}]"
-        return ShardSpec(label, _name(item.params.dtype), part.stop - part.start, tuple(pieces))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def require_servers(links: Sequence[ServerLink], what: str) -> None:
