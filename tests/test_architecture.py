@@ -41,7 +41,7 @@ def test_public_names_are_pinned():
     "statement",
     [
         "import paceline",
-        "import paceline.cli.main, paceline.launch.local",
+        "import paceline.cli.main, paceline.launcher.local",
         "import paceline.cluster.rendezvous, paceline.config",
     ],
 )
@@ -53,7 +53,7 @@ def test_the_command_line_and_control_plane_need_no_torch(statement):
 
 def test_importing_paceline_does_not_import_the_launcher():
     loaded = modules_after("import paceline; paceline.init")
-    assert not {name for name in loaded if name.startswith(("paceline.launch", "paceline.cli"))}
+    assert not {name for name in loaded if name.startswith(("paceline.launcher", "paceline.cli"))}
 
 
 def test_layers_point_downwards():

@@ -22,7 +22,7 @@ _HOME = {
     "new_group": "paceline.job",
     "empty": "paceline.job",
     "report": "paceline.job",
-    "launch": "paceline.launch.function",
+    "launch": "paceline.launcher.function",
     "distribute": "paceline.data_parallel.distribute",
     "check_consistency": "paceline.data_parallel.consistency",
     "shard": "paceline.data.shard",
@@ -72,5 +72,5 @@ if TYPE_CHECKING:
     from paceline.job import shutdown as shutdown
     from paceline.job import world as world
     from paceline.job import world_size as world_size
-    from paceline.launch.function import launch as launch
+    from paceline.launcher.function import launch as launch
     from paceline.work import Work as Work

@@ -18,7 +18,7 @@ from run_support import is_alive, wait_until
 
 import paceline as pl
 from paceline.errors import ConfigError, LaunchError, UsageError
-from paceline.launch.function import launch
+from paceline.launcher.function import launch
 
 
 def _children() -> set[str]:
@@ -120,7 +120,7 @@ def test_a_worker_that_has_joined_launches_nothing() -> None:
 def _used_threads() -> str:
     code = """
         import torch
-        from paceline.launch.function import launch
+        from paceline.launcher.function import launch
         torch.set_num_threads(2)
         print(launch(torch.get_num_threads, workers=2, threads=2))
         torch.ones(1 << 20).exp_()
@@ -173,7 +173,7 @@ def test_something_else_than_a_function_is_refused() -> None:
 
 _SLEEPERS = """
     import os, pathlib, signal, subprocess, sys, time
-    from paceline.launch.function import launch
+    from paceline.launcher.function import launch
 
     def sleep():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support import run_ranks
 
 import paceline as pl
+from support import run_ranks
 
 
 def _model() -> torch.nn.Module:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from run_support import COMMAND, Workbench
 
-from paceline.launch.machine import cgroup_dirs
+from paceline.launcher.machine import cgroup_dirs
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from run_support import Workbench, is_alive, wait_until
 import paceline as pl
 from paceline import job
 from paceline.errors import LaunchError
-from paceline.launch.function import launch
+from paceline.launcher.function import launch
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from pathlib import Path
 from paceline.cli.versions import installed_version, paceline_version
 from paceline.config import runtime_dir
 from paceline.errors import PacelineError
-from paceline.launch.jobdir import JobDirectory
-from paceline.launch.machine import cgroup_dirs, human_bytes, memory, usable_cores
+from paceline.launcher.jobdir import JobDirectory
+from paceline.launcher.machine import cgroup_dirs, human_bytes, memory, usable_cores
 
 _SIOCGIFADDR = 0x8915
 _MIN_OPEN_FILES = 256

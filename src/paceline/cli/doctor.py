@@ -60,7 +60,16 @@ def _section(title: str, findings: Iterable[Finding]) -> list[Finding]:
 
 def self_test() -> Iterator[Finding]:
     """Run a real job of two ranks on the engine and check its numbers."""
-    command = [sys.executable, "-m", "paceline", "run", "-n", "2", "-m", "paceline.launch.selftest"]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "run",
+        "-n",
+        "2",
+        "-m",
+        "paceline.launcher.selftest",
+    ]
     started_s = time.monotonic()
     try:
         job = subprocess.run(

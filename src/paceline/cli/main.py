@@ -113,8 +113,8 @@ def run(
     ] = False,
 ) -> None:
     from paceline.cli import run as verb
-    from paceline.launch.servers import plan_servers
-    from paceline.launch.spec import RunSpec, parse_env
+    from paceline.launcher.servers import plan_servers
+    from paceline.launcher.spec import RunSpec, parse_env
     from paceline.pace.parse import parse as parse_pace
 
     spec = RunSpec(

@@ -10,14 +10,14 @@ import signal
 import sys
 
 from paceline.config import inherited_environ
-from paceline.launch.display import Display, choose_screen, open_logs
-from paceline.launch.environment import JobAddresses, process_environ
-from paceline.launch.lines import printable
-from paceline.launch.local import LocalJob
-from paceline.launch.machine import usable_cores
-from paceline.launch.outcome import Outcome
-from paceline.launch.report import state_words
-from paceline.launch.spec import RunSpec
+from paceline.launcher.display import Display, choose_screen, open_logs
+from paceline.launcher.environment import JobAddresses, process_environ
+from paceline.launcher.lines import printable
+from paceline.launcher.local import LocalJob
+from paceline.launcher.machine import usable_cores
+from paceline.launcher.outcome import Outcome
+from paceline.launcher.report import state_words
+from paceline.launcher.spec import RunSpec
 from paceline.telemetry.staleness import describe
 
 # After Ctrl-C, for a terminal that is held or a reader that does not read.

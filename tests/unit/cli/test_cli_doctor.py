@@ -17,7 +17,7 @@ def _python(code: str) -> str:
 
 
 def test_the_command_line_never_imports_torch() -> None:
-    modules = "paceline.cli.main, paceline.cli.run, paceline.cli.doctor, paceline.launch.local"
+    modules = "paceline.cli.main, paceline.cli.run, paceline.cli.doctor, paceline.launcher.local"
     out = _python(f"import sys, {modules}; print('torch' in sys.modules, 'numpy' in sys.modules)")
     assert out == "False False\n"
 

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.launch.lines import printable
-from paceline.launch.seat import Seat
+from paceline.launcher.lines import printable
+from paceline.launcher.seat import Seat
 from paceline.telemetry.events import COMM_SHARE, COMPUTE_SHARE, Progress
 
 # Steps per second are measured over the last few seconds, so that a stall shows up soon.

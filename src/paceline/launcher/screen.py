@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Protocol
 
-from paceline.launch.board import SHARES, Row, cell, number
-from paceline.launch.seat import Seat
+from paceline.launcher.board import SHARES, Row, cell, number
+from paceline.launcher.seat import Seat
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,16 +6,16 @@ import signal
 
 import pytest
 
-from paceline.launch.machine import Memory, OomCount
-from paceline.launch.process import ExitStatus
-from paceline.launch.report import (
+from paceline.launcher.machine import Memory, OomCount
+from paceline.launcher.process import ExitStatus
+from paceline.launcher.report import (
     RankResult,
     failure_report,
     first_cause,
     traceback_tail,
     why_killed,
 )
-from paceline.launch.seat import Seat
+from paceline.launcher.seat import Seat
 
 _CAUSE = ["noise", "Traceback (most recent call last):", '  File "x.py"', "ValueError: boom"]
 _LOST = ["Traceback (most recent call last):", '  File "y.py"', "paceline.errors.PeerLost: rank 2"]

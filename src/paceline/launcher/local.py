@@ -27,20 +27,20 @@ from pathlib import Path
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.secret_file import create_secret_file, load_secret
 from paceline.config import EngineConfig, runtime_dir
-from paceline.launch.board import Board
-from paceline.launch.crew import Crew
-from paceline.launch.display import Display
-from paceline.launch.environment import SERVER_PATIENCE_S, JobAddresses, process_environ
-from paceline.launch.guard import end_processes
-from paceline.launch.jobdir import JobDirectory
-from paceline.launch.lifeline import Guard, hold_port
-from paceline.launch.lines import printable
-from paceline.launch.machine import OomCount, memory, usable_cores
-from paceline.launch.outcome import Outcome
-from paceline.launch.process import RankProcess
-from paceline.launch.screen import Picture
-from paceline.launch.seat import Seat, names
-from paceline.launch.spec import RunSpec
+from paceline.launcher.board import Board
+from paceline.launcher.crew import Crew
+from paceline.launcher.display import Display
+from paceline.launcher.environment import SERVER_PATIENCE_S, JobAddresses, process_environ
+from paceline.launcher.guard import end_processes
+from paceline.launcher.jobdir import JobDirectory
+from paceline.launcher.lifeline import Guard, hold_port
+from paceline.launcher.lines import printable
+from paceline.launcher.machine import OomCount, memory, usable_cores
+from paceline.launcher.outcome import Outcome
+from paceline.launcher.process import RankProcess
+from paceline.launcher.screen import Picture
+from paceline.launcher.seat import Seat, names
+from paceline.launcher.spec import RunSpec
 from paceline.telemetry.events import Event, Note, Progress
 from paceline.telemetry.staleness import TableReport
 

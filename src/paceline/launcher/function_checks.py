@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from paceline.config import inherited_environ, requested_pace
 from paceline.errors import ConfigError, UsageError
-from paceline.launch.forked import fork_quietly
-from paceline.launch.seat import Seat, seats
-from paceline.launch.servers import MAX_SERVERS
-from paceline.launch.spec import MAX_LOCAL_WORKERS, RESERVED
+from paceline.launcher.forked import fork_quietly
+from paceline.launcher.seat import Seat, seats
+from paceline.launcher.servers import MAX_SERVERS
+from paceline.launcher.spec import MAX_LOCAL_WORKERS, RESERVED
 from paceline.pace.parse import NEEDS_SERVERS, PaceSpec, parse
 
 _PROBE_S = 5.0

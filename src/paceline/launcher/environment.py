@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.launch.seat import Seat
-from paceline.launch.spec import RESERVED, RunSpec
+from paceline.launcher.seat import Seat
+from paceline.launcher.spec import RESERVED, RunSpec
 
 # Task-level facts of other launchers. Job-level ones (SLURM_JOB_ID ...) name things in many
 # scripts and say nothing about ranks, so they stay.

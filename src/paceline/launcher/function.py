@@ -29,22 +29,22 @@ from paceline.cluster.fork import close_in_children
 from paceline.cluster.secret_file import create_secret_file, load_secret
 from paceline.config import EngineConfig, inherited_environ, runtime_dir
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.environment import (
+from paceline.launcher.environment import (
     SERVER_PATIENCE_S,
     JobAddresses,
     for_server,
     seat_variables,
     without_foreign_ranks,
 )
-from paceline.launch.forked import NOT_PLAIN, VALUE, ForkedProcess
-from paceline.launch.function_checks import Plan, checked, refuse_stuck_threads
-from paceline.launch.guard import end_processes
-from paceline.launch.jobdir import JobDirectory
-from paceline.launch.lifeline import Guard, hold_port
-from paceline.launch.local import CAUSE_GRACE_S, SERVERS_GRACE_S
-from paceline.launch.plain import unpack
-from paceline.launch.report import RankResult, failure_report, first_cause
-from paceline.launch.seat import Seat, names
+from paceline.launcher.forked import NOT_PLAIN, VALUE, ForkedProcess
+from paceline.launcher.function_checks import Plan, checked, refuse_stuck_threads
+from paceline.launcher.guard import end_processes
+from paceline.launcher.jobdir import JobDirectory
+from paceline.launcher.lifeline import Guard, hold_port
+from paceline.launcher.local import CAUSE_GRACE_S, SERVERS_GRACE_S
+from paceline.launcher.plain import unpack
+from paceline.launcher.report import RankResult, failure_report, first_cause
+from paceline.launcher.seat import Seat, names
 
 _TICK_S = 0.1  # an end that closes no socket is seen after so long
 _STOP_GRACE_S = 1.0

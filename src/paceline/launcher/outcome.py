@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.launch.machine import Memory, OomCount
-from paceline.launch.report import RankResult, failure_report, state_words, why_killed
-from paceline.launch.seat import counted
+from paceline.launcher.machine import Memory, OomCount
+from paceline.launcher.report import RankResult, failure_report, state_words, why_killed
+from paceline.launcher.seat import counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.errors import LaunchError
-from paceline.launch import guard as guard_program
+from paceline.launcher import guard as guard_program
 
 
 class Guard:

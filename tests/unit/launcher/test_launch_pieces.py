@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.launch.board import Board, number
-from paceline.launch.guard import end_processes, job_processes
-from paceline.launch.jobdir import JobDirectory, sweep
-from paceline.launch.machine import OomCount, human_bytes, memory, usable_cores
-from paceline.launch.screen import Picture, fitted_table
-from paceline.launch.seat import Seat, seats
-from paceline.launch.spec import RunSpec, parse_env
+from paceline.launcher.board import Board, number
+from paceline.launcher.guard import end_processes, job_processes
+from paceline.launcher.jobdir import JobDirectory, sweep
+from paceline.launcher.machine import OomCount, human_bytes, memory, usable_cores
+from paceline.launcher.screen import Picture, fitted_table
+from paceline.launcher.seat import Seat, seats
+from paceline.launcher.spec import RunSpec, parse_env
 from paceline.pace.parse import parse as parse_pace
 from paceline.telemetry.events import Progress
 
@@ -96,7 +96,7 @@ def test_a_job_directory_is_private_and_goes_away(tmp_path: Path) -> None:
 
 
 def test_the_directory_of_a_dead_launcher_is_swept(tmp_path: Path) -> None:
-    dead = "import os, sys; from pathlib import Path; from paceline.launch.jobdir import *;"
+    dead = "import os, sys; from pathlib import Path; from paceline.launcher.jobdir import *;"
     dead += "JobDirectory(Path(sys.argv[1])); os._exit(0)"
     subprocess.run([sys.executable, "-c", dead, str(tmp_path)], check=True)
     (left,) = tmp_path.iterdir()

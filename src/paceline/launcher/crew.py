@@ -12,12 +12,12 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from paceline.launch.display import Display
-from paceline.launch.lifeline import Guard
-from paceline.launch.output import RankOutput
-from paceline.launch.process import RankProcess
-from paceline.launch.report import RankResult, first_cause
-from paceline.launch.seat import Seat
+from paceline.launcher.display import Display
+from paceline.launcher.lifeline import Guard
+from paceline.launcher.output import RankOutput
+from paceline.launcher.process import RankProcess
+from paceline.launcher.report import RankResult, first_cause
+from paceline.launcher.seat import Seat
 
 # How long after its end a rank's pipes may stay open (something it started may hold them).
 DRAIN_S = 0.5

@@ -14,9 +14,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.launch.machine import Memory, OomCount, human_bytes
-from paceline.launch.process import ExitStatus
-from paceline.launch.seat import Seat, names
+from paceline.launcher.machine import Memory, OomCount, human_bytes
+from paceline.launcher.process import ExitStatus
+from paceline.launcher.seat import Seat, names
 
 TAIL_LINES = 40
 _TRACEBACK = "Traceback (most recent call last):"

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from paceline.errors import ConfigError
-from paceline.launch.screen import LiveScreen, Picture, PlainScreen, Screen
-from paceline.launch.seat import Seat
+from paceline.launcher.screen import LiveScreen, Picture, PlainScreen, Screen
+from paceline.launcher.seat import Seat
 
 _BACKLOG_LIMIT_BYTES = 4 << 20
 

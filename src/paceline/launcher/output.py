@@ -10,9 +10,9 @@ import asyncio
 import os
 from collections import deque
 
-from paceline.launch.display import Display
-from paceline.launch.lines import LineSplitter
-from paceline.launch.process import RankProcess
+from paceline.launcher.display import Display
+from paceline.launcher.lines import LineSplitter
+from paceline.launcher.process import RankProcess
 
 _READ_BYTES = 1 << 16
 _RETRY_S = 0.05

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from paceline.config import requested_pace
 from paceline.errors import ConfigError, UsageError
-from paceline.launch.seat import Seat, seats
-from paceline.launch.servers import ServerPlan
+from paceline.launcher.seat import Seat, seats
+from paceline.launcher.servers import ServerPlan
 from paceline.pace.parse import PaceSpec, parse
 
 # More ranks than this on one host is a typing error ("-n 40000"), not a plan.

@@ -10,16 +10,16 @@ import pytest
 
 from paceline.config import job_env
 from paceline.errors import ConfigError, UsageError
-from paceline.launch.board import Board
-from paceline.launch.environment import JobAddresses, process_environ
-from paceline.launch.machine import Memory, OomCount
-from paceline.launch.outcome import Outcome
-from paceline.launch.plain import pack, unpack
-from paceline.launch.process import ExitStatus
-from paceline.launch.report import RankResult, failure_report, first_cause
-from paceline.launch.seat import counted, names, seats
-from paceline.launch.servers import ServerPlan, plan_servers
-from paceline.launch.spec import RunSpec
+from paceline.launcher.board import Board
+from paceline.launcher.environment import JobAddresses, process_environ
+from paceline.launcher.machine import Memory, OomCount
+from paceline.launcher.outcome import Outcome
+from paceline.launcher.plain import pack, unpack
+from paceline.launcher.process import ExitStatus
+from paceline.launcher.report import RankResult, failure_report, first_cause
+from paceline.launcher.seat import counted, names, seats
+from paceline.launcher.servers import ServerPlan, plan_servers
+from paceline.launcher.spec import RunSpec
 from paceline.pace.parse import parse
 from paceline.telemetry.events import Progress
 

@@ -30,11 +30,11 @@ import msgspec
 from paceline.cluster.fork import close_in_children
 from paceline.config import adopt_environ
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.lifeline import Guard
-from paceline.launch.plain import pack
-from paceline.launch.process import ExitStatus, die_with, peek_status
-from paceline.launch.report import RankResult
-from paceline.launch.seat import Seat
+from paceline.launcher.lifeline import Guard
+from paceline.launcher.plain import pack
+from paceline.launcher.process import ExitStatus, die_with, peek_status
+from paceline.launcher.report import RankResult
+from paceline.launcher.seat import Seat
 
 VALUE, ERROR, NOT_PLAIN = b"v", b"e", b"n"
 _READ_BYTES = 1 << 20

@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from paceline.errors import LaunchError
-from paceline.launch.seat import Seat
+from paceline.launcher.seat import Seat
 
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.lines import LineSplitter, printable
+from paceline.launcher.lines import LineSplitter, printable
 
 
 def _lines(pieces: list[bytes], limit_bytes: int = 50) -> list[str]:
