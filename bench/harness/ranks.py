@@ -55,9 +55,10 @@ class RankSet:
         *,
         module: str = "harness.rank",
         leaves_behind: str = "",  # a pattern of files in /dev/shm that the contender forgets
+        polls: bool = False,  # it uses the cores while it waits: it is stopped between its turns
     ) -> None:
         self.name, self.version, self.has_failed = name, "?", False
-        self._leaves_behind = leaves_behind
+        self._leaves_behind, self._polls = leaves_behind, polls
         self._world, self._log = world, scratch / f"{name}.log"
         socket_path, barrier_path = scratch / f"{name}.sock", scratch / f"{name}.barrier"
         barrier.create(barrier_path, world)
@@ -104,6 +105,12 @@ class RankSet:
             connection.setblocking(True)
             self._lines.append(connection.makefile("rw", encoding="utf-8"))
         self.version = [self._read(lines)["version"] for lines in self._lines][0]
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes if self._polls else ():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
 
     def turn(self, request: dict[str, Any]) -> list[float]:
         """Let all ranks do one turn; return the seconds of each sample."""
@@ -116,6 +123,7 @@ class RankSet:
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         """Send all ranks the same request; return what each of them answers."""
         text = json.dumps(request) + "\n"
+        self._signal(signal.SIGCONT)
         try:
             for lines in self._lines:
                 lines.write(text)
@@ -123,7 +131,9 @@ class RankSet:
         except OSError as error:
             raise self.failure(f"a rank ended: {error}") from None
         self._wait_for_all()
-        return [self._read(lines) for lines in self._lines]
+        answers = [self._read(lines) for lines in self._lines]
+        self._signal(signal.SIGSTOP)
+        return answers
 
     def _wait_for_all(self) -> None:
         """Sleep until every rank has answered: reading blindly could wait for a hanging one."""
@@ -152,6 +162,7 @@ class RankSet:
 
     def stop(self) -> None:
         """End all ranks: closing the sockets asks them to, a signal makes sure."""
+        self._signal(signal.SIGCONT)
         for connection in self._connections:
             with suppress(OSError):  # already gone
                 connection.shutdown(socket.SHUT_RDWR)

@@ -47,11 +47,16 @@ def start_rpc(kind: str, scratch: Path) -> RankSet:
     shared = {"BENCH_WORKERS": str(NUM_WORKERS), "BENCH_STORE": str(scratch / f"{kind}.store")}
     world = NUM_WORKERS + 1
     processes = [Process([sys.executable], {**shared, "RANK": str(r)}) for r in range(world)]
-    return _ranks(kind, world, processes, scratch)
+    # Its transport through shared memory polls also while nobody calls, which made everything else
+    # in the run, the limit too, three times slower.
+    return _ranks(kind, world, processes, scratch, polls=True)
 
 
-def _ranks(kind: str, world: int, processes: list[Process], scratch: Path) -> RankSet:
-    return RankSet(kind, kind, world, processes, scratch, module="servers.exchange_rank")
+def _ranks(
+    kind: str, world: int, processes: list[Process], scratch: Path, *, polls: bool = False
+) -> RankSet:
+    module = "servers.exchange_rank"
+    return RankSet(kind, kind, world, processes, scratch, module=module, polls=polls)
 
 
 def _runner(label: str, ranks: RankSet) -> Runner:

@@ -8,6 +8,7 @@ import torch
 
 from paceline import _core, job
 from paceline.errors import UsageError
+from paceline.ps.grains import use_threads
 from paceline.ps.server import Server
 
 
@@ -19,6 +20,10 @@ def main() -> int:
     if mine.env.role != "server":
         raise UsageError("this process was not started as a server: use `paceline run -s 1 ...`")
     _core.keep_freed_memory()
+    # The launcher's number of threads is for grains of large updates; torch's own threads would
+    # meet at the end of every small operation, and spin there.
+    use_threads(torch.get_num_threads())
+    torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     Server(mine.fabric, mine.env.rank - mine.env.world_size, mine.rendezvous.agent.report).run()
     job.shutdown()

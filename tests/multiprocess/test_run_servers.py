@@ -164,7 +164,7 @@ def test_dry_run_shows_servers(bench: Workbench) -> None:
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in lines if " -m paceline.serve" in line] == ["[s0]", "[s1]"]
     assert {"[s1]     PACELINE_ROLE=server", "[s1]     PACELINE_RANK=1"} <= set(lines)
-    assert {"[1]     PACELINE_SERVERS=2", "[s1]     OMP_NUM_THREADS=1"} <= set(lines)
+    assert {"[1]     PACELINE_SERVERS=2", "[s1]     OMP_NUM_THREADS=2"} <= set(lines)
     assert lines[-1] == "logs: logs/rank-0.log to rank-1.log and server-0.log to server-1.log"
     assert not (bench.path / "ran").exists() and not (bench.path / "logs").exists()
 

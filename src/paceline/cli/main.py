@@ -82,7 +82,7 @@ def run(
     server_threads: Annotated[
         int | None,
         typer.Option(
-            "--threads-per-server", metavar="K", help="OMP_NUM_THREADS of a server; default: 1."
+            "--threads-per-server", metavar="K", help="Threads for large updates; default: 2."
         ),
     ] = None,
     replicas: Annotated[

@@ -127,8 +127,9 @@ def process_environ(
 def for_server(
     environ: dict[str, str], env: Mapping[str, str], threads: int | None
 ) -> dict[str, str]:
-    """Add what only servers get. One thread unless told otherwise: the cores are the workers'."""
-    environ["OMP_NUM_THREADS"] = "1"
+    """Add what only servers get. Two threads unless told otherwise: while a server updates, those
+    who wait for it leave their cores free."""
+    environ["OMP_NUM_THREADS"] = "2"
     # `python -m` would look into the working directory first, and find the user's queue.py there.
     environ.setdefault("PYTHONSAFEPATH", "1")
     environ.update(env)

@@ -2,8 +2,10 @@
 
 An update reads the gradient and changes the values; then somebody wants the values, and often there
 is more than one pass over them (momentum, Adam). Done on a whole shard, each pass goes to memory
-and back. A GRAIN is a part of the shard that fits into a core's cache: all of its passes are done
+and back. A GRAIN is a part of the shard that fits into the cache: all of its passes are done
 before the next grain's turn.
+
+Large updates are shared out among a few threads, grain by grain.
 
 Only optimizers that treat every element by itself are cut, and not their fused kernels, whose
 results depend on where a vector begins.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +26,23 @@ from paceline.ps.optimizer import PieceOptimizer, Settings, StateEntry
 from paceline.ps.placement import ELEMENTWISE
 from paceline.ps.spec import OptimizerSpec, Piece
 
-_GRAIN_BYTES = 1 << 20  # values; the gradient and the optimizer's state come on top
+_GRAIN_BYTES = 4 << 20  # of values; smaller ones spend more on calls than they save
 
 OnDone = Callable[[int, int], None]  # elements from, to
+
+_helpers: list[ThreadPoolExecutor] = []  # one thread each; see use_threads
+
+
+def use_threads(count: int) -> None:
+    """Let large updates of this process be computed by so many threads, the caller's among them.
+
+    Grains do not touch each other, so the result is the same to the bit. Memory, not arithmetic, is
+    what an update waits for, and one core does not use all of its bandwidth.
+    """
+    while len(_helpers) > max(count - 1, 0):
+        _helpers.pop().shutdown()
+    while len(_helpers) < count - 1:
+        _helpers.append(ThreadPoolExecutor(1, thread_name_prefix="paceline-grain"))
 
 
 @dataclass(frozen=True)
@@ -59,11 +76,23 @@ class GrainedOptimizer:
         on_done: OnDone | None = None,
     ) -> None:
         """Update the values; `on_done` is called for each part as soon as it is ready."""
-        for grain in self._grains:
-            part = grad[grain.start : grain.stop]
-            grain.optimizer.step(part, absent, settings, slowdown)
-            if on_done is not None:
-                on_done(grain.start, grain.stop)
+
+        def run(grains: Sequence[_Grain]) -> None:
+            for grain in grains:
+                part = grad[grain.start : grain.stop]
+                grain.optimizer.step(part, absent, settings, slowdown)
+                if on_done is not None:
+                    on_done(grain.start, grain.stop)
+
+        helpers = _helpers if len(self._grains) > 1 else []
+        stripes = [self._grains[n :: len(helpers) + 1] for n in range(len(helpers) + 1)]
+        others = [helper.submit(run, s) for helper, s in zip(helpers, stripes[1:], strict=True)]
+        try:
+            run(stripes[0])
+        finally:
+            wait(others)  # nobody may still write when the step has ended, also if it failed
+        for other in others:
+            other.result()
 
     def state(self) -> list[StateEntry]:
         """Return what the optimizer remembers, by piece of the shard."""

@@ -2,9 +2,9 @@
 
     wait for a request -> its handler changes a table -> whoever waited for that change is answered
 
-One thread does everything, so every table sees its requests one after the other, and a reader never
-sees half of an update. The handlers are in handlers.py, the mathematics in table.py, the lines to
-the workers in line.py.
+One thread decides everything, so every table sees its requests one after the other, and a reader
+never sees half of an update (large ones are computed by a few threads, grains.py). The handlers are
+in handlers.py, the mathematics in table.py, the lines to the workers in line.py.
 
 A worker whose process ended is dropped: what it pushed without committing is gone, the others no
 longer wait for it. The loop ends when no worker is left.

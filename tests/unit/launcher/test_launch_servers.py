@@ -100,7 +100,7 @@ def test_a_server_is_told_who_it_is_and_nothing_in_torchruns_words(tmp_path: Pat
     server = environs[4]
     assert {"RANK", "WORLD_SIZE", "MASTER_ADDR", "PACELINE_PACE"}.isdisjoint(server)
     assert not any(name.startswith("TORCHELASTIC") for name in server)
-    assert (server["OMP_NUM_THREADS"], server["LR"], server["HOME"]) == ("1", "1", "/h")
+    assert (server["OMP_NUM_THREADS"], server["LR"], server["HOME"]) == ("2", "1", "/h")
     env = job_env(server)
     assert (env.role, env.rank, env.world_size, env.num_servers) == ("server", 4, 2, 3)
     assert environs[1]["PACELINE_SERVERS"] == "3" and environs[1]["PACELINE_PACE"] == "ssp:3"

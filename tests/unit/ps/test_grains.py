@@ -55,6 +55,34 @@ def test_grains_change_nothing_but_the_order_of_work(name, grain_bytes, absent, 
     assert [start for start, _ in done[1:per_step]] == [stop for _, stop in done[: per_step - 1]]
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_no_bit(threads, monkeypatch):
+    one, one_state, _ = run("Adam", 3, 256, monkeypatch)
+    grains.use_threads(threads)
+    try:
+        several, several_state, done = run("Adam", 3, 256, monkeypatch)
+    finally:
+        grains.use_threads(1)
+    assert torch.equal(one, several)
+    for entry, other in zip(one_state, several_state, strict=True):
+        assert torch.equal(torch.as_tensor(entry.value), torch.as_tensor(other.value))
+    assert sorted(done[: len(done) // 3]) == sorted(set(done))  # every grain once per step
+
+
+def test_a_failure_in_any_thread_is_the_callers(monkeypatch):
+    grains.use_threads(2)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            monkeypatch.setattr(grains, "_GRAIN_BYTES", 256)
+            values, groups = torch.randn(COUNT), settings("SGD")
+            optimizer = GrainedOptimizer(OptimizerSpec("SGD", tuple(groups)), pieces(), values)
+            optimizer.step(
+                torch.randn(COUNT), (), groups, 1.0, lambda start, _: 1 // (start != 64) and None
+            )
+    finally:
+        grains.use_threads(1)
+
+
 def test_state_goes_from_any_grains_to_any_others(monkeypatch):
     _, state, _ = run("Adam", 3, 512, monkeypatch)
     coarse, coarse_state, _ = run("Adam", 2, 1 << 30, monkeypatch, state=state)
