@@ -22,6 +22,7 @@ class Watcher(Protocol):
     def after_forward(self, output: Any) -> None: ...
     def no_sync(self) -> AbstractContextManager[None]: ...
     def pull(self) -> None: ...
+    def subscribe(self, after: int = -1) -> object: ...
 
 
 def attach(model: nn.Module, watcher: Watcher) -> None:
@@ -41,6 +42,7 @@ def attach(model: nn.Module, watcher: Watcher) -> None:
     model.register_forward_hook(Detached(after, nothing))
     object.__setattr__(model, "no_sync", Detached(watcher.no_sync, nullcontext))
     object.__setattr__(model, "pull", Detached(watcher.pull, nothing))
+    object.__setattr__(model, "subscribe", Detached(watcher.subscribe, nothing))
 
 
 class Detached:

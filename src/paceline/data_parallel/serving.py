@@ -33,6 +33,7 @@ from paceline.ps.items import Held, Item
 from paceline.ps.precision import kept_dtype
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule
+from paceline.ps.subscription import Subscription
 
 _names = (f"model {number}" for number in itertools.count())  # alike on all workers
 
@@ -87,6 +88,17 @@ class Serving:
     def balance(self) -> str:
         """Say who holds how much."""
         return "; ".join(table.balance for table in self.exchange.tables)
+
+    def subscribe(self, after: int) -> Subscription:
+        """Only watch from now on, and be told of new versions."""
+        if self.rule.aggregate:
+            raise UsageError(
+                "model.subscribe() is for free-running paces (async, ssp): in lockstep every worker"
+                " takes part in every step, and has the newest parameters anyway"
+            )
+        (table,) = self.exchange.tables
+        table.stand_aside()
+        return Subscription(table, after)
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Bring these buckets to the servers."""

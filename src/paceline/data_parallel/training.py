@@ -37,6 +37,7 @@ from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.parse import NEEDS_SERVERS, PaceSpec
+from paceline.ps.subscription import Subscription
 from paceline.telemetry.events import COMM_SHARE, COMPUTE_SHARE
 
 
@@ -214,6 +215,16 @@ class Training:
         """Read the newest parameters from the servers; without servers there is nothing to do."""
         if self._serving is not None:
             self._serving.update.pull()
+
+    def subscribe(self, after: int = -1) -> Subscription:
+        """Only watch from now on (an evaluator): nobody waits for this worker any more.
+
+        Returns an iterable of versions, the newest one each time; after each, `model.pull()` reads
+        the parameters. It ends when all other workers have left.
+        """
+        if self._serving is None:
+            raise UsageError("model.subscribe() needs parameter servers: a pace such as async")
+        return self._serving.subscribe(after)
 
     # -- step ---------------------------------------------------------------------------------
 

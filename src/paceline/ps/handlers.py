@@ -103,6 +103,16 @@ def on_peek(server: Server, line: Line, request: m.Peek, _: Sequence[torch.Tenso
     server.answer(line, request.seq, following, version=hosted.table.version)
 
 
+def on_stand_aside(
+    server: Server, line: Line, request: m.StandAside, _: Sequence[torch.Tensor]
+) -> None:
+    hosted = server.find(request.table)
+    hosted.table.leave(line.worker)
+    server.answer(line, request.seq, version=hosted.table.version)
+    server.release_averages(hosted)
+    server.release(hosted)
+
+
 def on_follow(server: Server, line: Line, request: m.Follow, _: Sequence[torch.Tensor]) -> None:
     hosted = server.find(request.table)
     if sum(one.line is line for one in hosted.followers) >= _MAX_FOLLOWERS:
@@ -170,6 +180,7 @@ HANDLERS: Mapping[type, Callable[[Any, Line, Any, Sequence[torch.Tensor]], None]
     m.Commit: on_commit,
     m.Pull: on_pull,
     m.Peek: on_peek,
+    m.StandAside: on_stand_aside,
     m.Follow: on_follow,
     m.Unfollow: on_unfollow,
     m.Keys: on_keys,

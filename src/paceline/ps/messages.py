@@ -152,6 +152,12 @@ class Peek(Request, frozen=True):
     into: tuple[Where, ...] = ()  # by shard; empty: the values follow
 
 
+class StandAside(Request, frozen=True):
+    """Take no part in a table any more, and only watch it."""
+
+    table: int
+
+
 class Follow(Request, frozen=True):
     """Wait for a version above `after`; answered without one when none can come any more."""
 
@@ -233,6 +239,7 @@ AnyRequest: TypeAlias = (
     | Commit
     | Pull
     | Peek
+    | StandAside
     | Follow
     | Unfollow
     | Keys

@@ -46,6 +46,7 @@ class RemoteArray:
 
     def __init__(self, connection: Connection, spec: ArraySpec) -> None:
         self.spec = spec
+        self.name = f"key {spec.name!r}"
         self.clock = 0  # updates that this worker has pushed
         self._connection = connection
         links = connection.links

@@ -45,6 +45,7 @@ class RemoteTable:
         self.clock = 0  # steps that this worker has committed
         self._wire = WIRE[wire]
         self._numbers: dict[int, int] = {}  # the table's number on each server
+        self._stands_aside = False
         self._staging: dict[tuple[str, int, int], torch.Tensor] = {}
         sizes = [item.params.numel() for item in items]
         self._itemsizes = [item.params.element_size() for item in items]
@@ -198,15 +199,32 @@ class RemoteTable:
 
     def pull(self, *, in_turn: bool = False) -> Work[list[m.Reply]]:
         """Read the newest values into every item's `params`, at once or when the rule allows it."""
-        if self._takes_turns and not in_turn:
+        if self._stands_aside or (self._takes_turns and not in_turn):
             return self._look()
         return self._read(lambda seq, table, _: m.Pull(seq, table, in_turn))
 
-    def follow(self, after: int) -> Work[list[m.Reply]]:
-        """Wait for a version above `after`, on any one server that has part of the table."""
-        index, number = next(iter(self._numbers.items()))
-        work = self._links[index].ask(lambda seq: m.Follow(seq, number, after))
-        return Together([work]).work()
+    # -- watching -----------------------------------------------------------------------------
+
+    is_over = False  # an array's is when its client's job is
+
+    def stand_aside(self) -> None:
+        """Take no part any more: nobody waits for this worker, which may still `pull`. Blocks."""
+        self._stands_aside = True
+        Together(self._ask_all(lambda seq, table: m.StandAside(seq, table))).wait()
+
+    def follow(self, after: int, follower: int = 0) -> list[Work[m.Reply]]:
+        """Wait until every part has a version above `after`."""
+        return self._ask_all(lambda seq, table: m.Follow(seq, table, after, follower))
+
+    def unfollow(self, follower: int) -> None:
+        """End what that follower waits for. Blocks until the servers know."""
+        Together(self._ask_all(lambda seq, table: m.Unfollow(seq, table, follower))).wait()
+
+    def _ask_all(self, make: Callable[[int, int], m.AnyRequest]) -> list[Work[m.Reply]]:
+        return [
+            self._links[index].ask(lambda seq, n=number: make(seq, n))  # type: ignore[misc]
+            for index, number in self._numbers.items()
+        ]
 
     def table_on(self, link: ServerLink) -> int:
         """Return the table's number on that server."""

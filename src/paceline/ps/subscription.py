@@ -1,4 +1,4 @@
-"""Following a key: told of new versions as they come, without asking again and again.
+"""Following a key, or a model: told of new versions as they come, without asking again and again.
 
 The server keeps the question until there is a newer version, or until there can be none: the
 follower has closed the subscription or left the job, or all workers of the key have left.
@@ -11,24 +11,34 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.errors import PeerTimeout
-from paceline.ps.remote_array import RemoteArray
 from paceline.work import Work
 
 _numbers = itertools.count(1)
 
 
+class Followed(Protocol):
+    """What can be followed: an array, or the parameters of a model."""
+
+    name: str  # for messages
+
+    @property
+    def is_over(self) -> bool: ...
+    def follow(self, after: int, follower: int) -> list[Work[Any]]: ...
+    def unfollow(self, follower: int) -> None: ...
+
+
 class Subscription:
-    """The versions of a key, as an iterable; made by `Client.subscribe`.
+    """Versions as an iterable; made by `Client.subscribe` and `model.subscribe`.
 
     A version is the number of updates that were applied. Versions that come while nobody waits are
     not queued: the next wait returns the newest one. Where a key is cut over several servers, every
     part has the version that is told, or a newer one.
     """
 
-    def __init__(self, remote: RemoteArray, after: int) -> None:
+    def __init__(self, remote: Followed, after: int) -> None:
         self._remote = remote
         self._number = next(_numbers)
         self._seen = after  # the version that was told last
@@ -80,7 +90,7 @@ class Subscription:
                 found.append(work.wait(left_s).version)
             except PeerTimeout:
                 raise PeerTimeout(
-                    f"key {self._remote.spec.name!r} has no version above {self._seen} yet,"
+                    f"{self._remote.name} has no version above {self._seen} yet,"
                     f" after {timeout_s:g} s"
                 ) from None
         return found
