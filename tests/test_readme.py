@@ -56,7 +56,14 @@ def test_python_of_the_clients_guide_is_one_script_that_runs_with_a_server(tmp_p
     assert losses[-1][0] == "40" and float(losses[-1][1]) < 0.1, out
 
 
-@pytest.mark.parametrize("pace", ["ps", "async", "ssp:3"])
+@pytest.mark.parametrize(
+    "pace",
+    [
+        pytest.param("ps", marks=pytest.mark.slow),
+        "async",
+        pytest.param("ssp:3", marks=pytest.mark.slow),
+    ],
+)
 def test_python_of_the_server_guide_is_one_script_at_every_pace(pace, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", SERVER_GUIDE, re.DOTALL)
     script = "".join(block for block in blocks if "pl.launch(" not in block)

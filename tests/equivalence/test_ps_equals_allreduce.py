@@ -29,10 +29,10 @@ from support.reference import bits
 # share, or several. (All-reduce between hosts adds the sums of hosts: with three workers on two of
 # them that is another order than the servers'.)
 PLACES = [
-    (2, [0, 0, 0], {}),
+    pytest.param(2, [0, 0, 0], {}, marks=pytest.mark.slow),
     (2, [0, 0, 0, 0], {}),
     (2, [0, 0, 0], {"wait": "layer", "bucket_mb": 0.1}),
-    (2, [0, 1, 0], {}),
+    pytest.param(2, [0, 1, 0], {}, marks=pytest.mark.slow),
     (3, [0, 0, 0, 1, 0], {"bucket_mb": 0.1}),
 ]
 NAMES = (

@@ -61,7 +61,9 @@ def train_alone_with_helpers(group: Group) -> None:
                 torch.testing.assert_close(found[key], value, rtol=2e-6, atol=1e-8, msg=name)
 
 
-@pytest.mark.parametrize("hosts", [[0, 0], [0, 1], [0, 0, 1]])
+@pytest.mark.parametrize(
+    "hosts", [pytest.param([0, 0], marks=pytest.mark.slow), [0, 1], [0, 0, 1]], ids=str
+)
 def test_one_worker_is_the_plain_script(hosts: list[int]) -> None:
     run_ranks(1, train_alone, servers=len(hosts) - 1, hosts=hosts)
 

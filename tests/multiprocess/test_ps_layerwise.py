@@ -32,7 +32,7 @@ def _train(group, pace: str, kind: str):
 
 
 @pytest.mark.parametrize("hosts", [1, [0, 1, 0, 1]])
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("kind", [pytest.param("SGD", marks=pytest.mark.slow), "AdamW"])
 def test_waiting_by_layer_changes_no_bit(kind, hosts):
     expected = run_ranks(2, _train, "allreduce", kind)
     found = run_ranks(2, _train, "ps[wait=layer]", kind, servers=2, hosts=hosts)
