@@ -175,6 +175,9 @@ _SLEEPERS = """
     import os, pathlib, signal, subprocess, sys, time
     from paceline.launcher.function import launch
 
+    # A shell lets what it starts in the background ignore Ctrl-C, the tests perhaps among it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def sleep():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
