@@ -15,68 +15,21 @@
 //
 // Process k does the work of worker k. Each begins with another half of the parameters, so that no
 // two updates meet. It knows nothing of keys, clocks or other optimizers: it is a yardstick.
-#include <immintrin.h>
-#include <sched.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include <atomic>
 #include <chrono>
-#include <csignal>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
+
+#include "limit.h"
 
 namespace {
 
-constexpr int kWorkers = 2;
-constexpr size_t kMaxBytes = size_t{256} << 20;
-constexpr size_t kBlock = 16;  // floats: one cache line
-constexpr int kSpins = 2000;
-constexpr float kRate = 1;  // whole numbers stay exact
+using namespace limit;
 
-struct Command {
-  int mode;
-  size_t bytes;
-  int samples;
-};
+constexpr int kWorkers = 2;  // rank k does the work of worker k
+constexpr float kRate = 1;   // whole numbers stay exact
 
-struct Control {
-  alignas(64) std::atomic<int> arrived;
-  alignas(64) std::atomic<int> turn;
-  alignas(64) std::atomic<bool> wrong;
-};
-
-Control* control;
-int process;
 float* params;
 float* grads[kWorkers];
 float* copies[kWorkers];
-
-template <typename T>
-T* share(size_t bytes) {
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) {
-    perror("server_limit: mmap");
-    exit(1);
-  }
-  madvise(memory, bytes, MADV_HUGEPAGE);
-  return static_cast<T*>(memory);
-}
-
-void barrier() {
-  const int turn = control->turn.load();
-  if (control->arrived.fetch_add(1) == kWorkers - 1) {
-    control->arrived = 0;
-    control->turn.store(turn + 1);
-    return;
-  }
-  for (int spins = 0; control->turn.load(std::memory_order_acquire) == turn; ++spins) {
-    spins < kSpins ? _mm_pause() : static_cast<void>(sched_yield());
-  }
-}
 
 void apply(float* __restrict p, const float* __restrict g, size_t count) {
   for (size_t i = 0; i < count; ++i) p[i] -= kRate * g[i];
@@ -111,7 +64,7 @@ void exchange(int mode, size_t count) {
   const size_t half = count / 2;
   for (int turn = 0; turn < 2; ++turn) {
     for (int worker = 0; worker < kWorkers; ++worker) {
-      const bool is_mine = mode == 3 ? process == 0 : process == worker;
+      const bool is_mine = mode == 3 ? rank == 0 : rank == worker;
       if (is_mine) push_and_pull(mode, worker, (worker + turn) % 2 * half, half);
     }
     barrier();
@@ -135,22 +88,19 @@ bool is_right(int worker, size_t count, int sample) {
 void run(const Command& command) {
   const size_t count = command.bytes / sizeof(float), half = count / 2;
   static size_t touched = 0;  // page faults are not what is measured
-  if (command.bytes > touched) memset(copies[process], 0, touched = command.bytes);
+  if (command.bytes > touched) memset(copies[rank], 0, touched = command.bytes);
   for (int sample = 0; sample < command.samples; ++sample) {
-    memset(params + process * half, 0, half * sizeof(float));
-    for (size_t i = 0; i < count; ++i) grads[process][i] = value(i, process, sample);
+    memset(params + rank * half, 0, half * sizeof(float));
+    for (size_t i = 0; i < count; ++i) grads[rank][i] = value(i, rank, sample);
     barrier();
     const auto start = std::chrono::steady_clock::now();
     exchange(command.mode, count);
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
-    if (!is_right(process, count, sample)) control->wrong = true;
+    if (!is_right(rank, count, sample)) control->wrong = true;
     barrier();
-    if (process == 0) printf("%.9f ", taken.count());
+    if (rank == 0) printf("%.9f ", taken.count());
   }
-  if (process == 0) {
-    printf("%s\n", control->wrong ? "wrong" : "");
-    fflush(stdout);
-  }
+  end_answer();
 }
 
 }  // namespace
@@ -160,29 +110,11 @@ int main(int argc, char** argv) {
     fprintf(stderr, "server_limit: %s workers; it knows 2\n", argv[1]);
     return 2;
   }
-  control = share<Control>(sizeof(Control));
+  prepare(kWorkers);
   params = share<float>(kMaxBytes);
   for (int worker = 0; worker < kWorkers; ++worker) {
     grads[worker] = share<float>(kMaxBytes);
     copies[worker] = share<float>(kMaxBytes);
   }
-  int pipes[2];
-  if (pipe(pipes) != 0) return 1;
-  Command command;
-  if (fork() == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    close(pipes[1]);
-    process = 1;
-    while (read(pipes[0], &command, sizeof command) == sizeof command) run(command);
-    return 0;
-  }
-  while (scanf("%d %zu %d", &command.mode, &command.bytes, &command.samples) == 3) {
-    if (command.bytes > kMaxBytes || command.bytes % (2 * kBlock * sizeof(float)) != 0) return 2;
-    if (write(pipes[1], &command, sizeof command) != sizeof command) return 1;
-    run(command);
-  }
-  close(pipes[1]);
-  while (wait(nullptr) > 0) {
-  }
-  return 0;
+  return serve(run);
 }

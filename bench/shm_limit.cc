@@ -14,69 +14,21 @@
 //   mode 3  the same into separate outputs, with streaming stores
 //
 // It deliberately knows nothing of groups, types, failures or odd sizes: it is a yardstick.
-#include <immintrin.h>
-#include <sched.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cmath>
-#include <csignal>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
+
+#include "limit.h"
 
 namespace {
 
-constexpr int kMaxRanks = 8;
-constexpr size_t kMaxBytes = size_t{256} << 20;
-constexpr size_t kBlock = 16;         // floats: one cache line
-constexpr size_t kPrefetch = 128;     // floats ahead, on what another core wrote
+using namespace limit;
 
-struct Command {
-  int mode;
-  size_t bytes;
-  int samples;
-};
+constexpr size_t kPrefetch = 128;  // floats ahead, on what another core wrote
 
-struct Control {
-  alignas(64) std::atomic<int> arrived;
-  alignas(64) std::atomic<int> turn;
-  alignas(64) std::atomic<bool> wrong;
-};
-
-Control* control;
-int world, rank;
-int spins_before_yield;  // none when ranks share cores: spinning would hold up the one awaited
 float* input[kMaxRanks];
 float* output[kMaxRanks];
-
-template <typename T>
-T* share(size_t bytes) {
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) {
-    perror("shm_limit: mmap");
-    exit(1);
-  }
-  madvise(memory, bytes, MADV_HUGEPAGE);
-  return static_cast<T*>(memory);
-}
-
-void barrier() {
-  const int turn = control->turn.load();
-  if (control->arrived.fetch_add(1) == world - 1) {
-    control->arrived = 0;
-    control->turn.store(turn + 1);
-    return;
-  }
-  for (int spins = 0; control->turn.load(std::memory_order_acquire) == turn; ++spins) {
-    spins < spins_before_yield ? _mm_pause() : static_cast<void>(sched_yield());
-  }
-}
 
 // Sums elements [begin, end) of all inputs, in rank order, and hands each block to `store`.
 template <int kWorld, typename Store>
@@ -167,53 +119,21 @@ void run(const Command& command) {
     barrier();
     if (rank == 0) printf("%.9f ", taken.count());
   }
-  if (rank == 0) {
-    printf("%s\n", control->wrong ? "wrong" : "");
-    fflush(stdout);
-  }
-}
-
-void serve_as_child(int commands) {
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  Command command;
-  while (read(commands, &command, sizeof command) == sizeof command) run(command);
-  exit(0);
+  end_answer();
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  world = argc > 1 ? atoi(argv[1]) : 2;
-  if (world != 2 && world != 4 && world != 8) {
-    fprintf(stderr, "shm_limit: %d ranks; it knows 2, 4 and 8\n", world);
+  const int num_ranks = argc > 1 ? atoi(argv[1]) : 2;
+  if (num_ranks != 2 && num_ranks != 4 && num_ranks != 8) {
+    fprintf(stderr, "shm_limit: %d ranks; it knows 2, 4 and 8\n", num_ranks);
     return 2;
   }
-  spins_before_yield = world <= sysconf(_SC_NPROCESSORS_ONLN) ? 2000 : 0;
-  control = share<Control>(sizeof(Control));
+  prepare(num_ranks);
   for (int r = 0; r < world; ++r) {
     input[r] = share<float>(kMaxBytes + 4096);  // prefetching may look past the end
     output[r] = share<float>(kMaxBytes);
   }
-  int pipes[kMaxRanks][2];
-  for (rank = 1; rank < world; ++rank) {
-    if (pipe(pipes[rank]) != 0) return 1;
-    if (fork() == 0) {
-      close(pipes[rank][1]);
-      serve_as_child(pipes[rank][0]);
-    }
-    close(pipes[rank][0]);
-  }
-  rank = 0;
-  Command command;
-  while (scanf("%d %zu %d", &command.mode, &command.bytes, &command.samples) == 3) {
-    if (command.bytes > kMaxBytes || command.bytes % (world * 64) != 0) return 2;
-    for (int r = 1; r < world; ++r) {
-      if (write(pipes[r][1], &command, sizeof command) != sizeof command) return 1;
-    }
-    run(command);
-  }
-  for (int r = 1; r < world; ++r) close(pipes[r][1]);
-  while (wait(nullptr) > 0) {
-  }
-  return 0;
+  return serve(run);
 }

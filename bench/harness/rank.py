@@ -8,9 +8,6 @@ Times are read from the monotonic clock, which all processes of a machine share.
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 from harness import operations, values
 from harness.barrier import SpinBarrier
+from harness.controller import take_turns
 from harness.subjects import Subject, make
 
 
@@ -67,20 +65,8 @@ def main() -> None:
     subject = make(kind)
     barrier = SpinBarrier(Path(barrier_path), subject.rank, subject.world)
     bench = Bench(subject, barrier)
-    with socket.socket(socket.AF_UNIX) as controller:
-        controller.connect(socket_path)
-        lines = controller.makefile("rw", encoding="utf-8")
-        _answer(lines, {"rank": subject.rank, "version": subject.version})
-        for line in lines:
-            _answer(lines, bench.turn(json.loads(line)))
-    subject.close()  # the controller has closed the socket: the run is over
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _answer(lines: Any, message: dict[str, Any]) -> None:
-    lines.write(json.dumps(message) + "\n")
-    lines.flush()
+    introduction = {"rank": subject.rank, "version": subject.version}
+    take_turns(socket_path, introduction, bench.turn, at_end=subject.close)
 
 
 if __name__ == "__main__":

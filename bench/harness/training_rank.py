@@ -9,10 +9,8 @@ has done its steps, so that nobody's last steps have the machine for themselves.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.barrier import SpinBarrier
+from harness.controller import take_turns
 from harness.training_kinds import KINDS, Worker
 
 _BATCHES = 4  # made beforehand and used in turns: loading data is not what is measured
@@ -113,20 +112,11 @@ def main() -> None:
     worker = Worker(kind)
     barrier = SpinBarrier(Path(barrier_path), worker.rank, worker.world)
     training = Training(worker, kind.is_coordinated, barrier)
-    with socket.socket(socket.AF_UNIX) as controller:
-        controller.connect(socket_path)
-        lines = controller.makefile("rw", encoding="utf-8")
-        _answer(lines, {"rank": worker.rank, "version": worker.version})
-        for line in lines:
-            request = json.loads(line)
-            _answer(lines, memory_mb() if request["op"] == "memory" else training.turn(request))
-    sys.stderr.flush()
-    os._exit(0)  # the run is over, and some libraries wait for peers that are gone already
 
+    def turn(request: dict[str, Any]) -> dict[str, Any]:
+        return memory_mb() if request["op"] == "memory" else training.turn(request)
 
-def _answer(lines: Any, message: dict[str, Any]) -> None:
-    lines.write(json.dumps(message) + "\n")
-    lines.flush()
+    take_turns(socket_path, {"rank": worker.rank, "version": worker.version}, turn)
 
 
 if __name__ == "__main__":

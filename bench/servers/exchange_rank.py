@@ -8,9 +8,6 @@ own runs this too; it has nothing to do in a turn, and ends when the controller 
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 from harness import values
 from harness.barrier import SpinBarrier
+from harness.controller import take_turns
 
 from servers.exchange_kinds import Subject, make
 from servers.values import Applied, holds_one_of
@@ -64,19 +62,8 @@ def main() -> None:
     subject = make(kind)
     barrier = SpinBarrier(Path(barrier_path), subject.rank, subject.num_workers)
     exchange = Exchange(subject, barrier)
-    with socket.socket(socket.AF_UNIX) as controller:
-        controller.connect(socket_path)
-        lines = controller.makefile("rw", encoding="utf-8")
-        _answer(lines, {"rank": subject.rank, "version": subject.version})
-        for line in lines:
-            _answer(lines, exchange.turn(json.loads(line)))
-    sys.stderr.flush()
-    os._exit(0)  # the run is over, and some libraries wait for peers that are gone already
-
-
-def _answer(lines: Any, message: dict[str, Any]) -> None:
-    lines.write(json.dumps(message) + "\n")
-    lines.flush()
+    introduction = {"rank": subject.rank, "version": subject.version}
+    take_turns(socket_path, introduction, exchange.turn)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,6 @@ which is never a slow one, can keep what it read, and says afterwards how good i
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Any
 
 import torch
 from harness.barrier import SpinBarrier
+from harness.controller import take_turns
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -108,19 +106,8 @@ def main() -> None:
     torch.set_num_threads(1)
     pl.init()
     worker = Worker(SpinBarrier(Path(barrier_path), pl.rank(), pl.world_size()))
-    with socket.socket(socket.AF_UNIX) as controller:
-        controller.connect(socket_path)
-        lines = controller.makefile("rw", encoding="utf-8")
-        _answer(lines, {"rank": pl.rank(), "version": f"paceline {pl.__version__}"})
-        for line in lines:
-            _answer(lines, worker.turn(json.loads(line)))
-    sys.stderr.flush()
-    os._exit(0)  # the run is over
-
-
-def _answer(lines: Any, message: dict[str, Any]) -> None:
-    lines.write(json.dumps(message) + "\n")
-    lines.flush()
+    introduction = {"rank": pl.rank(), "version": f"paceline {pl.__version__}"}
+    take_turns(socket_path, introduction, worker.turn)
 
 
 if __name__ == "__main__":
