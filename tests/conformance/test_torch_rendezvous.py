@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import paceline as pl
 from support import run_processes
-from support.ranks import job_environs
+from support.environs import job_environs
 
 SCRIPT = """
 import torch, torch.distributed as dist, paceline

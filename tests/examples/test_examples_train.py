@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from support import run_processes
-from support.ranks import _base_environ
+from support.environs import base_environ
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # For one process. Two workers get half the batch size, which makes the same global batch.
@@ -84,7 +84,7 @@ def alone(examples, directory) -> dict[str, str]:
     """What every script prints when it is the only process."""
     scripts = [f"{name}/{half}.py" for name in SHORT for half in ("before", "after")]
     commands = [command(examples, script) for script in scripts]
-    outputs = run_forked(commands, [_base_environ(directory)] * len(scripts))
+    outputs = run_forked(commands, [base_environ(directory)] * len(scripts))
     return dict(zip(scripts, outputs, strict=True))
 
 
@@ -145,7 +145,7 @@ def test_mpirun_starts_the_same_file(examples, alone, directory):
     script = command(examples, "digits/after.py", workers=2)
     environs = [
         {
-            **_base_environ(directory),
+            **base_environ(directory),
             "OMPI_COMM_WORLD_RANK": str(rank),
             "OMPI_COMM_WORLD_SIZE": "2",
             "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
@@ -165,7 +165,7 @@ def test_the_gpt_reads_the_whole_book_when_it_is_there(examples, directory):
     book.write_text("The whale swims. " * 500)
     script = [str(examples / "gpt/before.py"), "--chars", "6000"]
     try:
-        (output,) = run_forked([script], [_base_environ(directory)])
+        (output,) = run_forked([script], [base_environ(directory)])
     finally:
         book.unlink()
     assert output.startswith("moby-dick.txt: 6000 characters, 11 different ones")

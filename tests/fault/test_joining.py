@@ -10,7 +10,8 @@ import pytest
 
 import paceline as pl
 from paceline.cluster.secret_file import create_secret_file
-from support.ranks import _base_environ, job_environs, run_processes
+from support.environs import base_environ, job_environs
+from support.ranks import run_processes
 
 
 def join(_number: int) -> str:
@@ -75,7 +76,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         environ = {
-            **_base_environ(str(tmp_path)),
+            **base_environ(str(tmp_path)),
             "RANK": "0",
             "WORLD_SIZE": "2",
             "PACELINE_COORDINATOR": f"127.0.0.1:{port}",
@@ -89,7 +90,7 @@ def test_two_jobs_by_hand_at_once_never_meet(tmp_path: Path) -> None:
     """The file rendezvous: no launcher of ours, two jobs that differ in MASTER_PORT only."""
     environs = [
         {
-            **_base_environ(str(tmp_path)),
+            **base_environ(str(tmp_path)),
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",

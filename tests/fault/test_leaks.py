@@ -20,7 +20,8 @@ import paceline as pl
 from paceline import job
 from paceline.collectives.group import Group
 from support import run_ranks, started, tell
-from support.ranks import ForkServer, job_environs, run_processes
+from support.environs import job_environs
+from support.ranks import ForkServer, run_processes
 
 
 def use_everything(group: Group) -> None:

@@ -11,7 +11,8 @@ import torch
 import paceline as pl
 from paceline.collectives.group import Group
 from support import outcomes_of, run_ranks
-from support.ranks import job_environs, run_processes
+from support.environs import job_environs
+from support.ranks import run_processes
 
 
 def limit_file_size(num_bytes: int) -> None:

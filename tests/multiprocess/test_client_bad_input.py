@@ -12,7 +12,7 @@ import torch
 import paceline as pl
 from paceline.errors import NonFiniteGradient, ShapeMismatch, UnknownKey, UsageError
 from support import run_processes, run_ranks
-from support.ranks import _base_environ
+from support.environs import base_environ
 
 BIG = 100_003  # cut over two servers
 ONES = np.ones((3, 2), np.float32)
@@ -166,7 +166,7 @@ def alone(_rank) -> None:
 
 
 def test_a_process_without_a_job_is_told(tmp_path):
-    (outcome,) = run_processes(alone, [_base_environ(str(tmp_path))])
+    (outcome,) = run_processes(alone, [base_environ(str(tmp_path))])
     assert outcome.error is None, outcome
 
 

@@ -22,13 +22,11 @@ from multiprocessing.connection import wait as wait_any
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.coordinator import CoordinatorThread
-from paceline.cluster.secret_file import create_secret_file, load_secret
 from paceline.telemetry.events import Event
 from support.body import pack
+from support.environs import Hosts, job_environs
 
 TESTS = Path(__file__).resolve().parents[1]
-Hosts = int | Sequence[int]
 
 
 @dataclass
@@ -294,86 +292,6 @@ def _serve() -> None:
 
     status = serve.main()
     assert status == 0, f"the server ended with {status}"
-
-
-@contextlib.contextmanager
-def job_environs(
-    world_size: int,
-    hosts: Hosts = 1,
-    env: Mapping[str, str] | None = None,
-    servers: int = 0,
-    on_event: Callable[[Event], None] | None = None,
-) -> Iterator[list[dict[str, str]]]:
-    """Run a coordinator, as the launcher does; yield the environment of every process.
-
-    What processes report about themselves is given to `on_event`, in the coordinator's thread.
-
-    Workers come first, then the servers. `hosts` is a number of hosts, over which workers and
-    servers are spread one after the other, or the host of each process. Those that pretend to be on
-    different hosts do not share memory and talk over TCP.
-    """
-    num_processes = world_size + servers
-    host_of = _placement(num_processes, hosts)
-    with tempfile.TemporaryDirectory(prefix=f"paceline-test-{os.getpid()}-") as directory:
-        secret_file = create_secret_file(Path(directory))
-        secret = load_secret(secret_file)
-        limits = env or {}
-        coordinator = CoordinatorThread(
-            f"test-{os.path.basename(directory)}",
-            secret,
-            num_processes,
-            float(limits.get("PACELINE_JOIN_TIMEOUT_S", 30)),
-            on_event,
-            liveness_s=float(limits.get("PACELINE_LIVENESS_S", 5)),
-        )
-        address = coordinator.start()
-        try:
-            yield [
-                {
-                    **_base_environ(directory),
-                    **_place(rank, world_size, servers, host_of),
-                    "PACELINE_COORDINATOR": address,
-                    "PACELINE_JOB": f"test-{os.path.basename(directory)}",
-                    "PACELINE_SECRET_FILE": str(secret_file),
-                    **({"PACELINE_HOST_ID": f"h{host_of[rank]}"} if len(set(host_of)) > 1 else {}),
-                    **limits,
-                }
-                for rank in range(num_processes)
-            ]
-        finally:
-            coordinator.stop()
-
-
-def _place(rank: int, world_size: int, servers: int, host_of: Sequence[int]) -> dict[str, str]:
-    if rank >= world_size:
-        return {
-            "PACELINE_ROLE": "server",
-            "PACELINE_RANK": str(rank - world_size),
-            "PACELINE_WORLD_SIZE": str(world_size),
-            "PACELINE_SERVERS": str(servers),
-        }
-    workers = host_of[:world_size]
-    return {
-        "PACELINE_RANK": str(rank),
-        "PACELINE_WORLD_SIZE": str(world_size),
-        "PACELINE_LOCAL_RANK": str(workers[:rank].count(host_of[rank])),
-        "PACELINE_LOCAL_WORLD_SIZE": str(workers.count(host_of[rank])),
-        **({"PACELINE_SERVERS": str(servers)} if servers else {}),
-    }
-
-
-def _placement(world_size: int, hosts: Hosts) -> list[int]:
-    if isinstance(hosts, int):
-        return [rank * hosts // world_size for rank in range(world_size)]
-    assert len(hosts) == world_size, f"{len(hosts)} hosts for {world_size} ranks"
-    return list(hosts)
-
-
-def _base_environ(directory: str) -> dict[str, str]:
-    """The test session's environment, without what a launcher or a person may have set in it."""
-    foreign = ("PACELINE_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "RANK", "WORLD_SIZE")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-    return {**kept, "TMPDIR": directory, "XDG_RUNTIME_DIR": directory}
 
 
 @contextlib.contextmanager
