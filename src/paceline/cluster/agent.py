@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import logging
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -50,6 +50,7 @@ class Agent:
         self.membership: Membership | None = None
         self.presence: dict[int, m.Presence] = {}  # last known change of each other rank
         self.on_presence: Callable[[m.Presence], None] | None = None  # called in the thread
+        self.num_workers: int | None = None  # ranks behind them are servers; None: not known
         self.local_address = ""  # ours in the network through which the coordinator is reached
         self._address, self._rank, self._heartbeat_s = address, rank, heartbeat_s
         self._channel: Channel[m.CoordinatorMessage]
@@ -192,10 +193,9 @@ class Agent:
         if isinstance(message, m.Presence):
             self._on_presence(message)
         elif isinstance(message, m.Missing):
-            ranks = ", ".join(map(str, message.ranks))
-            noun = "rank" if len(message.ranks) == 1 else "ranks"
+            whom = _names(message.ranks, self.num_workers)
             so_far = f"({message.waited_s:.0f} s so far)"
-            say(f"rank {self._rank} waits for {noun} {ranks} to join {so_far}")
+            say(f"rank {self._rank} waits for {whom} to join {so_far}")
         else:
             answer = self._answers.pop(message.id, None)
             if answer is not None and not answer.done():
@@ -253,6 +253,19 @@ class Agent:
             task.cancel()
         self._give_up("this member has left the job")
         await self._channel.finish()
+
+
+def _names(ranks: Sequence[int], num_workers: int | None) -> str:
+    """Write 'rank 1 and servers 0, 1'."""
+    first = max(ranks) + 1 if num_workers is None else num_workers
+    workers = [rank for rank in ranks if rank < first]
+    servers = [rank - first for rank in ranks if rank >= first]
+    named = [
+        f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        for noun, numbers in (("rank", workers), ("server", servers))
+        if numbers
+    ]
+    return " and ".join(named)
 
 
 def _expect(value: object, kind: type[T]) -> T:

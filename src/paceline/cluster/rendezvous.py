@@ -149,10 +149,12 @@ class _Meeting:
     role: str
     bind_address: str
     config: EngineConfig
+    num_workers: int | None = None
 
     @classmethod
     def of(cls, env: JobEnv, config: EngineConfig) -> _Meeting:
-        return cls(env.rank, env.num_processes, env.job_id, env.role, env.bind_address, config)
+        place = (env.rank, env.num_processes, env.job_id, env.role, env.bind_address)
+        return cls(*place, config, num_workers=env.world_size)
 
     def attend(self, address: str, secret: bytes) -> Rendezvous:
         """Connect to the coordinator that another process runs."""
@@ -164,6 +166,7 @@ class _Meeting:
             self.role,
             timeout_s=self.config.join_timeout_s,
         )
+        agent.num_workers = self.num_workers
         # Unless told otherwise, links listen where the coordinator's network sees this process.
         is_chosen = self.bind_address != DEFAULT_BIND_ADDRESS
         bind_address = self.bind_address if is_chosen else agent.local_address

@@ -18,8 +18,6 @@ class AllReduce:
     The engine divides by the number of workers, in the same pass that adds; nobody else divides.
     """
 
-    updates_params = False
-
     def __init__(self, group: Group) -> None:
         self._group = group
 

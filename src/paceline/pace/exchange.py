@@ -34,8 +34,6 @@ class Bucket(Protocol):
 class Exchange(Protocol):
     """How a full bucket becomes agreed-on values. Called during backward; must not block."""
 
-    updates_params: bool  # True: fresh values are in bucket.params; False: in bucket.averaged
-
     def submit(self, bucket: Bucket, step: int) -> Work[Any]:
         """Start the exchange of one bucket; its flat tensors stay untouched until it is done."""
 

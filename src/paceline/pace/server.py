@@ -37,8 +37,6 @@ def rule_of(pace: PaceSpec, **options: Any) -> Rule:
 class ServerExchange:
     """Exchanges buckets through tables on the servers; a table has one or more buckets."""
 
-    updates_params = True
-
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self.tables: list[RemoteTable] = []

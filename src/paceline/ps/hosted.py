@@ -187,6 +187,7 @@ class Hosted:
         """Drop everything that a worker waits for; it is gone."""
         self.readers = [one for one in self.readers if one.line.worker != worker]
         self.refusals.pop(worker, None)
+        self.brought.pop(worker, None)
         for parked in self.pushes.values():
             parked[:] = [one for one in parked if one.line.worker != worker]
         self.followers = [one for one in self.followers if one.line.worker != worker]

@@ -83,9 +83,8 @@ class RemoteTable:
 
     # -- making -------------------------------------------------------------------------------
 
-    def open(self) -> bool:
-        """Make the table on all servers, or join it there; True when it was made. Blocks."""
-        is_new = False
+    def open(self) -> None:
+        """Make the table on all servers, or join it there. Blocks."""
         for index, spec in self._specs.items():
             shards, link = self._on[index], self._links[index]
             seats, homes = self._seats(shards), tuple(homes_of(self.items, shards))
@@ -103,8 +102,6 @@ class RemoteTable:
             reply = link.ask(make).wait()
             self._numbers[index] = reply.table
             link.holds += [f"{self.name} {shard.label}" for shard in spec.shards]
-            is_new = reply.is_new
-        return is_new
 
     def assign(self, number: int, held: Sequence[int] = ()) -> None:
         """Set an item's values on the servers to this worker's; `held`: only of these. Blocks."""
