@@ -22,6 +22,7 @@ from paceline.place import (
     is_present,
     launchers,
     local_place,
+    newcomer_place,
     number_in,
     place_of,
     refuse_disagreement,
@@ -35,7 +36,8 @@ DEFAULT_BIND_ADDRESS = "127.0.0.1"
 class JobEnv:
     """Which process this is, and how it may find the others.
 
-    Workers have ranks 0 to world_size - 1, parameter servers the ranks behind those.
+    Workers have ranks 0 to world_size - 1, parameter servers the ranks behind those, newcomers
+    ranks behind all. `world_size` is what the job was started with.
     """
 
     rank: int
@@ -45,6 +47,12 @@ class JobEnv:
     source: str
     role: str = "worker"
     num_servers: int = 0
+    number: int = 0  # among those of its role; see cluster/member.py
+    is_newcomer: bool = False  # it comes to a job that is under way
+    is_elastic: bool = False  # the membership may change
+    on_loss: str = "shrink"  # of a worker: go on without it, or wait for one to "replace" it
+    num_partitions: int = 0  # of the servers' tables
+    replicas: int = 1  # servers that hold each partition
     job_id: str
     coordinator: str | None
     secret_file: str | None
@@ -86,7 +94,9 @@ class EngineConfig:
 
 _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
+    *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS"),
 )
+ON_LOSS = ("shrink", "replace")
 
 
 def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
@@ -96,22 +106,32 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
     """
     environ = os.environ if environ is None else environ
     _refuse_misspelling(environ)
-    role, num_servers = _role(environ), _num_servers(environ)
-    if role == "server":
+    role, num_servers = _role(environ), _count(environ, "SERVERS", 0)
+    is_newcomer = _is_set(environ, "JOINS")
+    if is_newcomer:
+        places = [newcomer_place(environ)]
+    elif role == "server":
         places = [server_place(environ, num_servers)]
     else:
         places = [place_of(environ, launcher) for launcher in launchers(environ)]
         refuse_disagreement(environ, places)
     place = places[0] if places else None
     source = place.launcher.name if place else "alone"
+    rank = place.rank if place else 0
     return JobEnv(
-        rank=place.rank if place else 0,
+        rank=rank,
         world_size=place.world_size if place else 1,
         local_rank=place.local_rank if place else 0,
         local_world_size=place.local_world_size if place else 1,
         source=source,
         role=role,
         num_servers=num_servers,
+        number=place.local_rank if place and (is_newcomer or role == "server") else rank,
+        is_newcomer=is_newcomer,
+        is_elastic=_is_set(environ, "ELASTIC"),
+        on_loss=_on_loss(environ),
+        num_partitions=_count(environ, "PARTITIONS", num_servers),
+        replicas=_count(environ, "REPLICAS", 1),
         job_id=environ.get("PACELINE_JOB") or _job_id(environ, source),
         coordinator=_coordinator(environ),
         secret_file=environ.get("PACELINE_SECRET_FILE") or None,
@@ -172,7 +192,9 @@ def requested_pace(environ: Mapping[str, str] | None = None) -> str | None:
 def describe(env: JobEnv) -> str:
     """Say in one line who this process is: 'rank 1 of 4 (torchrun)'."""
     if env.role == "server":
-        return f"server {env.rank - env.world_size} of {env.num_servers} ({env.source})"
+        return f"server {env.number} of {env.num_servers} ({env.source})"
+    if env.is_newcomer:
+        return f"worker {env.number}, a newcomer ({env.source})"
     return f"rank {env.rank} of {env.world_size} ({env.source})"
 
 
@@ -203,13 +225,28 @@ def _role(environ: Mapping[str, str]) -> str:
     return role
 
 
-def _num_servers(environ: Mapping[str, str]) -> int:
-    if not environ.get("PACELINE_SERVERS"):
-        return 0
-    count = number_in(environ, "PACELINE_SERVERS", int)
+def _count(environ: Mapping[str, str], name: str, default: int) -> int:
+    variable = f"PACELINE_{name}"
+    if not environ.get(variable):
+        return default
+    count = number_in(environ, variable, int)
     if count < 0:
-        raise ConfigError(f"PACELINE_SERVERS={count}: expected a number >= 0")
+        raise ConfigError(f"{variable}={count}: expected a number >= 0")
     return count
+
+
+def _is_set(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(f"PACELINE_{name}", "")
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"PACELINE_{name}={text!r}: expected 0 or 1")
+    return text == "1"
+
+
+def _on_loss(environ: Mapping[str, str]) -> str:
+    policy = environ.get("PACELINE_ON_LOSS") or ON_LOSS[0]
+    if policy not in ON_LOSS:
+        raise ConfigError(f"PACELINE_ON_LOSS={policy!r}: expected one of {', '.join(ON_LOSS)}")
+    return policy
 
 
 def _coordinator(environ: Mapping[str, str]) -> str | None:

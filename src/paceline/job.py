@@ -153,6 +153,7 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
             local_rank=env.local_rank,
             unix=listener.unix_name if listener else "",
             tcp=listener.tcp_address if listener else "",
+            number=env.number,
         )
         membership = rendezvous.agent.join(me, config.join_timeout_s)
         num_local = sum(member.host_id == env.host_id for member in membership.members)

@@ -111,6 +111,20 @@ def server_place(environ: Mapping[str, str], num_servers: int) -> Place:
     return Place(PACELINE, num_workers + index, num_workers, index, num_workers)
 
 
+def newcomer_place(environ: Mapping[str, str]) -> Place:
+    """Read the place of a process that comes to a job under way; `local_rank` is its number."""
+    rank = number_in(environ, PACELINE.rank, int)
+    num_workers = number_in(environ, PACELINE.world_size, int)
+    number = number_in(environ, "PACELINE_NUMBER", int)
+    if num_workers < 1 or rank < 0 or number < 0:
+        raise ConfigError(
+            f"a newcomer with PACELINE_RANK={rank}, PACELINE_NUMBER={number} and"
+            f" PACELINE_WORLD_SIZE={num_workers}: expected numbers from 0, and at least 1 worker;"
+            " `paceline join` sets them"
+        )
+    return Place(PACELINE, rank, num_workers, number, num_workers)
+
+
 def local_place(
     environ: Mapping[str, str], launcher: Launcher, rank: int, world_size: int
 ) -> tuple[int, int]:

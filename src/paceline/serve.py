@@ -25,7 +25,7 @@ def main() -> int:
     use_threads(torch.get_num_threads())
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    Server(mine.fabric, mine.env.rank - mine.env.world_size, mine.rendezvous.agent.report).run()
+    Server(mine.fabric, mine.env.number, mine.rendezvous.agent.report).run()
     job.shutdown()
     return 0
 

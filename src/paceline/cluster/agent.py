@@ -196,7 +196,7 @@ class Agent:
             whom = _names(message.ranks, self.num_workers)
             so_far = f"({message.waited_s:.0f} s so far)"
             say(f"rank {self._rank} waits for {whom} to join {so_far}")
-        else:
+        elif isinstance(message, m.Reply | m.Joined | m.Failure):
             answer = self._answers.pop(message.id, None)
             if answer is not None and not answer.done():
                 answer.set_result(message)

@@ -2,6 +2,15 @@
 
 A membership never changes; a change of the job is another membership with a higher generation.
 Whoever holds one can therefore compare, keep or pass it on without locks.
+
+A RANK names one process for the whole life of the job and is never given to another: whatever
+still comes from a lost one cannot be mistaken for its successor's. A NUMBER names a place within a
+role ("worker 3", "server 0"); a replacement takes over the number of the process that it replaces.
+Workers are ordered by number, in groups and in sums. In a job that loses nobody the two agree.
+
+A PARTITION is a part of the parameter servers' tables that moves and fails over as a whole. The
+membership says which servers hold it: the first is its primary, which answers; the others are
+backups.
 """
 
 from __future__ import annotations
@@ -22,6 +31,7 @@ class Member(msgspec.Struct, frozen=True):
     local_rank: int
     unix: str  # abstract Unix socket of its link listener, without the leading NUL
     tcp: str  # "host:port" of its link listener, "" when the job is on one host
+    number: int = 0  # among those of its role
 
     @property
     def where(self) -> str:
@@ -30,10 +40,11 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """The members of one generation, in order of rank."""
+    """The members of one generation, in order of rank, and which servers hold which partition."""
 
     generation: int
     members: tuple[Member, ...]
+    partitions: tuple[tuple[int, ...], ...] = ()  # ranks of servers; empty: one on each server
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -41,13 +52,22 @@ class Membership(msgspec.Struct, frozen=True):
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The ranks of those that run the script."""
-        return tuple(member.rank for member in self.members if member.role == "worker")
+        """The ranks of those that run the script, ordered by number."""
+        return self._of_role("worker")
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """The ranks of the parameter servers."""
-        return tuple(member.rank for member in self.members if member.role == "server")
+        """The ranks of the parameter servers, ordered by number."""
+        return self._of_role("server")
+
+    def _of_role(self, role: str) -> tuple[int, ...]:
+        found = [member for member in self.members if member.role == role]
+        return tuple(m.rank for m in sorted(found, key=lambda m: (m.number, m.rank)))
+
+    @property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """By partition: the servers that hold it, its primary first; empty when it is lost."""
+        return self.partitions or tuple((server,) for server in self.servers)
 
     @property
     def world_size(self) -> int:
@@ -64,4 +84,5 @@ class Membership(msgspec.Struct, frozen=True):
         """Return the next generation, in which those ranks are gone; the others keep theirs."""
         gone = set(ranks)
         stay = tuple(member for member in self.members if member.rank not in gone)
-        return Membership(self.generation + 1, stay)
+        held = tuple(tuple(r for r in holders if r not in gone) for holders in self.partitions)
+        return Membership(self.generation + 1, stay, held)

@@ -44,6 +44,25 @@ class Join(Request, frozen=True):
     timeout_s: float
 
 
+class Ready(Request, frozen=True):
+    """A newcomer has done what it can do alone: let it in. Answered with Joined."""
+
+    member: Member
+
+
+class Adopted(FromMember, frozen=True):
+    """The member works in this generation; everything older is behind it."""
+
+    generation: int
+
+
+class Accuse(FromMember, frozen=True):
+    """The member cannot reach another one, whatever that one tells the coordinator."""
+
+    rank: int
+    why: str
+
+
 class StoreSet(Request, frozen=True):
     key: str
     value: bytes
@@ -109,6 +128,31 @@ class Missing(FromCoordinator, frozen=True):
     waited_s: float
 
 
+class Loss(msgspec.Struct, frozen=True):
+    """Somebody who is not in the job any more, and why."""
+
+    rank: int
+    number: int
+    role: str
+    where: str
+    why: str
+
+
+class Changed(FromCoordinator, frozen=True):
+    """The job has another membership from now on: journaled, and never taken back."""
+
+    membership: Membership
+    lost: tuple[Loss, ...] = ()
+    joined: tuple[int, ...] = ()  # ranks
+    why: str = ""
+
+
+class Over(FromCoordinator, frozen=True):
+    """The job cannot go on: too few workers are left, or a partition has no holder."""
+
+    why: str
+
+
 class Presence(FromCoordinator, frozen=True):
     """A member's state changed: "lost", "left", "silent" (no heartbeat) or "back"."""
 
@@ -122,6 +166,9 @@ MemberMessage: TypeAlias = (
     | Leave
     | Report
     | Join
+    | Ready
+    | Adopted
+    | Accuse
     | StoreSet
     | StoreGet
     | StoreAdd
@@ -131,4 +178,4 @@ MemberMessage: TypeAlias = (
     | StoreDelete
     | StoreNumKeys
 )
-CoordinatorMessage: TypeAlias = Reply | Joined | Failure | Missing | Presence
+CoordinatorMessage: TypeAlias = Reply | Joined | Failure | Missing | Presence | Changed | Over
