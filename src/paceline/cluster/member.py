@@ -45,6 +45,7 @@ class Membership(msgspec.Struct, frozen=True):
     generation: int
     members: tuple[Member, ...]
     partitions: tuple[tuple[int, ...], ...] = ()  # ranks of servers; empty: one on each server
+    workers_since: int = 1  # the generation in which the workers last changed
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -85,4 +86,14 @@ class Membership(msgspec.Struct, frozen=True):
         gone = set(ranks)
         stay = tuple(member for member in self.members if member.rank not in gone)
         held = tuple(tuple(r for r in holders if r not in gone) for holders in self.partitions)
-        return Membership(self.generation + 1, stay, held)
+        return self.next(stay, held)
+
+    def next(
+        self, members: Iterable[Member], partitions: tuple[tuple[int, ...], ...] = ()
+    ) -> Membership:
+        """Return the next generation, with these members."""
+        ordered = tuple(sorted(members, key=lambda member: member.rank))
+        following = Membership(self.generation + 1, ordered, partitions, self.workers_since)
+        if following.workers == self.workers:
+            return following
+        return msgspec.structs.replace(following, workers_since=following.generation)

@@ -28,7 +28,7 @@ from paceline.collectives.tensors import (
     result_buffer,
     split_rows,
 )
-from paceline.collectives.topology import Fabric
+from paceline.collectives.topology import Fabric, identity
 from paceline.errors import UnsupportedTensor, UsageError
 from paceline.work import Work
 
@@ -46,11 +46,17 @@ class Group:
     """Some ranks of the job; made by `pl.world()` and `pl.new_group()`."""
 
     def __init__(
-        self, fabric: Fabric, ranks: Sequence[int], timeout_s: float | None = None
+        self,
+        fabric: Fabric,
+        ranks: Sequence[int],
+        timeout_s: float | None = None,
+        *,
+        name: str = "",
     ) -> None:
+        """Form a group; members find each other by its name, without one by counting groups."""
         self._fabric = fabric
         self.timeout_s = fabric.timeout_s if timeout_s is None else timeout_s  # of one operation
-        self._id = fabric.next_id(ranks)
+        self._id = identity(name) if name else fabric.next_id(ranks)
         self._form(fabric.membership, tuple(ranks))
 
     def _form(self, membership: Membership, ranks: tuple[int, ...]) -> None:

@@ -4,6 +4,11 @@ Neighbours (same `host_id`) are linked once per process with a Unix socket, over
 passes shared memory and notices a death. Members on other hosts get two TCP connections per group,
 one for collectives and one for point-to-point traffic, so that neither can block the other.
 The lower rank connects, the higher one waits; a link is authenticated before the engine sees it.
+
+In an elastic job members come and go. `adopt()` takes over another membership: whoever is gone is
+ended if it is of this host (its memory is ours too), newcomers are linked, and the groups of all
+workers follow. `interrupt()` comes from the control thread: operations that wait for somebody who
+is lost end at once.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from paceline.cluster.links import LinkListener
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.messages import Presence
 from paceline.cluster.notice import WaitNotice
-from paceline.errors import ConnectError, PeerLost, RendezvousError
+from paceline.errors import ConnectError, GenerationChanged, PeerLost, RendezvousError
 
 _STEP_S = 0.5
 _CONNECT_STEPS = 10  # a handshake under way must not be given up for the sake of a look around
@@ -36,7 +41,9 @@ class Fabric:
     membership: Membership
     timeout_s: float
     presence: Mapping[int, Presence] = field(default_factory=dict)  # what is known of the others
+    newest: Callable[[], Membership | None] = lambda: None  # what the coordinator has announced
     _created: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _linked: set[int] = field(default_factory=set)  # neighbours
 
     def link_neighbours(self) -> None:
         """Link to every process of the job on this host. Blocks until all of them answered."""
@@ -46,8 +53,10 @@ class Fabric:
             for member in self.membership.members
             if member.host_id == me.host_id and member.rank != self.rank
         ]
-        for rank, fd in self._link(neighbours, "local", self.timeout_s, local=True):
+        missing = [member for member in neighbours if member.rank not in self._linked]
+        for rank, fd in self._link(missing, "local", self.timeout_s, local=True):
             self.engine.add_local_peer(rank, fd)
+            self._linked.add(rank)
         self.engine.await_local_peers(self.timeout_s)
 
     def next_id(self, ranks: Sequence[int]) -> int:
@@ -55,8 +64,7 @@ class Fabric:
         as long as they create groups of the same ranks in the same order."""
         key = tuple(ranks)
         self._created[key] = self._created.get(key, 0) + 1
-        text = f"{','.join(map(str, key))}/{self._created[key]}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        return identity(f"{','.join(map(str, key))}/{self._created[key]}")
 
     def create_group(
         self,
@@ -117,12 +125,24 @@ class Fabric:
         )
         while True:
             self._require_presence(members)
+            self._require_newest(members)
             try:
                 return link(min(_STEP_S, max(deadline_s - time.monotonic(), 0.1)))
             except (ConnectError, RendezvousError):
                 if time.monotonic() >= deadline_s:
                     raise
             notice.check()
+
+    def _require_newest(self, members: Sequence[Member]) -> None:
+        """Give up a group that some of its members will never form: they know better already."""
+        newest = self.newest()
+        if newest is None or newest.generation <= self.membership.generation:
+            return
+        gone = [member.rank for member in members if member.rank not in newest.ranks]
+        if gone:
+            raise GenerationChanged(
+                f"rank {self.rank}: ranks {gone} are not in generation {newest.generation} any more"
+            )
 
     def _require_presence(self, members: Sequence[Member]) -> None:
         known = [self.presence[member.rank] for member in members if member.rank in self.presence]
@@ -134,3 +154,8 @@ class Fabric:
                 " it cannot be formed",
                 rank=presence.rank,
             )
+
+
+def identity(name: str) -> int:
+    """Return the number under which the engine knows a group."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
