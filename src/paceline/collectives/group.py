@@ -52,21 +52,32 @@ class Group:
         timeout_s: float | None = None,
         *,
         name: str = "",
+        generation: int | None = None,
     ) -> None:
-        """Form a group; members find each other by its name, without one by counting groups."""
+        """Form a group; members find each other by its name, without one by counting groups.
+
+        All give the same generation; without one it is that of the membership, which is then to be
+        the same on all.
+        """
         self._fabric = fabric
         self.timeout_s = fabric.timeout_s if timeout_s is None else timeout_s  # of one operation
         self._id = identity(name) if name else fabric.next_id(ranks)
-        self._form(fabric.membership, tuple(ranks))
+        chosen = fabric.membership.generation if generation is None else generation
+        self._seat(tuple(ranks), chosen)
+        self._core = self._make_core(fabric.membership)
 
-    def _form(self, membership: Membership, ranks: tuple[int, ...]) -> None:
-        self.generation = membership.generation
+    def _seat(self, ranks: tuple[int, ...], generation: int) -> None:
+        self.generation = generation
         self.ranks = ranks  # global ranks of the members
         self.size = len(ranks)
         self.rank = ranks.index(self._fabric.rank)
-        self._core = self._fabric.create_group(self._id, membership, ranks, self.timeout_s)
         self._lock = threading.Lock()
         self._in_flight: deque[Work[object]] = deque()  # guarded by: _lock
+
+    def _make_core(self, membership: Membership) -> _core.Group:
+        return self._fabric.create_group(
+            self._id, self.generation, membership, self.ranks, self.timeout_s
+        )
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, ranks={list(self.ranks)}, generation={self.generation})"
@@ -283,7 +294,8 @@ class Group:
             f" {membership.generation}; repeat the operation in the new group"
         )
         self._core.close()
-        self._form(membership, staying)
+        self._seat(staying, membership.generation)
+        self._core = self._make_core(membership)
 
     def close(self) -> None:
         """Release what the group holds; operations in flight end with GenerationChanged."""

@@ -16,8 +16,10 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from paceline import _core
 from paceline.cluster.links import LinkListener
@@ -26,9 +28,22 @@ from paceline.cluster.messages import Presence
 from paceline.cluster.notice import WaitNotice
 from paceline.errors import ConnectError, GenerationChanged, PeerLost, RendezvousError
 
+if TYPE_CHECKING:
+    from paceline.collectives.group import Group
+
 _STEP_S = 0.5
 _CONNECT_STEPS = 10  # a handshake under way must not be given up for the sake of a look around
 LANES = ("collective", "point-to-point")  # numbered as in the engine
+
+
+class Follower(Protocol):
+    """A group that goes along with changes of the membership."""
+
+    def follow(self, membership: Membership) -> None:
+        """Be formed anew from these members, when next used."""
+
+    def interrupt(self, rank: int, text: str) -> None:
+        """End what is in flight if that rank is a member."""
 
 
 @dataclass
@@ -44,6 +59,7 @@ class Fabric:
     newest: Callable[[], Membership | None] = lambda: None  # what the coordinator has announced
     _created: dict[tuple[int, ...], int] = field(default_factory=dict)
     _linked: set[int] = field(default_factory=set)  # neighbours
+    _followers: weakref.WeakSet[Follower] = field(default_factory=weakref.WeakSet)
 
     def link_neighbours(self) -> None:
         """Link to every process of the job on this host. Blocks until all of them answered."""
@@ -59,6 +75,54 @@ class Fabric:
             self._linked.add(rank)
         self.engine.await_local_peers(self.timeout_s)
 
+    def link(self, member: Member) -> None:
+        """Link to a member of this host that came later; without effect if that is done."""
+        here = self.membership.member(self.rank).host_id
+        if member.host_id != here or member.rank in self._linked or member.rank == self.rank:
+            return
+        ((rank, fd),) = self._link([member], "local", self.timeout_s, local=True)
+        self.engine.add_local_peer(rank, fd)
+        self._linked.add(rank)
+        self.engine.await_local_peers(self.timeout_s)
+
+    # -- changes of the membership ------------------------------------------------------------
+
+    def worker_group(self, name: str) -> Group:
+        """Return a group of all workers that follows every change of them.
+
+        It is formed when it is first used, and again after each change: a newcomer may make it
+        later than the others do.
+        """
+        from paceline.collectives.following import FollowingGroup
+
+        return FollowingGroup(self, name)
+
+    def follow(self, group: Follower) -> None:
+        """Let a group know of changes, for as long as it lives."""
+        self._followers.add(group)
+
+    def adopt(self, membership: Membership) -> None:
+        """Take over another membership; links to newcomers are made when they are needed."""
+        here = self.membership.member(self.rank).host_id
+        gone = [m for m in self.membership.members if m.rank not in membership.ranks]
+        for member in gone:
+            # Of this host it could still write to memory that we share: it must really be gone.
+            if member.host_id == here and member.rank in self._linked:
+                self.engine.end_peer(member.rank)
+        self.membership = membership
+        for group in list(self._followers):
+            group.follow(membership)
+        for member in gone:
+            if member.rank in self._linked:
+                self._linked.discard(member.rank)
+                self.engine.forget_peer(member.rank)
+        self.engine.set_num_local(sum(m.host_id == here for m in membership.members))
+
+    def interrupt(self, rank: int, text: str) -> None:
+        """End what waits for somebody who is lost. Called from the control thread."""
+        for group in list(self._followers):
+            group.interrupt(rank, text)
+
     def next_id(self, ranks: Sequence[int]) -> int:
         """Return the identity of the next group of these ranks: the same on all of its members,
         as long as they create groups of the same ranks in the same order."""
@@ -69,6 +133,7 @@ class Fabric:
     def create_group(
         self,
         group_id: int,
+        generation: int,
         membership: Membership,
         ranks: Sequence[int],
         timeout_s: float,
@@ -77,13 +142,11 @@ class Fabric:
         members = [membership.member(rank) for rank in ranks]
         host_ids = list(dict.fromkeys(member.host_id for member in members))
         hosts = [host_ids.index(member.host_id) for member in members]
-        group = _core.Group(
-            self.engine, group_id, membership.generation, list(ranks), hosts, timeout_s
-        )
+        group = _core.Group(self.engine, group_id, generation, list(ranks), hosts, timeout_s)
         here = membership.member(self.rank).host_id
         remote = [member for member in members if member.host_id != here]
         for lane, name in enumerate(LANES):
-            purpose = f"group {group_id:x} generation {membership.generation} {name}"
+            purpose = f"group {group_id:x} generation {generation} {name}"
             for rank, fd in self._link(remote, purpose, timeout_s, local=False):
                 group.add_channel(list(ranks).index(rank), lane, fd)
         return group
