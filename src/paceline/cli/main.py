@@ -87,7 +87,30 @@ def run(
     ] = None,
     replicas: Annotated[
         int | None,
-        typer.Option("--replicas", metavar="R", help="Servers that hold each value; only 1 yet."),
+        typer.Option("--replicas", metavar="R", help="Servers that hold each value; default: 1."),
+    ] = None,
+    max_servers: Annotated[
+        int | None,
+        typer.Option(
+            "--max-servers", metavar="M", help="How many `paceline servers add` may make of them."
+        ),
+    ] = None,
+    min_workers: Annotated[
+        int | None,
+        typer.Option("--min", metavar="N", help="Go on after losses with so many."),
+    ] = None,
+    max_workers: Annotated[
+        int | None,
+        typer.Option("--max", metavar="N", help="How many `paceline scale` or `join` may make."),
+    ] = None,
+    on_loss: Annotated[
+        str | None,
+        typer.Option(
+            "--on-loss",
+            metavar="shrink|replace",
+            help="Of a worker: go on without it (and let another one join later), or hold the step"
+            " until another has taken its place; default: shrink.",
+        ),
     ] = None,
     pace: Annotated[
         str | None,
@@ -108,27 +131,48 @@ def run(
             "--log-dir", metavar="DIR", help="Keep all output in DIR, a file per process."
         ),
     ] = None,
+    grace_s: Annotated[
+        float,
+        typer.Option("--grace", metavar="S", help="Seconds from SIGTERM to SIGKILL; default: 3."),
+    ] = 3.0,
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", help="Run in the background; see `paceline attach`."),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run, and stop.")
     ] = False,
 ) -> None:
     from paceline.cli import run as verb
+    from paceline.launcher.elastic.plan import plan_changes
     from paceline.launcher.servers import plan_servers
     from paceline.launcher.spec import RunSpec, parse_env
     from paceline.pace.parse import parse as parse_pace
 
+    planned = plan_servers(
+        servers, num_workers=num_workers, replicas=replicas, threads=server_threads
+    )
     spec = RunSpec(
         target=script,
         arguments=tuple(arguments or ()),
         is_module=module,
         num_workers=num_workers,
         threads_per_worker=threads,
-        servers=plan_servers(
-            servers, num_workers=num_workers, replicas=replicas, threads=server_threads
-        ),
+        servers=planned,
         pace=None if pace is None else parse_pace(pace),
         env=parse_env(env or ()),
         log_dir=log_dir,
+        elastic=plan_changes(
+            num_workers=num_workers,
+            servers=planned,
+            min_workers=min_workers,
+            max_workers=max_workers,
+            max_servers=max_servers,
+            on_loss=on_loss,
+            is_detached=detach,
+        ),
+        grace_s=grace_s,
+        is_detached=detach,
     )
     raise typer.Exit(verb.dry_run(spec) if dry_run else verb.run(spec))
 

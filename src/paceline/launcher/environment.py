@@ -63,7 +63,7 @@ def seat_variables(
     """Return what tells one process of a one-host job who it is and where the others are."""
     n, r = str(num_workers), str(seat.number)
     ours = {
-        "PACELINE_RANK": r,
+        "PACELINE_RANK": str(seat.rank) if seat.is_newcomer else r,
         "PACELINE_WORLD_SIZE": n,
         "PACELINE_LOCAL_RANK": r,
         "PACELINE_LOCAL_WORLD_SIZE": n,
@@ -74,6 +74,8 @@ def seat_variables(
     }
     if num_servers:
         ours["PACELINE_SERVERS"] = str(num_servers)
+    if seat.is_newcomer:
+        ours |= {"PACELINE_JOINS": "1", "PACELINE_NUMBER": r}
     return ours if seat.is_server else {**ours, **_as_torchrun(r, n, where)}
 
 
@@ -111,6 +113,8 @@ def process_environ(
     # A crash in native code then leaves a Python stack for the report.
     environ.setdefault("PYTHONFAULTHANDLER", "1")
     environ.update(seat_variables(seat, spec.num_workers, spec.num_servers, where))
+    if spec.elastic is not None:
+        environ.update(spec.elastic.variables(spec.servers))
     if seat.is_server:
         return for_server(environ, spec.env, spec.servers.threads)
     if spec.threads_per_worker is not None:

@@ -44,8 +44,6 @@ from paceline.launcher.spec import RunSpec
 from paceline.telemetry.events import Event, Note, Progress
 from paceline.telemetry.staleness import TableReport
 
-# After SIGTERM; the whole end of a job must stay below 5 s.
-STOP_GRACE_S = 3.0
 # How long the cause of a consequence may take to exit: closing a large interpreter is slow.
 CAUSE_GRACE_S = 3.0
 # How long servers may take to end after the last worker has.
@@ -227,7 +225,7 @@ class LocalJob:
         """Ask those that still run to end: first the workers, then the servers."""
         self._on_child()
         crew, heard = self._crew, len(self._interrupts)
-        deadline_s = time.monotonic() + STOP_GRACE_S
+        deadline_s = time.monotonic() + self._spec.grace_s
         crew.tell_to_stop(crew.workers)
         await self._await_end(lambda: crew.workers, deadline_s, heard=heard)
         crew.tell_to_stop(crew.servers)

@@ -1,8 +1,9 @@
 """Seats: who is who among the processes of a job, and what each is called.
 
-Workers come first, servers behind them. `rank` counts all processes, as the control plane does, and
-is the index into every list of the launcher; `number` counts within the role, and is what people
-see: the third process of a job with two workers is "server 0", its lines begin with [s0].
+Workers come first, servers behind them, newcomers to a job under way behind all. `rank` counts all
+processes, as the control plane does, and is never used twice; `number` counts within the role, is
+taken over by a replacement, and is what people see: the third process of a job with two workers is
+"server 0", its lines begin with [s0].
 """
 
 from __future__ import annotations
@@ -18,6 +19,16 @@ class Seat:
     rank: int
     number: int
     is_server: bool = False
+    is_newcomer: bool = False  # it was not there when the job began
+
+    @property
+    def place(self) -> tuple[bool, int]:
+        """What it shares with those that it replaces: role and number; workers come first."""
+        return self.is_server, self.number
+
+    @property
+    def role(self) -> str:
+        return "server" if self.is_server else "worker"
 
     @property
     def label(self) -> str:

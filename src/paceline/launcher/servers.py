@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
-    """The servers of one job. `replicas` is how many servers hold each value: 1 in this version."""
+    """The servers of one job. `replicas` is how many of them hold each value."""
 
     count: int = 0
     is_colocated: bool = False
@@ -50,10 +50,8 @@ class ServerPlan:
         if self.replicas > max(1, self.count):
             raise ConfigError(
                 f"replicas {self.replicas} > servers {self.count}: each copy of a value needs a"
-                f" server of its own; replication is not in this version, leave out --replicas"
+                f" server of its own; give -s {self.replicas}, or fewer --replicas"
             )
-        if self.replicas > 1:
-            raise ConfigError("replication is not in this version; leave out --replicas")
 
     def check_pace(self, pace: PaceSpec | None) -> None:
         """Refuse servers without use, and a pace without its servers; None: the script decides."""

@@ -16,12 +16,16 @@ from pathlib import Path
 
 from paceline.config import requested_pace
 from paceline.errors import ConfigError, UsageError
+from paceline.launcher.elastic.plan import MAX_WORKERS, ElasticPlan
 from paceline.launcher.seat import Seat, seats
 from paceline.launcher.servers import ServerPlan
 from paceline.pace.parse import PaceSpec, parse
 
 # More ranks than this on one host is a typing error ("-n 40000"), not a plan.
-MAX_LOCAL_WORKERS = 1024
+MAX_LOCAL_WORKERS = MAX_WORKERS
+# After SIGTERM, before SIGKILL; with it the whole end of a job stays below 5 s.
+STOP_GRACE_S = 3.0
+_LONGEST_GRACE_S = 3600.0
 
 # The launcher decides who is who; a script that could be told otherwise by --env would hang.
 _PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -31,7 +35,8 @@ RESERVED = frozenset(
         *(f"PACELINE_{name}" for name in _PLACES),
         *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
         *("PACELINE_ROLE", "PACELINE_COORDINATOR", "PACELINE_JOB", "PACELINE_SECRET_FILE"),
-        "PACELINE_SERVERS",
+        *("PACELINE_SERVERS", "PACELINE_NUMBER", "PACELINE_JOINS", "PACELINE_ELASTIC"),
+        *("PACELINE_ON_LOSS", "PACELINE_PARTITIONS", "PACELINE_REPLICAS"),
     )
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -52,6 +57,9 @@ class RunSpec:
     pace: PaceSpec | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: Path | None = None
+    elastic: ElasticPlan | None = None  # None: the first loss ends the job
+    grace_s: float = STOP_GRACE_S
+    is_detached: bool = False
 
     def __post_init__(self) -> None:
         _check_count("-n", self.num_workers, at_most=MAX_LOCAL_WORKERS)
@@ -72,6 +80,11 @@ class RunSpec:
         if "PACELINE_PACE" in self.env and self.pace is not None:
             raise ConfigError(
                 "--pace and --env PACELINE_PACE=... both set the pace; give only one of them"
+            )
+        if not 0 <= self.grace_s <= _LONGEST_GRACE_S:
+            raise ConfigError(
+                f"--grace {self.grace_s:g}: expected seconds from 0 to {_LONGEST_GRACE_S:g}, for"
+                " example --grace 30"
             )
         self.servers.check_pace(self.pace)
 
