@@ -20,8 +20,14 @@ import torch
 
 from paceline import _core
 from paceline.cluster.links import LinkListener
-from paceline.cluster.member import Member
-from paceline.cluster.rendezvous import KeyValue, Rendezvous, establish, establish_from_store
+from paceline.cluster.member import Member, Membership
+from paceline.cluster.rendezvous import (
+    AnyAgent,
+    KeyValue,
+    Rendezvous,
+    establish,
+    establish_from_store,
+)
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
 from paceline.collectives.topology import Fabric
@@ -34,6 +40,7 @@ from paceline.config import (
     told_env,
 )
 from paceline.contribution import Contribution
+from paceline.elastic.session import Elastic
 from paceline.errors import ConfigError, SetupError, UsageError
 from paceline.ps import connection
 from paceline.ps.link import ServerLink, connect
@@ -52,8 +59,13 @@ class Job:
     fabric: Fabric
     world: Group
     reporter: Reporter
+    elastic: Elastic
     servers: tuple[ServerLink, ...] = ()  # lines to the parameter servers
     contribution: Contribution = field(default_factory=Contribution)
+
+    def worker_group(self, name: str) -> Group:
+        """Form a group of all workers for one use; in an elastic job it follows their changes."""
+        return worker_group(self.fabric, name, self.elastic.is_on)
 
     @property
     def steps_done(self) -> int:
@@ -155,24 +167,37 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
             tcp=listener.tcp_address if listener else "",
             number=env.number,
         )
-        membership = rendezvous.agent.join(me, config.join_timeout_s)
+        membership = _membership(env, rendezvous.agent, me, config.join_timeout_s)
         num_local = sum(member.host_id == env.host_id for member in membership.members)
         limits = (config.timeout_s, config.liveness_s, config.warn_s)
         engine = _core.Engine(env.rank, num_local, *limits)
         presence = rendezvous.agent.presence
-        fabric = Fabric(env.rank, engine, listener, membership, config.timeout_s, presence)
-        fabric.link_neighbours()
+        fabric = Fabric(env.rank, engine, listener, me, membership, config.timeout_s, presence)
+        if not env.is_newcomer:  # who is linked when it has been let in
+            fabric.link_neighbours()
         reporter = Reporter(env.rank, rendezvous.agent.report)
+        elastic = Elastic(fabric, rendezvous.agent, env)
         if env.role == "server":  # it works with each worker, and with nobody as a group
-            return Job(env, rendezvous, fabric, Group(fabric, (env.rank,)), reporter)
-        world = Group(fabric, membership.workers)
+            alone = Group(fabric, (env.rank,))
+            return Job(env, rendezvous, fabric, alone, reporter, elastic)
+        world = worker_group(fabric, "world", elastic.is_on)
         servers = connect(fabric)
         connection.establish(fabric, servers)
-        return Job(env, rendezvous, fabric, world, reporter, servers)
+        return Job(env, rendezvous, fabric, world, reporter, elastic, servers)
     except BaseException:
         if listener is not None:
             listener.close()
         raise
+
+
+def _membership(env: JobEnv, agent: AnyAgent, me: Member, timeout_s: float) -> Membership:
+    """Join the job; a newcomer only looks at it, until it has something to join with."""
+    return agent.look() if env.is_newcomer else agent.join(me, timeout_s)
+
+
+def worker_group(fabric: Fabric, name: str, is_elastic: bool) -> Group:
+    """Form a group of all workers; in an elastic job it follows their changes."""
+    return fabric.worker_group(name) if is_elastic else Group(fabric, fabric.membership.workers)
 
 
 def _listen(env: JobEnv, rendezvous: Rendezvous) -> LinkListener:
@@ -235,13 +260,18 @@ def current() -> Job:
 
 
 def rank() -> int:
-    """Return this process's rank: 0 to world_size() - 1."""
-    return current().env.rank
+    """Return this process's rank: 0 to world_size() - 1. In an elastic job it may change."""
+    job = current()
+    if job.elastic.is_candidate:
+        members = map(job.fabric.membership.member, job.fabric.membership.workers)
+        return sum(member.number < job.env.number for member in members)
+    return job.world.rank if job.elastic.is_on else job.env.rank
 
 
 def world_size() -> int:
-    """Return the number of workers in the job."""
-    return current().world.size
+    """Return the number of workers in the job. In an elastic job it may change."""
+    job = current()
+    return len(job.fabric.membership.workers) + 1 if job.elastic.is_candidate else job.world.size
 
 
 def local_rank() -> int:

@@ -29,6 +29,11 @@ class LocalAgent:
         self.membership = Membership(generation=1, members=(member,))
         return self.membership
 
+    def look(self) -> Membership:
+        """Return the membership; alone there is no job to come to."""
+        assert self.membership is not None, "a process that is alone joins first"
+        return self.membership
+
     def report(self, event: Event) -> None:
         """Nobody watches."""
 

@@ -53,18 +53,19 @@ class Group:
         *,
         name: str = "",
         generation: int | None = None,
+        membership: Membership | None = None,
     ) -> None:
         """Form a group; members find each other by its name, without one by counting groups.
 
         All give the same generation; without one it is that of the membership, which is then to be
-        the same on all.
+        the same on all. `membership` is the fabric's, or a newer one that has its members.
         """
         self._fabric = fabric
         self.timeout_s = fabric.timeout_s if timeout_s is None else timeout_s  # of one operation
         self._id = identity(name) if name else fabric.next_id(ranks)
-        chosen = fabric.membership.generation if generation is None else generation
-        self._seat(tuple(ranks), chosen)
-        self._core = self._make_core(fabric.membership)
+        known = fabric.membership if membership is None else membership
+        self._seat(tuple(ranks), known.generation if generation is None else generation)
+        self._core = self._make_core(known)
 
     def _seat(self, ranks: tuple[int, ...], generation: int) -> None:
         self.generation = generation

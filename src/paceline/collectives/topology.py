@@ -17,7 +17,7 @@ import hashlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -53,6 +53,7 @@ class Fabric:
     rank: int
     engine: _core.Engine
     listener: LinkListener | None  # None in a world of one
+    me: Member
     membership: Membership
     timeout_s: float
     presence: Mapping[int, Presence] = field(default_factory=dict)  # what is known of the others
@@ -63,11 +64,10 @@ class Fabric:
 
     def link_neighbours(self) -> None:
         """Link to every process of the job on this host. Blocks until all of them answered."""
-        me = self.membership.member(self.rank)
         neighbours = [
             member
             for member in self.membership.members
-            if member.host_id == me.host_id and member.rank != self.rank
+            if member.host_id == self.me.host_id and member.rank != self.rank
         ]
         missing = [member for member in neighbours if member.rank not in self._linked]
         for rank, fd in self._link(missing, "local", self.timeout_s, local=True):
@@ -77,7 +77,7 @@ class Fabric:
 
     def link(self, member: Member) -> None:
         """Link to a member of this host that came later; without effect if that is done."""
-        here = self.membership.member(self.rank).host_id
+        here = self.me.host_id
         if member.host_id != here or member.rank in self._linked or member.rank == self.rank:
             return
         ((rank, fd),) = self._link([member], "local", self.timeout_s, local=True)
@@ -101,13 +101,16 @@ class Fabric:
         """Let a group know of changes, for as long as it lives."""
         self._followers.add(group)
 
-    def adopt(self, membership: Membership) -> None:
-        """Take over another membership; links to newcomers are made when they are needed."""
-        here = self.membership.member(self.rank).host_id
+    def adopt(self, membership: Membership, lost: Collection[int] = ()) -> None:
+        """Take over another membership; links to newcomers are made when they are needed.
+
+        Those who are `lost`, and did not leave in good order, are ended if they are of this host:
+        one that was only stopped could still write to memory that we share.
+        """
+        here = self.me.host_id
         gone = [m for m in self.membership.members if m.rank not in membership.ranks]
         for member in gone:
-            # Of this host it could still write to memory that we share: it must really be gone.
-            if member.host_id == here and member.rank in self._linked:
+            if member.rank in lost and member.rank in self._linked:
                 self.engine.end_peer(member.rank)
         self.membership = membership
         for group in list(self._followers):
@@ -139,11 +142,11 @@ class Fabric:
         timeout_s: float,
     ) -> _core.Group:
         """Form the group in the engine and connect its members. Collective among the ranks."""
-        members = [membership.member(rank) for rank in ranks]
+        members = [self.me if r == self.rank else membership.member(r) for r in ranks]
         host_ids = list(dict.fromkeys(member.host_id for member in members))
         hosts = [host_ids.index(member.host_id) for member in members]
         group = _core.Group(self.engine, group_id, generation, list(ranks), hosts, timeout_s)
-        here = membership.member(self.rank).host_id
+        here = self.me.host_id
         remote = [member for member in members if member.host_id != here]
         for lane, name in enumerate(LANES):
             purpose = f"group {group_id:x} generation {generation} {name}"

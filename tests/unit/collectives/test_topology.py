@@ -10,7 +10,7 @@ from paceline.collectives.topology import Fabric
 def fabric(rank: int) -> Fabric:
     members = tuple(Member(r, "worker", "host", "here", 1, r, "", "") for r in range(4))
     engine = _core.Engine(rank, 1, 10.0, 5.0, 2.0)
-    return Fabric(rank, engine, None, Membership(1, members), 10.0)
+    return Fabric(rank, engine, None, members[rank], Membership(1, members), 10.0)
 
 
 def test_members_agree_although_they_form_other_groups_in_between() -> None:

@@ -1,0 +1,362 @@
+"""Elastic: how one worker goes through changes of the membership.
+
+    point(attempt)     a collective step: repeated, among whoever is left, until it succeeds
+    boundary(agreed)   between two steps: newcomers come in, and those who are to leave go
+    enter()            a newcomer's way in: it has built its model, and now receives the rest
+
+A change is ADOPTED by all workers of the new membership together: the groups are formed anew, all
+tell their positions, and a donor sends its state to newcomers and to those who are behind. If
+somebody else is lost meanwhile, that begins again with the membership after it.
+
+Threads: all of this runs on the main thread; the control thread only ends operations that wait for
+somebody who is lost (`Fabric.interrupt`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from paceline.cluster.agent import Agent
+from paceline.cluster.member import Member, Membership
+from paceline.cluster.messages import Changed, Loss, Presence
+from paceline.cluster.notice import WaitNotice
+from paceline.cluster.rendezvous import AnyAgent
+from paceline.collectives.agreement import tell_all
+from paceline.collectives.topology import Fabric
+from paceline.config import JobEnv
+from paceline.elastic import parcel
+from paceline.elastic.protocol import Change, Parcel, Participant
+from paceline.elastic.verdict import Status, Verdict, judge
+from paceline.errors import PacelineError, PeerError, PeerLost, PeerTimeout
+from paceline.telemetry.events import Note
+
+T = TypeVar("T")
+
+_SLICE_S = 0.25
+_ACCUSE_S = 0.5  # a peer that cannot be reached, but has not been missed by the coordinator
+_CUT_OFF_S = 20.0  # without the coordinator nobody knows who goes on: not us
+
+
+class Retired(SystemExit):
+    """This worker was asked to leave (`paceline scale`), and has: the others go on without it."""
+
+
+class Elastic:
+    """One worker's part in a job whose members change. In any other job it only passes through."""
+
+    def __init__(self, fabric: Fabric, agent: AnyAgent, env: JobEnv) -> None:
+        self.is_on = env.is_elastic and env.role == "worker"
+        self.is_candidate = self.is_on and env.is_newcomer
+        self.is_lockstep = True
+        self.on_loss = env.on_loss
+        self.changes = 0  # adopted so far
+        self.passed = 0  # points
+        self.committed_steps: int | None = None  # free-running: of the number that was taken over
+        self._fabric = fabric
+        self._agent = agent
+        self._participants: dict[str, Participant] = {}
+        self._parcels: dict[str, Parcel] = {}  # for participants that are not there yet
+        self._result: Any = None  # of the last point passed
+        self._losses: dict[int, Loss] = {}  # by rank: announced, and not adopted yet
+        self._settled = fabric.membership  # the last one that was adopted whole
+        if not self.is_on:
+            return
+        self._control = fabric.worker_group("elastic")
+        assert isinstance(agent, Agent), "an elastic job has a coordinator"
+        fabric.newest = lambda: agent.membership
+        agent.on_presence = self._on_presence
+        agent.on_changed = self._on_changed
+
+    def register(self, name: str, participant: Participant) -> None:
+        """Let something take part in changes; under the same name on all workers."""
+        self._participants[name] = participant
+        if name in self._parcels:
+            participant.unpack(*self._parcels.pop(name))
+
+    # -- from the control thread --------------------------------------------------------------
+
+    def _on_presence(self, news: Presence) -> None:
+        if news.state == "lost":
+            text = f"rank {self._fabric.rank}: rank {news.rank} is lost: {news.detail}"
+            self._fabric.interrupt(news.rank, text)
+
+    def _on_changed(self, news: Changed) -> None:
+        for loss in news.lost:
+            self._losses[loss.rank] = loss
+            if loss.role == "worker":
+                text = f"rank {self._fabric.rank}: worker {loss.number} is lost: {loss.why}"
+                self._fabric.interrupt(loss.rank, text)
+
+    # -- points -------------------------------------------------------------------------------
+
+    def point(self, attempt: Callable[[], T], when_behind: Callable[[], None] = lambda: None) -> T:
+        """Take a collective step; its result is plain data. Repeated while workers are lost.
+
+        If others have taken this step before somebody was lost, and this worker has not, their
+        result is returned: it has received their state as well, and `when_behind` is called.
+        """
+        if not self.is_on:
+            return attempt()
+        while True:
+            try:
+                result = attempt()
+                break
+            except PeerError as error:
+                if self._adopt(error):
+                    when_behind()
+                    return self._result  # type: ignore[no-any-return]
+        self.passed += 1
+        self._result = result
+        return result
+
+    @property
+    def is_change_due(self) -> bool:
+        """Whether a membership has been announced that begins at the next boundary."""
+        if not self.is_on or self._agent.membership is None:
+            return False
+        return self._agent.membership.workers_since > self._fabric.membership.workers_since
+
+    def boundary(self, *, agreed: bool) -> None:
+        """Between two steps: adopt what is due, if the workers agreed that it is."""
+        if not self.is_on:
+            return
+        if not self.is_lockstep:
+            self._adopt_alone()
+        elif agreed:
+            self._adopt(None)
+
+    def interrupt_wait(self) -> None:
+        """Called in long waits for a server: the other workers may be about to adopt a change,
+        because somebody is lost, and wait for this one."""
+        newest = self._agent.membership
+        if not self.is_lockstep or newest is None:
+            return
+        workers = self._fabric.membership.workers
+        if any(rank not in newest.ranks and rank in self._losses for rank in workers):
+            self._adopt(None)
+
+    # -- adoption -----------------------------------------------------------------------------
+
+    def _adopt(self, error: PeerError | None) -> bool:
+        """Go over to the next membership with the others; true if this worker was behind."""
+        started_s = time.monotonic()
+        while True:
+            membership = self._await_change(error)
+            try:
+                return self._enter(membership, started_s)
+            except PeerError as again:
+                error = again
+
+    def _await_change(self, error: PeerError | None) -> Membership:
+        """Wait for a membership with other workers than ours."""
+        started_s, accused = time.monotonic(), False
+        notice = WaitNotice(f"rank {self._fabric.rank} waits for the job's next membership")
+        agent, fabric = self._agent, self._fabric
+        assert isinstance(agent, Agent)
+        while True:
+            if agent.over is not None:
+                raise PacelineError(f"rank {fabric.rank}: the job is over: {agent.over}") from error
+            newest = agent.membership
+            if newest is not None and newest.workers_since > fabric.membership.workers_since:
+                if fabric.rank not in newest.ranks:
+                    raise Retired(0)
+                return newest
+            waited_s = time.monotonic() - started_s
+            self._require_contact(waited_s, error)
+            culprit = getattr(error, "rank", None)
+            if culprit is not None and culprit >= 0 and not accused and waited_s > _ACCUSE_S:
+                accused = True
+                agent.accuse(culprit, str(error)[:300])
+            agent.wait_for_generation(newest.generation if newest is not None else 0, _SLICE_S)
+            notice.check()
+
+    def _require_contact(self, waited_s: float, error: PeerError | None) -> None:
+        assert isinstance(self._agent, Agent)
+        if waited_s > _CUT_OFF_S and not self._agent.is_attached:
+            raise PeerTimeout(
+                f"rank {self._fabric.rank}: neither its peers nor the coordinator can be reached"
+                f" for {waited_s:.0f} s: this side of the network stops, so that only one goes on;"
+                " see whether this host still has its network"
+            ) from error
+
+    def _enter(self, membership: Membership, started_s: float) -> bool:
+        """Meet the others in a membership; true if this worker was behind."""
+        self._fabric.adopt(membership, self._losses)
+        answers = tell_all(self._control, self._status(membership))
+        statuses = [msgspec.convert(answer, Status) for answer in answers]
+        verdict = judge(statuses)
+        self._transfer(verdict)
+        self._control.barrier()  # nobody goes on before everybody has what it needs
+        change = Change(
+            generation=membership.generation,
+            before=verdict.before,
+            after=membership.workers,
+            lost=verdict.lost,
+            joined=verdict.newcomers,
+            uncounted=bool(verdict.lost) and self.on_loss == "shrink",
+            told=_by_participant(statuses),
+        )
+        self._settled = membership
+        self._finish(change, verdict, started_s)
+        return self._fabric.rank in verdict.behind
+
+    def _status(self, membership: Membership) -> Status:
+        workers = self._settled.workers
+        gone = [rank for rank in workers if rank not in membership.ranks]
+        return Status(
+            rank=self._fabric.rank,
+            passed=self.passed,
+            adopted=self._settled.workers_since,
+            workers=workers,
+            lost=tuple(self._losses[rank] for rank in gone if rank in self._losses),
+            is_new=self.is_candidate,
+            told={name: p.tell() for name, p in self._participants.items()},
+        )
+
+    def _transfer(self, verdict: Verdict) -> None:
+        """Bring state from the donor to those who lack it."""
+        group = self._control
+        if self._fabric.rank == verdict.donor and verdict.receivers:
+            parcels = {name: p.pack() for name, p in self._participants.items()}
+            receivers = [group.ranks.index(rank) for rank in verdict.receivers]
+            parcel.send(group, receivers, parcels, self._result)
+        elif self._fabric.rank in verdict.receivers:
+            self._take(parcel.receive(group, group.ranks.index(verdict.donor)))
+        self.passed = verdict.passed
+
+    def _take(self, shipment: parcel.Shipment) -> None:
+        self._result = shipment.result
+        for name, (plain, tensors) in shipment.parcels.items():
+            if name in self._participants:
+                self._participants[name].unpack(plain, tensors)
+            else:
+                self._parcels[name] = (plain, tensors)
+
+    def _finish(self, change: Change, verdict: Verdict, started_s: float) -> None:
+        was_candidate, self.is_candidate = self.is_candidate, False
+        for participant in self._participants.values():
+            participant.resume(change)
+        self.changes += 1
+        for rank in [rank for rank in self._losses if rank not in change.after]:
+            del self._losses[rank]
+        assert isinstance(self._agent, Agent)
+        self._agent.adopted(change.generation)
+        if self._fabric.rank == verdict.donor and not was_candidate:
+            text = _describe(change, time.monotonic() - started_s)
+            self._agent.report(Note(self._fabric.rank, text))
+
+    # -- newcomers ----------------------------------------------------------------------------
+
+    def enter(self, me: Member) -> None:
+        """Come in, as a newcomer that has built its model: blocks until a peer has sent the rest.
+
+        Without effect on a worker that is in already.
+        """
+        if not self.is_candidate:
+            return
+        assert isinstance(self._agent, Agent)
+        started_s = time.monotonic()
+        membership = self._agent.ready(me)
+        while True:
+            try:
+                if self.is_lockstep:
+                    self._enter(membership, started_s)
+                else:
+                    self._enter_alone(membership)
+                return
+            except PeerError as error:
+                membership = self._await_change(error)
+
+    # -- free-running: nobody waits for anybody -----------------------------------------------
+
+    def _adopt_alone(self) -> None:
+        """Take note of another membership; the first worker gives to those who come."""
+        newest, fabric = self._agent.membership, self._fabric
+        if newest is None or newest.generation <= fabric.membership.generation:
+            return
+        if fabric.rank not in newest.ranks:
+            raise Retired(0)
+        before = fabric.membership
+        fabric.adopt(newest, self._losses)
+        joined = [rank for rank in newest.workers if rank not in before.workers]
+        if fabric.rank == _donor(newest, joined):
+            for rank in joined:
+                self._give(newest.member(rank))
+        for loss in [self._losses.pop(r) for r in before.ranks if r in self._losses]:
+            self._agent.report(Note(fabric.rank, f"going on without {loss.role} {loss.number}"))
+        self.changes += 1
+        assert isinstance(self._agent, Agent)
+        self._agent.adopted(newest.generation)
+
+    def _give(self, newcomer: Member) -> None:
+        parcels = {name: p.pack() for name, p in self._participants.items()}
+        try:
+            group = self._pair(self._fabric.rank, newcomer.rank)
+            parcel.send(group, [1], parcels, None)
+            group.close()
+        except PeerError:
+            # It was lost again before it was in, which the next membership will say.
+            if newcomer.rank in (self._agent.membership or self._fabric.membership).ranks:
+                self._agent.report(
+                    Note(self._fabric.rank, f"worker {newcomer.number} left while it came in")
+                )
+
+    def _enter_alone(self, membership: Membership) -> None:
+        fabric = self._fabric
+        fabric.adopt(membership, self._losses)
+        donor = _donor(membership, [fabric.rank])
+        if donor is None:
+            raise PeerLost(f"rank {fabric.rank}: no worker is left that could send its state")
+        group = self._pair(donor, fabric.rank)
+        self._take(parcel.receive(group, 0))
+        group.close()
+        self.is_candidate = False
+        change = Change(
+            generation=membership.generation,
+            before=tuple(rank for rank in membership.workers if rank != fabric.rank),
+            after=membership.workers,
+            lost=(),
+            joined=(fabric.rank,),
+            uncounted=False,
+            told={},
+        )
+        for participant in self._participants.values():
+            participant.resume(change)
+        self.changes += 1
+        assert isinstance(self._agent, Agent)
+        self._agent.adopted(membership.generation)
+
+    def _pair(self, donor: int, newcomer: int) -> Any:
+        from paceline.collectives.group import Group
+
+        other = newcomer if self._fabric.rank == donor else donor
+        self._fabric.link(self._fabric.membership.member(other))
+        name = f"gift {donor} {newcomer}"
+        return Group(self._fabric, (donor, newcomer), name=name, generation=1)
+
+
+def _donor(membership: Membership, joined: Sequence[int]) -> int | None:
+    return next((rank for rank in membership.workers if rank not in joined), None)
+
+
+def _by_participant(statuses: Sequence[Status]) -> dict[str, list[Any]]:
+    names = {name for status in statuses for name in status.told}
+    return {
+        name: [None if s.is_new else s.told.get(name) for s in statuses] for name in sorted(names)
+    }
+
+
+def _describe(change: Change, took_s: float) -> str:
+    """Say for people what a change has come to."""
+    count = f"{len(change.after)} worker{'s' if len(change.after) != 1 else ''}"
+    parts = []
+    if change.lost:
+        names = ", ".join(str(loss.number) for loss in change.lost)
+        parts.append(f"going on with {count} after the loss of worker {names}")
+    if change.joined:
+        parts.append(f"{len(change.joined)} joined, now {count}")
+    return f"{'; '.join(parts) or f'now {count}'} ({took_s:.1f} s)"
