@@ -16,6 +16,7 @@ from paceline import job
 from paceline.collectives.group import Group
 from paceline.errors import ProtocolError, SharedMemoryError, UsageError
 from paceline.ps import messages as m
+from paceline.ps.line_group import SERVER
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule, TableSpec
 from support import run_ranks, started, tell
@@ -137,7 +138,7 @@ def send_raw(link, frame: bytes) -> None:
     padded = np.frombuffer(frame.ljust(m.FRAME_BYTES, b"\0"), dtype=np.uint8)
     with link._mu:
         link._seq += 1
-        link._group.send(padded, 1, tag=m.REQUEST)
+        link._group.send(padded, SERVER, tag=m.REQUEST)
 
 
 BAD_FRAMES = {

@@ -10,7 +10,8 @@ Workers are ordered by number, in groups and in sums. In a job that loses nobody
 
 A PARTITION is a part of the parameter servers' tables that moves and fails over as a whole. The
 membership says which servers hold it: the first is its primary, which answers; the others are
-backups.
+backups. A backup that does not have everything yet is FILLING: it is listed apart, and becomes a
+holder in the generation after it said so. Holders have everything that was ever acknowledged.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class Membership(msgspec.Struct, frozen=True):
     members: tuple[Member, ...]
     partitions: tuple[tuple[int, ...], ...] = ()  # ranks of servers; empty: one on each server
     workers_since: int = 1  # the generation in which the workers last changed
+    primaries_since: tuple[int, ...] = ()  # by partition, the same of its primary; empty: always
+    filling: tuple[tuple[int, ...], ...] = ()  # by partition: servers that are to become backups
+    vacant: tuple[int, ...] = ()  # lost workers whose place is kept until a replacement takes it
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -70,6 +74,14 @@ class Membership(msgspec.Struct, frozen=True):
         """By partition: the servers that hold it, its primary first; empty when it is lost."""
         return self.partitions or tuple((server,) for server in self.servers)
 
+    def fills(self, rank: int) -> tuple[int, ...]:
+        """Return the partitions that a server is being filled with."""
+        return tuple(p for p, ranks in enumerate(self.filling) if rank in ranks)
+
+    def primary_since(self, partition: int) -> int:
+        """Return the generation since which a partition has had its primary."""
+        return self.primaries_since[partition] if partition < len(self.primaries_since) else 1
+
     @property
     def world_size(self) -> int:
         return len(self.members)
@@ -85,15 +97,36 @@ class Membership(msgspec.Struct, frozen=True):
         """Return the next generation, in which those ranks are gone; the others keep theirs."""
         gone = set(ranks)
         stay = tuple(member for member in self.members if member.rank not in gone)
-        held = tuple(tuple(r for r in holders if r not in gone) for holders in self.partitions)
-        return self.next(stay, held)
+        held, filling = (
+            tuple(tuple(r for r in ranks if r not in gone) for ranks in by_partition)
+            for by_partition in (self.partitions, self.filling)
+        )
+        return self.next(stay, held, filling, tuple(r for r in self.vacant if r not in gone))
 
     def next(
-        self, members: Iterable[Member], partitions: tuple[tuple[int, ...], ...] = ()
+        self,
+        members: Iterable[Member],
+        partitions: tuple[tuple[int, ...], ...] = (),
+        filling: tuple[tuple[int, ...], ...] = (),
+        vacant: tuple[int, ...] = (),
     ) -> Membership:
         """Return the next generation, with these members."""
         ordered = tuple(sorted(members, key=lambda member: member.rank))
-        following = Membership(self.generation + 1, ordered, partitions, self.workers_since)
+        following = Membership(
+            self.generation + 1,
+            ordered,
+            partitions,
+            self.workers_since,
+            filling=filling,
+            vacant=vacant,
+        )
+        since = tuple(
+            self.primary_since(number) if now[:1] == before[:1] else following.generation
+            for number, (before, now) in enumerate(
+                zip(self.holders, following.holders, strict=False)
+            )
+        )
+        following = msgspec.structs.replace(following, primaries_since=since)
         if following.workers == self.workers:
             return following
         return msgspec.structs.replace(following, workers_since=following.generation)

@@ -23,11 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.collectives.group import Group
 from paceline.collectives.topology import Fabric
 from paceline.errors import PacelineError, PeerTimeout
 from paceline.ps import messages as m
-from paceline.ps.link import PATIENCE_S
+from paceline.ps.line_group import WORKER, form_line
 from paceline.work import Work
 
 _REMEMBERED = 64  # answers; a worker has fewer questions under way
@@ -63,11 +62,11 @@ class Arrival:
 class Line:
     """One worker, as the server sees it. Used by the server's loop only."""
 
-    def __init__(self, fabric: Fabric, worker: int) -> None:
+    def __init__(self, fabric: Fabric, worker: int, partition: int) -> None:
         self.worker = worker
         here, there = (fabric.membership.member(rank) for rank in (fabric.rank, worker))
         self.is_local = here.host_id == there.host_id
-        self._group = Group(fabric, (worker, fabric.rank), PATIENCE_S)
+        self._group = form_line(fabric, fabric.membership, partition, worker, fabric.rank)
         self._arrivals: deque[Arrival] = deque()
         self._last_seq = 0
         self._replies: OrderedDict[int, m.Reply] = OrderedDict()
@@ -177,7 +176,7 @@ class Line:
         self._send(m.Reply(self._last_seq, error="ProtocolError", text=self._reproach))
 
     def _put(self, tensor: np.ndarray | torch.Tensor, tag: int) -> None:
-        work = self._group.send(tensor, 0, tag=tag, async_op=True)
+        work = self._group.send(tensor, WORKER, tag=tag, async_op=True)
         assert isinstance(work, Work)
         while self._unread and self._unread[0].done():
             self._unread.popleft()

@@ -10,7 +10,6 @@ Threads: any; questions of one line are numbered in the order in which they are 
 
 from __future__ import annotations
 
-import math
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -21,14 +20,11 @@ import torch
 
 from paceline import errors
 from paceline.cluster.notice import FIRST_S, WaitNotice
-from paceline.collectives.group import Group
 from paceline.collectives.topology import Fabric
 from paceline.ps import messages as m
+from paceline.ps.line_group import SERVER, form_line
 from paceline.work import Handle, Work
 
-# A worker may have to wait for others as long as those take, so no operation has a deadline here;
-# a server that is gone or stopped is noticed all the same.
-PATIENCE_S = math.inf
 _LEAVE_S = 2.0
 _SHOWN = 4
 _ENGINE_WORDS = re.compile(r"^rank \d+( \(pid \d+\))? | during .*", re.DOTALL)
@@ -45,8 +41,8 @@ class ServerLink:
         here, there = (fabric.membership.member(rank) for rank in (fabric.rank, server))
         self.is_local = here.host_id == there.host_id
         self._where = there.where
-        self._group = Group(fabric, (fabric.rank, server), PATIENCE_S)
-        self._peer = 1
+        self._group = form_line(fabric, fabric.membership, index, fabric.rank, server)
+        self._peer = SERVER
         self.holds: list[str] = []  # labels of the shards there, for messages
 
     def locate(self, tensor: torch.Tensor) -> m.Where | None:

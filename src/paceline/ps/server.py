@@ -51,7 +51,7 @@ class Server:
         self.index = index
         self._fabric = fabric
         self._report = report
-        self._lines = {worker: Line(fabric, worker) for worker in fabric.membership.workers}
+        self._lines = {worker: Line(fabric, worker, index) for worker in fabric.membership.workers}
         self.hosted: list[Hosted] = []  # by number
         self.by_name: dict[str, Hosted] = {}
         self._reported_s = 0.0
