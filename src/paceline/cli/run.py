@@ -10,7 +10,7 @@ import signal
 import sys
 
 from paceline.config import inherited_environ
-from paceline.launcher.display import Display, choose_screen, open_logs
+from paceline.launcher.display import Display, Logs, choose_screen
 from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.lines import printable
 from paceline.launcher.local import LocalJob
@@ -41,7 +41,7 @@ class _DisplayHandler(logging.Handler):
 
 def run(spec: RunSpec) -> int:
     """Run a job in the foreground and return its exit code; raises PacelineError."""
-    logs = open_logs(spec.log_dir, spec.seats) if spec.log_dir is not None else []
+    logs = Logs(spec.log_dir, spec.seats) if spec.log_dir is not None else None
     display = Display(choose_screen(), logs)
     handler = _DisplayHandler(display)
     for name in _LOGGERS:

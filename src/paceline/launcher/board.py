@@ -2,7 +2,8 @@
 
 Plain data with a clock passed in; no terminal here. The launcher feeds it events and exits, and
 takes `Row`s out of it, which the display paints while the job runs and once more at its end. Every
-worker has a row; a server gets one when it first reports something.
+worker has a row; a server gets one when it first reports something. A row belongs to a place: the
+process that replaces another goes on in its row.
 """
 
 from __future__ import annotations
@@ -48,15 +49,30 @@ class Board:
     """The latest state of every rank. Not thread-safe: lives on the launcher's main thread."""
 
     def __init__(self, seats: Sequence[Seat]) -> None:
-        self._ranks = [_Rank(seat) for seat in seats]
+        self._places: dict[tuple[bool, int], _Rank] = {}  # by role and number
+        self._by_rank: dict[int, _Rank] = {}
+        for seat in seats:
+            self.seat(seat)
         self._columns: list[str] = []
         self.has_progress = False
 
+    def seat(self, seat: Seat) -> None:
+        """Give a process its row: that of its predecessor, if it has one."""
+        rank = self._places.setdefault(seat.place, _Rank(seat))
+        self._by_rank.pop(rank.seat.rank, None)
+        rank.seat, rank.state = seat, "running"
+        self._by_rank[seat.rank] = rank
+
+    def remove(self, seat: Seat) -> None:
+        """Take a row away: its process was no longer wanted and has left."""
+        if self._by_rank.pop(seat.rank, None) is not None:
+            del self._places[seat.place]
+
     def on_progress(self, event: Progress, now_s: float) -> None:
         """Take in one report; a rank that is not of this job is ignored."""
-        if not 0 <= event.rank < len(self._ranks):
+        rank = self._by_rank.get(event.rank)
+        if rank is None:
             return
-        rank = self._ranks[event.rank]
         rank.step = event.step
         for name, value in event.values.items():
             shown = printable(name.encode())[:20]
@@ -80,7 +96,12 @@ class Board:
 
     def set_state(self, rank: int, state: str) -> None:
         """Say in a few words what became of a rank."""
-        self._ranks[rank].state = state
+        if rank in self._by_rank:
+            self._by_rank[rank].state = state
+
+    @property
+    def _ranks(self) -> list[_Rank]:
+        return [self._places[place] for place in sorted(self._places)]
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""The crew: the processes of a job, in order of rank, and what became of each.
+"""The crew: the processes of a job, by rank, and what became of each.
 
-It starts them, notices ends, sends signals and makes the results; it decides nothing. When the job
-is over, and who has to go, is decided in local.py.
+It notices ends, sends signals and makes the results; it decides nothing. When the job is over, and
+who has to go, is decided in local.py.
 
 Threads: used on the launcher's main thread only.
 """
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 
 from paceline.launcher.display import Display
+from paceline.launcher.guard import end_processes
 from paceline.launcher.lifeline import Guard
 from paceline.launcher.output import RankOutput
 from paceline.launcher.process import RankProcess
@@ -29,27 +30,37 @@ class Crew:
     def __init__(self, display: Display, on_end: Callable[[RankProcess], None]) -> None:
         self._display = display
         self._on_end = on_end
-        self._processes: list[RankProcess] = []
-        self._outputs: list[RankOutput] = []
+        self._processes: dict[int, RankProcess] = {}  # by rank
+        self._outputs: dict[int, RankOutput] = {}
         self._told_to_stop: set[int] = set()
         self._frozen: set[int] = set()
         self._ended: list[int] = []  # ranks in the order of their end
         self._over: set[int] = set()  # servers that ended after the last worker
 
-    def start(
-        self, seat: Seat, argv: Sequence[str], environ: Mapping[str, str], guard: Guard
-    ) -> None:
-        """Start the next process; raises LaunchError."""
-        process = RankProcess(seat, argv, environ)
-        self._processes.append(process)
+    def add(self, process: RankProcess, guard: Guard) -> None:
+        """Take in a process that was just started."""
         guard.watch(process.pid)
-        self._outputs.append(RankOutput(process, self._display))
+        self._processes[process.seat.rank] = process
+        self._outputs[process.seat.rank] = RankOutput(process, self._display)
+
+    def retire(self, process: RankProcess, guard: Guard) -> RankResult:
+        """Let go of one that has ended while the job goes on; what it started ends as well."""
+        process.signal_group(signal.SIGKILL)
+        end_processes("", [process.pid], within_s=0.05)
+        rank = process.seat.rank
+        self._outputs[rank].close()
+        result = self._result(rank)
+        process.release()
+        guard.forget(process.pid)
+        del self._processes[rank], self._outputs[rank]
+        self._ended.remove(rank)
+        return result
 
     # -- watch -------------------------------------------------------------------------------
 
     def look(self) -> None:
         """See who has ended since the last look: workers first, as their end excuses servers'."""
-        for process in self._processes:
+        for process in sorted(self._processes.values(), key=lambda process: process.seat.place):
             if process.check_ended():
                 self._ended.append(process.seat.rank)
                 if process.seat.is_server and not self.workers:
@@ -59,12 +70,12 @@ class Crew:
     @property
     def workers(self) -> list[RankProcess]:
         """The workers that still run."""
-        return [p for p in self._processes if p.is_running and not p.seat.is_server]
+        return [p for p in self._processes.values() if p.is_running and not p.seat.is_server]
 
     @property
     def servers(self) -> list[RankProcess]:
         """The servers that still run."""
-        return [p for p in self._processes if p.is_running and p.seat.is_server]
+        return [p for p in self._processes.values() if p.is_running and p.seat.is_server]
 
     @property
     def running(self) -> list[RankProcess]:
@@ -91,14 +102,14 @@ class Crew:
             process.signal_group(signal.SIGCONT)  # a frozen rank cannot hear SIGTERM
 
     def kill(self) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             process.signal_group(signal.SIGKILL)
 
     def release(self) -> None:
         """Read what is left in the pipes and reap everybody; call once, at the end of the job."""
-        for output in self._outputs:
+        for output in self._outputs.values():
             output.close()
-        for process in self._processes:
+        for process in self._processes.values():
             process.presume_killed()
             process.release()
 
@@ -118,7 +129,8 @@ class Crew:
 
     def results(self) -> list[RankResult]:
         """Return what became of everybody, when all have ended."""
-        return [self._result(rank) for rank in range(len(self._processes))]
+        ranks = sorted(self._processes, key=lambda rank: self._processes[rank].seat.place)
+        return [self._result(rank) for rank in ranks]
 
     def _result(self, rank: int) -> RankResult:
         process, output = self._processes[rank], self._outputs[rank]

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from paceline.errors import ConfigError
 from paceline.launcher.screen import LiveScreen, Picture, PlainScreen, Screen
@@ -33,23 +33,61 @@ def choose_screen() -> Screen:
     return PlainScreen()
 
 
-def open_logs(directory: Path, seats: Sequence[Seat]) -> list[BinaryIO]:
-    """Create a log file for every process; raises ConfigError when that is not possible."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return [open(directory / seat.log_name, "wb", buffering=0) for seat in seats]
-    except OSError as error:
-        raise ConfigError(
-            f"--log-dir {directory}: {error.strerror}; name a directory you can write to"
-        ) from error
+class Logs:
+    """The files of --log-dir, one for each place: a replacement goes on in the same file.
+
+    Made on the main thread, then used by the display thread only.
+    """
+
+    def __init__(self, directory: Path, seats: Sequence[Seat]) -> None:
+        """Create the files; raises ConfigError when that is not possible."""
+        self._directory = directory
+        self._files: dict[str, BinaryIO | None] = {}  # None: writing to it has failed
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for seat in seats:
+                self._files[seat.log_name] = self._open(seat, "wb")
+        except OSError as error:
+            raise ConfigError(
+                f"--log-dir {directory}: {error.strerror}; name a directory you can write to"
+            ) from error
+
+    def _open(self, seat: Seat, mode: str) -> BinaryIO:
+        return cast(BinaryIO, open(self._directory / seat.log_name, mode, buffering=0))
+
+    def write(self, seat: Seat, data: bytes) -> str | None:
+        """Append; when that fails, say so once, and drop whatever comes later."""
+        name = seat.log_name
+        try:
+            file = self._files[name] if name in self._files else self._open(seat, "ab")
+            self._files[name] = file
+            while file is not None and data:
+                data = data[file.write(data) or 0 :]
+        except OSError as error:
+            self._close(name)
+            return (
+                f"paceline: {self._directory / name}: {error.strerror}; the log of {seat} ends"
+                " here, the job goes on"
+            )
+        return None
+
+    def _close(self, name: str) -> None:
+        file = self._files.get(name)
+        if file is not None:
+            file.close()
+        self._files[name] = None
+
+    def close(self) -> None:
+        for name in list(self._files):
+            self._close(name)
 
 
 class Display:
     """Queue in front of a screen and the log files."""
 
-    def __init__(self, screen: Screen, logs: list[BinaryIO]) -> None:
+    def __init__(self, screen: Screen, logs: Logs | None = None) -> None:
         self._screen = screen
-        self._logs: list[BinaryIO | None] = list(logs)
+        self._logs = logs
         self._queue: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._mu = threading.Lock()
         self._backlog_bytes = 0  # guarded by: _mu
@@ -76,7 +114,7 @@ class Display:
 
     def log(self, seat: Seat, data: bytes) -> None:
         """Keep the raw bytes of a process in its log file, if there is one."""
-        if self._logs:
+        if self._logs is not None:
             self._put(len(data), lambda: self._paint_log(seat, data))
 
     def say(self, text: str) -> None:
@@ -121,21 +159,11 @@ class Display:
                 self._screen.say(f"paceline: display: {error!r}; going on with plain lines")
             with self._mu:
                 self._backlog_bytes -= size_bytes
-        for log in self._logs:
-            if log is not None:
-                log.close()
+        if self._logs is not None:
+            self._logs.close()
 
     def _paint_log(self, seat: Seat, data: bytes) -> None:
-        log = self._logs[seat.rank]
-        if log is None:
-            return
-        try:
-            while data:
-                data = data[log.write(data) or 0 :]
-        except OSError as error:
-            self._screen.say(
-                f"paceline: {log.name}: {error.strerror}; the log of {seat} ends here, the job"
-                " goes on"
-            )
-            log.close()
-            self._logs[seat.rank] = None
+        assert self._logs is not None
+        trouble = self._logs.write(seat, data)
+        if trouble is not None:
+            self._screen.say(trouble)

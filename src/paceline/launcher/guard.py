@@ -35,7 +35,14 @@ def _session_of(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X") else int(fields[3])
 
 
-def _carries_mark(pid: int, mark: bytes) -> bool:
+def _mark(job_id: str) -> bytes | None:
+    """What the environment of the job's processes has; None for "": sessions alone count."""
+    return f"PACELINE_JOB={job_id}".encode() if job_id else None
+
+
+def _carries_mark(pid: int, mark: bytes | None) -> bool:
+    if mark is None:
+        return False
     try:
         with open(f"/proc/{pid}/environ", "rb") as environ:
             return mark in environ.read().split(b"\0")
@@ -45,7 +52,7 @@ def _carries_mark(pid: int, mark: bytes) -> bool:
 
 def job_processes(job_id: str, sessions: Collection[int]) -> Iterator[int]:
     """Yield the pids of live processes of the job, except the calling process."""
-    mark = f"PACELINE_JOB={job_id}".encode()
+    mark = _mark(job_id)
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
             continue
@@ -61,8 +68,7 @@ def _kill(pid: int, job_id: str, sessions: Collection[int]) -> None:
     except OSError:
         return
     try:
-        mark = f"PACELINE_JOB={job_id}".encode()
-        if _session_of(pid) in sessions or _carries_mark(pid, mark):
+        if _session_of(pid) in sessions or _carries_mark(pid, _mark(job_id)):
             signal.pidfd_send_signal(handle, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass  # it ended meanwhile, or changed its user: out of our hands either way
@@ -86,7 +92,7 @@ def end_processes(job_id: str, sessions: Collection[int], *, within_s: float = 2
 
 
 def main(job_id: str, job_directory: str) -> None:
-    """Read "session <pid>" lines until the launcher ends the job or dies."""
+    """Read "session <pid>" and "forget <pid>" until the launcher ends the job or dies."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends with the launcher, never before it
     sessions: set[int] = set()
@@ -96,6 +102,8 @@ def main(job_id: str, job_directory: str) -> None:
             return
         if len(words) == 2 and words[0] == "session":
             sessions.add(int(words[1]))
+        elif len(words) == 2 and words[0] == "forget":
+            sessions.discard(int(words[1]))
     end_processes(job_id, sessions, within_s=10.0)
     shutil.rmtree(job_directory, ignore_errors=True)  # the next launcher sweeps what remains
 

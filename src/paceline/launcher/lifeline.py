@@ -45,6 +45,11 @@ class Guard:
         self.sessions.append(session)
         self._tell(f"session {session}\n")
 
+    def forget(self, session: int) -> None:
+        """Let go of a session that has ended: its number may be a stranger's soon."""
+        self.sessions.remove(session)
+        self._tell(f"forget {session}\n")
+
     def end(self) -> None:
         """Tell the guard that everything is cleaned up, and reap it."""
         self._tell("end\n")

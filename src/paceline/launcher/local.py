@@ -37,6 +37,7 @@ from paceline.launcher.lifeline import Guard, hold_port
 from paceline.launcher.lines import printable
 from paceline.launcher.machine import OomCount, memory, usable_cores
 from paceline.launcher.outcome import Outcome
+from paceline.launcher.outlet import Outlet
 from paceline.launcher.process import RankProcess
 from paceline.launcher.screen import Picture
 from paceline.launcher.seat import Seat, names
@@ -137,7 +138,9 @@ class LocalJob:
         cores = usable_cores()
         for seat in self._seats:
             environ = process_environ(self._environ, self._spec, seat, where, cores=cores)
-            self._crew.start(seat, self._spec.argv(seat), environ, guard)
+            outlet = Outlet.pipes()
+            process = RankProcess.start(seat, self._spec.argv(seat), environ, outlet)
+            self._crew.add(process, guard)
         self._display.start()
         painter = asyncio.ensure_future(self._paint())
         try:

@@ -1,7 +1,8 @@
 """What one rank prints, on its way from the pipe to the display, the log file and the report.
 
 Reads are non-blocking and happen in the launcher's loop. While the display is behind, the pipe is
-simply not read; the rank then waits in its own write.
+simply not read; the rank then waits in its own write. A file tells nobody when it grows: it is
+looked at several times a second, and has ended when its process has.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ class RankOutput:
         self._seat = process.seat
         self._display = display
         self._splitters: dict[int, LineSplitter] = {}
-        self._stderr_fd = process.stderr_fd
+        self._process = process
+        self._stderr_fd = process.outlet.stderr_fd
         self.stderr_tail: deque[str] = deque(maxlen=_KEEP_LINES)
         self.last_stdout = ""
         self.done = asyncio.Event()
-        for fd in (process.stdout_fd, process.stderr_fd):
+        for fd in {process.outlet.stdout_fd, process.outlet.stderr_fd}:
             self._splitters[fd] = LineSplitter()
             self._resume(fd)
 
@@ -44,8 +46,21 @@ class RankOutput:
             self._end(fd)
 
     def _resume(self, fd: int) -> None:
-        if fd in self._splitters:
+        if fd not in self._splitters:
+            return
+        if self._process.outlet.is_file:
+            self._follow(fd)
+        else:
             asyncio.get_running_loop().add_reader(fd, self._on_readable, fd)
+
+    def _follow(self, fd: int) -> None:
+        is_last = not self._process.is_running
+        while not self._display.is_behind and self._read(fd):
+            pass
+        if is_last and not self._display.is_behind:
+            self._end(fd)
+        else:
+            asyncio.get_running_loop().call_later(_RETRY_S, self._resume, fd)
 
     def _on_readable(self, fd: int) -> None:
         if self._display.is_behind:
@@ -64,9 +79,11 @@ class RankOutput:
         except BlockingIOError:
             return False
         if not data:
-            self._end(fd)
+            if not self._process.outlet.is_file:
+                self._end(fd)
             return False
-        self._display.log(self._seat, data)
+        if not self._process.outlet.is_file:  # else it is there already
+            self._display.log(self._seat, data)
         for line in self._splitters[fd].feed(data):
             self._show(fd, line)
         return True
@@ -75,7 +92,8 @@ class RankOutput:
         splitter = self._splitters.pop(fd, None)
         if splitter is None:
             return
-        asyncio.get_running_loop().remove_reader(fd)
+        if not self._process.outlet.is_file:
+            asyncio.get_running_loop().remove_reader(fd)
         for line in splitter.finish():
             self._show(fd, line)
         if not self._splitters:

@@ -8,11 +8,12 @@ in `preexec_fn`. The alternative, a trampoline program that sets it and then exe
 an interpreter start (10 ms bare, 60 ms with site-packages) per rank and opens a window in which the
 rank is not yet protected. What speaks against preexec_fn is Python code running in a forked child
 while other threads hold locks. It does not apply here: ranks are started from the launcher's main
-thread (the signal is bound to the *thread* that forked), before the display thread exists, and the
-function calls only what was looked up beforehand.
+thread (the signal is bound to the *thread* that forked), the first ones before the display thread
+exists, and the function calls only what was looked up beforehand.
 
-A rank that ended stays a zombie until the end of the job (waitid with WNOWAIT): as long as it is
-there, its pid, and so the number of its session and process group, cannot be given to a stranger.
+A rank that ended stays a zombie until it is released, at the end of the job or when it is replaced
+(waitid with WNOWAIT): as long as it is there, its pid, and so the number of its session and process
+group, cannot be given to a stranger.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from paceline.errors import LaunchError
+from paceline.launcher.outlet import Outlet
 from paceline.launcher.seat import Seat
 
 _PR_SET_PDEATHSIG = 1
@@ -77,36 +79,53 @@ def peek_status(pid: int) -> ExitStatus | None:
 
 
 class RankProcess:
-    """A started rank or server. Not thread-safe: used by the launcher's main thread only."""
+    """A started rank or server, a child of this process. Used by the launcher's main thread only.
 
-    def __init__(self, seat: Seat, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    `outlet` is where its output is read; the process itself has the far ends.
+    """
+
+    def __init__(self, seat: Seat, pid: int, outlet: Outlet) -> None:
         self.seat = seat
+        self.pid = pid
+        self.outlet = outlet
         self.status: ExitStatus | None = None
         self.ended_s: float | None = None
         self.started_s = time.monotonic()
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def start(
+        cls,
+        seat: Seat,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        outlet: Outlet,
+        *,
+        dies_with_launcher: bool = True,
+    ) -> RankProcess:
+        """Start a command; raises LaunchError."""
         launcher = os.getpid()
         try:
-            self._popen = subprocess.Popen(
+            popen = subprocess.Popen(
                 argv,
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
+                stdout=outlet.far_stdout,
+                stderr=outlet.far_stderr,
                 start_new_session=True,
-                preexec_fn=lambda: die_with(launcher),
+                preexec_fn=(lambda: die_with(launcher)) if dies_with_launcher else None,
             )
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
+            outlet.close()
+            words = error.strerror if isinstance(error, OSError) else str(error)
             raise LaunchError(
-                f"{seat} could not be started: {error.strerror} ({argv[0]}); check the limits"
+                f"{seat} could not be started: {words} ({argv[0]}); check the limits"
                 " with `paceline doctor` (processes, open files, memory)"
             ) from error
-        self.pid = self._popen.pid
-        assert self._popen.stdout is not None and self._popen.stderr is not None
-        self.stdout_fd = self._popen.stdout.fileno()
-        self.stderr_fd = self._popen.stderr.fileno()
-        os.set_blocking(self.stdout_fd, False)
-        os.set_blocking(self.stderr_fd, False)
+        outlet.close_far()
+        process = cls(seat, popen.pid, outlet)
+        process._popen = popen
+        return process
 
     @property
     def is_running(self) -> bool:
@@ -140,9 +159,10 @@ class RankProcess:
             os.killpg(self.pid, number)
 
     def release(self) -> None:
-        """Reap the process and close the pipes; call once, at the end of the job."""
-        for pipe in (self._popen.stdout, self._popen.stderr):
-            if pipe is not None:
-                pipe.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(timeout=1.0)
+        """Reap the process and close the pipes; call once, when it was told to end."""
+        self.outlet.close()
+        if self._popen is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._popen.wait(timeout=1.0)
+        elif self.status is not None and peek_status(self.pid) is not None:
+            os.waitpid(self.pid, 0)
