@@ -1,4 +1,4 @@
-"""Newcomers from the template: like a fresh interpreter, but at once; and whose children they are."""
+"""Newcomers from the template are like fresh interpreters, and the launcher's own children."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Bench:
         outlet = Outlet.pipes()
         with (
             open(outlet.stdout_fd, closefd=False) as out,
-            open(outlet.stderr_fd, closefd=False) as e,
+            open(outlet.stderr_fd, closefd=False) as errors,
         ):
             environ = {**self.environ, **environ}
             process = await template.fork(Seat(0, 0), spec, environ, outlet, dies=True)
