@@ -16,7 +16,17 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "paceline"
 PUBLIC = {
     *("init", "shutdown", "rank", "world_size", "local_rank", "world", "new_group", "empty"),
-    *("report", "distribute", "shard", "check_consistency", "Group", "Work", "Membership"),
+    *(
+        "report",
+        "should_stop",
+        "carry",
+        "distribute",
+        "shard",
+        "check_consistency",
+        "Group",
+        "Work",
+        "Membership",
+    ),
     *("PacelineError", "errors", "ps", "launch"),
 }
 

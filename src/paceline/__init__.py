@@ -22,6 +22,8 @@ _HOME = {
     "new_group": "paceline.job",
     "empty": "paceline.job",
     "report": "paceline.job",
+    "should_stop": "paceline.job",
+    "carry": "paceline.job",
     "launch": "paceline.launcher.function",
     "distribute": "paceline.data_parallel.distribute",
     "check_consistency": "paceline.data_parallel.consistency",
@@ -63,12 +65,14 @@ if TYPE_CHECKING:
     from paceline.data_parallel.consistency import check_consistency as check_consistency
     from paceline.data_parallel.distribute import distribute as distribute
     from paceline.errors import PacelineError as PacelineError
+    from paceline.job import carry as carry
     from paceline.job import empty as empty
     from paceline.job import init as init
     from paceline.job import local_rank as local_rank
     from paceline.job import new_group as new_group
     from paceline.job import rank as rank
     from paceline.job import report as report
+    from paceline.job import should_stop as should_stop
     from paceline.job import shutdown as shutdown
     from paceline.job import world as world
     from paceline.job import world_size as world_size

@@ -25,6 +25,7 @@ class Contribution:
         self.weight = 1.0
         self._watchers: list[weakref.WeakMethod[Callable[[float], None]]] = []
         self._announcers: list[Announcer] = []  # the newest announcement last
+        self._committers: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def set(self, weight: float) -> None:
         """Announce the weight of the next batch; 0.0 means that it must not count at all."""
@@ -42,6 +43,18 @@ class Contribution:
         """Call a bound method at every change, for as long as its object lives."""
         self._watchers = [watcher for watcher in self._watchers if watcher() is not None]
         self._watchers.append(weakref.WeakMethod(on_change))
+
+    def commit(self) -> None:
+        """Tell that what was computed since the last time counts from now on, on all workers."""
+        for watcher in self._committers:
+            on_commit = watcher()
+            if on_commit is not None:
+                on_commit()
+
+    def watch_commits(self, on_commit: Callable[[], None]) -> None:
+        """Call a bound method after every step that counts, for as long as its object lives."""
+        self._committers = [watcher for watcher in self._committers if watcher() is not None]
+        self._committers.append(weakref.WeakMethod(on_commit))
 
     def announcer(self) -> Announcer:
         """Return a voice for one pass over the data; several passes may be open at a time."""

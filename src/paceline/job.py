@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -40,10 +41,12 @@ from paceline.config import (
     told_env,
 )
 from paceline.contribution import Contribution
+from paceline.elastic.carried import Carried
 from paceline.elastic.session import Elastic
 from paceline.errors import ConfigError, SetupError, UsageError
 from paceline.ps import connection
 from paceline.ps.link import ServerLink, connect
+from paceline.stopping import Stopping
 from paceline.telemetry.reporter import Reporter
 from paceline.torch_plugin import register as register_with_torch
 
@@ -62,6 +65,7 @@ class Job:
     elastic: Elastic
     servers: tuple[ServerLink, ...] = ()  # lines to the parameter servers
     contribution: Contribution = field(default_factory=Contribution)
+    stopping: Stopping = field(default_factory=Stopping)
 
     def worker_group(self, name: str) -> Group:
         """Form a group of all workers for one use; in an elastic job it follows their changes."""
@@ -282,6 +286,30 @@ def local_rank() -> int:
 def world() -> Group:
     """Return the group of all workers."""
     return current().world
+
+
+def should_stop() -> bool:
+    """Say whether to stop behind the step that was just done: true on all workers alike, once
+    SIGTERM has reached one of them. Asking means that the first SIGTERM no longer ends the process.
+
+    >>> pl.should_stop()
+    False
+    """
+    job = current()
+    return job.stopping.should_stop(alone=job.world.size == 1)
+
+
+def carry(**objects: Any) -> None:
+    """Let newcomers of an elastic job receive the state of these, besides the model's and the
+    optimizer's: learning-rate schedulers, a GradScaler, averages of weights; whatever has
+    `state_dict()` and `load_state_dict()`. The names are the same on all workers.
+
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    >>> pl.carry(scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=10))
+    """
+    job = current()
+    for name, thing in objects.items():
+        job.elastic.register(f"carried {name}", Carried(name, thing))
 
 
 def new_group(ranks: Sequence[int]) -> Group:

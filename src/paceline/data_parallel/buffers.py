@@ -35,7 +35,7 @@ from torch.nn.parameter import is_lazy
 from paceline import _core
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
-from paceline.errors import PeerLost, UnsupportedTensor, UsageError
+from paceline.errors import PeerError, PeerLost, UnsupportedTensor, UsageError
 from paceline.work import Work
 
 POLICIES = ("broadcast", "average", "local")
@@ -70,6 +70,9 @@ class Buffers:
     `start()` and `finish()` enclose the optimizer's work, during which nobody changes buffers. If
     training goes on without a worker that is lost, so does this: each rank's buffers are then its
     own.
+
+    In an elastic job `synchronise()` takes their place, and can be repeated: what all agreed on
+    last is kept, because a newcomer, or a replacement that computes a step again, begins with it.
     """
 
     def __init__(
@@ -91,6 +94,36 @@ class Buffers:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._sections: dict[torch.dtype, Tensor] = {}
         self._under_way: list[Work[Any]] = []
+        self.agreed = torch.empty(0, dtype=torch.uint8)  # elastic jobs: after the last agreement
+
+    def synchronise(self) -> None:
+        """Bring the buffers of all workers together, as the policy says. Collective, repeatable."""
+        self._copy_in()
+        if self._policy != "local" and self._memory.numel():
+            mine = self._memory.clone()
+            try:
+                self._exchange()
+                for work in self._under_way:
+                    work.wait()
+            except PeerError:
+                self._memory.copy_(mine)  # half of it may be somebody else's
+                raise
+            finally:
+                self._under_way = []
+            self._copy_back()
+        self.agreed = self._memory.clone()
+
+    def adopt(self, agreed: Tensor) -> None:
+        """Take over what a peer's workers agreed on last."""
+        self._copy_in()
+        if agreed.numel() != self._memory.numel():
+            raise UsageError(
+                f"rank {self._group.rank}: a peer sends buffers of {agreed.numel()} bytes, this"
+                f" worker's model has {self._memory.numel()}; build the same model on every rank"
+            )
+        self._memory.copy_(agreed)
+        self.agreed = agreed
+        self._copy_back()
 
     def broadcast_now(self) -> None:
         """Give every rank the values of rank 0, whatever the policy. Collective and blocking."""

@@ -7,6 +7,7 @@ of the model work as in a plain script.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from torch import nn
 
 from paceline import _core
 from paceline.collectives.agreement import refuse_problems, tell_all
-from paceline.collectives.group import Group
 from paceline.config import requested_pace
 from paceline.data_parallel.checks import (
     find_problem,
@@ -30,6 +30,7 @@ from paceline.job import Job, current
 from paceline.pace.parse import NEEDS_SERVERS, PaceSpec, parse
 
 _trainings: weakref.WeakKeyDictionary[nn.Module, Training] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()  # alike on all workers
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -79,7 +80,7 @@ def distribute(
     >>> model, optimizer = pl.distribute(model, optimizer)
     """
     job = current()
-    group = Group(job.fabric, job.world.ranks)  # its own order of operations
+    group = job.worker_group(f"distribute {next(_numbers)}")  # its own order of operations
     problem, chosen, asked = None, Options(), PaceSpec("allreduce")
     try:
         chosen, asked = _choose(job, pace, options)

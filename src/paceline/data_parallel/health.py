@@ -15,6 +15,7 @@ from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
 from paceline.data_parallel.options import Options
 from paceline.data_parallel.reducer import Reducer
+from paceline.elastic.session import Elastic
 from paceline.errors import NonFiniteGradient, UsageError
 
 _SHOWN = 5
@@ -23,8 +24,11 @@ _SHOWN = 5
 class Health:
     """Looks at the gradients after each exchange, as the options say."""
 
-    def __init__(self, group: Group, options: Options, *, on_servers: bool = False) -> None:
+    def __init__(
+        self, group: Group, options: Options, elastic: Elastic, *, on_servers: bool = False
+    ) -> None:
         self._group = group
+        self._elastic = elastic
         self._options = options
         self._checks_values = options.nonfinite != "ignore" and not on_servers  # else they do
         self._named: set[str] = set()  # parameters that were named in a warning already
@@ -37,6 +41,9 @@ class Health:
         if self._checks_values and not _all_finite(reducer):
             self._nonfinite(reducer)
 
+    def _tell(self, names: list[str]) -> list[list[str]]:
+        return self._elastic.point(lambda: tell_all(self._group, names))
+
     # -- missing ------------------------------------------------------------------------------
 
     def _unused(self, reducer: Reducer, flags: Sequence[float]) -> None:
@@ -48,7 +55,7 @@ class Health:
         ]
         if not names:
             return
-        lacking = tell_all(self._group, [name for name in names if name in reducer.absent])
+        lacking = self._tell([name for name in names if name in reducer.absent])
         everywhere = [name for name in names if all(name in there for there in lacking)]
         somewhere = [name for name in names if name not in everywhere]
         text = f"step {reducer.step}: "
@@ -80,7 +87,7 @@ class Health:
     # -- not finite ---------------------------------------------------------------------------
 
     def _nonfinite(self, reducer: Reducer) -> None:
-        found = tell_all(self._group, _bad_contributions(reducer))
+        found = self._tell(_bad_contributions(reducer))
         culprits = [(self._group.ranks[r], names) for r, names in enumerate(found) if names]
         if culprits:
             text = "; ".join(f"rank {rank}: {_list(names)}" for rank, names in culprits)

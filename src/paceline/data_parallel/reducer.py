@@ -33,17 +33,32 @@ from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.layout import Named
 from paceline.data_parallel.sparse import SparseGradients
 from paceline.data_parallel.weighting import Weighting
-from paceline.errors import PacelineError, UsageError
+from paceline.elastic.session import Elastic
+from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.pace.allreduce import AllReduce
 from paceline.pace.exchange import Exchange
 from paceline.work import Work
+
+# The roll call ends with notes to all: is anybody asked to stop, is a change of the membership due,
+# and how much does this worker's batch weigh.
+_NUM_NOTES = 3
+_EVEN = 1e-4  # weights that are rounded, and not missing, add up to one by this much
 
 
 class Reducer:
     """Averages the gradients of some parameters over the workers, during backward."""
 
-    def __init__(self, group: Group, exchange: Exchange) -> None:
+    def __init__(self, group: Group, exchange: Exchange, elastic: Elastic) -> None:
         self._group = group
         self._exchange = exchange
+        self._elastic = elastic
+        self._is_collective = isinstance(exchange, AllReduce)
+        self._is_broken = False  # a worker was lost: what was submitted must be submitted again
+        self.with_exchange: Callable[[], None] = lambda: None  # in an elastic job, beside it
+        self.is_change_agreed = False  # all workers know of a change, and stop for it
+        self.is_stop_agreed = False  # some worker was asked to stop
+        self.wants_stop: Callable[[], bool] = lambda: False
+        self.has_caught_up = False  # this worker has the others' state: its step is done already
         self.buckets: list[Bucket] = []
         self._slots: list[Slot] = []
         self._sparse: list[Named] = []
@@ -76,7 +91,7 @@ class Reducer:
             self._sparse.append(named)
             named.param.register_post_accumulate_grad_hook(self._on_sparse_ready)
         num_params = len(self._slots) + len(self._sparse)
-        self._flags = torch.empty(num_params)
+        self._flags = torch.empty(num_params + _NUM_NOTES)
         self.weighting.cover(self.params)
 
     @property
@@ -176,9 +191,19 @@ class Reducer:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
             bucket.flush()
-            bucket.is_submitted = True
-            self._works.append(self._exchange.submit(bucket, self.step))
+            self._submit(bucket)
             self._next += 1
+
+    def _submit(self, bucket: Bucket) -> None:
+        bucket.is_submitted = True
+        if self._is_broken:
+            return
+        try:
+            self._works.append(self._exchange.submit(bucket, self.step))
+        except PeerError:
+            if not self._elastic.is_on:
+                raise
+            self._is_broken = True  # an error here would end backward: all is sent again behind it
 
     # -- end of backward ----------------------------------------------------------------------
 
@@ -190,15 +215,40 @@ class Reducer:
             return
         for bucket in self.buckets[self._next :]:
             bucket.complete()
-            bucket.is_submitted = True
-            self._works.append(self._exchange.submit(bucket, self.step))
-        flags = self._call_roll()
-        self._average_sparse(flags)
+            self._submit(bucket)
+        self.has_caught_up = False
+        if self._is_collective:
+            flags = self._elastic.point(self._agree, self._catch_up)
+        else:  # servers decide who has to be there
+            flags = self._call_roll()[:-_NUM_NOTES]
+            self.is_stop_agreed = self.wants_stop()
+            if self._sparse:
+                self._elastic.point(lambda: self._average_sparse(flags))
         for slot, flag in zip(self._slots, flags, strict=False):
             slot.param.grad = slot.averaged if flag else None
         self._reset()
         if self.after_exchange is not None:
             self.after_exchange(self, flags)
+
+    def _agree(self) -> list[float]:
+        """Average everything with the others; again from the start if somebody was lost."""
+        if self._is_broken:
+            self._works = [self._exchange.submit(bucket, self.step) for bucket in self.buckets]
+        self._is_broken = self._elastic.is_on  # until everything is there
+        called = self._call_roll()
+        flags, (stops, changes, weight) = called[:-_NUM_NOTES], called[-_NUM_NOTES:]
+        self._average_sparse(flags)
+        self.with_exchange()
+        self._is_broken = False
+        self.is_stop_agreed, self.is_change_agreed = stops > 0, changes > 0
+        if self._elastic.is_on and weight > 0 and abs(weight - 1.0) > _EVEN:
+            for flat in self.averages():  # weights of workers that are lost are missing
+                flat.div_(weight)
+        return flags
+
+    def _catch_up(self) -> None:
+        self._is_broken = False
+        self.has_caught_up = True
 
     def _touched(self) -> bool:
         return (
@@ -212,9 +262,12 @@ class Reducer:
         here = [slot.ready for slot in self._slots]
         here += [named.param.grad is not None for named in self._sparse]
         self._flags.fill_(1.0)
+        self._flags[-_NUM_NOTES] = float(self.wants_stop())
+        self._flags[1 - _NUM_NOTES] = float(self._elastic.is_change_due)
+        self._flags[-1] = self.weighting.weight
         self.absent.clear()
         if not all(here):
-            self._flags[:] = torch.tensor(here)
+            self._flags[: len(here)] = torch.tensor(here)
             pairs = zip(self.names, here, strict=True)
             self.absent.update(name for name, is_here in pairs if not is_here)
         start = time.perf_counter()
@@ -225,6 +278,16 @@ class Reducer:
         return called.tolist()
 
     def _average_sparse(self, flags: Sequence[float]) -> None:
+        """Average sparse gradients; if a worker is lost meanwhile, they are as they were."""
+        own = [named.param.grad for named in self._sparse]
+        try:
+            self._average_each_sparse(flags)
+        except PeerError:
+            for named, grad in zip(self._sparse, own, strict=True):
+                named.param.grad = grad
+            raise
+
+    def _average_each_sparse(self, flags: Sequence[float]) -> None:
         self.sparse_contributions.clear()
         for named, flag in zip(self._sparse, flags[len(self._slots) :], strict=True):
             if not flag:
@@ -243,7 +306,8 @@ class Reducer:
             if grad.is_sparse:
                 param.grad = self._sparse_gradients.average(grad)
             else:  # the weight is tied to a layer that uses it densely
-                self._group.all_reduce(grad, "mean")
+                param.grad = torch.empty_like(grad)
+                self._group.all_reduce(grad, "mean", out=param.grad)
             self.waited_s += time.perf_counter() - start
 
     def _reset(self) -> None:

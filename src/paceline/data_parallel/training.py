@@ -7,6 +7,7 @@ step          the update runs the optimizer; buffers are brought together meanwh
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import weakref
@@ -32,6 +33,7 @@ from paceline.data_parallel.ownership import is_elementwise
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.serving import Serving
 from paceline.data_parallel.sharded import ShardedUpdate
+from paceline.data_parallel.training_state import TrainingState
 from paceline.data_parallel.update import ReplicatedUpdate, Step, Update, bind_step
 from paceline.errors import UsageError
 from paceline.job import Job
@@ -39,6 +41,8 @@ from paceline.pace.allreduce import AllReduce
 from paceline.pace.parse import NEEDS_SERVERS, PaceSpec
 from paceline.ps.subscription import Subscription
 from paceline.telemetry.events import COMM_SHARE, COMPUTE_SHARE
+
+_numbers = itertools.count()  # alike on all workers
 
 
 class Training:
@@ -58,15 +62,16 @@ class Training:
         self._engine = job.fabric.engine
         self._model = weakref.ref(model)
         self._options = options
-        membership = job.fabric.membership
-        here = [r for r in membership.workers if membership.member(r).host_id == job.env.host_id]
-        self._host = Group(job.fabric, here)
+        self._number = next(_numbers)
+        self._host = _host_group(job)
         self._serving: Serving | None = None
         if pace.name in NEEDS_SERVERS and job.servers:
             self._serving = Serving(job, group, optimizer, pace, options)
         self._shares_params = self._wants_sharing(optimizer)
-        self.health = Health(group, options, on_servers=self._serving is not None)
-        self.reducer = Reducer(group, self._serving.exchange if self._serving else AllReduce(group))
+        self.health = Health(group, options, job.elastic, on_servers=self._serving is not None)
+        exchange = self._serving.exchange if self._serving else AllReduce(group)
+        self.reducer = Reducer(group, exchange, job.elastic)
+        self.reducer.wants_stop = job.stopping.is_wanted
         self.reducer.after_exchange = self._look_at_gradients
         self.reducer.keeps_sparse = options.nonfinite != "ignore"
         views = self._serving is not None and self._serving.watches_edits
@@ -81,7 +86,7 @@ class Training:
         self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
         self._outside: list[Named] = []  # frozen ones, which nobody averages
         self._num_global_norms = (
-            use_global_statistics(model, Group(job.fabric, job.world.ranks))
+            use_global_statistics(model, job.worker_group(f"training {self._number} statistics"))
             if options.batchnorm == "global"
             else 0
         )
@@ -89,7 +94,7 @@ class Training:
         self._take_in(model, [Named(n, p) for n, p in model.named_parameters() if p.requires_grad])
         self.buffers = Buffers(
             model,
-            Group(job.fabric, job.world.ranks),
+            job.worker_group(f"training {self._number} buffers"),
             self._engine,
             options.buffers,
             goes_on=self._serving is not None,
@@ -103,6 +108,7 @@ class Training:
         job.contribution.watch(self.reducer.weighting.set)
         self.reducer.weighting.set(job.contribution.weight)
         attach(model, self)
+        self._take_part(model, optimizer)
         if isinstance(self.update, LayerwiseUpdate):
             self.update.watch(model)
 
@@ -126,8 +132,8 @@ class Training:
     def _wants_sharing(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._serving is not None:
             return self._serving.shares_memory
-        if self._options.update == "replicated":
-            return False
+        if self._options.update == "replicated" or self._job.elastic.is_on:
+            return False  # elastic: nobody's part of the optimizer's state may be lost with it
         if self._options.update == "sharded":
             return True
         can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
@@ -163,12 +169,26 @@ class Training:
             return ReplicatedUpdate()
         return ShardedUpdate(optimizer, self._host, self._engine, self._housing.shared_slots.get)
 
+    def _take_part(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Be ready for workers that come and go."""
+        elastic = self._job.elastic
+        if not elastic.is_on:
+            return
+        elastic.is_lockstep = self._serving is None or self._serving.rule.aggregate
+        if self._serving is None:
+            self.reducer.with_exchange = self.buffers.synchronise
+        self._flag = torch.zeros(2)
+        self._flag_group = self._job.worker_group(f"training {self._number} flags")
+        kept = TrainingState(self._job, model, optimizer, self.buffers, self._serving is None)
+        elastic.register(f"training {self._number}", kept)
+
     # -- forward ------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
         """Notice parameters that have been frozen or thawed since the last time."""
         if not torch.is_grad_enabled():  # perhaps one rank alone, which must not wait for others
             return
+        self._job.elastic.enter()
         self.reducer.require_clean()
         if self._serving is not None:
             self._serving.update.before_forward()
@@ -236,12 +256,43 @@ class Training:
 
     def _around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:
         self._refuse_stray_gradients(optimizer)
+        if self._job.elastic.is_on:
+            return self._elastic_step(step)
         self.buffers.start()
         result = self.update.run(step)
         start = time.perf_counter()
         self.buffers.finish()
         self._count_step(time.perf_counter() - start)
+        self._job.stopping.hear(self.reducer.is_stop_agreed)
         return result
+
+    def _elastic_step(self, step: Step) -> Any:
+        """The same where workers may be lost or come: buffers have been exchanged with gradients,
+        and behind the step all may change the membership together."""
+        elastic, reducer = self._job.elastic, self.reducer
+        result = None
+        if not reducer.has_caught_up:  # else the state that was received has this step in it
+            result = self.update.run(step)
+        self._job.contribution.commit()
+        start = time.perf_counter()
+        if self._serving is not None and elastic.is_lockstep:
+            elastic.point(self.buffers.synchronise)
+            elastic.point(self._exchange_flags)
+        if not reducer.has_caught_up:
+            self._count_step(time.perf_counter() - start)
+        reducer.has_caught_up = False
+        is_agreed, reducer.is_change_agreed = reducer.is_change_agreed, False
+        self._job.stopping.hear(reducer.is_stop_agreed)
+        elastic.boundary(agreed=is_agreed)
+        return result
+
+    def _exchange_flags(self) -> None:
+        """Through servers nobody calls the roll: ask here whether a change is due."""
+        self._flag[0] = float(self._job.stopping.is_wanted())
+        self._flag[1] = float(self._job.elastic.is_change_due)
+        self._flag_group.all_reduce(self._flag, "max")
+        stops, changes = self._flag.tolist()
+        self.reducer.is_stop_agreed, self.reducer.is_change_agreed = stops > 0, changes > 0
 
     def _refuse_stray_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         self.reducer.require_finished()
@@ -278,6 +329,15 @@ class Training:
         share = min(1.0, waiting / max(now - self._ended_s, 1e-9))
         self._ended_s, self._waited_s = now, waited_s
         self._job.step_done({COMPUTE_SHARE: 100 * (1 - share), COMM_SHARE: 100 * share})
+
+
+def _host_group(job: Job) -> Group:
+    """Form the group of the workers of this host; in an elastic job nobody shares memory."""
+    if job.elastic.is_on:
+        return Group(job.fabric, (job.env.rank,))
+    membership = job.fabric.membership
+    here = [r for r in membership.workers if membership.member(r).host_id == job.env.host_id]
+    return Group(job.fabric, here)
 
 
 def _count(number: int) -> str:

@@ -21,6 +21,11 @@ class Weighting:
         self._params: Sequence[torch.nn.Parameter] = ()
         self._hooks: list[RemovableHandle] = []
 
+    @property
+    def weight(self) -> float:
+        """What the gradients of this pass are multiplied with."""
+        return self._weight
+
     def cover(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Scale the gradients of these, from now on."""
         self._params = params

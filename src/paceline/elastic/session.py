@@ -251,7 +251,7 @@ class Elastic:
 
     # -- newcomers ----------------------------------------------------------------------------
 
-    def enter(self, me: Member) -> None:
+    def enter(self) -> None:
         """Come in, as a newcomer that has built its model: blocks until a peer has sent the rest.
 
         Without effect on a worker that is in already.
@@ -260,7 +260,7 @@ class Elastic:
             return
         assert isinstance(self._agent, Agent)
         started_s = time.monotonic()
-        membership = self._agent.ready(me)
+        membership = self._agent.ready(self._fabric.me)
         while True:
             try:
                 if self.is_lockstep:
@@ -268,7 +268,7 @@ class Elastic:
                 else:
                     self._enter_alone(membership)
                 return
-            except PeerError as error:
+            except PeerError as error:  # noqa: PERF203  # each turn waits for others anyway
                 membership = self._await_change(error)
 
     # -- free-running: nobody waits for anybody -----------------------------------------------
