@@ -15,6 +15,7 @@
     |   |   |-- ServerLost          it was a parameter server; names it and the shards that it held
     |   |-- PeerTimeout             a peer is there but has not answered in time
     |   |-- GenerationChanged       the membership changed under an operation
+    |   |-- Evicted                 the others took this process for lost and go on without it
     |-- ProtocolError               a bug or version skew: stop
     |   |-- BadFrame                bytes that no Paceline process would send
     |   |-- VersionMismatch         peers run different versions
@@ -110,6 +111,10 @@ class PeerTimeout(PeerError):
 
 class GenerationChanged(PeerError):
     """The membership changed while the operation was under way; its result is undefined."""
+
+
+class Evicted(PeerError):
+    """This process is not in the job any more: it was stopped, cut off or stuck for too long."""
 
 
 class ProtocolError(PacelineError):

@@ -1,0 +1,75 @@
+"""What the roster remembers and what it decides: plain values.
+
+`State` is all that must survive the coordinator. It is small, so an entry of the journal holds it
+whole: replaying a journal is taking the last entry, and the history of changes is all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from paceline.cluster import messages as m
+from paceline.cluster.member import Membership
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A rank that was given away, for a process that is not a member yet."""
+
+    rank: int
+    role: str
+    number: int
+
+
+class State(msgspec.Struct, frozen=True):
+    """The membership, and what was promised about it."""
+
+    membership: Membership | None = None
+    next_rank: int = 0
+    workers: tuple[int, ...] = ()  # the numbers that the job wants to have
+    servers: tuple[int, ...] = ()
+    reserved: tuple[Place, ...] = ()
+    vacant: tuple[m.Loss, ...] = ()  # lost workers whose place waits for a replacement
+    is_finishing: bool = False  # a worker has done all its work: nobody is replaced any more
+    over: str = ""
+
+
+class Announce(msgspec.Struct, frozen=True):
+    """Everybody shall know the new membership."""
+
+    changed: m.Changed
+
+
+class End(msgspec.Struct, frozen=True):
+    """The job cannot go on."""
+
+    why: str
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Everybody but that member shall know how it is."""
+
+    presence: m.Presence
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """The launcher shall start a process for this place."""
+
+    role: str
+    number: int
+
+
+class Unwanted(msgspec.Struct, frozen=True):
+    """This member shall leave at its next boundary."""
+
+    rank: int
+
+
+class Remark(msgspec.Struct, frozen=True):
+    """A sentence for people."""
+
+    text: str
+
+
+Decision: TypeAlias = Announce | End | Tell | Wanted | Unwanted | Remark

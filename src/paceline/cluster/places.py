@@ -1,0 +1,146 @@
+"""The places of a job: which numbers of a role it wants, which are taken, which are given away.
+
+Functions from one `State` to the next. A number is FREE when no member has it and it is not given
+away; the number of a lost worker is free at once, so that a replacement can take it over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from paceline.cluster.decisions import Place, State, Wanted
+from paceline.cluster.member import Member
+from paceline.cluster.policy import Policy
+from paceline.errors import RendezvousError, UsageError
+
+
+def at_start(policy: Policy) -> State:
+    """The state before anybody is there; the first ranks belong to the first crowd."""
+    return State(
+        next_rank=policy.num_workers + policy.num_servers,
+        workers=tuple(range(policy.num_workers)),
+        servers=tuple(range(policy.num_servers)),
+    )
+
+
+def place_of(state: State, rank: int) -> Place | None:
+    """Return the place that was given away with this rank."""
+    return next((place for place in state.reserved if place.rank == rank), None)
+
+
+def reserve(
+    policy: Policy, state: State, role: str, number: int | None = None
+) -> tuple[Place, State]:
+    """Give away a rank with a number: the given, a wanted, or the smallest free one."""
+    if role not in ("worker", "server"):
+        raise UsageError(f"role {role!r:.40}: expected worker or server")
+    if state.membership is None:
+        raise RendezvousError("the job is still forming: its first members are not all there")
+    if state.is_finishing or state.over:
+        raise RendezvousError(f"the job is over: {state.over or 'its workers are finishing'}")
+    taken = _taken(state, role)
+    wished = _wished(state, role)
+    if number is None:
+        wanted = [n for n in wished if n not in taken]
+        number = wanted[0] if wanted else _smallest_free({*taken, *wished})
+    if number in taken:
+        raise RendezvousError(f"{role} {number} is there already, or on its way")
+    if number not in wished:
+        most = policy.max_workers if role == "worker" else policy.max_servers
+        if len(wished) >= most:
+            raise RendezvousError(
+                f"the job has {len(wished)} {role}s, which is the most that it may have"
+                f" (--max{'-servers' if role == 'server' else ''} {most})"
+            )
+        state = _wish(state, role, (*wished, number))
+    place = Place(state.next_rank, role, number)
+    state = msgspec.structs.replace(
+        state, next_rank=state.next_rank + 1, reserved=(*state.reserved, place)
+    )
+    return place, state
+
+
+def open_places(state: State) -> list[Wanted]:
+    """Return the places that lack a process."""
+    if state.membership is None or state.is_finishing or state.over:
+        return []
+    return [
+        Wanted(role, number)
+        for role in ("server", "worker")
+        for number in _wished(state, role)
+        if number not in _taken(state, role)
+    ]
+
+
+def scaled(policy: Policy, state: State, workers: int) -> State:
+    """Want so many workers: the smallest numbers stay."""
+    if not policy.min_workers <= workers <= policy.max_workers:
+        raise UsageError(
+            f"{workers} workers: this job may have {policy.min_workers} to"
+            f" {policy.max_workers} (--min, --max)"
+        )
+    kept = state.workers[:workers]
+    while len(kept) < workers:
+        kept = _sorted((*kept, _smallest_free(kept)))
+    return msgspec.structs.replace(state, workers=kept)
+
+
+def more_servers(policy: Policy, state: State, count: int) -> State:
+    """Want more servers."""
+    if count < 1 or len(state.servers) + count > policy.max_servers:
+        raise UsageError(
+            f"{count} more servers: this job has {len(state.servers)} and may have up to"
+            f" {policy.max_servers} (--max-servers)"
+        )
+    if not state.servers:
+        raise UsageError("this job has no servers; start it with -s 1 to have some")
+    taken = {*_taken(state, "server"), *state.servers}
+    for _ in range(count):
+        number = _smallest_free(taken)
+        taken.add(number)
+        state = _wish(state, "server", (*state.servers, number))
+    return state
+
+
+def fewer_servers(policy: Policy, state: State, numbers: Collection[int]) -> State:
+    """Want these servers no longer."""
+    unknown = sorted(set(numbers) - set(state.servers))
+    if unknown:
+        raise UsageError(f"servers {unknown}: this job has servers {list(state.servers)}")
+    kept = tuple(number for number in state.servers if number not in numbers)
+    if len(kept) < policy.replicas:
+        raise UsageError(
+            f"removing servers {sorted(numbers)} would leave {len(kept)}: each partition needs"
+            f" {policy.replicas} (--replicas); add servers first"
+        )
+    return msgspec.structs.replace(state, servers=kept)
+
+
+def _wished(state: State, role: str) -> tuple[int, ...]:
+    return state.workers if role == "worker" else state.servers
+
+
+def _wish(state: State, role: str, numbers: tuple[int, ...]) -> State:
+    field = "workers" if role == "worker" else "servers"
+    return msgspec.structs.replace(state, **{field: _sorted(numbers)})
+
+
+def _sorted(numbers: Collection[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(numbers)))
+
+
+def _smallest_free(taken: Collection[int]) -> int:
+    number = 0
+    while number in taken:
+        number += 1
+    return number
+
+
+def _taken(state: State, role: str) -> set[int]:
+    """The numbers that have a living member, or a newcomer on its way."""
+    lost = {loss.rank for loss in state.vacant}
+    members: tuple[Member, ...] = state.membership.members if state.membership else ()
+    there = {one.number for one in members if one.role == role and one.rank not in lost}
+    return there | {place.number for place in state.reserved if place.role == role}
