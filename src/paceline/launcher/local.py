@@ -67,6 +67,9 @@ class LocalJob:
         self._table_reports: dict[tuple[str, int], TableReport] = {}
         self._interrupts: list[signal.Signals] = []
         self._changed = asyncio.Event()
+        self._coordinator: Coordinator | None = None
+        self._where: JobAddresses
+        self._guard: Guard
 
     async def run(self) -> Outcome:
         """Run the job to its end and return what became of it; raises LaunchError."""
@@ -78,21 +81,19 @@ class LocalJob:
             directory = held.enter_context(JobDirectory(Path(runtime_dir(self._environ))))
             port = held.enter_context(hold_port())
             secret_file = create_secret_file(directory.path)
-            coordinator = self._coordinator(load_secret(secret_file), config)
-            where = JobAddresses(
-                job_id=self._job_id,
-                coordinator=await coordinator.start("127.0.0.1", 0),
-                secret_file=str(secret_file),
-                master_port=port.getsockname()[1],
-            )
-            guard = Guard(self._job_id, directory.path)
+            self._guard = Guard(self._job_id, directory.path)
             try:
-                await self._run_processes(where, guard)
+                self._where = JobAddresses(
+                    job_id=self._job_id,
+                    coordinator=await self._open_control(load_secret(secret_file), config),
+                    secret_file=str(secret_file),
+                    master_port=port.getsockname()[1],
+                )
+                await self._run_processes()
             finally:
-                await self._clean_up(guard)
-                await coordinator.wait_until_alone(_LAST_EVENTS_S)
-                await coordinator.stop()
-                guard.end()
+                await self._clean_up()
+                await self._close_control()
+                self._guard.end()
         stopped_by = self._interrupts[0] if self._interrupts else None
         return Outcome(
             results=self._crew.results(),
@@ -121,10 +122,11 @@ class LocalJob:
 
     # -- start -------------------------------------------------------------------------------
 
-    def _coordinator(self, secret: bytes, config: EngineConfig) -> Coordinator:
+    async def _open_control(self, secret: bytes, config: EngineConfig) -> str:
+        """Run the coordinator in this loop; return its address."""
         # Each process says how long it is ready to wait for the others; servers are for very long.
         join_timeout_s = SERVER_PATIENCE_S if self._spec.num_servers else config.join_timeout_s
-        return Coordinator(
+        self._coordinator = Coordinator(
             self._job_id,
             secret,
             len(self._seats),
@@ -132,15 +134,18 @@ class LocalJob:
             self._on_event,
             liveness_s=config.liveness_s,
         )
+        return await self._coordinator.start("127.0.0.1", 0)
 
-    async def _run_processes(self, where: JobAddresses, guard: Guard) -> None:
+    async def _close_control(self) -> None:
+        if self._coordinator is not None:
+            await self._coordinator.wait_until_alone(_LAST_EVENTS_S)
+            await self._coordinator.stop()
+
+    async def _run_processes(self) -> None:
         self._handle_signals()
-        cores = usable_cores()
         for seat in self._seats:
-            environ = process_environ(self._environ, self._spec, seat, where, cores=cores)
-            outlet = Outlet.pipes()
-            process = RankProcess.start(seat, self._spec.argv(seat), environ, outlet)
-            self._crew.add(process, guard)
+            argv, environ = self._spec.argv(seat), self._environ_of(seat)
+            self._crew.add(RankProcess.start(seat, argv, environ, Outlet.pipes()), self._guard)
         self._display.start()
         painter = asyncio.ensure_future(self._paint())
         try:
@@ -148,6 +153,10 @@ class LocalJob:
             await self._stop()
         finally:
             painter.cancel()
+
+    def _environ_of(self, seat: Seat) -> dict[str, str]:
+        cores = usable_cores()
+        return process_environ(self._environ, self._spec, seat, self._where, cores=cores)
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -237,11 +246,11 @@ class LocalJob:
             left = names(process.seat for process in crew.running)
             self._display.say(f"paceline: {left} did not end on SIGTERM: killing it")
 
-    async def _clean_up(self, guard: Guard) -> None:
+    async def _clean_up(self) -> None:
         """Leave nothing behind; runs also when starting failed half-way."""
         await self._crew.drained()
         self._crew.kill()
-        for pid in end_processes(self._job_id, guard.sessions, within_s=0.8):
+        for pid in end_processes(self._job_id, self._guard.sessions, within_s=0.8):
             self._display.say(
                 f"paceline: process {pid} is stuck in the kernel and could not be ended"
             )

@@ -8,6 +8,7 @@ here"; a figure that cannot be known is None, never a guess.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,14 +39,14 @@ def _field(path: Path, name: str) -> int | None:
     return None
 
 
-def cgroup_dirs(controller: str, root: Path = Path("/")) -> list[Path]:
-    """Return this process's directories for one controller, innermost first, up to the mount.
+def cgroup_dirs(controller: str, root: Path = Path("/"), pid: int | str = "self") -> list[Path]:
+    """Return a process's directories for one controller, innermost first, up to the mount.
 
     A process inside a container often sees a path that is not mounted there; then the mount itself
     is the container's own group and is all there is.
     """
     mount, inner = root / "sys/fs/cgroup", ""
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+    for line in (_read(root / f"proc/{pid}/cgroup") or "").splitlines():
         number, names, path = line.split(":", 2)
         if controller in names.split(","):
             mount, inner = root / "sys/fs/cgroup" / controller, path
@@ -89,8 +90,19 @@ def memory(root: Path = Path("/")) -> Memory:
         words = rest.split()
         if words and words[0].isdigit():
             meminfo[name] = int(words[0]) * 1024
+    limit, peak = memory_limit(cgroup_dirs("memory", root))
+    return Memory(
+        total_bytes=meminfo.get("MemTotal"),
+        available_bytes=meminfo.get("MemAvailable"),
+        limit_bytes=limit,
+        peak_bytes=peak,
+    )
+
+
+def memory_limit(directories: Sequence[Path]) -> tuple[int | None, int | None]:
+    """Return the tightest limit of some control groups and the peak against it, in bytes."""
     limit, peak = None, None
-    for directory in cgroup_dirs("memory", root):
+    for directory in directories:
         for name in ("memory.max", "memory.limit_in_bytes"):
             found = _number(directory / name)
             if found is not None and found < min(limit or _UNLIMITED_BYTES, _UNLIMITED_BYTES):
@@ -98,12 +110,16 @@ def memory(root: Path = Path("/")) -> Memory:
                 peak = _number(directory / "memory.peak") or _number(
                     directory / "memory.max_usage_in_bytes"
                 )
-    return Memory(
-        total_bytes=meminfo.get("MemTotal"),
-        available_bytes=meminfo.get("MemAvailable"),
-        limit_bytes=limit,
-        peak_bytes=peak,
-    )
+    return limit, peak
+
+
+def oom_kills(directories: Sequence[Path]) -> int:
+    """Count the kills for memory in the first of some control groups; 0 when it is not shown."""
+    for directory in directories[:1]:
+        v2 = _field(directory / "memory.events", "oom_kill")
+        v1 = _field(directory / "memory.oom_control", "oom_kill")
+        return v2 or v1 or 0
+    return 0
 
 
 @dataclass(frozen=True)
@@ -116,11 +132,7 @@ class OomCount:
     @classmethod
     def read(cls, root: Path = Path("/")) -> OomCount:
         """Read both counters; a counter that this kernel does not show stays 0."""
-        group = 0
-        for directory in cgroup_dirs("memory", root)[:1]:
-            v2 = _field(directory / "memory.events", "oom_kill")
-            v1 = _field(directory / "memory.oom_control", "oom_kill")
-            group = v2 or v1 or 0
+        group = oom_kills(cgroup_dirs("memory", root))
         return cls(group, _field(root / "proc/vmstat", "oom_kill") or 0)
 
     def evidence_since(self, before: OomCount) -> str | None:

@@ -78,6 +78,13 @@ def peek_status(pid: int) -> ExitStatus | None:
     return ExitStatus(info.si_status) if by_itself else ExitStatus(None, info.si_status)
 
 
+def process_state(pid: int) -> str:
+    """Return the letter that the kernel has for a process's state; "X" when there is none."""
+    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
+        return stat.read().rpartition(b")")[2].split()[0].decode()
+    return "X"
+
+
 class RankProcess:
     """A started rank or server, a child of this process. Used by the launcher's main thread only.
 
@@ -148,9 +155,7 @@ class RankProcess:
 
     def is_frozen(self) -> bool:
         """Tell whether the process is stopped (SIGSTOP, a debugger) and so cannot do its part."""
-        with suppress(OSError), open(f"/proc/{self.pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-        return False
+        return process_state(self.pid) in ("T", "t")
 
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to the rank and to what it started in its process group."""

@@ -1,0 +1,73 @@
+"""Signs: what the kernel shows of a process while it runs, and what that says when it has ended.
+
+Looked at a few times per second, because two facts are gone afterwards: since when a process has
+been stopped (SIGSTOP, a debugger), and in which memory control group it was (the oldest version of
+control groups forgets an ended process at once). Pure reading; decides nothing.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from paceline.launcher.machine import (
+    OomCount,
+    cgroup_dirs,
+    human_bytes,
+    memory_limit,
+    oom_kills,
+)
+from paceline.launcher.process import ExitStatus, RankProcess, process_state
+
+
+class Signs:
+    """What is known about one process."""
+
+    def __init__(self, process: RankProcess) -> None:
+        self._process = process
+        self._stopped_s: float | None = None
+        self._groups = cgroup_dirs("memory", pid=process.pid)
+        self._kills = oom_kills(self._groups)  # when it was first seen in them
+        # On the machine, at the last two looks: the last may have come after the kill in question.
+        self._machine_kills = [OomCount.read().machine] * 2
+
+    def look(self, now_s: float) -> None:
+        """Take in how the process is now."""
+        state = process_state(self._process.pid)
+        if state in "ZX":
+            return  # what was seen last is what counts
+        if state not in "Tt":
+            self._stopped_s = None
+        elif self._stopped_s is None:
+            self._stopped_s = now_s
+        groups = cgroup_dirs("memory", pid=self._process.pid)
+        # One that is about to end is shown at the root already; it was not moved there.
+        if len(groups) > 1 and groups != self._groups:
+            self._groups, self._kills = groups, oom_kills(groups)
+        self._machine_kills = self._machine_kills[1:] + [OomCount.read().machine]
+
+    def stopped_for_s(self, now_s: float) -> float | None:
+        """How long it has been stopped; None while it runs."""
+        return None if self._stopped_s is None else now_s - self._stopped_s
+
+    def diagnosis(self, status: ExitStatus) -> str:
+        """Say how it ended, and for which reason as far as the kernel shows one."""
+        if status.signal is None:
+            return str(status)
+        words = f"killed by signal {int(status.signal)}"
+        if status.signal != signal.SIGKILL:
+            return f"{words} ({_name(status.signal)})"
+        if oom_kills(self._groups) > self._kills:
+            limit, _ = memory_limit(self._groups)
+            if limit is not None:
+                return f"{words}, memory cgroup limit {human_bytes(limit)} reached"
+            return f"{words}, out of memory in its control group"
+        if OomCount.read().machine > self._machine_kills[0]:
+            return f"{words}, possibly out of memory: the OOM killer was active on this machine"
+        return words
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return signal.strsignal(number) or "unknown"
