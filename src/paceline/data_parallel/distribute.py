@@ -54,6 +54,8 @@ def distribute(
     buffers    after each step: "broadcast" rank 0's, "average" over the workers, or leave "local"
     batchnorm  "local" statistics of each worker's batch, or "global" ones of all batches together
     unused     parameters without gradient: "warn" once, "error", or "ignore"
+    resize_lr  in an elastic job: "keep" the learning rates whoever is there, or let them follow the
+               number of workers, "linear" or as its "sqrt" (for pl.shard(..., resize="worker"))
     all:
     nonfinite  NaN or infinite gradients: "ignore", "raise" on all ranks, or "skip" the step on all
                (a GradScaler skips such steps itself, on all ranks: leave it at "ignore"); servers
@@ -119,7 +121,26 @@ def _choose(job: Job, pace: str, given: Mapping[str, str | float]) -> tuple[Opti
         _say(f"pace {asked} from the command line instead of the script's {mine}")
     if asked.name in NEEDS_SERVERS and not job.servers:
         _do_without_servers(job, asked)
-    return Options.of(full, given), asked
+    chosen = Options.of(full, given)
+    if job.elastic.is_on:
+        _refuse_in_elastic_jobs(chosen)
+    return chosen, asked
+
+
+def _refuse_in_elastic_jobs(options: Options) -> None:
+    """Refuse what cannot go on when a worker is lost."""
+    if options.batchnorm == "global":
+        raise UsageError(
+            "batchnorm=global cannot be used in an elastic job: its exchange is in the middle of"
+            " forward, which cannot be repeated when a worker is lost; use batchnorm=local, or"
+            " start the job without --min, --max and --on-loss"
+        )
+    if options.update == "sharded":
+        raise UsageError(
+            "update=sharded cannot be used in an elastic job: with a worker its part of the"
+            " optimizer's state would be lost; use update=replicated (or auto), or start the job"
+            " without --min, --max and --on-loss"
+        )
 
 
 def _do_without_servers(job: Job, asked: PaceSpec) -> None:

@@ -25,6 +25,7 @@ class Options:
     unused: str = "warn"
     nonfinite: str = "ignore"
     bucket_mb: float = 16.0
+    resize_lr: str = "keep"
     wait: str = "step"
     server_dtype: str = "fp32"
     wire: str = "fp32"

@@ -23,6 +23,7 @@ from paceline.collectives.group import Group
 from paceline.data_parallel.batchnorm import use_global_statistics
 from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.direct import compute_in_bucket
+from paceline.data_parallel.elastic_step import ElasticStep
 from paceline.data_parallel.health import Health
 from paceline.data_parallel.hooks import attach
 from paceline.data_parallel.housing import Housing
@@ -108,6 +109,7 @@ class Training:
         job.contribution.watch(self.reducer.weighting.set)
         self.reducer.weighting.set(job.contribution.weight)
         attach(model, self)
+        self._elastic_step: ElasticStep | None = None
         self._take_part(model, optimizer)
         if isinstance(self.update, LayerwiseUpdate):
             self.update.watch(model)
@@ -174,13 +176,20 @@ class Training:
         elastic = self._job.elastic
         if not elastic.is_on:
             return
+        is_served = self._serving is not None
         elastic.is_lockstep = self._serving is None or self._serving.rule.aggregate
-        if self._serving is None:
-            self.reducer.with_exchange = self.buffers.synchronise
-        self._flag = torch.zeros(2)
-        self._flag_group = self._job.worker_group(f"training {self._number} flags")
-        kept = TrainingState(self._job, model, optimizer, self.buffers, self._serving is None)
-        elastic.register(f"training {self._number}", kept)
+        name = f"training {self._number}"
+        self._elastic_step = ElasticStep(
+            self._job,
+            optimizer,
+            self.reducer,
+            self.buffers,
+            name=name,
+            is_served=is_served,
+            resize_lr=self._options.resize_lr,
+        )
+        kept = TrainingState(self._job, model, optimizer, self.buffers, not is_served)
+        elastic.register(name, kept)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -256,8 +265,8 @@ class Training:
 
     def _around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:
         self._refuse_stray_gradients(optimizer)
-        if self._job.elastic.is_on:
-            return self._elastic_step(step)
+        if self._elastic_step is not None:
+            return self._elastic_step.run(self.update, step, lambda: self._count_step(0.0))
         self.buffers.start()
         result = self.update.run(step)
         start = time.perf_counter()
@@ -265,34 +274,6 @@ class Training:
         self._count_step(time.perf_counter() - start)
         self._job.stopping.hear(self.reducer.is_stop_agreed)
         return result
-
-    def _elastic_step(self, step: Step) -> Any:
-        """The same where workers may be lost or come: buffers have been exchanged with gradients,
-        and behind the step all may change the membership together."""
-        elastic, reducer = self._job.elastic, self.reducer
-        result = None
-        if not reducer.has_caught_up:  # else the state that was received has this step in it
-            result = self.update.run(step)
-        self._job.contribution.commit()
-        start = time.perf_counter()
-        if self._serving is not None and elastic.is_lockstep:
-            elastic.point(self.buffers.synchronise)
-            elastic.point(self._exchange_flags)
-        if not reducer.has_caught_up:
-            self._count_step(time.perf_counter() - start)
-        reducer.has_caught_up = False
-        is_agreed, reducer.is_change_agreed = reducer.is_change_agreed, False
-        self._job.stopping.hear(reducer.is_stop_agreed)
-        elastic.boundary(agreed=is_agreed)
-        return result
-
-    def _exchange_flags(self) -> None:
-        """Through servers nobody calls the roll: ask here whether a change is due."""
-        self._flag[0] = float(self._job.stopping.is_wanted())
-        self._flag[1] = float(self._job.elastic.is_change_due)
-        self._flag_group.all_reduce(self._flag, "max")
-        stops, changes = self._flag.tolist()
-        self.reducer.is_stop_agreed, self.reducer.is_change_agreed = stops > 0, changes > 0
 
     def _refuse_stray_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         self.reducer.require_finished()

@@ -38,6 +38,7 @@ _SYNCHRONOUS = {
     "batchnorm": ("local", "global"),
     "unused": ("warn", "error", "ignore"),
     "bucket_mb": ABOVE_0,
+    "resize_lr": ("keep", "linear", "sqrt"),
 }
 _ON_SERVERS = {
     "nonfinite": ("ignore", "raise", "skip", "quarantine"),

@@ -1,0 +1,88 @@
+"""optimizer.step() where workers may be lost or come.
+
+Buffers have been exchanged with the gradients (a repeatable point), so the step itself is this
+worker's own. Behind it all may change the membership together: in the roll call they have agreed
+whether a change is due. Through servers nobody calls the roll; there a small exchange of its own
+asks.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.data_parallel.buffers import Buffers
+from paceline.data_parallel.reducer import Reducer
+from paceline.data_parallel.update import Step, Update
+from paceline.job import Job
+
+
+class ElasticStep:
+    """Runs the steps of one model."""
+
+    def __init__(
+        self,
+        job: Job,
+        optimizer: torch.optim.Optimizer,
+        reducer: Reducer,
+        buffers: Buffers,
+        *,
+        name: str,
+        is_served: bool,
+        resize_lr: str,
+    ) -> None:
+        self._job = job
+        self._optimizer = weakref.ref(optimizer)
+        self._reducer = reducer
+        self._buffers = buffers
+        self._resize_lr = resize_lr
+        self._asks = is_served and job.elastic.is_lockstep
+        if not is_served:
+            reducer.with_exchange = buffers.synchronise
+        self._flags = torch.zeros(2)
+        self._group = job.worker_group(f"{name} flags")
+
+    def run(self, update: Update, step: Step, count: Callable[[], None]) -> Any:
+        """Run the update; `count` counts the step, unless it has been counted elsewhere."""
+        job, reducer, result = self._job, self._reducer, None
+        if not reducer.has_caught_up:  # else the state that was received has this step in it
+            result = self._run_resized(update, step)
+        job.contribution.commit()
+        if self._asks:
+            job.elastic.point(self._buffers.synchronise)
+            job.elastic.point(self._exchange_flags)
+        if not reducer.has_caught_up:
+            count()
+        reducer.has_caught_up = False
+        is_agreed, reducer.is_change_agreed = reducer.is_change_agreed, False
+        job.stopping.hear(reducer.is_stop_agreed)
+        job.elastic.boundary(agreed=is_agreed)
+        return result
+
+    def _run_resized(self, update: Update, step: Step) -> Any:
+        """Run the update, with learning rates that follow the number of workers if so asked."""
+        optimizer = self._optimizer()
+        if self._resize_lr == "keep" or optimizer is None:
+            return update.run(step)
+        share = self._job.world.size / self._job.env.world_size
+        factor = share if self._resize_lr == "linear" else math.sqrt(share)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        try:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            return update.run(step)
+        finally:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _exchange_flags(self) -> None:
+        self._flags[0] = float(self._job.stopping.is_wanted())
+        self._flags[1] = float(self._job.elastic.is_change_due)
+        self._group.all_reduce(self._flags, "max")
+        stops, changes = self._flags.tolist()
+        self._reducer.is_stop_agreed = stops > 0
+        self._reducer.is_change_agreed = changes > 0
