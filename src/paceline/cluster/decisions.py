@@ -61,7 +61,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class Unwanted(msgspec.Struct, frozen=True):
-    """This member shall leave at its next boundary."""
+    """This member is out by a person's wish: it goes at its next boundary."""
 
     rank: int
 

@@ -28,6 +28,8 @@ class Heartbeat(FromMember, frozen=True):
 class Leave(FromMember, frozen=True):
     """The member ends in good order: closing the connection next is no loss."""
 
+    is_finished: bool = True  # its work is done; else others may take its place
+
 
 class Report(FromMember, frozen=True):
     event: Event
@@ -50,6 +52,18 @@ class Ready(Request, frozen=True):
     member: Member
 
 
+class Look(Request, frozen=True):
+    """A newcomer asks who is there, without being in. Answered with Joined."""
+
+
+class Attach(Request, frozen=True):
+    """A member is back after its connection broke. Answered with Joined, or Evicted."""
+
+    member: Member
+    adopted: int  # the generation in which it works
+    known: int  # the newest generation that it has heard of
+
+
 class Adopted(FromMember, frozen=True):
     """The member works in this generation; everything older is behind it."""
 
@@ -60,7 +74,14 @@ class Accuse(FromMember, frozen=True):
     """The member cannot reach another one, whatever that one tells the coordinator."""
 
     rank: int
-    why: str
+    why: str  # empty: it can again
+
+
+class InSync(FromMember, frozen=True):
+    """A filling server has everything: no reply leaves the primary without its word any more."""
+
+    partition: int
+    generation: int
 
 
 class StoreSet(Request, frozen=True):
@@ -167,8 +188,11 @@ MemberMessage: TypeAlias = (
     | Report
     | Join
     | Ready
+    | Look
+    | Attach
     | Adopted
     | Accuse
+    | InSync
     | StoreSet
     | StoreGet
     | StoreAdd

@@ -9,10 +9,10 @@ A roster made again with `Roster(policy, state, now_s)` goes on where the other 
 that are there attach again, newcomers say Ready again, servers say InSync again. What is not in
 `state` (who adopted what, heartbeats, who is ready) is learnt anew from them.
 
-Changes come in two kinds. URGENT ones are published at once: somebody is lost or left, or
-replacements for all lost workers are ready. CALM ones wait until every member works in the present
-generation: newcomers, filled backups, moves. So members see one calm change at a time, and an
-urgent one may overtake it.
+Changes come in two kinds (changes.py): urgent ones are published at once, calm ones wait until
+every member works in the present generation. So members see one calm change at a time, and an
+urgent one may overtake it. A worker counts as working in the present generation when it works in
+one with the present workers: where partitions are it finds out by itself.
 
     learnt                              method
     a rank of the first crowd came      join (withdraw: it went before all were there)
@@ -35,9 +35,10 @@ from collections.abc import Iterable
 
 import msgspec
 
+from paceline.cluster import changes, places
 from paceline.cluster import messages as m
-from paceline.cluster import places
 from paceline.cluster.assembly import Assembly
+from paceline.cluster.changes import who
 from paceline.cluster.decisions import (
     Announce,
     Decision,
@@ -51,7 +52,7 @@ from paceline.cluster.decisions import (
 )
 from paceline.cluster.leases import UNBEARABLE, Finding, Leases
 from paceline.cluster.member import Member, Membership
-from paceline.cluster.partitions import Layout, filled, relieved, spread
+from paceline.cluster.partitions import spread
 from paceline.cluster.policy import Policy
 from paceline.errors import Evicted, RendezvousError
 
@@ -69,11 +70,10 @@ class Roster:
         self._candidates: dict[int, Member] = {}  # ready newcomers, by rank
         self._adopted: dict[int, int] = {}  # rank -> generation
         self._synced: set[tuple[int, int]] = set()  # (partition, rank) to be listed
-        self._leaving: dict[int, str] = {}  # members that go in the next change: why they left
+        self._left: dict[int, str] = {}  # members that go in the next change: in good order
         self._losses: dict[int, m.Loss] = {}  # members that go in the next change: lost
         self._expiry_s = {place.rank: now_s + policy.reserve_s for place in self.state.reserved}
         self._wanted: set[Wanted] = set()
-        self._unwanted: set[int] = set()
         self._waiting_s: float | None = None  # since when a calm change waits
         if self.state.membership is not None:
             gone = {loss.rank for loss in self.state.vacant}
@@ -93,14 +93,13 @@ class Roster:
 
     @property
     def unwanted(self) -> tuple[int, ...]:
-        """The members that were asked to leave and are still there."""
-        return tuple(sorted(self._unwanted))
+        """The members that are no longer wished, and go in the next calm change."""
+        return () if self.membership is None else changes.unwished(self.state)
 
     @property
     def is_settled(self) -> bool:
         """Say whether every member works in the present generation."""
-        membership = self.membership
-        return membership is not None and not self._not_adopted(membership)
+        return self.membership is not None and not self._not_adopted()
 
     # -- the first crowd ---------------------------------------------------------------------
 
@@ -113,7 +112,8 @@ class Roster:
             self._leases.begin(one.rank, now_s)
             self._adopted[one.rank] = first.generation  # there is nothing older to be done with
         if self.policy.is_elastic and self.policy.partitions:
-            layout = spread(self.policy.partitions, self.policy.replicas, _hosts(first))
+            hosts = {one.rank: one.host_id for one in changes.servers(first.members)}
+            layout = spread(self.policy.partitions, self.policy.replicas, hosts)
             first = msgspec.structs.replace(
                 first, partitions=layout.holders, filling=layout.filling
             )
@@ -140,12 +140,14 @@ class Roster:
     def ready(self, member: Member, now_s: float) -> list[Decision]:
         """Let a newcomer in as soon as that is possible: Announce names it as joined."""
         self._require_elastic("nobody can join")
+        if self._is_here(member.rank):  # let in before we were restarted, and not told so
+            return self.attached(member.rank, 0, now_s)
         if self.state.is_finishing:
-            raise RendezvousError(f"{_whom(member)} comes too late: the job is finishing")
+            raise RendezvousError(f"{who(member)} comes too late: the job is finishing")
         place = places.place_of(self.state, member.rank)
         if place is None or (place.role, place.number) != (member.role, member.number):
             raise RendezvousError(
-                f"{_whom(member)} as rank {member.rank}: no such place is reserved; ask the"
+                f"{who(member)} as rank {member.rank}: no such place is reserved; ask the"
                 " coordinator for one (`paceline join`)"
             )
         self._candidates[member.rank] = member
@@ -164,7 +166,7 @@ class Roster:
         self._leases.end(rank)
         told = Tell(m.Presence(rank, "lost", f"{member.where}: {why}"))
         if self.policy.is_elastic:
-            if self._is_held_open(loss):
+            if changes.is_held_open(self.policy, self.state, loss):
                 self._remember(vacant=(*self.state.vacant, loss))
             else:
                 self._losses[rank] = loss
@@ -180,9 +182,9 @@ class Roster:
         self._leases.end(rank)
         told = Tell(m.Presence(rank, "left", "it ended in good order"))
         if self.policy.is_elastic:
-            self._leaving[rank] = f"{_whom(member)} left"
-            was_asked = rank in self._unwanted
-            if member.role == "worker" and is_finished and not was_asked:
+            self._left[rank] = f"{who(member)} left"
+            is_wished = changes.is_wished(self.state, member)
+            if member.role == "worker" and is_finished and is_wished:
                 self._remember(is_finishing=True)
         return [told, *self._settle(now_s)]
 
@@ -283,131 +285,53 @@ class Roster:
         """Publish what can be published, and find out who is wanted."""
         if self.membership is None or self.state.over or not self.policy.is_elastic:
             return []
-        decisions: list[Decision] = []
-        changed = self._urgent(self.membership) or self._calm(self.membership)
-        why = self._verdict(changed)
+        facts = (self._losses, self._left, self._candidates)
+        following = changes.urgent(self.policy, self.state, *facts)
+        if following is None and self.is_settled:
+            following = changes.calm(self.policy, self.state, self._candidates, self._synced)
+        why = changes.verdict(self.policy, self.state, following)
         if why:
             self._remember(over=why)
+            self._wanted = set()
             return [End(why)]
-        if changed is not None:
-            decisions.append(self._publish(changed, now_s))
-        return decisions + self._wishes()
+        decisions = [] if following is None else self._publish(following, now_s)
+        wanted = places.open_places(self.state)
+        decisions += [one for one in wanted if one not in self._wanted]
+        self._wanted = set(wanted)
+        return decisions
 
-    def _urgent(self, now: Membership) -> m.Changed | None:
-        """The change that cannot wait: who is gone goes, and replacements of all come."""
-        lost = dict(self._losses)
-        kept = [loss for loss in self.state.vacant if self._is_held_open(loss)]
-        lost |= {loss.rank: loss for loss in self.state.vacant if loss not in kept}
-        by_number = {c.number: c for c in self._candidates.values() if c.role == "worker"}
-        joined: list[Member] = []
-        if kept and all(loss.number in by_number for loss in kept):
-            joined = [by_number[loss.number] for loss in kept]
-            lost |= {loss.rank: loss for loss in kept}
-            kept = []
-        if not lost and not self._leaving:
-            return None
-        self._remember(vacant=tuple(kept))
-        gone = {*lost, *self._leaving}
-        stay = [member for member in now.members if member.rank not in gone] + joined
-        layout = filled(_layout(now).without(gone), self.policy.replicas, self._hosts(stay))
-        vacant = tuple(loss.rank for loss in kept)
-        after = now.next(stay, layout.holders, layout.filling, vacant)
-        why = [*(f"{_place(loss)} lost: {loss.why}" for loss in lost.values())]
-        why += [*self._leaving.values(), *(f"{_whom(one)} takes its place" for one in joined)]
-        ranks = tuple(one.rank for one in joined)
-        return m.Changed(after, tuple(lost.values()), ranks, "; ".join(why))
-
-    def _calm(self, now: Membership) -> m.Changed | None:
-        """The change that waits until everybody works in the present generation."""
-        if self._not_adopted(now):
-            return None
-        held_open = {loss.number for loss in self.state.vacant}
-        joined = [
-            one
-            for one in self._candidates.values()
-            if one.role == "server" or one.number not in held_open
-        ]
-        members = [*now.members, *joined]
-        layout = _layout(now)
-        why = [f"{_whom(one)} joined" for one in joined]
-        for partition, rank in sorted(self._synced):
-            if rank in layout.filling[partition]:
-                layout = layout.synced(partition, rank)
-                why.append(f"partition {partition} has another copy")
-        before = layout
-        if layout.holders:
-            hosts = {one.rank: one.host_id for one in _servers(members)}
-            leaving = {one.rank for one in _servers(members) if not self._is_wished(one)}
-            layout = relieved(layout, self.policy.replicas, hosts, leaving)
-        if layout != before:
-            why.append("partitions move")
-        if not why:
-            return None
-        vacant = tuple(loss.rank for loss in self.state.vacant)
-        after = now.next(members, layout.holders, layout.filling, vacant)
-        return m.Changed(after, (), tuple(one.rank for one in joined), "; ".join(why))
-
-    def _publish(self, changed: m.Changed, now_s: float) -> Decision:
+    def _publish(self, following: changes.Next, now_s: float) -> list[Decision]:
+        changed = following.changed
         for rank in changed.joined:
-            self._candidates.pop(rank)
             self._release(rank)
             self._leases.begin(rank, now_s)
-        for rank in {*self._leaving, *(loss.rank for loss in changed.lost)}:
+        for rank in {*self._left, *following.let_go, *(loss.rank for loss in changed.lost)}:
             self._adopted.pop(rank, None)
-            self._unwanted.discard(rank)
-        self._leaving.clear()
+            self._leases.end(rank)
+        self._left.clear()
         self._losses.clear()
         filling = changed.membership.filling
         self._synced = {(p, rank) for p, rank in self._synced if rank in filling[p]}
         self._waiting_s = None
-        self._remember(membership=changed.membership)
-        return Announce(changed)
+        self._remember(membership=changed.membership, vacant=following.vacant)
+        return [Announce(changed), *(Unwanted(rank) for rank in following.let_go)]
 
-    def _verdict(self, changed: m.Changed | None) -> str:
-        """Say why the job would be over after this change; "" when it would not."""
-        after = self.membership if changed is None else changed.membership
-        assert after is not None
-        losses = (*(changed.lost if changed else ()), *self.state.vacant)
-        if not losses:
-            return ""
-        gone = "; ".join(f"{_place(loss)} lost: {loss.why}" for loss in losses)
-        nobodys = _layout(after).lost
-        if nobodys:
-            return (
-                f"every copy of partition{'s' if len(nobodys) > 1 else ''}"
-                f" {', '.join(map(str, nobodys))} of the servers' tables is lost ({gone});"
-                " start the job again, with more --replicas"
-            )
-        vacant = {loss.rank for loss in self.state.vacant}
-        alive = len(set(after.workers) - vacant)
-        least = 1 if self.policy.on_loss == "replace" else self.policy.min_workers
-        if self.state.is_finishing or alive >= least:
-            return ""
-        return (
-            f"{alive} worker{' is' if alive == 1 else 's are'} left, expected at least {least}"
-            f"{'' if self.policy.on_loss == 'replace' else ' (--min)'}: {gone}"
-        )
-
-    def _wishes(self) -> list[Decision]:
-        """Find out which places lack a process, and which members are too many."""
-        wanted = places.open_places(self.state)
-        found: list[Decision] = [w for w in wanted if w not in self._wanted]
-        self._wanted = set(wanted)
-        assert self.membership is not None
-        layout = _layout(self.membership)
-        unwanted = {
-            one.rank
-            for one in self.membership.members
-            if not self._is_wished(one) and (one.role == "worker" or not layout.load(one.rank))
-        }
-        found += [Unwanted(rank) for rank in sorted(unwanted - self._unwanted)]
-        self._unwanted = unwanted
-        return found
+    def _not_adopted(self) -> list[Member]:
+        """The members on which calm changes wait."""
+        now = self.membership
+        assert now is not None
+        return [
+            one
+            for one in now.members
+            if self._is_here(one.rank)
+            and self._adopted.get(one.rank, 0)
+            < (now.workers_since if one.role == "worker" else now.generation)
+        ]
 
     # -- small things ------------------------------------------------------------------------
 
-    def _remember(self, **changes: object) -> None:
-        self.state = msgspec.structs.replace(self.state, **changes)
+    def _remember(self, **news: object) -> None:
+        self.state = msgspec.structs.replace(self.state, **news)
 
     def _require_elastic(self, else_what: str) -> None:
         if not self.policy.is_elastic:
@@ -416,32 +340,8 @@ class Roster:
             )
 
     def _is_here(self, rank: int) -> bool:
-        gone = {*self._losses, *self._leaving, *(loss.rank for loss in self.state.vacant)}
+        gone = {*self._losses, *self._left, *(loss.rank for loss in self.state.vacant)}
         return self.membership is not None and rank in self.membership.ranks and rank not in gone
-
-    def _is_held_open(self, loss: m.Loss) -> bool:
-        """Say whether the others wait for a replacement of a lost worker."""
-        return (
-            loss.role == "worker"
-            and self.policy.on_loss == "replace"
-            and not self.state.is_finishing
-            and loss.number in self.state.workers
-        )
-
-    def _is_wished(self, member: Member) -> bool:
-        numbers = self.state.servers if member.role == "server" else self.state.workers
-        return member.number in numbers
-
-    def _not_adopted(self, membership: Membership) -> list[Member]:
-        return [
-            one
-            for one in membership.members
-            if self._is_here(one.rank) and self._adopted.get(one.rank, 0) < membership.generation
-        ]
-
-    def _hosts(self, members: Iterable[Member]) -> dict[int, str]:
-        """The servers that may get more copies."""
-        return {one.rank: one.host_id for one in _servers(members) if self._is_wished(one)}
 
     def _release(self, rank: int) -> None:
         """Give up the place of a newcomer that is a member now, or never will be."""
@@ -453,7 +353,7 @@ class Roster:
     def _cost(self, rank: int) -> int:
         """How bad the loss of a member would be, for choosing between two."""
         assert self.membership is not None
-        layout = _layout(self.membership)
+        layout = changes.layout_of(self.membership)
         if layout.without({rank}).lost:
             return UNBEARABLE
         workers = [one for one in self.membership.workers if self._is_here(one)]
@@ -466,38 +366,16 @@ class Roster:
 
     def _explain_wait(self, now_s: float) -> list[Decision]:
         """Say once, after a while, on whom a newcomer waits."""
-        membership = self.membership
-        if membership is None or not self._candidates or self.state.over:
+        if self.membership is None or not self._candidates or self.state.over:
             self._waiting_s = None
             return []
         if self._waiting_s is None:
             self._waiting_s = now_s
-        late = self._not_adopted(membership)
+        late = self._not_adopted()
         if now_s - self._waiting_s < _PATIENCE_S or not late:
             return []
         self._waiting_s = float("inf")
-        newcomers = ", ".join(_whom(one) for one in self._candidates.values())
-        whom = ", ".join(_whom(one) for one in late)
-        text = f"{newcomers} will join when {whom} works in generation {membership.generation}"
-        return [Remark(text)]
-
-
-def _layout(membership: Membership) -> Layout:
-    none: tuple[tuple[int, ...], ...] = ((),) * len(membership.partitions)
-    return Layout(membership.partitions, membership.filling or none)
-
-
-def _servers(members: Iterable[Member]) -> list[Member]:
-    return sorted((one for one in members if one.role == "server"), key=lambda one: one.number)
-
-
-def _hosts(membership: Membership) -> dict[int, str]:
-    return {one.rank: one.host_id for one in _servers(membership.members)}
-
-
-def _whom(member: Member) -> str:
-    return f"{member.role} {member.number} ({member.where})"
-
-
-def _place(loss: m.Loss) -> str:
-    return f"{loss.role} {loss.number} ({loss.where})"
+        newcomers = ", ".join(who(one) for one in self._candidates.values())
+        whom = ", ".join(who(one) for one in late)
+        generation = self.membership.generation
+        return [Remark(f"{newcomers} will join when {whom} works in generation {generation}")]

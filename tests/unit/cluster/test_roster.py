@@ -49,13 +49,14 @@ class Story:
 
     def adopt(self, *skip):
         """Everybody works in the newest generation, and in those that follow from it."""
+        all_told = []
         while True:
-            generation, all_told = self.now.generation, []
+            generation = self.now.generation
             for rank in self.now.ranks:
                 if rank not in skip and rank not in self.now.vacant:
                     all_told += self.roster.adopted(rank, generation, self.now_s)
-            self(all_told)
             if self.now.generation == generation:
+                self(all_told)
                 return
 
     def lose(self, rank, why="killed by signal 9"):
@@ -277,13 +278,18 @@ def test_scaling_up_and_down():
     story.come()
     story.adopt()
     assert story.now.workers == (0, 1, 2, 3)
-    assert story(story.roster.scale(1, story.now_s)) == [Unwanted(1), Unwanted(2), Unwanted(3)]
-    story(story.roster.left(2, story.now_s))
+    story(story.roster.scale(3, story.now_s))
+    assert story.of(Unwanted) == [Unwanted(3)]
+    assert (story.changed.lost, story.now.workers) == ((), (0, 1, 2))
+    story(story.roster.scale(1, story.now_s))
+    assert story.of(Announce) == [], "one calm change at a time"
+    assert story(story.roster.left(2, story.now_s))
     assert not story.roster.state.is_finishing
-    assert story.now.workers == (0, 1, 3)
-    assert story.roster.unwanted == (1, 3)
-    assert story(story.roster.scale(3, story.now_s)) == [Wanted("worker", 2)]
-    assert story.roster.unwanted == (3,)
+    assert story.roster.left(3, story.now_s) == []
+    story.adopt()
+    assert story.of(Unwanted) == [Unwanted(1)]
+    assert story.now.workers == (0,)
+    assert story(story.roster.scale(2, story.now_s)) == [Wanted("worker", 1)]
     for wrong in (0, 5):
         with pytest.raises(UsageError, match="this job may have 1 to 4"):
             story.roster.scale(wrong, story.now_s)
@@ -359,9 +365,8 @@ def test_added_servers_get_their_share_and_removed_ones_are_emptied_first():
     story(story.roster.remove_servers([0], story.now_s))
     assert story.of(Unwanted) == []
     story.sync()
-    assert story.roster.unwanted == (1,)
     assert all(1 not in ranks for ranks in story.now.partitions)
-    story(story.roster.left(1, story.now_s))
+    assert story.roster.left(1, story.now_s) == []
     assert story.now.servers == (2, newcomer)
     assert not story.roster.state.is_finishing
     with pytest.raises(UsageError, match=r"would leave 1: each partition needs 2"):
@@ -489,6 +494,16 @@ def test_a_restored_roster_goes_on_where_the_other_ended():
     assert story.changed.joined == (place.rank,)
     with pytest.raises(Evicted, match="rank 1 is not in generation"):
         story.roster.attached(1, 1, story.now_s)
+
+
+def test_a_newcomer_that_was_let_in_unheard_asks_again():
+    story = Story(2, max_workers=3)
+    rank = story.come()
+    assert rank in story.now.ranks
+    story.roster = Roster(story.policy, story.roster.state, story.now_s)
+    assert story.roster.ready(member(rank), story.now_s) == []
+    assert rank in story.now.ranks
+    assert not story.roster.is_settled
 
 
 def test_who_does_not_come_back_after_a_restart_is_lost():
