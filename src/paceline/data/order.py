@@ -9,7 +9,6 @@ takes from the order ahead of time, each rank as far as it likes, hence the two.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ import torch
 
 from paceline.collectives.agreement import take_from
 from paceline.collectives.group import Group
+from paceline.data.portable import portable, restored
 from paceline.data.split import Units, size_of
 from paceline.errors import UsageError
 
@@ -49,9 +49,15 @@ class LocalOrder:
             generator = torch.Generator().manual_seed(seed)
             self._indices = torch.randperm(samples, generator=generator).numpy()
         self._taken = 0
+        self.length = samples
 
     def prepare(self, units: int) -> None:
         """Nothing to do: all indices are there."""
+
+    def units(self, start: int, stop: int) -> Units:
+        """Return indices by their place in the order."""
+        units: Units = self._indices[start:stop]
+        return units
 
     def take(self, count: int) -> Units:
         """Return the next indices."""
@@ -81,7 +87,7 @@ class ToldOrder:
                 raise self._failure
             if problem is not None:
                 raise UsageError(f"pl.shard: the sampler of rank 0 raised {problem}")
-            self._told += map(_restored, units_told)
+            self._told += map(restored, units_told)
 
     def take(self, count: int) -> Units:
         """Return the next units."""
@@ -102,7 +108,7 @@ class ToldOrder:
         try:
             self._source = iter(self._sampler) if self._source is None else self._source
             for unit in self._source:
-                units.append(_portable(unit))
+                units.append(portable(unit))
                 indices += size_of(units[-1])
                 if indices >= CHUNK:
                     return units, False, None
@@ -110,30 +116,3 @@ class ToldOrder:
             self._failure = error
             return [], True, f"{type(error).__name__}: {error}"
         return units, True, None
-
-
-def _portable(unit: Any) -> Any:
-    """Turn an index into plain data: numbers, strings, lists of them, and tuples as dicts."""
-    if isinstance(unit, (int, str)):
-        return unit
-    if isinstance(unit, (torch.Tensor, np.ndarray)) and unit.ndim > 0:
-        return unit.tolist()
-    if isinstance(unit, list):
-        if not unit:
-            raise UsageError("the batch sampler gave an empty batch; leave such batches out")
-        return [_portable(index) for index in unit]
-    if isinstance(unit, tuple):
-        return {"tuple": [_portable(index) for index in unit]}
-    try:
-        return operator.index(unit)
-    except TypeError:
-        raise UsageError(
-            f"the sampler gave an index of type {type(unit).__name__}, which cannot be sent to the"
-            " other ranks; use numbers, strings, or lists and tuples of them"
-        ) from None
-
-
-def _restored(unit: Any) -> Any:
-    if isinstance(unit, dict):
-        return tuple(_restored(index) for index in unit["tuple"])
-    return [_restored(index) for index in unit] if isinstance(unit, list) else unit

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.order import LocalOrder, _portable, _restored, mixed
+from paceline.data.order import LocalOrder, mixed
+from paceline.data.portable import portable, restored
 from paceline.errors import UsageError
 
 
@@ -42,15 +43,15 @@ indices = st.recursive(
 
 @given(indices)
 def test_indices_survive_the_journey(index: object) -> None:
-    assert _restored(_portable(index)) == index
+    assert restored(portable(index)) == index
 
 
 def test_indices_of_torch_and_numpy_become_numbers() -> None:
-    made = _portable([torch.tensor(3), np.int32(4), 5])
+    made = portable([torch.tensor(3), np.int32(4), 5])
     assert made == [3, 4, 5] and {type(index) for index in made} == {int}
-    assert _portable(torch.tensor([1, 2])) == [1, 2]
+    assert portable(torch.tensor([1, 2])) == [1, 2]
     for wrong in (1.5, object(), None):
         with pytest.raises(UsageError, match="index of type"):
-            _portable(wrong)
+            portable(wrong)
     with pytest.raises(UsageError, match="empty batch"):
-        _portable([])
+        portable([])
