@@ -4,7 +4,8 @@ It lies under XDG_RUNTIME_DIR or the temporary directory and has an unpredictabl
 mkdtemp, so another user of the host can neither read it nor prepare it. The launcher holds a lock
 on a file inside; the kernel drops the lock when the launcher dies, however it dies. So a directory
 whose lock can be taken belongs to a dead launcher, and the next launcher removes it: no pid files,
-no guessing about reused pids.
+no guessing about reused pids. One exception: a detached job outlives whoever supervises it, so its
+directory (with the mark that `keep` sets) stays while any process of the job is alive.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from paceline.cluster.secret_file import write_private
 from paceline.errors import LaunchError
+from paceline.launcher.guard import job_processes
 
 # A directory is born under the first name, locked, and only then renamed to the second, so a
 # sweeping launcher never sees an unlocked directory of a living one under the second name.
 _NEW, _READY = "new", "job"
+_KEPT = "detached"
 _BIRTH_S = 60.0
 
 
@@ -59,6 +63,22 @@ class JobDirectory:
         shutil.rmtree(self.path, ignore_errors=True)  # what remains is swept by the next launcher
         os.close(self._lock_fd)
 
+    @classmethod
+    def take_over(cls, path: Path) -> JobDirectory:
+        """Become the holder of a directory whose own has died; LaunchError when it has not."""
+        taken = cls.__new__(cls)
+        taken.path = path
+        try:
+            taken._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW)
+            fcntl.flock(taken._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise LaunchError(f"{path}: the job is supervised already, or gone") from error
+        return taken
+
+    def keep(self, job_id: str) -> None:
+        """Let the directory stay after this process while the job has others."""
+        write_private(self.path / _KEPT, job_id.encode())
+
 
 def sweep(base: Path) -> list[Path]:
     """Remove the job directories of this user's dead launchers; return what was removed."""
@@ -71,22 +91,49 @@ def sweep(base: Path) -> list[Path]:
     return removed
 
 
-def _is_abandoned(path: Path, stage: str) -> bool:
+def directories(base: Path) -> list[Path]:
+    """Return the job directories of this user."""
+    found = base.glob(_prefix(_READY) + "*")
+    return sorted(path for path in found if _is_ours(path))
+
+
+def _is_ours(path: Path) -> bool:
+    """Refuse somebody else's, and a link that somebody left for us to follow."""
     try:
         info = path.lstat()
-        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-            return False  # somebody else's, or a link somebody left for us to follow
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
+
+
+def is_held(path: Path) -> bool:
+    """Say whether a living launcher holds the directory's lock; OSError when there is no lock."""
+    lock_fd = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock_fd)
+
+
+def _is_kept(path: Path) -> bool:
+    try:
+        job_id = (path / _KEPT).read_text()
+    except OSError:
+        return False
+    return any(job_processes(job_id, ()))
+
+
+def _is_abandoned(path: Path, stage: str) -> bool:
+    if not _is_ours(path):
+        return False
+    try:
         if stage == _NEW:
-            return time.time() - info.st_mtime > _BIRTH_S
-        lock_fd = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW)
+            return time.time() - path.lstat().st_mtime > _BIRTH_S
+        return not is_held(path) and not _is_kept(path)
     except FileNotFoundError:
         return path.is_dir()  # half removed by a launcher that was killed at it
     except OSError:
         return False
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock_fd)
