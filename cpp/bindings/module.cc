@@ -188,7 +188,7 @@ struct PyEngine {
 
  private:
   std::shared_ptr<Segment> find(int rank, const Location& where, size_t bytes) {
-    LocalLink* link = engine->link(rank);
+    auto link = engine->link(rank);
     std::shared_ptr<Segment> segment;
     if (link) {
       nb::gil_scoped_release release;
@@ -203,10 +203,10 @@ struct PyEngine {
 class PyGroup {
  public:
   PyGroup(PyEngine& engine, uint64_t id, uint32_t generation, std::vector<int> ranks, std::vector<int> hosts,
-          double timeout_s) {
+          double timeout_s, double forming_s) {
     nb::gil_scoped_release release;
     auto* group = new Group(engine.engine,
-                            GroupConfig{id, generation, std::move(ranks), std::move(hosts), timeout_s});
+                            GroupConfig{id, generation, std::move(ranks), std::move(hosts), timeout_s, forming_s});
     // The last reference may go in a garbage collection, and a group takes leave of its members.
     group_ = std::shared_ptr<Group>(group, [](Group* g) {
       std::optional<nb::gil_scoped_release> release;
@@ -216,10 +216,11 @@ class PyGroup {
   }
 
   void close() {
+    auto group = std::move(group_);  // under the GIL: other threads find it whole or not at all
+    if (!group) return;
     nb::gil_scoped_release release;
-    if (!group_) return;
-    group_->close();
-    group_.reset();
+    group->close();
+    group.reset();
   }
 
   // Another thread may close the group while this one waits in it.
@@ -266,9 +267,13 @@ class PyGroup {
   }
 
   void add_channel(int member, int lane, int fd) { get().add_channel(member, Lane(lane), Fd(fd)); }
+  // From any thread, so the group may just have been closed: then there is nothing left to end.
   void fail(const std::string& text) {
+    auto group = group_;
+    if (!group) return;
     nb::gil_scoped_release release;
-    get().fail(ErrorKind::generation_changed, text, -1);
+    group->fail(ErrorKind::generation_changed, text, -1);
+    group.reset();
   }
 
  private:
@@ -338,17 +343,21 @@ NB_MODULE(_core, m) {
       .def(nb::init<int, int, double, double, double>(), "rank"_a, "num_local"_a, "timeout_s"_a, "liveness_s"_a,
            "warn_s"_a)
       .def("add_local_peer", [](PyEngine& e, int rank, int fd) { e.engine->add_local_peer(rank, Fd(fd)); }, "rank"_a,
-           "fd"_a)
-      .def("await_local_peers",
-           [](PyEngine& e, double timeout_s) {
-             nb::gil_scoped_release release;
-             e.engine->await_local_peers(timeout_s);
-           }, "timeout_s"_a)
+           "fd"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("await_local_peers", [](PyEngine& e, double timeout_s, std::vector<int> ranks) {
+             e.engine->await_local_peers(timeout_s, std::move(ranks));
+           }, "timeout_s"_a, "ranks"_a = std::vector<int>(), nb::call_guard<nb::gil_scoped_release>())
+      .def("set_num_local", [](PyEngine& e, int num_local) { e.engine->set_num_local(num_local); }, "num_local"_a)
+      .def("end_peer", [](PyEngine& e, int rank) { return e.engine->end_peer(rank); }, "rank"_a,
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("forget_peer", [](PyEngine& e, int rank) { e.engine->forget_peer(rank); }, "rank"_a,
+           nb::call_guard<nb::gil_scoped_release>())
       .def("allocate", &PyEngine::allocate, "nbytes"_a, "apart"_a = false)
       .def("locate", &PyEngine::locate, "address"_a, "nbytes"_a)
       .def("private_view", &PyEngine::private_view, "rank"_a, "segment"_a, "offset"_a, "nbytes"_a)
       .def("memory_of_peer", &PyEngine::memory_of_peer, "rank"_a, "segment"_a, "offset"_a, "nbytes"_a)
-      .def("say_goodbye", [](PyEngine& e) { e.engine->say_goodbye(); })
+      .def("say_goodbye", [](PyEngine& e) { e.engine->say_goodbye(); },
+           nb::call_guard<nb::gil_scoped_release>())
       .def("close_after_fork", [](PyEngine& e) { e.engine->close_after_fork(); });
 
   nb::class_<PrivateView>(m, "PrivateView")
@@ -361,8 +370,8 @@ NB_MODULE(_core, m) {
       .def("discard", &PrivateView::discard);
 
   nb::class_<PyGroup>(m, "Group")
-      .def(nb::init<PyEngine&, uint64_t, uint32_t, std::vector<int>, std::vector<int>, double>(), "engine"_a, "id"_a,
-           "generation"_a, "ranks"_a, "hosts"_a, "timeout_s"_a)
+      .def(nb::init<PyEngine&, uint64_t, uint32_t, std::vector<int>, std::vector<int>, double, double>(), "engine"_a,
+           "id"_a, "generation"_a, "ranks"_a, "hosts"_a, "timeout_s"_a, "forming_s"_a = 0)
       .def("close", &PyGroup::close)
       .def("fail", &PyGroup::fail, "text"_a)
       .def("failed", [](PyGroup& g) { return g.get().failed(); })

@@ -46,7 +46,9 @@ Group::Group(std::shared_ptr<Engine> engine, GroupConfig config)
   for (size_t h = 0; h < leaders_.size(); ++h)
     if (is_local(leaders_[h])) my_host_ = int(h);
   if (local_.size() > 1)
-    team_ = std::make_unique<Team>(*engine_, config_.id, config_.generation, local_ranks, config_.timeout_s);
+    team_ = std::make_unique<Team>(*engine_, config_.id, config_.generation, local_ranks,
+                                   config_.forming_s > 0 ? config_.forming_s : config_.timeout_s);
+  engine_->drop_parcels_before(config_.id, config_.generation);
   engine_->attach(this);
 }
 
@@ -54,11 +56,19 @@ Group::~Group() {
   if (engine_->in_forked_child()) return;
   close();
   engine_->detach(this);
-  say_goodbye();
+  if (!is_broken_) {
+    take_leave();
+    return;
+  }
+  // Nobody waits for members of a group that has failed: some of them may never answer.
+  std::vector<std::unique_ptr<Port>> ports;
+  for (auto& [key, port] : ports_)
+    if (!is_local(key.first)) ports.push_back(std::move(port));
+  engine_->take_leave(std::move(ports));
 }
 
 // All channels at once, because the other members close theirs in another order.
-void Group::say_goodbye() {
+void Group::take_leave() {
   for (auto& [key, port] : ports_) port->end_output();
   auto all_ended = [this] {
     return std::all_of(ports_.begin(), ports_.end(), [](auto& entry) { return entry.second->ended(); });
@@ -165,6 +175,8 @@ bool Group::poll() {
     for (auto& [key, port] : ports_) moved |= port->pump();
     moved |= advance_collectives();
     moved |= advance_transfers();
+    // Another member's failure ends what cannot be completed any more; what can, was completed above.
+    if (!moved && team_ && team_->has_failure()) std::rethrow_exception(team_->published_failure());
   } catch (const std::exception&) {
     fail_now(std::current_exception());
     moved = true;
@@ -213,6 +225,7 @@ void Group::push_out() {
 
 void Group::fail_now(std::exception_ptr error) {
   if (failure_) return;
+  is_broken_ = true;
   tell_members(as_error(error));
   end_operations(error);
 }
@@ -286,7 +299,8 @@ Port* Group::port(int member, Lane lane) {
 Port* Group::open_local_port(int member) {
   if (Port* p = port(member, Lane::point_to_point)) return p;
   int peer = global_rank(member);
-  LocalLink* link = engine_->link(peer);
+  auto link = engine_->link(peer);
+  if (!link) throw Error(ErrorKind::peer_lost, "rank " + std::to_string(peer) + " is gone", peer);
   bool first = engine_->config().rank < peer;
   Segment segment;
   if (first) {

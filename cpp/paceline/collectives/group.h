@@ -29,14 +29,19 @@ struct GroupConfig {
   uint32_t generation = 0;
   std::vector<int> ranks;   // global ranks, in group order
   std::vector<int> hosts;   // for each member a number that names its host
-  double timeout_s = 600;   // of one operation; infinite: long waits are normal here, and nothing to warn of
+  double timeout_s = 600;   // of one operation; infinite: long waits are normal here, and nothing to warn of.
+                            // A peer that is silent for EngineConfig.liveness_s fails the group either way.
+  double forming_s = 0;     // how long to wait for the first neighbour of the group; 0: timeout_s
 };
 
 constexpr int kAnySource = -1;
 
 class Group final : public Pollable {
  public:
-  // Collective: every member creates the same groups in the same order.
+  // Collective: every member creates the same groups in the same order. Blocks in at most one place: where
+  // other members share this host, all but the first of them wait for its descriptor (Team). When that takes
+  // longer than forming_s the constructor throws peer_timeout and may be called again with the same config, or
+  // not at all when a newer generation is known: nothing is left of the attempt.
   Group(std::shared_ptr<Engine> engine, GroupConfig config);
   ~Group();
 
@@ -104,7 +109,7 @@ class Group final : public Pollable {
   void check_waiting(Operation& operation, double now);
   void require_alive(int rank, const Operation& operation, double now);
   std::string peer_name(int global_rank);
-  void say_goodbye();
+  void take_leave();
 
   Task run(std::shared_ptr<Request> request, Descriptor shown);
   Task run_spanning(const Request& request, const Descriptor& shown);
@@ -148,6 +153,7 @@ class Group final : public Pollable {
   std::list<Announced> announced_;
   uint64_t number_ = 0;
   double beat_s_ = 0;
+  bool is_broken_ = false;  // failed, not just closed
   std::atomic<bool> has_inbox_{false};
   std::atomic<uint64_t> bytes_sent_{0};
 };

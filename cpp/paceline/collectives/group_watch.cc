@@ -12,7 +12,7 @@ constexpr double kHeartbeat_s = 1.0;
 }  // namespace
 
 std::string Group::peer_name(int rank) {
-  LocalLink* link = engine_->link(rank);
+  auto link = engine_->link(rank);
   return "rank " + std::to_string(rank) + (link ? " (pid " + std::to_string(link->pid()) + ")" : "");
 }
 
@@ -45,14 +45,15 @@ void Group::check_waiting(Operation& operation, double now) {
 // say who noticed.
 void Group::require_alive(int rank, const Operation& operation, double now) {
   const EngineConfig& limits = engine_->config();
-  LocalLink* link = engine_->link(rank);
-  bool lost = link && link->lost();
+  auto link = engine_->link(rank);
+  bool is_neighbour = is_local(member_of(rank));
+  bool lost = is_neighbour && (!link || link->lost());  // without a link it has been forgotten
   double silent = link ? link->silent_s(now) : 0;
   for (auto& [key, port] : ports_)
     if (port->peer() == rank) {
       lost |= port->lost();
       // A neighbour shows that it lives in shared memory; its ports are silent while it has nothing to say.
-      if (!link) silent = std::max(silent, now - std::max(port->heard_s(), now - operation.age_s()));
+      if (!is_neighbour) silent = std::max(silent, now - std::max(port->heard_s(), now - operation.age_s()));
     }
   std::string noticed = " during " + operation.describe() + " (noticed by rank " + std::to_string(limits.rank) + "). ";
   // What it did before its end counts: look once more.

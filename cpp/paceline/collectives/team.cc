@@ -31,12 +31,17 @@ Team::Team(Engine& engine, uint64_t group_id, uint32_t generation, std::vector<i
   me_ = int(std::find(members_.begin(), members_.end(), my_rank) - members_.begin());
   size_t head = round_up(sizeof(Header), 4096), each = round_up(sizeof(Block) + piece_bytes(members_.size()), 4096);
   uint64_t bytes = head + each * members_.size();
-  for (int rank : members_) links_.push_back(rank == my_rank ? nullptr : engine.link(rank));
+  for (int rank : members_) {
+    links_.push_back(rank == my_rank ? nullptr : engine.link(rank));
+    if (rank != my_rank && !links_.back())
+      throw Error(ErrorKind::peer_lost, "rank " + std::to_string(my_rank) + ": rank " + std::to_string(rank) +
+                                            " is gone; a group with it cannot be formed", rank);
+  }
   if (me_ == 0) {
     try {
       segment_ = Segment::create("paceline-team", bytes);
     } catch (const Error&) {
-      for (auto* link : links_)  // without a descriptor: the others must not wait for it
+      for (auto& link : links_)  // without a descriptor: the others must not wait for it
         if (link) link->send({0, LinkKind::group, group_id, 0, generation});
       throw;
     }
@@ -44,7 +49,7 @@ Team::Team(Engine& engine, uint64_t group_id, uint32_t generation, std::vector<i
     header_->generation = generation;
     header_->num_members = uint32_t(members_.size());
     header_->magic = kMagic;
-    for (auto* link : links_)
+    for (auto& link : links_)
       if (link) link->send({0, LinkKind::group, group_id, bytes, generation}, {segment_.fd()});
   } else {
     uint64_t found = 0;
@@ -72,7 +77,7 @@ Team::Team(Engine& engine, uint64_t group_id, uint32_t generation, std::vector<i
 void Team::post(Counter Block::*counter, uint64_t value) {
   (block(me_).*counter).value.store(value, std::memory_order_release);
   full_fence();
-  for (auto* link : links_)
+  for (auto& link : links_)
     if (link) link->ring_if_sleeping();
 }
 
@@ -99,7 +104,7 @@ void Team::post_request(Context& c) {
       if (at) pieces[i].where = *at;
       else if (r.inputs[i].count) all_located = false;
     }
-    for (auto* link : links_)  // a segment that a neighbour has not heard of cannot be named
+    for (auto& link : links_)  // a segment that a neighbour has not heard of cannot be named
       if (link && all_located) all_located = link->flushed();
     d.placement = all_located ? Placement::exposed : Placement::staged;
   }
@@ -162,12 +167,14 @@ void Team::publish_failure(ErrorKind kind, int rank, const std::string& text) {
   std::strncpy(header_->error_text, text.c_str(), sizeof header_->error_text - 1);
   header_->failed.store(2, std::memory_order_release);
   full_fence();
-  for (auto* link : links_)
+  for (auto& link : links_)
     if (link) link->ring_if_sleeping();
 }
 
+bool Team::has_failure() const { return header_->failed.load(std::memory_order_acquire) == 2; }
+
 std::exception_ptr Team::published_failure() const {
-  if (header_->failed.load(std::memory_order_acquire) != 2) return nullptr;
+  if (!has_failure()) return nullptr;
   char text[sizeof header_->error_text];
   std::memcpy(text, header_->error_text, sizeof text);
   text[sizeof text - 1] = 0;

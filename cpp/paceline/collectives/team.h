@@ -49,7 +49,9 @@ struct Block {
 
 class Team {
  public:
-  // Collective among the members (global ranks, in group order). The first one makes the segment.
+  // Collective among the members (global ranks, in group order). The first one makes the segment and sends its
+  // descriptor over the links, without waiting for anybody; the others wait for that, at most this long, and
+  // may try again after peer_timeout: it will not have been lost.
   Team(Engine& engine, uint64_t group_id, uint32_t generation, std::vector<int> members, double timeout_s);
 
   int size() const { return int(members_.size()); }
@@ -58,7 +60,7 @@ class Team {
   Block& block(int member) const { return *blocks_[size_t(member)]; }
   Piece* pieces(int member, uint64_t op) const { return pieces_[size_t(member)] + (op & 1) * members_.size(); }
   Engine& engine() const { return engine_; }
-  LocalLink* link(int member) const { return links_[size_t(member)]; }
+  LocalLink* link(int member) const { return links_[size_t(member)].get(); }
 
   // Runs one operation among the members. `request.root` is a team index; parts are per team member.
   // `shown` is what the user called (compared and named in errors), `divisor` divides a reduction's result.
@@ -70,6 +72,7 @@ class Team {
   // A failure that all members must learn of, also those that could not notice it themselves.
   void publish_failure(ErrorKind kind, int rank, const std::string& text);
   std::exception_ptr published_failure() const;
+  bool has_failure() const;
 
   struct Context;  // one operation under way
 
@@ -94,7 +97,7 @@ class Team {
   Header* header_ = nullptr;
   std::vector<Block*> blocks_;
   std::vector<Piece*> pieces_;
-  std::vector<LocalLink*> links_;  // null at me
+  std::vector<std::shared_ptr<LocalLink>> links_;  // null at me
   uint64_t op_ = 0;                // operations started
   uint64_t chunks_ = 0;            // staged chunks so far: equal on all members between operations
 };

@@ -20,6 +20,9 @@ constexpr double kBeat_s = 0.2;      // heartbeat of an idle process
 constexpr double kBackgroundPatience_s = 10e-6;
 constexpr double kInspect_s = 0.05;  // how often a waiting driver looks at deadlines and peers
 constexpr double kWatch_s = 0.01;    // how often a watcher looks at the seat unasked
+constexpr double kYield_s = 200e-6;
+constexpr double kEnd_s = 0.5;       // how long the kernel may take to end a process
+constexpr double kLeave_s = 1.0;     // how long the channels of a failed group wait for the others to end theirs
 
 int first_finished(std::span<Operation* const> operations) {
   for (size_t i = 0; i < operations.size(); ++i)
@@ -31,8 +34,7 @@ int first_finished(std::span<Operation* const> operations) {
 Engine::Engine(const EngineConfig& config)
     : config_(config),
       arena_([this](uint64_t id, size_t bytes, int fd) {
-        std::lock_guard lock(links_mu_);
-        for (auto& [rank, link] : links_) {
+        for (auto& link : links()) {
           if (fd >= 0) link->send({0, LinkKind::segment, id, bytes, 0}, {fd});
           else link->send({0, LinkKind::segment_gone, id, bytes, 0});
         }
@@ -44,11 +46,7 @@ Engine::Engine(const EngineConfig& config)
   if (!doorbell_ || !epoll_) throw Error(ErrorKind::shared_memory, "engine: out of file descriptors");
   presence_->pid = getpid();
   watch(doorbell_.get());
-  bool crowded = config_.num_local > int(sysconf(_SC_NPROCESSORS_ONLN));
-  // A peer on the same core cannot move while we spin, and a lone yield costs less than a microsecond:
-  // yielding is the better part of waiting, also where every process has a core of its own.
-  spin_s_ = crowded ? 0 : 4e-6;
-  yield_s_ = 200e-6;
+  set_num_local(config_.num_local);
   thread_ = std::thread([this] { run_progress_thread(); });
 }
 
@@ -64,62 +62,105 @@ Engine::~Engine() {
   thread_.join();
 }
 
-void Engine::watch(int fd) {
+void Engine::set_num_local(int num_local) {
+  bool crowded = num_local > int(sysconf(_SC_NPROCESSORS_ONLN));
+  // A peer on the same core cannot move while we spin, and a lone yield costs less than a microsecond:
+  // yielding is the better part of waiting, also where every process has a core of its own.
+  spin_s_.store(crowded ? 0 : 4e-6, std::memory_order_relaxed);
+}
+
+void Engine::watch(int fd, bool is_process) {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+  event.data.u32 = is_process;
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
     throw Error(ErrorKind::shared_memory, "engine: cannot watch another socket (descriptor limit?)");
 }
 
 void Engine::add_local_peer(int rank, Fd socket) {
-  auto link = std::make_unique<LocalLink>(rank, std::move(socket), [this](int from, const LinkMessage& m, Fd fd) {
+  auto deliver = [this](int from, const LinkMessage& m, Fd fd) {
     std::lock_guard lock(parcels_mu_);
     parcels_.push_back({from, m, std::move(fd)});
-  });
-  LocalLink* l = link.get();
-  l->send({0, LinkKind::presence, 0, presence_segment_.bytes(), 0},
-          {presence_segment_.fd(), doorbell_.get()});
+  };
+  auto link = std::make_shared<LocalLink>(rank, std::move(socket), deliver, [this](int process) { watch(process, true); });
+  link->introduce(presence_segment_, doorbell_.get());
   {
     std::lock_guard lock(links_mu_);
-    links_[rank] = std::move(link);
+    if (!links_.emplace(rank, link).second)
+      throw Error(ErrorKind::usage, "rank " + std::to_string(rank) + " is linked already: ranks are never used twice",
+                  rank);
   }
   // From here on new segments announce themselves; one that does so meanwhile is announced twice.
   arena_.for_each_segment([&](uint64_t id, size_t bytes, int fd) {
-    l->send({0, LinkKind::segment, id, bytes, 0}, {fd});
+    link->send({0, LinkKind::segment, id, bytes, 0}, {fd});
   });
-  watch(l->socket());
+  watch(link->socket());
 }
 
-void Engine::await_local_peers(double timeout_s) {
+void Engine::await_local_peers(double timeout_s, std::vector<int> ranks) {
   double deadline = now_s() + timeout_s;
-  for (auto& [rank, l] : links_) {  // only this thread adds links
+  for (auto& l : links()) {
+    if (!ranks.empty() && std::find(ranks.begin(), ranks.end(), l->peer()) == ranks.end()) continue;
     while (!l->present()) {
-      receive_links();
+      l->receive();
       if (l->present()) break;
       if (l->lost() || now_s() > deadline)
         throw Error(l->lost() ? ErrorKind::peer_lost : ErrorKind::peer_timeout,
-                    "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(rank) + " on this host " +
-                        (l->lost() ? "went away" : "did not answer") +
-                        " while the shared memory was being set up. Look at its output for the cause.", rank);
+                    "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(l->peer()) +
+                        " on this host " + (l->lost() ? "went away" : "did not answer") +
+                        " while the shared memory was being set up. Look at its output for the cause.", l->peer());
       pollfd p{l->socket(), POLLIN, 0};
       ::poll(&p, 1, 50);
     }
   }
 }
 
-LocalLink* Engine::link(int rank) {
+std::shared_ptr<LocalLink> Engine::link(int rank) {
   std::lock_guard lock(links_mu_);
   auto it = links_.find(rank);
-  return it == links_.end() ? nullptr : it->second.get();
+  return it == links_.end() ? nullptr : it->second;
+}
+
+std::vector<std::shared_ptr<LocalLink>> Engine::links() {
+  std::vector<std::shared_ptr<LocalLink>> all;
+  std::lock_guard lock(links_mu_);
+  for (auto& [rank, link] : links_) all.push_back(link);
+  return all;
+}
+
+bool Engine::end_peer(int rank) {
+  auto l = link(rank);
+  if (!l) return false;
+  l->receive();
+  return l->end_process(kEnd_s);
+}
+
+void Engine::forget_peer(int rank) {
+  std::shared_ptr<LocalLink> gone;
+  {
+    std::lock_guard lock(links_mu_);
+    auto it = links_.find(rank);
+    if (it == links_.end()) return;
+    gone = std::move(it->second);
+    links_.erase(it);
+  }
+  // In the driver's seat: an operation must not find the memory gone from under its hands.
+  as_driver([&] { gone->forget(); });
+  std::lock_guard lock(parcels_mu_);
+  std::erase_if(parcels_, [&](const Parcel& parcel) { return parcel.rank == rank; });
 }
 
 void Engine::receive_links() {
-  std::lock_guard lock(links_mu_);
-  for (auto& [rank, link] : links_) link->receive();
+  for (auto& link : links()) link->receive();
+}
+
+void Engine::drop_parcels_before(uint64_t id, uint64_t generation) {
+  std::lock_guard lock(parcels_mu_);
+  std::erase_if(parcels_, [&](const Parcel& p) { return p.message.id == id && p.message.extra < generation; });
 }
 
 bool Engine::try_expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, Fd& fd) {
-  if (LocalLink* l = link(rank)) l->receive();
+  if (auto l = link(rank)) l->receive();
   std::lock_guard lock(parcels_mu_);
   for (auto it = parcels_.begin(); it != parcels_.end(); ++it)
     if (it->rank == rank && it->message.kind == kind && it->message.id == id && it->message.extra == extra) {
@@ -132,7 +173,7 @@ bool Engine::try_expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, ui
 }
 
 Fd Engine::expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, double timeout_s) {
-  LocalLink* l = link(rank);
+  auto l = link(rank);
   double start = now_s(), deadline = start + timeout_s, warning = start + config_.warn_s;
   for (Fd fd;;) {
     if (try_expect(rank, kind, id, extra, bytes, fd)) return fd;
@@ -244,12 +285,15 @@ void Engine::inspect_all(double now) {
 // wants the seat.
 void Engine::drive(std::span<Operation* const> until, double deadline_s) {
   bool in_background = until.empty();
+  auto is_done = [&] {
+    return in_background ? pending_.load(std::memory_order_relaxed) == 0 : first_finished(until) >= 0;
+  };
   double idle_since = 0;  // 0: something moved in the last round
   int rounds = 0;
   for (;;) {
     if (contenders_.load(std::memory_order_relaxed)) return;
     bool moved = poll_all();
-    if (in_background ? pending_.load(std::memory_order_relaxed) == 0 : first_finished(until) >= 0) return;
+    if (is_done()) return;
     if (moved) {
       idle_since = 0;
       continue;
@@ -261,11 +305,12 @@ void Engine::drive(std::span<Operation* const> until, double deadline_s) {
     double now = now_s();
     if (idle_since == 0) idle_since = now;
     if (now - inspected_s_ > kInspect_s) inspect_all(now);
-    if (now > deadline_s) return;
+    if (now > deadline_s || is_done()) return;  // looking around may have ended operations
     // In the background nobody waits, but somebody computes, perhaps on this very core: sleep soon.
-    double idle = now - idle_since, patience_s = in_background ? kBackgroundPatience_s : yield_s_;
-    if (!in_background && idle < spin_s_) cpu_pause();
-    else if (idle < spin_s_ + patience_s) sched_yield();
+    double idle = now - idle_since, patience_s = in_background ? kBackgroundPatience_s : kYield_s;
+    double spin_s = spin_s_.load(std::memory_order_relaxed);
+    if (!in_background && idle < spin_s) cpu_pause();
+    else if (idle < spin_s + patience_s) sched_yield();
     else sleep();
   }
 }
@@ -276,7 +321,9 @@ void Engine::sleep() {
   // Whatever changed before the flag was up must be seen now: nobody will ring for it.
   if (!poll_all() && !contenders_.load()) {
     epoll_event events[8];
-    epoll_wait(epoll_.get(), events, 8, int(kInspect_s * 1e3));
+    int n = epoll_wait(epoll_.get(), events, 8, int(kInspect_s * 1e3));
+    for (int i = 0; i < n; ++i)
+      if (events[i].events & (EPOLLHUP | EPOLLRDHUP | EPOLLERR) || events[i].data.u32) inspected_s_ = 0;
   }
   presence_->sleeping.store(0, std::memory_order_relaxed);
   uint64_t count;
@@ -314,6 +361,7 @@ void Engine::run_progress_thread() {
         for (Pollable* p : pollables_) p->beat(now_s());
       });
     }
+    drop_ended_channels();
     // Idle, or somebody else drives and will call when it leaves.
     std::unique_lock lock(thread_mu_);
     thread_cv_.wait_for(lock, std::chrono::duration<double>(kBeat_s), [this] { return stopping_ || wanted_; });
@@ -322,9 +370,25 @@ void Engine::run_progress_thread() {
   }
 }
 
+void Engine::take_leave(std::vector<std::unique_ptr<Port>> ports) {
+  std::lock_guard lock(leaving_mu_);
+  for (auto& port : ports) {
+    port->end_output();
+    leaving_.push_back({now_s() + kLeave_s, std::move(port)});
+  }
+}
+
+// True when none is left.
+bool Engine::drop_ended_channels() {
+  std::lock_guard lock(leaving_mu_);
+  double now = now_s();
+  std::erase_if(leaving_, [&](Leaving& l) { return l.port->ended() || now > l.until_s; });
+  return leaving_.empty();
+}
+
 void Engine::say_goodbye() {
-  std::lock_guard lock(links_mu_);
-  for (auto& [rank, link] : links_) link->send({0, LinkKind::goodbye, 0, 0, 0});
+  for (auto& link : links()) link->send({0, LinkKind::goodbye, 0, 0, 0});
+  while (!drop_ended_channels()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 void Engine::close_after_fork() {
@@ -332,6 +396,7 @@ void Engine::close_after_fork() {
   new std::thread(std::move(thread_));  // lost on purpose: there is no such thread here to join
   for (auto& [rank, link] : links_) link->close_after_fork();
   for (Pollable* p : pollables_) p->close_after_fork();
+  for (auto& leaving : leaving_) leaving.port->close_after_fork();
 }
 
 }  // namespace paceline

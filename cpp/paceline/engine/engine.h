@@ -11,7 +11,11 @@
 //
 // Waiting. The driver polls; if nothing moves it spins briefly, then yields the core, then announces that it
 // sleeps and blocks in epoll on its doorbell and sockets. More processes than cores is normal: then it hardly
-// spins; and the progress thread, behind which nobody waits, sleeps almost at once.
+// spins; and the progress thread, behind which nobody waits, sleeps almost at once. The end of a peer wakes it
+// like any other news of a socket, and is looked into at once.
+//
+// Neighbours come and go during the life of an engine: each rank is linked once, ended if it must be, and
+// forgotten when it is gone. Groups hold the links of their members themselves.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -25,6 +29,7 @@
 #include "paceline/loop/operation.h"
 #include "paceline/transport/arena.h"
 #include "paceline/transport/local_link.h"
+#include "paceline/transport/port.h"
 
 namespace paceline {
 
@@ -57,19 +62,30 @@ class Engine {
   const EngineConfig& config() const { return config_; }
   Arena& arena() { return arena_; }
 
-  // Takes an authenticated Unix socket to a neighbour.
+  // Takes an authenticated Unix socket to a neighbour, which may come at any time. Any thread.
   void add_local_peer(int rank, Fd socket);
-  // Blocks until all neighbours have shown their presence. Apart from adding them, so that nobody waits
-  // for one that waits for another first.
-  void await_local_peers(double timeout_s);
-  LocalLink* link(int rank);
+  // Blocks until these neighbours (none named: all) have shown their presence. Apart from adding them, so that
+  // nobody waits for one that waits for another first. Any thread.
+  void await_local_peers(double timeout_s, std::vector<int> ranks = {});
+  // Kills a neighbour's process, also a stopped one, and waits until it is gone: nothing of it writes to shared
+  // memory afterwards. False when it was gone already. Never hits another process. Any thread.
+  bool end_peer(int rank);
+  // Drops what is held of a neighbour that is gone; groups that still have it find it lost. Any thread.
+  void forget_peer(int rank);
+  void set_num_local(int num_local);
+  std::shared_ptr<LocalLink> link(int rank);
   // Waits for a descriptor that a neighbour sent (group segment, channel).
   Fd expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, double timeout_s);
   bool try_expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t& bytes, Fd& fd);
+  // Drops what was sent for earlier generations of a group: nobody is going to ask for it.
+  void drop_parcels_before(uint64_t id, uint64_t generation);
+  // Keeps the channels of a group that has failed until the others have read why, without blocking.
+  void take_leave(std::vector<std::unique_ptr<Port>> ports);
 
   void attach(Pollable* pollable);
   void detach(Pollable* pollable);
-  void watch(int fd);  // wake the sleeping driver when this socket changes
+  // Wakes the sleeping driver when this socket changes, or this process (a pidfd) ends.
+  void watch(int fd, bool is_process = false);
 
   // One more operation is pending, and known to its group.
   void announce_work(const Operation& operation);
@@ -97,7 +113,7 @@ class Engine {
     if (contenders_.load(std::memory_order_relaxed) == 0 && drive_mu_.try_lock()) run_seated(f);
   }
 
-  // Tells the neighbours that this process leaves in good order.
+  // Tells the neighbours that this process leaves in good order, and lets channels that take leave end.
   void say_goodbye();
   void receive_links();
   // A forked child must not keep the parent's sockets open: the peers would not notice its death.
@@ -124,13 +140,15 @@ class Engine {
   }
   void run_progress_thread();
   void beat();
+  std::vector<std::shared_ptr<LocalLink>> links();
+  bool drop_ended_channels();
 
   EngineConfig config_;
   Arena arena_;
   Segment presence_segment_;
   Presence* presence_;
   Fd doorbell_, epoll_;
-  double spin_s_, yield_s_;
+  std::atomic<double> spin_s_{0};
 
   std::mutex drive_mu_;                  // the driver's seat
   std::atomic<int> contenders_{0};       // threads that want the seat
@@ -143,7 +161,7 @@ class Engine {
   std::atomic<uint32_t> events_{0};      // moves when something has happened that watchers wait for
 
   std::mutex links_mu_;
-  std::map<int, std::unique_ptr<LocalLink>> links_;  // guarded by links_mu_; never erased
+  std::map<int, std::shared_ptr<LocalLink>> links_;  // guarded by links_mu_
   struct Parcel {
     int rank;
     LinkMessage message;
@@ -151,6 +169,12 @@ class Engine {
   };
   std::mutex parcels_mu_;
   std::vector<Parcel> parcels_;  // guarded by parcels_mu_
+  struct Leaving {
+    double until_s;
+    std::unique_ptr<Port> port;
+  };
+  std::mutex leaving_mu_;
+  std::vector<Leaving> leaving_;  // guarded by leaving_mu_
 
   std::mutex thread_mu_;
   std::condition_variable thread_cv_;

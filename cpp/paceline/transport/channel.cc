@@ -78,8 +78,8 @@ size_t TcpChannel::read_some(void* to, size_t bytes) {
   return 0;
 }
 
-ShmChannel::ShmChannel(Segment segment, bool first, LocalLink* link)
-    : segment_(std::move(segment)), link_(link) {
+ShmChannel::ShmChannel(Segment segment, bool first, std::shared_ptr<LocalLink> link)
+    : segment_(std::move(segment)), link_(std::move(link)) {
   Ring* rings = reinterpret_cast<Ring*>(segment_.data());
   out_ = rings + (first ? 0 : 1);
   in_ = rings + (first ? 1 : 0);

@@ -54,7 +54,7 @@ class ShmChannel final : public Channel {
   static constexpr size_t segment_bytes() { return 2 * sizeof(Ring); }
 
   // `first` is the side that writes into the first ring: the one with the lower rank.
-  ShmChannel(Segment segment, bool first, LocalLink* link);
+  ShmChannel(Segment segment, bool first, std::shared_ptr<LocalLink> link);
   size_t write_some(const iovec* parts, int num_parts) override;
   size_t read_some(void* to, size_t bytes) override;
   bool needs_checksum() const override { return false; }
@@ -68,7 +68,7 @@ class ShmChannel final : public Channel {
   Segment segment_;
   Ring* out_;
   Ring* in_;
-  LocalLink* link_;
+  std::shared_ptr<LocalLink> link_;
 };
 
 }  // namespace paceline

@@ -12,16 +12,26 @@ namespace paceline {
 namespace {
 constexpr uint32_t kMagic = 0x4b4c4350;  // "PCLK"
 constexpr size_t kMaxFds = 2;
+constexpr size_t kControlBytes = CMSG_SPACE(sizeof(int) * kMaxFds) + CMSG_SPACE(sizeof(ucred));
 }  // namespace
 
-LocalLink::LocalLink(int peer, Fd socket, Deliver deliver)
-    : peer_(peer), socket_(std::move(socket)), deliver_(std::move(deliver)) {
+LocalLink::LocalLink(int peer, Fd socket, Deliver deliver, OnProcess on_process)
+    : peer_(peer), socket_(std::move(socket)), deliver_(std::move(deliver)), on_process_(std::move(on_process)) {
+  int one = 1;
   fcntl(socket_.get(), F_SETFL, fcntl(socket_.get(), F_GETFL) | O_NONBLOCK);
+  setsockopt(socket_.get(), SOL_SOCKET, SO_PASSCRED, &one, sizeof one);
 }
+
+void LocalLink::introduce(const Segment& presence, int doorbell) {
+  send({0, LinkKind::presence, 0, presence.bytes(), 0}, {presence.fd(), doorbell});
+}
+
+void LocalLink::mark_lost() { lost_.store(true, std::memory_order_release); }
 
 void LocalLink::send(LinkMessage message, std::vector<int> fds) {
   message.magic = kMagic;
   std::lock_guard lock(mu_);
+  if (lost()) return;
   std::vector<Fd> own;  // duplicates, because the original may be closed while this is queued
   for (int fd : fds) own.emplace_back(fcntl(fd, F_DUPFD_CLOEXEC, 0));
   outgoing_.emplace_back(message, std::move(own));
@@ -38,7 +48,7 @@ void LocalLink::flush_locked() {
   while (!outgoing_.empty()) {
     auto& [message, fds] = outgoing_.front();
     iovec part{&message, sizeof message};
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxFds)] = {};
+    alignas(cmsghdr) char control[kControlBytes] = {};
     msghdr header{};
     header.msg_iov = &part;
     header.msg_iovlen = 1;
@@ -53,12 +63,21 @@ void LocalLink::flush_locked() {
         int fd = fds[i].get();
         memcpy(CMSG_DATA(c) + i * sizeof fd, &fd, sizeof fd);
       }
+      if (message.kind == LinkKind::presence) {  // said in so many words: the peer may not have asked yet
+        ucred me{getpid(), geteuid(), getegid()};
+        header.msg_controllen += CMSG_SPACE(sizeof me);
+        c = CMSG_NXTHDR(&header, c);
+        c->cmsg_level = SOL_SOCKET;
+        c->cmsg_type = SCM_CREDENTIALS;
+        c->cmsg_len = CMSG_LEN(sizeof me);
+        memcpy(CMSG_DATA(c), &me, sizeof me);
+      }
     }
     ssize_t n = sendmsg(socket_.get(), &header, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == ETOOMANYREFS)) return;
     if (n < 0 && errno == EINTR) continue;
     if (n != ssize_t(sizeof message)) {  // the peer is gone, or the stream is out of step
-      lost_.store(true, std::memory_order_release);
+      mark_lost();
       outgoing_.clear();
       return;
     }
@@ -68,12 +87,20 @@ void LocalLink::flush_locked() {
 
 void LocalLink::receive() {
   std::lock_guard lock(mu_);
-  if (lost_) return;
+  if (lost()) return;
+  // Asked first: what the peer sent before its end is read below. A child that it forked may keep the socket
+  // open for longer than the peer lives.
+  bool has_ended = process_.has_ended();
   flush_locked();
+  receive_locked();
+  if (has_ended) mark_lost();
+}
+
+void LocalLink::receive_locked() {
   for (;;) {
     LinkMessage message;
     iovec part{&message, sizeof message};
-    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxFds)];
+    alignas(cmsghdr) char control[kControlBytes];
     msghdr header{};
     header.msg_iov = &part;
     header.msg_iovlen = 1;
@@ -83,29 +110,38 @@ void LocalLink::receive() {
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     std::vector<Fd> fds;
+    int sender = -1;
     if (n > 0)
-      for (cmsghdr* c = CMSG_FIRSTHDR(&header); c; c = CMSG_NXTHDR(&header, c))
-        if (c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS)
+      for (cmsghdr* c = CMSG_FIRSTHDR(&header); c; c = CMSG_NXTHDR(&header, c)) {
+        if (c->cmsg_level != SOL_SOCKET) continue;
+        if (c->cmsg_type == SCM_RIGHTS)
           for (size_t i = 0; i < (c->cmsg_len - CMSG_LEN(0)) / sizeof(int); ++i) {
             int fd;
             memcpy(&fd, CMSG_DATA(c) + i * sizeof fd, sizeof fd);
             fds.emplace_back(fd);
           }
-    if (n != ssize_t(sizeof message) || message.magic != kMagic) {  // end of stream, or not ours
-      lost_.store(true, std::memory_order_release);
-      return;
-    }
-    handle(message, std::move(fds));
+        if (c->cmsg_type == SCM_CREDENTIALS) {
+          ucred credentials;
+          memcpy(&credentials, CMSG_DATA(c), sizeof credentials);
+          sender = credentials.pid;
+        }
+      }
+    if (n != ssize_t(sizeof message) || message.magic != kMagic) return mark_lost();  // end of stream, or not ours
+    handle(message, std::move(fds), sender);
   }
 }
 
-void LocalLink::handle(const LinkMessage& message, std::vector<Fd> fds) {
+void LocalLink::handle(const LinkMessage& message, std::vector<Fd> fds, int sender) {
   switch (message.kind) {
     case LinkKind::presence:
-      if (fds.size() != 2) break;
+      if (fds.size() != 2 || present()) break;
       presence_segment_ = Segment::map(std::move(fds[0]), message.bytes);
       presence_ = reinterpret_cast<Presence*>(presence_segment_.data());
       doorbell_ = std::move(fds[1]);
+      pid_.store(presence_->pid, std::memory_order_relaxed);
+      process_ = Neighbour::open(sender, socket_.get());
+      if (process_) on_process_(process_.fd());
+      present_.store(true, std::memory_order_release);
       return;
     case LinkKind::segment:
       if (fds.size() != 1) break;
@@ -123,7 +159,31 @@ void LocalLink::handle(const LinkMessage& message, std::vector<Fd> fds) {
       left_.store(true, std::memory_order_release);
       return;
   }
-  lost_.store(true, std::memory_order_release);  // a message that no version of us sends
+  mark_lost();  // a message that no version of us sends
+}
+
+bool LocalLink::end_process(double timeout_s) {
+  Neighbour held;
+  {
+    std::lock_guard lock(mu_);
+    if (process_) held = process_.again();
+    else if (!lost())
+      throw Error(ErrorKind::usage, "rank " + std::to_string(peer_) + " cannot be ended from here: the kernel did not"
+                                    " say which process it is (another pid namespace?)", peer_);
+  }
+  return held.end(timeout_s);
+}
+
+void LocalLink::forget() {
+  std::lock_guard lock(mu_);
+  mark_lost();
+  outgoing_.clear();
+  segments_.clear();
+  presence_ = nullptr;
+  presence_segment_ = Segment();
+  doorbell_.reset();
+  process_.reset();
+  socket_.reset();
 }
 
 std::shared_ptr<Segment> LocalLink::find(const Location& where, size_t bytes) {
@@ -148,8 +208,7 @@ std::byte* LocalLink::resolve(const Location& where, size_t bytes) {
 void LocalLink::ring_if_sleeping() {
   if (presence_ && presence_->sleeping.load(std::memory_order_relaxed)) {
     uint64_t one = 1;
-    if (write(doorbell_.get(), &one, sizeof one) < 0 && errno != EAGAIN)
-      lost_.store(true, std::memory_order_release);
+    if (write(doorbell_.get(), &one, sizeof one) < 0 && errno != EAGAIN) mark_lost();
   }
 }
 

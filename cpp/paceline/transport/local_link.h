@@ -1,7 +1,12 @@
 // The connection between two processes of one host: a Unix socket that carries file descriptors, tells
 // at once when the peer dies, and gives each side the other's PRESENCE page and doorbell.
 //
-// The socket arrives authenticated. Messages are of fixed size; a segment's descriptor rides along.
+// The socket arrives authenticated. Messages are of fixed size; a segment's descriptor rides along. The first
+// one of each side carries its credentials, which the kernel vouches for: so the peer's PROCESS is known too,
+// and can be ended when it must not touch shared memory any more.
+//
+// A peer may be FORGOTTEN, when it is gone: the descriptors and mappings go at once, what remains is that it
+// was lost. Memory of it that somebody holds (find) stays.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -13,6 +18,7 @@
 #include <vector>
 
 #include "paceline/transport/arena.h"
+#include "paceline/transport/neighbour.h"
 #include "paceline/transport/segment.h"
 
 namespace paceline {
@@ -39,8 +45,13 @@ class LocalLink {
   // A descriptor that the peer sent for somebody else to pick up (group and channel messages).
   using Deliver = std::function<void(int peer, const LinkMessage&, Fd)>;
 
-  LocalLink(int peer, Fd socket, Deliver deliver);
+  // Told the descriptor that becomes readable when the peer's process ends.
+  using OnProcess = std::function<void(int fd)>;
 
+  LocalLink(int peer, Fd socket, Deliver deliver, OnProcess on_process);
+
+  // Shows the own page and doorbell to the peer; once, before anything else.
+  void introduce(const Segment& presence, int doorbell);
   void send(LinkMessage message, std::vector<int> fds = {});
   // Reads whatever has arrived. Never blocks.
   void receive();
@@ -59,25 +70,36 @@ class LocalLink {
   int peer() const { return peer_; }
   int socket() const { return socket_.get(); }
   void close_after_fork() { socket_.reset(); }
-  int pid() const { return presence_ ? presence_->pid : -1; }
-  bool present() const { return presence_ != nullptr; }
+  int pid() const { return pid_.load(std::memory_order_relaxed); }  // -1 until the peer has introduced itself
+  bool present() const { return present_.load(std::memory_order_acquire); }
+
+  // Ends the peer's process; false when it had ended before. Any thread.
+  bool end_process(double timeout_s);
+  // Drops everything that was held of the peer. Driver only: nobody else may be about to use its memory.
+  void forget();
   bool lost() const { return lost_.load(std::memory_order_acquire); }
   bool left() const { return left_.load(std::memory_order_acquire); }
 
  private:
   void flush_locked();
-  void handle(const LinkMessage& message, std::vector<Fd> fds);
+  void receive_locked();
+  void handle(const LinkMessage& message, std::vector<Fd> fds, int sender);
+  void mark_lost();
 
   int peer_;
-  Fd socket_;
+  Fd socket_;  // closed under mu_
   Deliver deliver_;
+  OnProcess on_process_;
   std::mutex mu_;
   std::deque<std::pair<LinkMessage, std::vector<Fd>>> outgoing_;  // guarded by mu_
   std::map<uint64_t, std::shared_ptr<Segment>> segments_;         // guarded by mu_
+  Neighbour process_;                                             // guarded by mu_
+  // Written under mu_ before present_, and by the driver in forget(); read by the driver.
   Segment presence_segment_;
   Presence* presence_ = nullptr;
   Fd doorbell_;
-  std::atomic<bool> lost_{false}, left_{false};
+  std::atomic<bool> present_{false}, lost_{false}, left_{false};
+  std::atomic<int> pid_{-1};
   uint64_t last_beat_ = 0;                // driver only
   double beat_s_ = 0, sampled_s_ = 0;     // driver only
 };
