@@ -26,7 +26,13 @@ from paceline.cluster.links import LinkListener
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.messages import Presence
 from paceline.cluster.notice import WaitNotice
-from paceline.errors import ConnectError, GenerationChanged, PeerLost, RendezvousError
+from paceline.errors import (
+    ConnectError,
+    GenerationChanged,
+    PeerLost,
+    PeerTimeout,
+    RendezvousError,
+)
 
 if TYPE_CHECKING:
     from paceline.collectives.group import Group
@@ -83,7 +89,7 @@ class Fabric:
         ((rank, fd),) = self._link([member], "local", self.timeout_s, local=True)
         self.engine.add_local_peer(rank, fd)
         self._linked.add(rank)
-        self.engine.await_local_peers(self.timeout_s)
+        self.engine.await_local_peers(self.timeout_s, [rank])
 
     # -- changes of the membership ------------------------------------------------------------
 
@@ -145,7 +151,7 @@ class Fabric:
         members = [self.me if r == self.rank else membership.member(r) for r in ranks]
         host_ids = list(dict.fromkeys(member.host_id for member in members))
         hosts = [host_ids.index(member.host_id) for member in members]
-        group = _core.Group(self.engine, group_id, generation, list(ranks), hosts, timeout_s)
+        group = self._form(members, group_id, generation, hosts, timeout_s)
         here = self.me.host_id
         remote = [member for member in members if member.host_id != here]
         for lane, name in enumerate(LANES):
@@ -153,6 +159,30 @@ class Fabric:
             for rank, fd in self._link(remote, purpose, timeout_s, local=False):
                 group.add_channel(list(ranks).index(rank), lane, fd)
         return group
+
+    def _form(
+        self,
+        members: Sequence[Member],
+        group_id: int,
+        generation: int,
+        hosts: list[int],
+        timeout_s: float,
+    ) -> _core.Group:
+        """Form the part of a group that is on this host, in short steps, as above."""
+        ranks, others = [m.rank for m in members], [m for m in members if m.rank != self.rank]
+        deadline_s = time.monotonic() + timeout_s
+        notice = WaitNotice(f"rank {self.rank} waits for ranks {ranks} to form a group")
+        while True:
+            self._require_presence(others)
+            self._require_newest(others)
+            try:
+                return _core.Group(
+                    self.engine, group_id, generation, ranks, hosts, timeout_s, _STEP_S
+                )
+            except PeerTimeout:
+                if time.monotonic() >= deadline_s:
+                    raise
+            notice.check()
 
     def _link(
         self, members: Sequence[Member], purpose: str, timeout_s: float, *, local: bool
