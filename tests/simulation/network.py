@@ -13,6 +13,7 @@ Within a host nothing is ever cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,6 +93,7 @@ class Network:
         self.world, self.vanish_s = world, vanish_s
         self.dice = world.stream("network")
         self.processes: dict[str, Process] = {}
+        self.faulty_s = -math.inf  # when something was last cut, healed or broken
         self._links: dict[tuple[str, str], Link] = {}
 
     def add(self, process: Process) -> None:
@@ -231,6 +233,7 @@ class Network:
         """Let nothing through from one host to another."""
         link = self.link(source, target)
         if not link.is_cut:
+            self.faulty_s = self.world.now_s
             link.is_cut, link.cut_s = True, self.world.now_s
             self.world.say("network", "{} -> {} is cut", source, target)
 
@@ -240,6 +243,7 @@ class Network:
         if not link.is_cut:
             return
         link.is_cut = False
+        self.faulty_s = self.world.now_s
         self.world.say("network", "{} -> {} is healed", source, target)
         waiting, link.waiting = link.waiting, []
         for end, item in waiting:
@@ -252,6 +256,7 @@ class Network:
     def drop(self, end: End) -> None:
         """Break a connection in the middle: what is under way is lost, both ends learn of it."""
         assert end.peer is not None
+        self.faulty_s = self.world.now_s
         self.world.say("network", "{} -- {} breaks", end.owner.name, end.peer.owner.name)
         for one in (end, end.peer):
             one.is_severed = True

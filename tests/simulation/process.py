@@ -10,6 +10,7 @@ Subclasses say what it does: `on_start`, `on_open`, `on_message`, `on_end`, and 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,9 @@ class Process:
         self.lag_s = 0.0  # how long everything takes it
         self.ends: list[End] = []  # of its connections
         self._backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._pause_s = 0.0
         self._free_s = 0.0  # when it is done with what it has begun
+        self.paused_s = -math.inf  # when it was last stopped or starved, and did not do anything
         self.on_exit: Callable[[Process, str], None] | None = None  # its parent is told
         network.add(self)
 
@@ -40,8 +43,9 @@ class Process:
         return self.state != "off"
 
     @property
-    def is_running(self) -> bool:
-        return self.state == "running"
+    def paused_for_s(self) -> float:
+        """How long it has been stopped or starved."""
+        return self.world.now_s - self._pause_s if self.state in ("stopped", "starved") else 0.0
 
     # -- what is done to it -------------------------------------------------------------------
 
@@ -78,6 +82,7 @@ class Process:
         """Do nothing from now on: "stopped" (SIGSTOP), or "starved" (no turn at the processor)."""
         if self.state == "running":
             self.state = state
+            self._pause_s = self.paused_s = self.world.now_s
             self.world.say(self.name, "is {}", state)
 
     def resume(self) -> None:
@@ -85,6 +90,7 @@ class Process:
         if self.state in ("stopped", "starved"):
             self.world.say(self.name, "continues, with {} things to do", len(self._backlog))
             self.state = "running"
+            self.paused_s = self.world.now_s
             self._drain()
 
     # -- what it does -------------------------------------------------------------------------

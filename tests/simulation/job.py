@@ -1,0 +1,204 @@
+"""A job in a simulated world: what is drawn about it, who is in it, and how it goes from start to
+end.
+
+    until `heal_s`     faults and wishes happen
+    until `end_s`      nothing goes wrong any more: by then the job must be whole again, or over
+
+A job that is whole has every worker and server that it wants, every partition has all its copies,
+all members work in the newest generation, and the workers get on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paceline.cluster.decisions import Place
+from paceline.cluster.policy import Policy
+from paceline.cluster.roster import Roster
+from paceline.ps.replication import Replica, Role
+from paceline.ps.unanswered import Unanswered
+from simulation.coordinator import SimCoordinator
+from simulation.faults import Fault, Nemesis, draw
+from simulation.invariants import Oracle
+from simulation.launcher import Launcher
+from simulation.member import SimMember
+from simulation.network import Network
+from simulation.server import SimServer
+from simulation.worker import SimWorker
+from simulation.world import World
+
+LIVENESS_S = 30.0  # of virtual time, after the last fault
+PROGRESS = 3  # additions that every worker must make once the job is whole
+
+
+@dataclass(frozen=True)
+class Cores:
+    """The production code that is simulated; mutants.py has broken ones."""
+
+    roster: Any = Roster
+    replica: Any = Replica
+    books: Any = Unanswered
+    announces_first: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is drawn about a job before it starts."""
+
+    seed: int
+    policy: Policy
+    mode: str
+    hosts: tuple[str, ...]
+    reconnects: bool
+    heal_s: float
+    faults: Sequence[Fault] = field(default=())
+
+    def without(self, fault: Fault) -> Plan:
+        return replace(self, faults=[one for one in self.faults if one is not fault])
+
+
+def plan(seed: int) -> Plan:
+    """Draw a job."""
+    dice = World(seed).stream("plan")
+    num_servers = dice.choice([1, 2, 2, 3, 3, 4])
+    num_workers = dice.choice([1, 2, 2, 3, 4])
+    policy = Policy(
+        num_workers=num_workers,
+        num_servers=num_servers,
+        is_elastic=True,
+        min_workers=1,
+        max_workers=num_workers + 2,
+        max_servers=num_servers + 2,
+        on_loss=dice.choice(["shrink", "shrink", "replace"]),
+        replicas=dice.choice([r for r in (1, 2, 2, 2, 3) if r <= num_servers]),
+        num_partitions=dice.choice([0, 1, 2, 3]),
+    )
+    is_spread = dice.random() < 0.6
+    hosts = ("home", *(f"host {n}" for n in range(1, dice.randint(2, 6)))) if is_spread else ("home",)
+    heal_s = dice.uniform(6.0, 15.0)
+    num = dice.choice([0, 1, 1, 2, 2, 3, 4, 6])
+    return Plan(
+        seed=seed,
+        policy=policy,
+        mode=dice.choice(["sync", "async", "ssp:0", "ssp:1", "ssp:3"]),
+        hosts=hosts,
+        reconnects=dice.random() < 0.5,
+        heal_s=heal_s,
+        faults=draw(dice, heal_s, num=num, has_network=is_spread),
+    )
+
+
+class SimJob:
+    """Everything of one simulated job."""
+
+    def __init__(self, plan: Plan, cores: Cores = Cores()) -> None:
+        self.plan, self.policy, self.mode = plan, plan.policy, plan.mode
+        self.reconnects = plan.reconnects
+        self.world = World(plan.seed)
+        self.network = Network(self.world)
+        self.oracle = Oracle(self)
+        self.make_replica, self.make_books = cores.replica, cores.books
+        self.coordinator = SimCoordinator(
+            self.world, self.network, self.policy, self.oracle, cores.roster
+        )
+        self.coordinator.announces_first = cores.announces_first
+        self.by_rank: dict[int, SimMember] = {}
+        self._dice = self.world.stream("job")
+        self.launcher = Launcher(self)
+        self.is_whole_since: float | None = None
+
+    def make_member(self, place: Place, *, is_newcomer: bool) -> SimMember:
+        make = SimWorker if place.role == "worker" else SimServer
+        host = self.plan.hosts[place.rank % len(self.plan.hosts)]
+        if is_newcomer:
+            host = self._dice.choice(self.plan.hosts)
+        member = make(self, place, host, is_newcomer=is_newcomer)
+        self.by_rank[place.rank] = member
+        return member
+
+    def living(self) -> list[SimMember]:
+        return [member for member in self.by_rank.values() if member.is_alive]
+
+    def hosts(self) -> list[str]:
+        return list(self.plan.hosts)
+
+    # -- from start to end --------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Let it all happen; Violation says what must not have."""
+        self.launcher.start()
+        Nemesis(self, self.plan.faults)
+        self.world.run(self.plan.heal_s, self._is_over)
+        self._heal()
+        self.world.run(self.plan.heal_s + LIVENESS_S, self._is_done)
+        self.world.run(self.world.now_s + 0.5, self._is_over)
+        if not self.oracle.end_of_job:
+            missing = self.what_is_missing()
+            self.oracle.require(
+                not missing, "{} s after the last fault {}", LIVENESS_S, "; ".join(missing)
+            )
+            self.oracle.check_counts()
+        self.oracle.check_history()
+
+    def _heal(self) -> None:
+        self.world.say("--", "from here on nothing goes wrong")
+        self.coordinator.tear_at = None
+        for source in self.plan.hosts:
+            for target in self.plan.hosts:
+                if source != target:
+                    self.network.heal(source, target)
+        for process in [*self.living(), self.coordinator]:
+            process.resume()
+            process.lag_s = 0.0
+        self._before = {}
+
+    def _is_over(self) -> bool:
+        return bool(self.oracle.end_of_job)
+
+    def _is_done(self) -> bool:
+        if self._is_over():
+            return True
+        if self.world.num_events % 50:
+            return False
+        return not self.what_is_missing()
+
+    def what_is_missing(self) -> list[str]:
+        """Say what keeps the job from being whole."""
+        if not self.coordinator.is_alive or self.coordinator.roster.membership is None:
+            return ["there is no coordinator, or no membership"]
+        roster = self.coordinator.roster
+        now = roster.state.membership
+        missing = [f"{w.role} {w.number} is wanted" for w in roster.wanted]
+        missing += [f"rank {rank} was to leave" for rank in roster.unwanted]
+        for rank in now.ranks:
+            member = self.by_rank[rank]
+            if not member.is_alive:
+                missing.append(f"{member.name} is a member, but dead")
+            elif member.adopted < now.generation:
+                missing.append(f"{member.name} works in generation {member.adopted}")
+        servers = len(now.servers)
+        for partition, holders in enumerate(now.partitions):
+            if len(holders) != min(self.policy.replicas, servers) or now.filling[partition]:
+                missing.append(f"partition {partition} is held by {holders}")
+            missing += self._not_following(partition, holders)
+        return missing or self._no_progress(now.workers)
+
+    def _not_following(self, partition: int, holders: Sequence[int]) -> list[str]:
+        found = []
+        for place, holder in enumerate(holders):
+            role = self.by_rank[holder].copies[partition].replica.role  # type: ignore[attr-defined]
+            if role is not (Role.BACKUP if place else Role.PRIMARY):
+                found.append(f"rank {holder} is {role.value} of partition {partition}")
+        return found
+
+    def _no_progress(self, workers: Sequence[int]) -> list[str]:
+        """Once all else is well, every worker must still get on."""
+        for rank in workers:
+            self._before.setdefault(rank, self.by_rank[rank].additions)  # type: ignore[attr-defined]
+        return [
+            f"{self.by_rank[rank].name} does not get on"
+            for rank in workers
+            if self.by_rank[rank].additions < self._before[rank] + PROGRESS  # type: ignore[attr-defined]
+        ]

@@ -1,0 +1,229 @@
+"""A simulated server: the production replication core around a table that counts.
+
+One line between two servers carries what the copies of all their partitions say to each other, and
+the pieces of snapshots in between. Lines of workers belong to a partition and a post (who answers,
+and since when); a worker may know of a post before this server does, and is kept waiting then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paceline.cluster.member import Membership
+from paceline.ps.primary import Post, post_of
+from paceline.ps.replication import Entry, Message, Replica, Role
+from simulation.member import RETRY_S, SimMember
+from simulation.network import End
+from simulation.table import Table
+
+if TYPE_CHECKING:
+    from simulation.job import SimJob
+
+
+class Copy:
+    """One server's copy of a partition: the `Owner` of a Replica."""
+
+    def __init__(self, server: SimServer, partition: int) -> None:
+        self.server, self.partition = server, partition
+        self.table = Table(server.job.mode)
+        self.replica = server.job.make_replica(server.rank, self)
+        self.lines: dict[int, End] = {}  # by the worker's rank
+        self.waiting: list[tuple[int, int, Any]] = []  # requests for when it is open
+
+    # -- what the replica asks for ------------------------------------------------------------
+
+    def send(self, peer: int, message: Message) -> None:
+        self.server.send_to(peer, (self.partition, message))
+
+    def apply(self, entry: Entry) -> None:
+        if entry.again:
+            remembered = self.replica.remembered(entry.rank, entry.seq)
+            self.table.again(entry.rank, entry.seq, remembered, self.replica.answer)
+        else:
+            self.table.apply(entry.rank, entry.seq, entry.op, self.replica.answer)
+
+    def deliver(self, rank: int, seq: int, answer: Any, extra: Any) -> None:
+        generation = self.replica.generation
+        self.server.oracle.acknowledged(self.server.rank, self.partition, generation)
+        if rank in self.lines:
+            self.lines[rank].send((seq, answer, extra))
+
+    def fill(self, peer: int) -> None:
+        self.server.send_to(peer, (self.partition, self.table.snapshot()))
+        self.server.after(self.server.dice.uniform(0.0, 1.0), self._filled, peer)
+
+    def _filled(self, peer: int) -> None:
+        self.replica.filled(peer)
+        self.server.settle(self)
+
+    def in_sync(self, generation: int) -> None:
+        self.server.world.say(self.server.name, "has all of partition {}", self.partition)
+        self.server.tell("in_sync", self.partition, generation)
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def take_requests(self) -> None:
+        """Submit what has come, if this copy answers now."""
+        while self.waiting and self.replica.is_open:
+            rank, seq, op = self.waiting.pop(0)
+            if rank in self.lines:
+                self.replica.submit(rank, seq, op)
+
+    def forget_lines(self) -> None:
+        """End the lines of an older post."""
+        for end in self.lines.values():
+            end.close()
+        self.lines.clear()
+        self.waiting.clear()
+
+
+class SimServer(SimMember):
+    """A server with copies of some partitions."""
+
+    def __init__(self, job: SimJob, *args: Any, **kwargs: Any) -> None:
+        super().__init__(job, *args, **kwargs)
+        self.copies: dict[int, Copy] = {}
+        self._peers: dict[int, End] = {}  # lines to other servers, by rank
+        self._calling: set[int] = set()
+        self._posts: dict[int, Post | None] = {}  # of each partition, as adopted
+        self._early: dict[End, list[Any]] = {}  # lines of those who know more, and what they say
+
+    # -- membership ---------------------------------------------------------------------------
+
+    def on_membership(self, membership: Membership) -> None:
+        for partition, holders in enumerate(membership.partitions):
+            copy = self._copy(partition)
+            copy.replica.adopt(membership.generation, holders, membership.filling[partition])
+            self._change_post(copy, post_of(membership, partition))
+            for rank in [rank for rank in copy.lines if rank not in membership.ranks]:
+                copy.lines.pop(rank).close()
+            self.settle(copy)
+        self.adopt()
+        self._call_neighbours()
+        early, self._early = self._early, {}
+        for end, messages in early.items():
+            self.on_line(end)
+            for message in messages:
+                self.on_line_message(end, message)
+
+    def _copy(self, partition: int) -> Copy:
+        """Return the copy of a partition, which may be none: who is told too early remembers."""
+        if partition not in self.copies:
+            self.copies[partition] = Copy(self, partition)
+            for peer in self._peers:
+                self.copies[partition].replica.connected(peer)
+        return self.copies[partition]
+
+    def _change_post(self, copy: Copy, post: Post | None) -> None:
+        if post != self._posts.get(copy.partition):
+            self._posts[copy.partition] = post
+            copy.forget_lines()
+
+    def on_attached(self) -> None:
+        for copy in self.copies.values():
+            if copy.replica.role is Role.FILLING and not copy.replica._is_partial:
+                copy.in_sync(copy.replica.generation)
+
+    def on_unwanted(self) -> None:
+        assert self.membership is not None
+        if not any(self.rank in r for r in (*self.membership.partitions, *self.membership.filling)):
+            self.leave(is_finished=False)
+
+    def settle(self, copy: Copy) -> None:
+        """After anything has happened to a copy: who is gone, who waits, what is acknowledged."""
+        assert self.membership is not None
+        if copy.replica.is_open:
+            here = {self.membership.member(rank).number for rank in self.membership.workers}
+            for rank, number in [*copy.table.numbers.items(), *copy.table.joining]:
+                if rank not in self.membership.ranks:
+                    copy.replica.submit(rank, 0, ("gone", number in here))
+        copy.take_requests()
+        copy.replica.flush()
+        self.oracle.look_at(self, copy)
+
+    # -- lines between servers ----------------------------------------------------------------
+
+    def _call_neighbours(self) -> None:
+        """Connect to whoever is next to this server in some chain."""
+        assert self.membership is not None
+        for copy in self.copies.values():
+            peer = copy.replica.downstream
+            if peer is not None and peer not in self._peers and peer not in self._calling:
+                self._calling.add(peer)
+                self.network.connect(self, self.job.by_rank[peer].name, f"servers {self.rank}")
+
+    def send_to(self, peer: int, message: Any) -> None:
+        if peer in self._peers:
+            self._peers[peer].send(message)
+
+    def is_broken(self, rank: int) -> bool:
+        return rank not in self._peers
+
+    def on_line(self, end: End) -> None:
+        if end.what.startswith("servers"):
+            self._on_peer(end)
+            return
+        partition, since, rank, generation = map(int, end.what.split()[1:])
+        if self.membership is None or self.membership.generation < generation:
+            self._early[end] = []
+        elif self._posts.get(partition) != Post(self.rank, since):
+            end.close()
+        elif rank not in self.membership.ranks:
+            end.close()
+        else:
+            self.copies[partition].lines[rank] = end
+
+    def _on_peer(self, end: End) -> None:
+        assert end.peer is not None
+        peer = end.peer.owner.rank  # type: ignore[attr-defined]
+        self._calling.discard(peer)
+        old = self._peers.get(peer)
+        if old is not None and old is not end:
+            old.close()
+            self._tell_copies("disconnected", peer)
+        self._peers[peer] = end
+        self._tell_copies("connected", peer)
+
+    def _tell_copies(self, what: str, peer: int) -> None:
+        for copy in self.copies.values():
+            getattr(copy.replica, what)(peer)
+            if self.membership is not None:
+                self.settle(copy)
+
+    def on_line_end(self, end: End, why: str) -> None:
+        if not end.what.startswith("servers"):
+            for copy in self.copies.values():
+                copy.lines = {r: line for r, line in copy.lines.items() if line is not end}
+            return
+        if end.peer is None:  # it could not be made
+            self._calling.clear()
+            self.after(RETRY_S, self._call_neighbours)
+            return
+        peer = end.peer.owner.rank  # type: ignore[attr-defined]
+        if self._peers.get(peer) is end:
+            del self._peers[peer]
+            self._tell_copies("disconnected", peer)
+            self.accuse_later(peer, f"the line is broken ({why})")
+            if self.job.reconnects:
+                self.after(RETRY_S, self._call_neighbours)
+        self._calling.discard(peer)
+
+    def on_line_message(self, end: End, message: Any) -> None:
+        if end in self._early:
+            self._early[end].append(message)
+        elif end.what.startswith("servers"):
+            partition, content = message
+            copy = self._copy(partition)
+            peer = end.peer.owner.rank  # type: ignore[union-attr]
+            if not isinstance(content, Table):
+                copy.replica.receive(peer, content)
+            elif copy.replica.upstream == peer and copy.replica._is_partial:
+                copy.table = content.snapshot()
+            if self.membership is not None:
+                self.settle(copy)
+        else:
+            partition, _, rank, _ = map(int, end.what.split()[1:])
+            copy = self.copies[partition]
+            if copy.lines.get(rank) is end:
+                copy.waiting.append((rank, *message))
+                self.settle(copy)

@@ -1,0 +1,127 @@
+"""A table that only counts: what replication has to keep, without tensors.
+
+Every client (a worker's rank) adds 1 to its own cell and 1 to the cell of that one addition; the
+second shows which ones were applied, and that none was twice. The production Clocks decide when an
+addition is answered: at once, when the others are near enough (`ssp`), or when all have committed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from paceline.ps.clock import Clocks
+
+Answer = Callable[[int, int, Any, Any], None]  # rank, seq, answer, what follows it
+
+
+class Table:
+    """The state of a partition. `mode`: "sync", "async" or "ssp:<bound>"."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        bound = int(mode[4:]) if mode.startswith("ssp:") else None
+        self.clocks = Clocks((), bound=bound)
+        self.counts: dict[int, int] = {}  # by rank
+        self.cells: dict[tuple[int, int], int] = {}  # by rank and number of the addition
+        self.numbers: dict[int, int] = {}  # of the workers that take part, by rank
+        self.left: dict[int, int] = {}  # the clocks of numbers that nobody has, or a newcomer
+        self.joining: list[tuple[int, int]] = []  # workers that take part from the next step on
+        self.parked: dict[int, tuple[int, int, int]] = {}  # by number: rank, seq, addition
+        self.digest = 0
+
+    def snapshot(self) -> Table:
+        """Return a copy for somebody else."""
+        return copy.deepcopy(self)
+
+    def apply(self, rank: int, seq: int, op: tuple[Any, ...], answer: Answer) -> None:
+        """Carry out an operation, and answer whatever can be answered then."""
+        self.digest = hash((self.digest, rank, seq, op))
+        verb, *args = op
+        getattr(self, f"_{verb}")(rank, seq, answer, *args)
+
+    def again(self, rank: int, seq: int, remembered: Any, answer: Answer) -> None:
+        """Answer once more what was applied before; values are as they are now."""
+        answer(rank, seq, remembered, self.values())
+
+    def values(self) -> dict[int, int]:
+        return dict(self.counts)
+
+    def sees(self) -> dict[int, int]:
+        """The clock of every worker, by number."""
+        return {number: self.clocks.clock(number) for number in self.clocks.workers}
+
+    # -- operations ---------------------------------------------------------------------------
+
+    def _open(self, rank: int, seq: int, answer: Answer, number: int) -> None:
+        if self.mode == "sync" and self.parked and number not in self.clocks.workers:
+            self.joining.append((rank, number))
+        else:
+            self._seat(rank, number)
+        self.counts.setdefault(rank, 0)
+        answer(rank, seq, "opened", self.values())
+
+    def _seat(self, rank: int, number: int) -> None:
+        if number not in self.clocks.workers:
+            self.clocks.join(number, self.left.pop(number, None))
+        self.numbers[rank] = number
+
+    def _add(self, rank: int, seq: int, answer: Answer, addition: int) -> None:
+        number = self.numbers.get(rank)
+        if number is None:
+            number = dict(self.joining)[rank]
+        self.parked[number] = (rank, seq, addition)
+        if self.mode != "sync":
+            self._count(number)
+        self._release(answer)
+
+    def _read(self, rank: int, seq: int, answer: Answer) -> None:
+        answer(rank, seq, "values", self.values())
+
+    def _gone(self, rank: int, seq: int, answer: Answer, is_replaced: bool) -> None:
+        """A worker is out of the job. `is_replaced`: its number waits for a newcomer."""
+        self.joining = [one for one in self.joining if one[0] != rank]
+        number = self.numbers.pop(rank, None)
+        if number is not None:
+            if self.parked.get(number, (rank,))[0] == rank:
+                self.parked.pop(number, None)
+            if not is_replaced and number not in self.numbers.values():
+                self.left[number] = self.clocks.clock(number)
+                self.clocks.leave(number)
+        self._release(answer)
+
+    # -- the clocks ---------------------------------------------------------------------------
+
+    def _count(self, number: int) -> None:
+        rank, _, addition = self.parked[number]
+        self.counts[rank] = self.counts.get(rank, 0) + 1
+        self.cells[rank, addition] = self.cells.get((rank, addition), 0) + 1
+        self.clocks.applied([number])
+        self.clocks.advance(number)
+
+    def _release(self, answer: Answer) -> None:
+        if self.mode == "sync":
+            self._end_step(answer)
+            return
+        for number, (rank, seq, _) in list(self.parked.items()):
+            if self.clocks.may_read(number):
+                del self.parked[number]
+                answer(rank, seq, "added", (self.values(), self.sees(), number))
+
+    def _end_step(self, answer: Answer) -> None:
+        while True:
+            workers = self.clocks.workers
+            if not workers or any(number not in self.parked for number in workers):
+                if workers:
+                    return
+            for number in workers:
+                self._count(number)
+            done = [self.parked.pop(number) for number in workers]
+            for rank, seq, _ in done:
+                answer(rank, seq, "added", (self.values(), self.sees(), self.numbers[rank]))
+            joining, self.joining = self.joining, []
+            for rank, number in joining:
+                self._seat(rank, number)
+            if not joining:
+                return
