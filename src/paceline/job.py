@@ -45,7 +45,8 @@ from paceline.elastic.carried import Carried
 from paceline.elastic.session import Elastic
 from paceline.errors import ConfigError, SetupError, UsageError
 from paceline.ps import connection
-from paceline.ps.link import ServerLink, connect
+from paceline.ps.lasting import connect
+from paceline.ps.link import ServerLink
 from paceline.stopping import Stopping
 from paceline.telemetry.reporter import Reporter
 from paceline.torch_plugin import register as register_with_torch
@@ -185,7 +186,8 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
             alone = Group(fabric, (env.rank,))
             return Job(env, rendezvous, fabric, alone, reporter, elastic)
         world = worker_group(fabric, "world", elastic.is_on)
-        servers = connect(fabric)
+        news = rendezvous.agent if elastic.is_on else None
+        servers = connect(fabric, news, elastic.interrupt_wait)
         connection.establish(fabric, servers)
         return Job(env, rendezvous, fabric, world, reporter, elastic, servers)
     except BaseException:

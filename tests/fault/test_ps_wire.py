@@ -138,7 +138,7 @@ def send_raw(link, frame: bytes) -> None:
     padded = np.frombuffer(frame.ljust(m.FRAME_BYTES, b"\0"), dtype=np.uint8)
     with link._mu:
         link._seq += 1
-        link._group.send(padded, SERVER, tag=m.REQUEST)
+        link._wire.group.send(padded, SERVER, tag=m.REQUEST)
 
 
 BAD_FRAMES = {
@@ -263,7 +263,7 @@ def test_a_state_of_another_shape_is_refused(fused: bool) -> None:
         )
         tensors = [torch.ones(1), *torch.ones(2, 1, dtype=torch.float64)]
         with pytest.raises(UsageError, match="exp_avg"):
-            link.ask(lambda seq: m.LoadState(seq, 0, 0, entries), payload=tensors).wait()
+            link.ask(lambda seq: m.LoadState(seq, 0, 0, entries), payload=lambda: tensors).wait()
         table.items[0].grads.fill_(1.0)
         table.push(0).wait()
         table.commit(None).wait()

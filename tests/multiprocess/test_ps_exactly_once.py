@@ -13,18 +13,19 @@ import torch
 import paceline as pl
 from paceline.ps import connection
 from paceline.ps import messages as m
+from paceline.ps.line_group import SERVER
 from support import run_ranks
 
 
 def send(link, request: m.AnyRequest) -> None:
-    link._send(request, request.seq, ())
+    link._wire.send(request, ())
 
 
 def answers(link, seq: int, count: int) -> list[m.Reply]:
     replies = []
     for _ in range(count):
         frame = np.empty(m.FRAME_BYTES, dtype=np.uint8)
-        link._group.recv(frame, link._peer, tag=m.reply_tag(seq))
+        link._wire.group.recv(frame, SERVER, tag=m.reply_tag(seq))
         replies.append(m.read_reply(frame, None))
     return replies
 

@@ -129,7 +129,7 @@ class ServedState:
             on_server = table.table_on(link)
             link.ask(
                 lambda seq, t=on_server, n=number, e=told: m.LoadState(seq, t, n, e),  # type: ignore[misc]
-                payload=tensors,
+                payload=lambda tensors=tensors: tensors,  # type: ignore[misc]
             ).wait()
 
 

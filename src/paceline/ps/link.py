@@ -1,9 +1,9 @@
-"""A worker's line to one server: questions go out, answers come back as Work.
+"""A worker's line to the server of one partition: questions go out, answers come back as Work.
 
 The line is a group of two, so that whatever happens to one worker or server concerns nobody else's
 line. On one host tensors stay where they are, in engine memory, and a question says where; between
 hosts they follow it. A server that is gone ends every question with ServerLost, which names what
-it held.
+it held; where partitions have several holders, lasting.py goes on with the next one.
 
 Threads: any; questions of one line are numbered in the order in which they are asked.
 """
@@ -15,161 +15,161 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import numpy as np
 import torch
 
 from paceline import errors
+from paceline.cluster.member import Member
 from paceline.cluster.notice import FIRST_S, WaitNotice
 from paceline.collectives.topology import Fabric
 from paceline.ps import messages as m
-from paceline.ps.line_group import SERVER, form_line
+from paceline.ps.wire import Incoming, Into, Wire
 from paceline.work import Handle, Work
 
-_LEAVE_S = 2.0
+LEAVE_S = 2.0
 _SHOWN = 4
 _ENGINE_WORDS = re.compile(r"^rank \d+( \(pid \d+\))? | during .*", re.DOTALL)
 
+Make = Callable[[int], m.AnyRequest]
+Payload = Callable[[], Sequence[torch.Tensor]]
+
+
+def no_payload() -> Sequence[torch.Tensor]:
+    """What follows most requests."""
+    return ()
+
+
+def no_landing(_: m.Reply) -> Sequence[torch.Tensor]:
+    """Where the tensors land that follow most replies."""
+    return ()
+
 
 class ServerLink:
-    """Asks one server. Made on the worker while the server makes its `Line` for this worker."""
+    """Asks one server. In a job whose servers hold one partition each, and do not change."""
 
     def __init__(self, fabric: Fabric, server: int, index: int) -> None:
-        self.rank, self.index = server, index
+        self.index = index  # of the partition
+        self.holds: list[str] = []  # labels of the shards there, for messages
         self._fabric = fabric
         self._mu = threading.Lock()
         self._seq = 0  # guarded by: _mu
-        here, there = (fabric.membership.member(rank) for rank in (fabric.rank, server))
-        self.is_local = here.host_id == there.host_id
-        self._where = there.where
-        self._group = form_line(fabric, fabric.membership, index, fabric.rank, server)
-        self._peer = SERVER
-        self.holds: list[str] = []  # labels of the shards there, for messages
+        self._wire = Wire(fabric, fabric.membership, index, server)
+
+    @property
+    def rank(self) -> int:
+        """The server's."""
+        return self._wire.member.rank
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the server is on this host, and sees this worker's engine memory."""
+        return self._wire.is_local
+
+    @property
+    def uses_engine_memory(self) -> bool:
+        """Whether tensors have to lie in engine memory."""
+        return self._wire.is_local
 
     def locate(self, tensor: torch.Tensor) -> m.Where | None:
         """Say where a tensor in engine memory lies; None: the server is on another host."""
-        if not self.is_local:
-            return None
-        size = tensor.numel() * tensor.element_size()
-        where = self._fabric.engine.locate(tensor.data_ptr(), size)
-        return m.Where(self._fabric.rank, *where)
+        return self._wire.locate(tensor)
 
     def ask(
-        self,
-        make: Callable[[int], m.AnyRequest],
-        payload: Sequence[torch.Tensor] = (),
-        into: Callable[[m.Reply], Sequence[torch.Tensor]] = lambda _: (),
+        self, make: Make, payload: Payload = no_payload, into: Into = no_landing
     ) -> Work[m.Reply]:
         """Send a request and return the Work of its reply.
 
-        `payload` follows the request; `into(reply)` says where tensors land that follow the reply.
+        `make(number)` returns the request, `payload()`, called next, the tensors that follow it;
+        `into(reply)` says where tensors land that follow the reply.
         """
         with self._mu:
             self._seq += 1
-            seq = self._seq
-            frame = np.empty(m.FRAME_BYTES, dtype=np.uint8)
-            receive = self._try(
-                lambda: self._group.recv(
-                    frame, self._peer, tag=m.reply_tag(seq), async_op=True, background=False
-                )
-            )
-            request = make(seq)
-            self._send(request, seq, payload)
-        assert isinstance(receive, Work)
-        answer = _Answer(receive.handle, self._lost, self._notice(request))
-        return Work(answer, lambda: self._finish(seq, frame, into), (receive, frame))
+            request, tensors = make(self._seq), payload()
+            try:
+                incoming = self._wire.expect(self._seq)
+                self._wire.send(request, tensors)
+            except errors.PeerError as error:
+                raise self._lost(error) from error
+        answer = _Answer(incoming.work.handle, self._lost, notice(self, request))
+        return Work(answer, lambda: self._finish(incoming, into), incoming)
 
-    def _notice(self, request: m.AnyRequest) -> str:
-        if isinstance(request, m.Follow):
-            return ""
-        asked = type(request).__name__.lower()
-        return (
-            f"rank {self._fabric.rank} waits for server {self.index} to answer its {asked}; other"
-            " workers may be behind (the server tells the launcher who)"
-        )
-
-    def tell(
-        self, make: Callable[[int], m.AnyRequest], payload: Sequence[torch.Tensor] = ()
-    ) -> list[Work[None]]:
+    def tell(self, make: Make, payload: Payload = no_payload) -> list[Work[None]]:
         """Send a request that has no reply; return the Works of its payload, which is read until
         they are done."""
         with self._mu:
             self._seq += 1
-            return self._send(make(self._seq), self._seq, payload)
+            request, tensors = make(self._seq), payload()
+            try:
+                works = self._wire.send(request, tensors)
+            except errors.PeerError as error:
+                raise self._lost(error) from error
+        return [Work(_Answer(work.handle, self._lost), lambda: None, work) for work in works]
 
     def leave(self) -> None:
         """Tell the server that nothing more will come, and give up the line."""
         with suppress(errors.PacelineError):  # gone or busy: it will see this process leave
-            self.ask(m.Leave).wait(_LEAVE_S)
-        self._group.close()
+            self.ask(m.Leave).wait(LEAVE_S)
+        self._wire.close()
 
-    def _send(
-        self, request: m.AnyRequest, seq: int, payload: Sequence[torch.Tensor]
-    ) -> list[Work[None]]:
-        frame, rest = m.to_frames(request)
-        self._try(lambda: self._group.send(frame, self._peer, tag=m.REQUEST, async_op=True))
-        if rest is not None:
-            self._try(lambda: self._group.send(rest, self._peer, tag=m.REQUEST_REST, async_op=True))
-        works = []
-        for number, tensor in enumerate(payload):
-            tag = m.payload_tag(seq, number)
-            work = self._try(
-                lambda tensor=tensor, tag=tag: self._group.send(  # type: ignore[misc]
-                    tensor, self._peer, tag=tag, async_op=True
-                )
-            )
-            assert isinstance(work, Work)
-            works.append(Work(_Answer(work.handle, self._lost), lambda: None, work))
-        return works
+    @property
+    def label(self) -> str:
+        """Name who answers, for people."""
+        return f"server {self._wire.member.number}"
 
-    def _finish(
-        self,
-        seq: int,
-        frame: np.ndarray,
-        into: Callable[[m.Reply], Sequence[torch.Tensor]],
-    ) -> m.Reply:
-        size, rest = m.rest_bytes(frame), None
-        if size:
-            rest = np.empty(size, dtype=np.uint8)
-            self._try(lambda: self._group.recv(rest, self._peer, tag=m.reply_rest_tag(seq)))
-        reply = m.read_reply(frame, rest)
-        if reply.error:
-            raise errors.named(reply.error, reply.text)
-        if reply.delivers:
-            self._receive_all(seq, into(reply))
-        return reply
+    @property
+    def worker(self) -> int:
+        """This worker's rank."""
+        return self._fabric.rank
 
-    def _receive_all(self, seq: int, into: Sequence[torch.Tensor]) -> None:
-        works = [
-            self._group.recv(tensor, self._peer, tag=m.delivery_tag(seq, number), async_op=True)
-            for number, tensor in enumerate(into)
-        ]
-        for work in works:
-            assert isinstance(work, Work)
-            self._try(work.wait)
-
-    def _try(self, operation: Callable[[], object]) -> object:
+    def _finish(self, incoming: Incoming, into: Into) -> m.Reply:
         try:
-            return operation()
+            return require_success(self._wire.read(incoming, into))
         except errors.PeerError as error:
             raise self._lost(error) from error
 
     def _lost(self, error: errors.PacelineError) -> errors.PacelineError:
-        """Say in words of servers and shards what the engine says about receives and tags."""
         if not isinstance(error, errors.PeerLost | errors.PeerTimeout):
             return error
-        shown = ", ".join(self.holds[:_SHOWN]) or "no shard"
-        if len(self.holds) > _SHOWN:
-            shown += f" and {len(self.holds) - _SHOWN} more"
-        what = _ENGINE_WORDS.sub("", str(error))
-        advice = "its own output says why"
-        if isinstance(error, errors.PeerTimeout):
-            advice = "it is stopped, or its machine is (PACELINE_LIVENESS_S is the limit)"
-        return errors.ServerLost(
-            f"rank {self._fabric.rank}: server {self.index} (rank {self.rank}, {self._where})"
-            f" {what}; {advice}. It held {shown}, and nobody else has those values: start again"
-            " from a checkpoint",
-            rank=self.rank,
-        )
+        return lost(self.worker, self._wire.member, error, self.holds)
+
+
+def require_success(reply: m.Reply) -> m.Reply:
+    """Return a reply; raise the error that it tells."""
+    if reply.error:
+        raise errors.named(reply.error, reply.text)
+    return reply
+
+
+def notice(link: ServerLink, request: m.AnyRequest) -> str:
+    """Say what a worker waits for; nothing if it is normal to wait long."""
+    if isinstance(request, m.Follow):
+        return ""
+    asked = type(request).__name__.lower()
+    return (
+        f"rank {link.worker} waits for {link.label} to answer its {asked}; other"
+        " workers may be behind (the server tells the launcher who)"
+    )
+
+
+def lost(
+    rank: int, server: Member, error: errors.PacelineError, holds: Sequence[str]
+) -> errors.ServerLost:
+    """Say in words of servers and shards what the engine says about receives and tags."""
+    what = _ENGINE_WORDS.sub("", str(error))
+    advice = "its own output says why"
+    if isinstance(error, errors.PeerTimeout):
+        advice = "it is stopped, or its machine is (PACELINE_LIVENESS_S is the limit)"
+    return errors.ServerLost(
+        f"rank {rank}: server {server.number} (rank {server.rank}, {server.where})"
+        f" {what}; {advice}. It held {shown(holds)}, and nobody else has those values: start again"
+        " from a checkpoint",
+        rank=server.rank,
+    )
+
+
+def shown(holds: Sequence[str]) -> str:
+    """Name shards, not too many."""
+    text = ", ".join(holds[:_SHOWN]) or "no shard"
+    return text if len(holds) <= _SHOWN else f"{text} and {len(holds) - _SHOWN} more"
 
 
 class _Answer:
@@ -211,9 +211,3 @@ class _Answer:
     def error(self) -> Exception | None:
         error = self._handle.error()
         return self._lost(error) if isinstance(error, errors.PacelineError) else error
-
-
-def connect(fabric: Fabric) -> tuple[ServerLink, ...]:
-    """Make this worker's lines to all servers. Every server does the same for all workers."""
-    servers = fabric.membership.servers
-    return tuple(ServerLink(fabric, server, index) for index, server in enumerate(servers))

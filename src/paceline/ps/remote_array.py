@@ -40,6 +40,10 @@ class _Place:
         where = self.link.locate(self.of(flat))
         return () if where is None else (where,)
 
+    def following(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What has to follow a request about this part: nothing on one host."""
+        return () if self.link.is_local else (part,)
+
 
 class RemoteArray:
     """Asks the servers about one array. Calls that change it are made one at a time."""
@@ -51,7 +55,7 @@ class RemoteArray:
         self._connection = connection
         links = connection.links
         self._places = [_Place(links[part.server], part) for part in spec.parts(len(links))]
-        self.needs_engine_memory = any(place.link.is_local for place in self._places)
+        self.needs_engine_memory = any(place.link.uses_engine_memory for place in self._places)
 
     @property
     def is_over(self) -> bool:
@@ -98,10 +102,10 @@ class RemoteArray:
         return reply.is_new
 
     def _assign(self, place: _Place, flat: torch.Tensor) -> Work[m.Reply]:
-        where = place.link.locate(place.of(flat))
+        values = place.of(flat)
         return place.link.ask(
-            lambda seq: m.Assign(seq, place.table, 0, where),
-            payload=() if where is not None else (place.of(flat),),
+            lambda seq: m.Assign(seq, place.table, 0, place.link.locate(values)),
+            payload=lambda: place.following(values),
         )
 
     # -- updates and reads --------------------------------------------------------------------
@@ -158,11 +162,14 @@ class RemoteArray:
         return lambda seq, table, into: m.Commit(seq, table, clock, told, reads, into)
 
     def _hand_over(self, place: _Place, grad: torch.Tensor) -> Sequence[Work[Any]]:
-        where, clock = place.link.locate(grad), self.clock
-        payload = () if where is not None else (grad,)
+        clock = self.clock
 
         def make(seq: int) -> m.Push:
+            where = place.link.locate(grad)
             return m.Push(seq, place.table, 0, clock, where, self.spec.dtype)
+
+        def payload() -> Sequence[torch.Tensor]:
+            return place.following(grad)
 
         if not self.spec.rule.aggregate:
             return place.link.tell(make, payload)
@@ -179,8 +186,10 @@ class RemoteArray:
         out: torch.Tensor,
         make: Callable[[int, int, tuple[m.Where, ...]], m.AnyRequest],
     ) -> Work[m.Reply]:
-        where, target = place.locate(out), place.of(out)
-        return place.link.ask(lambda seq: make(seq, place.table, where), into=lambda _: (target,))
+        target = place.of(out)
+        return place.link.ask(
+            lambda seq: make(seq, place.table, place.locate(out)), into=lambda _: (target,)
+        )
 
     # -- versions -----------------------------------------------------------------------------
 

@@ -17,12 +17,14 @@ from paceline.errors import UsageError
 from paceline.ps import messages as m
 from paceline.ps.health import is_finite
 from paceline.ps.items import Item, ShardOf, dtype_name, homes_of, seat_of, spec_of
-from paceline.ps.link import ServerLink
+from paceline.ps.link import ServerLink, no_landing
 from paceline.ps.placement import Part, balance, place
 from paceline.ps.spec import OptimizerSpec, Rule, ShardSpec, TableSpec
 from paceline.ps.together import Landed, Together
+from paceline.ps.wire import Into
 from paceline.work import Work
 
+MakeAbout = Callable[[int, int, m.Where | None], m.AnyRequest]  # number, table, place
 WIRE = {"fp32": "", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -87,16 +89,12 @@ class RemoteTable:
         """Make the table on all servers, or join it there. Blocks."""
         for index, spec in self._specs.items():
             shards, link = self._on[index], self._links[index]
-            seats, homes = self._seats(shards), tuple(homes_of(self.items, shards))
-            wants_average = self.items[0].average is not None
 
             def make(
-                seq: int,
-                spec: TableSpec = spec,
-                seats: tuple[m.Seat, ...] = seats,
-                homes: tuple[m.Home, ...] = homes,
-                wants_average: bool = wants_average,
+                seq: int, spec: TableSpec = spec, shards: Sequence[ShardOf] = shards
             ) -> m.Open:
+                seats, homes = self._seats(shards), tuple(homes_of(self.items, shards))
+                wants_average = self.items[0].average is not None
                 return m.Open(seq, spec, seats, homes, wants_average, self._wire)
 
             reply = link.ask(make).wait()
@@ -109,13 +107,11 @@ class RemoteTable:
         if item.is_shared and item.home is None:
             return  # it is another worker's memory, and the servers' own: they have the values
         for shard in self._shards[number]:
-            values = shard.of(item.params)
             if held and not any(p.param in held for p in self._spec_of(shard).pieces):
                 continue
             works.append(
                 self._ask(
-                    shard,
-                    values,
+                    _Outgoing(shard, item.params),
                     lambda seq, table, where, n=shard.number: m.Assign(  # type: ignore[misc]
                         seq, table, n, where, tuple(held)
                     ),
@@ -132,35 +128,33 @@ class RemoteTable:
         changed again; on one host, where they are read in place, they may be changed until the
         commit.
         """
-        item, works = self.items[number], list[Any]()
+        item, works, clock = self.items[number], list[Any](), self.clock + 1
         for shard in self._shards[number]:
-            grad = self._cast("grad", shard, shard.of(item.grads))
+            grad = _Outgoing(shard, item.grads, lambda s, t: self._cast("grad", s, t))
 
             def make(
                 seq: int,
                 table: int,
                 where: m.Where | None,
                 shard: ShardOf = shard,
-                grad: torch.Tensor = grad,
+                grad: _Outgoing = grad,
             ) -> m.Push:
-                dtype = dtype_name(grad.dtype)
-                return m.Push(seq, table, shard.number, self.clock + 1, where, dtype, tuple(absent))
+                dtype = dtype_name(grad.tensor.dtype)
+                return m.Push(seq, table, shard.number, clock, where, dtype, tuple(absent))
 
             if not self.rule.aggregate:
-                works += self._tell(shard, grad, make)
+                works += self._tell(grad, make)
                 continue
-            average = None if item.average is None else shard.of(item.average)
-            landing = None if average is None else self._landing("average", shard, average)
-            work = self._ask(shard, grad, make, () if landing is None else (landing,))
-            works.append(Landed(work, [(landing, average)] if landing is not average else []))
+            landing = _Landing(self, "average", [(shard, item.average)])
+            work = self._ask(grad, make, landing if item.average is not None else no_landing)
+            works.append(Landed(work, landing.pairs))
         return Together(works).work()
 
     def replace(self, number: int, absent: Sequence[int]) -> None:
         """Let what is in an item's `grads` now take the place of the average. Blocks."""
         works = [
             self._ask(
-                shard,
-                shard.of(self.items[number].grads),
+                _Outgoing(shard, self.items[number].grads),
                 lambda seq, table, where, n=shard.number: m.Replace(  # type: ignore[misc]
                     seq, table, n, where, tuple(absent)
                 ),
@@ -177,11 +171,11 @@ class RemoteTable:
         """
         self.clock += 1
         told, bad = None if settings is None else tuple(settings), self._bad_servers()
-        reads = not self._takes_turns
+        reads, clock = not self._takes_turns, self.clock
 
         def make(seq: int, table: int, index: int) -> m.Commit:
             counts = not bad or index in bad
-            return m.Commit(seq, table, self.clock, told, reads, counts=counts)
+            return m.Commit(seq, table, clock, told, reads, counts=counts)
 
         if reads:
             return self._read(make)
@@ -235,12 +229,18 @@ class RemoteTable:
         for index, number in self._numbers.items():
             link, shards = self._links[index], self._on[index]
             values = [shard.of(self.items[shard.part.item].params) for shard in shards]
-            places = tuple(where for where in map(link.locate, values) if where is not None)
+
+            def make(
+                seq: int,
+                number: int = number,
+                link: ServerLink = link,
+                values: Sequence[torch.Tensor] = values,
+            ) -> m.Peek:
+                places = tuple(where for where in map(link.locate, values) if where is not None)
+                return m.Peek(seq, number, places)
+
             works.append(
-                link.ask(
-                    lambda seq, n=number, places=places: m.Peek(seq, n, places),  # type: ignore[misc]
-                    into=lambda _, values=values: values[::-1],  # type: ignore[misc]
-                )
+                link.ask(make, into=lambda _, values=values: values[::-1])  # type: ignore[misc]
             )
         return Together(works).work()
 
@@ -264,21 +264,15 @@ class RemoteTable:
         works: list[Any] = []
         for index, number in self._numbers.items():
             # In the order in which the server sends them: the first layers' first.
-            shards = list(reversed(self._on[index]))
-            values = [shard.of(self.items[shard.part.item].params) for shard in shards]
-            landings = [
-                self._landing("params", shard, value)
-                for shard, value in zip(shards, values, strict=True)
-            ]
+            shards = reversed(self._on[index])
+            landing = _Landing(
+                self, "params", [(s, self.items[s.part.item].params) for s in shards]
+            )
             work = self._links[index].ask(
                 lambda seq, number=number, index=index: make(seq, number, index),  # type: ignore[misc]
-                into=lambda _, landings=landings: landings,  # type: ignore[misc]
+                into=landing,
             )
-            if self._links[index].is_local:
-                works.append(work)
-            else:
-                pairs = zip(landings, values, strict=True)
-                works.append(Landed(work, [(a, b) for a, b in pairs if a is not b]))
+            works.append(Landed(work, landing.pairs))
             if self._takes_turns:
                 works[-1].wait()
         return Together(works).work()
@@ -293,39 +287,22 @@ class RemoteTable:
         """
         return self.rule.unit == "version" and self.rule.bound is not None
 
-    def _ask(
-        self,
-        shard: ShardOf,
-        tensor: torch.Tensor,
-        make: Callable[[int, int, m.Where | None], m.AnyRequest],
-        into: Sequence[torch.Tensor] = (),
-    ) -> Work[m.Reply]:
-        link, table = shard.link, self._numbers[shard.link.index]
-        where = link.locate(tensor)
+    def _ask(self, outgoing: _Outgoing, make: MakeAbout, into: Into = no_landing) -> Work[m.Reply]:
+        link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]
         return link.ask(
-            lambda seq: make(seq, table, where),
-            payload=() if where is not None else (tensor,),
-            into=lambda _: into,
+            lambda seq: make(seq, table, outgoing.locate()), payload=outgoing.payload, into=into
         )
 
-    def _tell(
-        self,
-        shard: ShardOf,
-        tensor: torch.Tensor,
-        make: Callable[[int, int, m.Where | None], m.AnyRequest],
-    ) -> list[Work[None]]:
-        link, table = shard.link, self._numbers[shard.link.index]
-        where = link.locate(tensor)
-        return link.tell(
-            lambda seq: make(seq, table, where), payload=() if where is not None else (tensor,)
-        )
+    def _tell(self, outgoing: _Outgoing, make: MakeAbout) -> list[Work[None]]:
+        link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]
+        return link.tell(lambda seq: make(seq, table, outgoing.locate()), payload=outgoing.payload)
 
     def _cast(self, use: str, shard: ShardOf, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor in the dtype of the wire; on one host nothing goes over a wire."""
-        landing = self._landing(use, shard, tensor)
+        landing = self.landing(use, shard, tensor)
         return landing if landing is tensor else landing.copy_(tensor)
 
-    def _landing(self, use: str, shard: ShardOf, tensor: torch.Tensor) -> torch.Tensor:
+    def landing(self, use: str, shard: ShardOf, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself, or memory of the same size in the dtype of the wire."""
         if shard.link.is_local or not self._wire or self._wire == dtype_name(tensor.dtype):
             return tensor
@@ -339,6 +316,40 @@ class RemoteTable:
 
     def _spec_of(self, shard: ShardOf) -> ShardSpec:
         return self._specs[shard.link.index].shards[shard.number]
+
+
+class _Outgoing:
+    """A shard's part of a flat tensor, on its way out: named where it lies, or sent after."""
+
+    def __init__(
+        self,
+        shard: ShardOf,
+        flat: torch.Tensor,
+        prepare: Callable[[ShardOf, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
+    ) -> None:
+        self.shard, self._flat, self._prepare = shard, flat, prepare
+
+    def locate(self) -> m.Where | None:
+        """Get it ready for whoever answers now, and say where it lies."""
+        self.tensor = self._prepare(self.shard, self.shard.of(self._flat))
+        return self.shard.link.locate(self.tensor)
+
+    def payload(self) -> Sequence[torch.Tensor]:
+        return () if self.shard.link.is_local else (self.tensor,)
+
+
+class _Landing:
+    """Where tensors land that follow a reply, and where they then belong."""
+
+    def __init__(self, table: RemoteTable, use: str, parts: Sequence[tuple[ShardOf, Any]]) -> None:
+        self._table, self._use, self._parts = table, use, parts
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, _: m.Reply) -> Sequence[torch.Tensor]:
+        targets = [(shard, shard.of(flat)) for shard, flat in self._parts]
+        landed = [(self._table.landing(self._use, shard, to), to) for shard, to in targets]
+        self.pairs[:] = [(memory, to) for memory, to in landed if memory is not to]
+        return [memory for memory, _ in landed]
 
 
 def require_servers(links: Sequence[ServerLink], what: str) -> None:
