@@ -1,63 +1,77 @@
 """The member's side of the control plane.
 
-An agent holds one authenticated connection to the coordinator. It sends heartbeats by itself,
-joins the job, reports events and asks the store. When the coordinator goes away, calls that need
-it raise PeerLost, while the membership and the links made with it stay usable: training does not
-depend on the coordinator.
+An agent holds one authenticated connection to the coordinator (contact.py). It sends heartbeats by
+itself, joins the job, follows its memberships, reports events and asks the store. While the
+coordinator is away, membership and links stay usable: training does not depend on it. In a job
+that is not elastic it never comes back, and calls that need it raise PeerLost; in an elastic one
+they wait for it, up to their own deadline.
 
-Threads: one background thread ("paceline-control") with an asyncio loop owns the connection. All
-public methods block, may be called from any thread but that one, and carry their own deadline.
+A process that the others took for lost is told so when it can be reached again: from then on
+`ending` is an `Evicted` error, and every call raises it. `over` also says when the job as a whole
+cannot go on.
+
+Threads: one background thread ("paceline-control") with an asyncio loop owns the connection and
+runs the callbacks. All public methods may be called from any thread but that one; those that
+block carry their own deadline.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import logging
-import socket
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from paceline import errors
 from paceline.cluster import messages as m
-from paceline.cluster.auth import CallerHandshake
-from paceline.cluster.channel import Channel
-from paceline.cluster.gate import introduce
+from paceline.cluster.contact import Contact, Identity
 from paceline.cluster.loop_thread import LoopThread
 from paceline.cluster.member import Member, Membership
-from paceline.cluster.notice import WaitNotice, say
-from paceline.cluster.sockets import connect_tcp, keep_trying
-from paceline.errors import PeerLost, PeerTimeout
+from paceline.cluster.notice import say
+from paceline.cluster.store_calls import ANSWER_S, StoreCalls, expect
+from paceline.errors import Evicted, PacelineError
 from paceline.telemetry.events import Event
 
 HEARTBEAT_S = 1.0
-_VANISHED_S = 15.0
-_ANSWER_S = 10.0  # a coordinator that is alive answers within this
+LASTING_HEARTBEAT_S = 0.5  # leases are short in an elastic job
+_VANISHED_S, _LASTING_VANISHED_S = 15.0, 4.0
 
-T = TypeVar("T")
-
-log = logging.getLogger("paceline.cluster")
 _decoder = msgspec.msgpack.Decoder(m.CoordinatorMessage)
 
 
-class Agent:
+class Agent(StoreCalls):
     """Speaks with the coordinator for one member; made by `Agent.connect`."""
 
-    def __init__(self, address: str, rank: int, heartbeat_s: float) -> None:
+    def __init__(
+        self, address: str, identity: Identity, heartbeat_s: float | None, is_lasting: bool
+    ) -> None:
         self.thread = LoopThread("paceline-control")
-        self.membership: Membership | None = None
+        self.membership: Membership | None = None  # the newest one that is known
         self.presence: dict[int, m.Presence] = {}  # last known change of each other rank
-        self.on_presence: Callable[[m.Presence], None] | None = None  # called in the thread
+        self.over: str | None = None  # why the job, or this member's part in it, is over
+        self.ending: PacelineError | None = None  # the same as an error, to be raised
+        # Callbacks, called in the control thread.
+        self.on_presence: Callable[[m.Presence], None] | None = None
+        self.on_changed: Callable[[m.Changed], None] | None = None
+        self.on_over: Callable[[str], None] | None = None
         self.num_workers: int | None = None  # ranks behind them are servers; None: not known
-        self.local_address = ""  # ours in the network through which the coordinator is reached
-        self._address, self._rank, self._heartbeat_s = address, rank, heartbeat_s
-        self._channel: Channel[m.CoordinatorMessage]
-        self._tasks: list[asyncio.Task[None]] = []
-        self._ids = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[m.CoordinatorMessage]] = {}
-        self._gone: str | None = None  # why the coordinator cannot be asked any more
+        self._rank = identity.rank
+        self._contact = Contact(
+            address,
+            identity,
+            _decoder,
+            heartbeat_s=heartbeat_s or (LASTING_HEARTBEAT_S if is_lasting else HEARTBEAT_S),
+            vanished_s=_LASTING_VANISHED_S if is_lasting else _VANISHED_S,
+            is_lasting=is_lasting,
+            name=f"rank {identity.rank}",
+        )
+        self._contact.on_message = self._on_message
+        self._contact.greet = self._greeting
+        self._member: Member | None = None  # once it has joined
+        self._adopted = 0
+        self._in_sync: set[tuple[int, int]] = set()  # (partition, generation) said, not yet listed
+        self._news = threading.Condition()  # notified at every membership, and at the end
 
     @classmethod
     def connect(
@@ -69,190 +83,196 @@ class Agent:
         role: str = "worker",
         *,
         timeout_s: float = 10.0,
-        heartbeat_s: float = HEARTBEAT_S,
+        heartbeat_s: float | None = None,
+        is_lasting: bool = False,
     ) -> Agent:
-        """Connect and authenticate; raises ConnectError, AuthError or VersionMismatch."""
-        agent = cls(address, rank, heartbeat_s)
+        """Connect and authenticate; raises ConnectError, AuthError or VersionMismatch.
+
+        `is_lasting`: in an elastic job, whose coordinator comes back when it was killed.
+        """
+        agent = cls(address, Identity(secret, job_id, role, rank), heartbeat_s, is_lasting)
         try:
-            agent.thread.call(agent._open(secret, job_id, role, timeout_s))
+            agent.thread.call(agent._contact.open(timeout_s))
         except BaseException:
             agent.thread.stop()
             raise
         return agent
 
+    @property
+    def local_address(self) -> str:
+        """Ours in the network through which the coordinator is reached."""
+        return self._contact.local_address
+
+    @property
+    def is_attached(self) -> bool:
+        """Say whether the coordinator can be spoken with right now."""
+        return self._contact.is_attached
+
+    @property
+    def unreachable_s(self) -> float:
+        """For how long it could not; 0 when it can."""
+        return self._contact.unreachable_s
+
+    # -- coming in ---------------------------------------------------------------------------
+
     def join(self, member: Member, timeout_s: float = 60.0) -> Membership:
         """Wait until every rank of the job has joined; RendezvousError names what is wrong."""
-        reply = self._ask(lambda n: m.Join(n, member, timeout_s), timeout_s + _ANSWER_S)
-        self.membership = _expect(reply, m.Joined).membership
+        return self._enter(member, lambda n: m.Join(n, member, timeout_s), timeout_s + ANSWER_S)
+
+    def look(self, timeout_s: float = ANSWER_S) -> Membership:
+        """Return who is there, for a newcomer that is not in yet."""
+        self._learn(expect(self._ask(m.Look, timeout_s), m.Joined).membership)
+        assert self.membership is not None
         return self.membership
+
+    def ready(self, member: Member, timeout_s: float = 600.0) -> Membership:
+        """Wait, as a newcomer, until a membership with this member in it is published."""
+        return self._enter(member, lambda n: m.Ready(n, member), timeout_s)
+
+    def _enter(self, member: Member, make: Callable[[int], Any], timeout_s: float) -> Membership:
+        self._member = member
+        found = expect(self._ask(make, timeout_s), m.Joined).membership
+        if found.generation == 1:
+            self._adopted = 1  # there is nothing older to be done with
+        self._learn(found)
+        return found
+
+    # -- being in ----------------------------------------------------------------------------
+
+    def adopted(self, generation: int) -> None:
+        """Say that this member works in that generation; everything older is behind it."""
+        self._adopted = max(self._adopted, generation)
+        self.thread.post(self._contact.tell, m.Adopted(generation))
+
+    def accuse(self, rank: int, why: str) -> None:
+        """Say that another member cannot be reached; an empty `why` takes it back."""
+        self.thread.post(self._contact.tell, m.Accuse(rank, why))
+
+    def in_sync(self, partition: int, generation: int | None = None) -> None:
+        """Say that this server, which was being filled, has everything of a partition.
+
+        Only when the primary sends no reply any more before this server has acknowledged it: the
+        next moment it may be the only one left. `generation`: in which that was agreed with the
+        primary; default: the newest known.
+        """
+        if generation is None:
+            generation = self.membership.generation if self.membership else 0
+        self._in_sync.add((partition, generation))
+        self.thread.post(self._contact.tell, m.InSync(partition, generation))
+
+    def wait_for_generation(self, above: int, timeout_s: float) -> Membership | None:
+        """Wait for a membership newer than `above`; None when there is none in that time.
+
+        Returns early, with None, when `over` is set.
+        """
+
+        def newest() -> Membership | None:
+            found = self.membership
+            return found if found is not None and found.generation > above else None
+
+        with self._news:
+            self._news.wait_for(lambda: newest() is not None or self.over is not None, timeout_s)
+            return newest()
 
     def report(self, event: Event) -> None:
         """Pass an event to whoever watches the job. Returns at once; dropped when nobody can."""
-        if self._gone is None:
-            self.thread.post(self._tell, m.Report(event))
+        self.thread.post(self._contact.tell, m.Report(event))
 
-    def leave(self) -> None:
-        """Tell the coordinator that this member ends in good order; no effect if it is gone."""
-        if self._gone is None and self.thread.is_running:
-            self.thread.call(self._leave())
+    # -- going out ---------------------------------------------------------------------------
+
+    def leave(self, *, is_finished: bool = True) -> None:
+        """Tell the coordinator that this member ends in good order; no effect if it is gone.
+
+        `is_finished`: its work is done; otherwise the job goes on, and somebody may replace it.
+        """
+        if self._contact.gone is None and self.thread.is_running:
+            self.thread.call(self._contact.leave(m.Leave(is_finished)))
 
     def close(self) -> None:
         """Leave, close the connection and end the thread. May be called twice."""
         self.leave()
         self.thread.stop()
 
-    def store_set(self, key: str, value: bytes) -> None:
-        self._ask(lambda n: m.StoreSet(n, key, value))
-
-    def store_get(self, key: str, timeout_s: float = 300.0) -> bytes:
-        """Wait until the key is set and return its value; PeerTimeout names the key."""
-        value = self._value(lambda n: m.StoreGet(n, key, timeout_s), timeout_s + _ANSWER_S)
-        return _expect(value, bytes)
-
-    def store_add(self, key: str, amount: int) -> int:
-        """Add to the number under key (absent counts as 0) and return the sum."""
-        return _expect(self._value(lambda n: m.StoreAdd(n, key, amount)), int)
-
-    def store_compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set key if its value is `expected` (b"" for absent); return the value that now counts."""
-        return _expect(self._value(lambda n: m.StoreCompareSet(n, key, expected, desired)), bytes)
-
-    def store_wait(self, keys: Iterable[str], timeout_s: float = 300.0) -> None:
-        """Wait until all keys are set; PeerTimeout names those that are not."""
-        names = tuple(keys)
-        self._ask(lambda n: m.StoreWait(n, names, timeout_s), timeout_s + _ANSWER_S)
-
-    def store_check(self, keys: Iterable[str]) -> bool:
-        names = tuple(keys)
-        return _expect(self._value(lambda n: m.StoreCheck(n, names)), bool)
-
-    def store_delete(self, key: str) -> bool:
-        return _expect(self._value(lambda n: m.StoreDelete(n, key)), bool)
-
-    def store_num_keys(self) -> int:
-        return _expect(self._value(m.StoreNumKeys), int)
-
-    def _value(
-        self, make: Callable[[int], m.MemberMessage], timeout_s: float = _ANSWER_S
-    ) -> bytes | int | bool | None:
-        return _expect(self._ask(make, timeout_s), m.Reply).value
-
-    def _ask(
-        self, make: Callable[[int], m.MemberMessage], timeout_s: float = _ANSWER_S
-    ) -> m.CoordinatorMessage:
-        if self._gone is not None:
-            raise self._lost()
-        reply = self.thread.call(self._request(make, timeout_s))
+    def _ask(self, make: Callable[[int], Any], timeout_s: float = ANSWER_S) -> m.Answer:
+        if self._contact.gone is not None:
+            raise self._contact.gone
+        reply = self.thread.call(self._contact.ask(make, timeout_s))
         if isinstance(reply, m.Failure):
             raise errors.named(reply.error, reply.text)
         return reply
 
-    def _lost(self) -> PeerLost:
-        return PeerLost(f"rank {self._rank}: coordinator {self._address}: {self._gone}")
+    # -- in the control thread ---------------------------------------------------------------
 
-    # Everything below runs in the control thread.
-
-    async def _open(self, secret: bytes, job_id: str, role: str, timeout_s: float) -> None:
-        notice = WaitNotice(f"rank {self._rank} waits for the coordinator at {self._address}")
-
-        async def attempt() -> Channel[m.CoordinatorMessage]:
-            notice.check()
-            handshake = CallerHandshake(
-                secret,
-                job_id=job_id,
-                listener=m.COORDINATOR,
-                role=role,
-                rank=self._rank,
-                purpose="control",
-            )
-            sock = await connect_tcp(self._address)
-            # With this a host that vanished without a word is noticed by the heartbeats it no
-            # longer acknowledges.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_VANISHED_S * 1000))
-            self.local_address = sock.getsockname()[0]
-            session = await introduce(sock, handshake, what=what)
-            return await Channel.over(sock, session, _decoder)
-
-        what = f"rank {self._rank}: coordinator {self._address}"
-        self._channel = await keep_trying(attempt, what=what, timeout_s=timeout_s)
-        self._tasks = [asyncio.ensure_future(run()) for run in (self._listen, self._beat)]
-
-    async def _listen(self) -> None:
-        try:
-            while True:
-                self._on_message(await self._channel.receive())
-        except (EOFError, OSError):
-            self._give_up("it closed the connection or ended; membership and links stay usable")
-        except errors.PacelineError as error:
-            self._give_up(f"it sent something that cannot be trusted: {error}")
-        finally:
-            if self._gone is None:  # whatever went wrong, nobody shall wait for an answer
-                self._give_up("its messages are no longer read")
+    def _greeting(self) -> list[Any]:
+        """What a coordinator must hear first that was restarted, or lost our connection."""
+        known = self.membership
+        if self._member is None or known is None or self._rank not in known.ranks:
+            return []  # what was asked is asked again
+        request_id = self._contact.next_id()
+        attach = m.Attach(request_id, self._member, self._adopted, known.generation)
+        return [attach, *(m.InSync(*claim) for claim in sorted(self._in_sync))]
 
     def _on_message(self, message: m.CoordinatorMessage) -> None:
         if isinstance(message, m.Presence):
             self._on_presence(message)
+        elif isinstance(message, m.Changed):
+            self._on_changed(message)
+        elif isinstance(message, m.Joined):  # the answer to our greeting
+            self._learn(message.membership)
+        elif isinstance(message, m.Failure):
+            if message.error == "Evicted":
+                self._end(message.text, Evicted(message.text, rank=self._rank))
+        elif isinstance(message, m.Over):
+            self._end(message.why, PacelineError(f"the job is over: {message.why}"))
         elif isinstance(message, m.Missing):
             whom = _names(message.ranks, self.num_workers)
             so_far = f"({message.waited_s:.0f} s so far)"
             say(f"rank {self._rank} waits for {whom} to join {so_far}")
-        elif isinstance(message, m.Reply | m.Joined | m.Failure):
-            answer = self._answers.pop(message.id, None)
-            if answer is not None and not answer.done():
-                answer.set_result(message)
 
     def _on_presence(self, message: m.Presence) -> None:
+        if message.rank == self._rank:
+            self._evict(message.detail)
+            return
         self.presence[message.rank] = message
-        try:
-            if self.on_presence is not None:
-                self.on_presence(message)
-        except Exception:  # a watcher's bug must not cost us the connection
-            log.exception("on_presence failed for %r", message)
+        if self.on_presence is not None:
+            self.on_presence(message)
 
-    async def _beat(self) -> None:
-        while self._gone is None:
-            self._tell(m.Heartbeat())
-            await asyncio.sleep(self._heartbeat_s)
+    def _on_changed(self, message: m.Changed) -> None:
+        mine = [loss for loss in message.lost if loss.rank == self._rank]
+        if mine:
+            self._evict(mine[0].why)
+        elif self._learn(message.membership) and self.on_changed is not None:
+            self.on_changed(message)
 
-    def _tell(self, message: m.MemberMessage) -> None:
-        if self._gone is None:
-            try:
-                self._channel.send(message)
-            except PeerLost as error:
-                self._give_up(str(error))
+    def _learn(self, membership: Membership) -> bool:
+        """Take in a membership; false when a newer one is known."""
+        with self._news:
+            known = self.membership
+            if known is not None and known.generation >= membership.generation:
+                return False
+            self.membership = membership
+            listed = [p for p, ranks in enumerate(membership.partitions) if self._rank in ranks]
+            self._in_sync = {claim for claim in self._in_sync if claim[0] not in listed}
+            self._news.notify_all()
+            return True
 
-    async def _request(
-        self, make: Callable[[int], m.MemberMessage], timeout_s: float
-    ) -> m.CoordinatorMessage:
-        request_id = next(self._ids)
-        answer = asyncio.get_running_loop().create_future()
-        self._answers[request_id] = answer
-        try:
-            self._tell(make(request_id))
-            if self._gone is not None:
-                raise self._lost()
-            return await asyncio.wait_for(answer, timeout_s)
-        except asyncio.TimeoutError:
-            raise PeerTimeout(
-                f"rank {self._rank}: coordinator {self._address} has not answered for"
-                f" {timeout_s:g} s; its process may be stopped"
-            ) from None
-        finally:
-            self._answers.pop(request_id, None)
+    def _evict(self, why: str) -> None:
+        text = (
+            f"rank {self._rank} was taken for lost, and the others go on without it: {why};"
+            " start it again, as a newcomer"
+        )
+        self._end(text, Evicted(text, rank=self._rank))
 
-    def _give_up(self, why: str) -> None:
-        self._gone = why
-        self._channel.close()
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(self._lost())
-
-    async def _leave(self) -> None:
-        self._tell(m.Leave())
-        for task in self._tasks:
-            task.cancel()
-        self._give_up("this member has left the job")
-        await self._channel.finish()
+    def _end(self, why: str, error: PacelineError) -> None:
+        if self.over is not None:
+            return
+        with self._news:
+            self.ending, self.over = error, why
+            self._news.notify_all()
+        if isinstance(error, Evicted):
+            self._contact.give_up(error)
+        if self.on_over is not None:
+            self.on_over(why)
 
 
 def _names(ranks: Sequence[int], num_workers: int | None) -> str:
@@ -266,13 +286,3 @@ def _names(ranks: Sequence[int], num_workers: int | None) -> str:
         if numbers
     ]
     return " and ".join(named)
-
-
-def _expect(value: object, kind: type[T]) -> T:
-    """Check that the coordinator answered the question that was asked."""
-    if not isinstance(value, kind):
-        raise errors.ProtocolError(
-            f"the coordinator answered with {type(value).__name__}, expected {kind.__name__};"
-            " install the same Paceline version everywhere"
-        )
-    return value

@@ -6,12 +6,14 @@ With it nothing above the control plane needs to ask whether the job has one pro
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 from paceline.cluster.member import Member, Membership
-from paceline.cluster.messages import Presence
+from paceline.cluster.messages import Changed, Presence
 from paceline.cluster.store import Store
 from paceline.cluster.store_service import timed_out
+from paceline.errors import PacelineError
 from paceline.telemetry.events import Event
 
 
@@ -22,6 +24,12 @@ class LocalAgent:
         self.membership: Membership | None = None
         self.presence: dict[int, Presence] = {}
         self.on_presence: Callable[[Presence], None] | None = None
+        self.on_changed: Callable[[Changed], None] | None = None
+        self.on_over: Callable[[str], None] | None = None
+        self.over: str | None = None
+        self.ending: PacelineError | None = None
+        self.is_attached = True
+        self.unreachable_s = 0.0
         self._mu = threading.Lock()
         self._store = Store()  # guarded by: _mu
 
@@ -29,15 +37,35 @@ class LocalAgent:
         self.membership = Membership(generation=1, members=(member,))
         return self.membership
 
-    def look(self) -> Membership:
+    def look(self, timeout_s: float = 10.0) -> Membership:  # noqa: ARG002
         """Return the membership; alone there is no job to come to."""
         assert self.membership is not None, "a process that is alone joins first"
         return self.membership
 
+    def ready(self, member: Member, timeout_s: float = 600.0) -> Membership:
+        return self.join(member, timeout_s)
+
+    def adopted(self, generation: int) -> None:
+        """There is one generation."""
+
+    def accuse(self, rank: int, why: str) -> None:
+        """There is nobody to accuse."""
+
+    def in_sync(self, partition: int, generation: int | None = None) -> None:
+        """There is nobody to fill."""
+
+    def wait_for_generation(self, above: int, timeout_s: float) -> Membership | None:
+        """Return the one membership if it is newer than `above`; else nothing will come."""
+        found = self.membership
+        if found is not None and found.generation > above:
+            return found
+        time.sleep(timeout_s)
+        return None
+
     def report(self, event: Event) -> None:
         """Nobody watches."""
 
-    def leave(self) -> None:
+    def leave(self, *, is_finished: bool = True) -> None:
         """There is nobody to tell."""
 
     def close(self) -> None:

@@ -126,18 +126,21 @@ class FromCoordinator(msgspec.Struct, frozen=True, tag=True):
     """Base of what the coordinator says."""
 
 
-class Reply(FromCoordinator, frozen=True):
+class Answer(FromCoordinator, frozen=True):
+    """Base of what answers a request: it repeats the request's id."""
+
     id: int
+
+
+class Reply(Answer, frozen=True):
     value: bytes | int | bool | None = None
 
 
-class Joined(FromCoordinator, frozen=True):
-    id: int
+class Joined(Answer, frozen=True):
     membership: Membership
 
 
-class Failure(FromCoordinator, frozen=True):
-    id: int
+class Failure(Answer, frozen=True):
     error: str  # name of a class in paceline.errors
     text: str
 

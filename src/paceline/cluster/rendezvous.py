@@ -150,11 +150,12 @@ class _Meeting:
     bind_address: str
     config: EngineConfig
     num_workers: int | None = None
+    is_elastic: bool = False
 
     @classmethod
     def of(cls, env: JobEnv, config: EngineConfig) -> _Meeting:
         place = (env.rank, env.num_processes, env.job_id, env.role, env.bind_address)
-        return cls(*place, config, num_workers=env.world_size)
+        return cls(*place, config, num_workers=env.world_size, is_elastic=env.is_elastic)
 
     def attend(self, address: str, secret: bytes) -> Rendezvous:
         """Connect to the coordinator that another process runs."""
@@ -165,6 +166,7 @@ class _Meeting:
             self.rank,
             self.role,
             timeout_s=self.config.join_timeout_s,
+            is_lasting=self.is_elastic,
         )
         agent.num_workers = self.num_workers
         # Unless told otherwise, links listen where the coordinator's network sees this process.

@@ -64,7 +64,7 @@ class Cluster:
     @staticmethod
     def cut(agent: Agent) -> None:
         """End an agent's connection without a word, as the death of its process does."""
-        agent.thread.post(agent._channel.close)
+        agent.thread.post(agent._contact.cut)
 
     def stranger(self) -> socket.socket:
         """A connection that has not proved anything."""

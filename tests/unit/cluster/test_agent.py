@@ -55,7 +55,7 @@ def test_a_killed_coordinator_fails_pending_and_later_calls(
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    eventually(lambda: agent._answers)
+    eventually(lambda: agent._contact._asked)
     child.send_signal(signal.SIGKILL)
     waiting.join()
     assert f"rank 0: coordinator {address}: it closed the connection or ended" in failures[0]
@@ -88,7 +88,7 @@ def test_closing_ends_a_call_of_another_thread(cluster, eventually):
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    eventually(lambda: agent._answers)
+    eventually(lambda: agent._contact._asked)
     agent.close()
     waiting.join()
     assert len(failures) == 1
