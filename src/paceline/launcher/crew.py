@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from paceline.launcher.display import Display
 from paceline.launcher.guard import end_processes
-from paceline.launcher.lifeline import Guard
+from paceline.launcher.lifeline import Sessions
 from paceline.launcher.output import RankOutput
 from paceline.launcher.process import RankProcess
 from paceline.launcher.report import RankResult, first_cause
@@ -34,16 +34,17 @@ class Crew:
         self._outputs: dict[int, RankOutput] = {}
         self._told_to_stop: set[int] = set()
         self._frozen: set[int] = set()
+        self._excused: set[int] = set()
         self._ended: list[int] = []  # ranks in the order of their end
         self._over: set[int] = set()  # servers that ended after the last worker
 
-    def add(self, process: RankProcess, guard: Guard) -> None:
+    def add(self, process: RankProcess, guard: Sessions) -> None:
         """Take in a process that was just started."""
         guard.watch(process.pid)
         self._processes[process.seat.rank] = process
         self._outputs[process.seat.rank] = RankOutput(process, self._display)
 
-    def retire(self, process: RankProcess, guard: Guard) -> RankResult:
+    def retire(self, process: RankProcess, guard: Sessions) -> RankResult:
         """Let go of one that has ended while the job goes on; what it started ends as well."""
         process.signal_group(signal.SIGKILL)
         end_processes("", [process.pid], within_s=0.05)
@@ -66,6 +67,14 @@ class Crew:
                 if process.seat.is_server and not self.workers:
                     self._over.add(process.seat.rank)
                 self._on_end(process)
+
+    def find(self, rank: int) -> RankProcess | None:
+        return self._processes.get(rank)
+
+    @property
+    def pids(self) -> set[int]:
+        """The pids of all, also of those that have ended and were not let go of."""
+        return {process.pid for process in self._processes.values()}
 
     @property
     def workers(self) -> list[RankProcess]:
@@ -115,9 +124,13 @@ class Crew:
 
     # -- results -----------------------------------------------------------------------------
 
+    def excuse(self, process: RankProcess) -> None:
+        """Do not count the end of a process as a failure: the job goes on without it."""
+        self._excused.add(process.seat.rank)
+
     def failures(self) -> list[RankResult]:
         """Return those that failed by themselves, in the order of their end."""
-        results = [self._result(rank) for rank in self._ended]
+        results = [self._result(rank) for rank in self._ended if rank not in self._excused]
         return [result for result in results if result.has_failed]
 
     def first_cause(self, interrupt: signal.Signals | None) -> RankResult | None:

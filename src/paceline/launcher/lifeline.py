@@ -18,10 +18,29 @@ from paceline.errors import LaunchError
 from paceline.launcher import guard as guard_program
 
 
-class Guard:
+class Sessions:
+    """The sessions of a job's processes, for its end; without a guard: the job is detached."""
+
+    def __init__(self) -> None:
+        self.sessions: list[int] = []
+
+    def watch(self, session: int) -> None:
+        """Take in a process's session."""
+        self.sessions.append(session)
+
+    def forget(self, session: int) -> None:
+        """Let go of a session that has ended: its number may be a stranger's soon."""
+        self.sessions.remove(session)
+
+    def end(self) -> None:
+        """Say that everything is cleaned up."""
+
+
+class Guard(Sessions):
     """The launcher's side of the guard process."""
 
     def __init__(self, job_id: str, job_directory: Path) -> None:
+        super().__init__()
         command = [sys.executable, "-I", "-S", guard_program.__file__, job_id, str(job_directory)]
         try:
             self._popen = subprocess.Popen(
@@ -38,16 +57,18 @@ class Guard:
                 f"the guard process could not be started: {error.strerror}; check the limits with"
                 " `paceline doctor` (processes, open files, memory)"
             ) from error
-        self.sessions: list[int] = []
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
 
     def watch(self, session: int) -> None:
         """Put a rank's session under guard."""
-        self.sessions.append(session)
+        super().watch(session)
         self._tell(f"session {session}\n")
 
     def forget(self, session: int) -> None:
-        """Let go of a session that has ended: its number may be a stranger's soon."""
-        self.sessions.remove(session)
+        super().forget(session)
         self._tell(f"forget {session}\n")
 
     def end(self) -> None:

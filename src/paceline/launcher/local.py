@@ -33,7 +33,7 @@ from paceline.launcher.display import Display
 from paceline.launcher.environment import SERVER_PATIENCE_S, JobAddresses, process_environ
 from paceline.launcher.guard import end_processes
 from paceline.launcher.jobdir import JobDirectory
-from paceline.launcher.lifeline import Guard, hold_port
+from paceline.launcher.lifeline import Guard, Sessions, hold_port
 from paceline.launcher.lines import printable
 from paceline.launcher.machine import OomCount, memory, usable_cores
 from paceline.launcher.outcome import Outcome
@@ -54,22 +54,23 @@ _LAST_EVENTS_S = 0.5
 
 
 class LocalJob:
-    """Runs one job; `run` is called once, on the main thread."""
+    """Runs one job; `run` is called once, on the main thread. See elastic/job.py for the other."""
 
     def __init__(self, spec: RunSpec, environ: Mapping[str, str], display: Display) -> None:
         self._spec = spec
-        self._seats = spec.seats
+        self._seats = {seat.rank: seat for seat in spec.seats}
         self._environ = environ
         self._display = display
         self._job_id = secrets.token_hex(8)
-        self._board = Board(self._seats)
+        self._board = Board(spec.seats)
         self._crew = Crew(display, self._on_end)
         self._table_reports: dict[tuple[str, int], TableReport] = {}
         self._interrupts: list[signal.Signals] = []
         self._changed = asyncio.Event()
         self._coordinator: Coordinator | None = None
+        self._directory: JobDirectory
         self._where: JobAddresses
-        self._guard: Guard
+        self._guard: Sessions
 
     async def run(self) -> Outcome:
         """Run the job to its end and return what became of it; raises LaunchError."""
@@ -78,10 +79,10 @@ class LocalJob:
         config = EngineConfig.from_environ({**self._environ, **self._spec.env})
         self._spec.pace_in(self._environ)
         with ExitStack() as held:
-            directory = held.enter_context(JobDirectory(Path(runtime_dir(self._environ))))
+            self._directory = held.enter_context(self._open_directory())
             port = held.enter_context(hold_port())
-            secret_file = create_secret_file(directory.path)
-            self._guard = Guard(self._job_id, directory.path)
+            secret_file = create_secret_file(self._directory.path)
+            self._guard = self._set_guard()
             try:
                 self._where = JobAddresses(
                     job_id=self._job_id,
@@ -94,16 +95,19 @@ class LocalJob:
                 await self._clean_up()
                 await self._close_control()
                 self._guard.end()
-        stopped_by = self._interrupts[0] if self._interrupts else None
         return Outcome(
             results=self._crew.results(),
-            first=self._crew.first_cause(stopped_by),
-            interrupted_by=stopped_by,
+            first=self._crew.first_cause(self._stopped_by),
+            interrupted_by=self._stopped_by,
             wall_s=time.monotonic() - started_s,
             oom_before=oom_before,
             oom_after=OomCount.read(),
             memory=memory(),
         )
+
+    @property
+    def _stopped_by(self) -> signal.Signals | None:
+        return self._interrupts[0] if self._interrupts else None
 
     def picture(self) -> Picture | None:
         """Return the board for the screen, or None when nobody has reported anything."""
@@ -122,6 +126,12 @@ class LocalJob:
 
     # -- start -------------------------------------------------------------------------------
 
+    def _open_directory(self) -> JobDirectory:
+        return JobDirectory(Path(runtime_dir(self._environ)))
+
+    def _set_guard(self) -> Sessions:
+        return Guard(self._job_id, self._directory.path)
+
     async def _open_control(self, secret: bytes, config: EngineConfig) -> str:
         """Run the coordinator in this loop; return its address."""
         # Each process says how long it is ready to wait for the others; servers are for very long.
@@ -129,7 +139,7 @@ class LocalJob:
         self._coordinator = Coordinator(
             self._job_id,
             secret,
-            len(self._seats),
+            len(self._spec.seats),
             join_timeout_s,
             self._on_event,
             liveness_s=config.liveness_s,
@@ -143,9 +153,7 @@ class LocalJob:
 
     async def _run_processes(self) -> None:
         self._handle_signals()
-        for seat in self._seats:
-            argv, environ = self._spec.argv(seat), self._environ_of(seat)
-            self._crew.add(RankProcess.start(seat, argv, environ, Outlet.pipes()), self._guard)
+        self._start_all()
         self._display.start()
         painter = asyncio.ensure_future(self._paint())
         try:
@@ -153,6 +161,18 @@ class LocalJob:
             await self._stop()
         finally:
             painter.cancel()
+
+    def _start_all(self) -> None:
+        for seat in self._spec.seats:
+            self._start(seat, Outlet.pipes())
+
+    def _start(self, seat: Seat, outlet: Outlet) -> RankProcess:
+        argv, environ = self._spec.argv(seat), self._environ_of(seat)
+        process = RankProcess.start(
+            seat, argv, environ, outlet, dies_with_launcher=not self._spec.is_detached
+        )
+        self._crew.add(process, self._guard)
+        return process
 
     def _environ_of(self, seat: Seat) -> dict[str, str]:
         cores = usable_cores()
@@ -200,9 +220,11 @@ class LocalJob:
             self._table_reports[event.table, event.server] = event
         elif isinstance(event, Progress):
             self._board.on_progress(event, time.monotonic())
-        elif isinstance(event, Note) and 0 <= event.rank < len(self._seats):
-            text = printable(event.text[:1000].encode())
-            self._display.output_line(self._seats[event.rank], True, text)
+        elif isinstance(event, Note) and event.rank in self._seats:
+            self._on_note(self._seats[event.rank], printable(event.text[:1000].encode()))
+
+    def _on_note(self, seat: Seat, text: str) -> None:
+        self._display.output_line(seat, True, text)
 
     def _on_child(self) -> None:
         self._crew.look()
