@@ -1,4 +1,5 @@
-"""The C++ tests, built with AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""The C++ tests, built with AddressSanitizer and UndefinedBehaviorSanitizer, and, where threads
+meet, with ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BUILD = ROOT / "build" / "sanitize"
+BUILD = ROOT / "build"
 TESTS = ("wire_test", "reduce_test", "arena_test", "group_test", "peers_test")
 
 
@@ -22,19 +23,28 @@ def tool(name: str) -> str:
     return found
 
 
-@pytest.fixture(scope="module")
-def built() -> Path:
-    cmake = tool("cmake")
+def build(directory: str, sanitizers: str) -> Path:
+    cmake, where = tool("cmake"), BUILD / directory
     options = ["-DPACELINE_PYTHON=OFF", "-DPACELINE_TESTS=ON", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
-    options += ["-DPACELINE_SANITIZE=address,undefined", "-G", "Ninja"]
+    options += [f"-DPACELINE_SANITIZE={sanitizers}", "-G", "Ninja"]
     options += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
     for command in (
-        [cmake, "-S", ROOT, "-B", BUILD, *options],
-        [cmake, "--build", BUILD, "--parallel", "2"],
+        [cmake, "-S", ROOT, "-B", where, *options],
+        [cmake, "--build", where, "--parallel", "2"],
     ):
         out = subprocess.run(command, capture_output=True, text=True)
         assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-3000:]
-    return BUILD
+    return where
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    return build("sanitize", "address,undefined")
+
+
+@pytest.fixture(scope="module")
+def built_for_threads() -> Path:
+    return build("sanitize-threads", "thread")
 
 
 @pytest.mark.timeout(600)  # the first run builds everything
@@ -43,3 +53,12 @@ def test_core_under_sanitizers(built, name):
     out = subprocess.run([built / name], capture_output=True, text=True, timeout=180)
     assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-3000:]
     assert "runtime error" not in out.stderr, out.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["group_test", "peers_test"])
+def test_threads_of_the_core(built_for_threads, name):
+    out = subprocess.run([built_for_threads / name], capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-3000:]
+    assert "ThreadSanitizer" not in out.stderr, out.stderr[-3000:]
