@@ -34,7 +34,9 @@ def on_open(server: Server, line: Line, request: m.Open, _: Sequence[torch.Tenso
     elif hosted.table.spec != request.spec:
         raise _difference(hosted.table.spec, request.spec, line.worker)
     hosted.take_seat(line.worker, request)
-    server.answer(line, request.seq, table=hosted.number, is_new=is_new)
+    clocks = hosted.table.clocks
+    clock = clocks.clock(line.worker) if line.worker in clocks.workers else 0
+    server.answer(line, request.seq, table=hosted.number, is_new=is_new, clock=clock)
 
 
 def on_find(server: Server, line: Line, request: m.Find, _: Sequence[torch.Tensor]) -> None:

@@ -219,6 +219,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     notice: str = ""
     table: int = -1
     is_new: bool = False
+    clock: int = 0  # of an Open: the steps of this worker that count already
     version: int = 0
     staleness: int = 0
     absent: tuple[int, ...] = ()
