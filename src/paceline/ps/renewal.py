@@ -44,7 +44,7 @@ class Renewal:
         self._used: Post | None = None  # whose line that is
         self._broken: Post | None = None  # whose line broke last
         self._broke_s = 0.0
-        self._is_accused = False
+        self._accused_s = 0.0
 
     @property
     def newest(self) -> Membership:
@@ -91,11 +91,14 @@ class Renewal:
 
     def look_for_help(self) -> None:
         """Tell the coordinator of a server that it does not miss; PeerTimeout: it is gone too."""
-        waited_s = time.monotonic() - self._broke_s
+        now_s = time.monotonic()
+        waited_s = now_s - self._broke_s
         if self._broken is None or self.why is None or waited_s < _ACCUSE_S:
             return
-        if not self._is_accused:
-            self._is_accused = True
+        if now_s - self._accused_s >= _ACCUSE_S:
+            # Over and over: the coordinator forgets it with every generation that this worker
+            # adopts, and when it is restarted.
+            self._accused_s = now_s
             self._news.accuse(self._broken.server, str(self.why)[:300])
         if waited_s > _CUT_OFF_S and not self._news.is_attached:
             raise errors.PeerTimeout(
@@ -116,7 +119,7 @@ class Renewal:
         )
 
     def _note(self, post: Post, error: errors.PacelineError) -> None:
-        self._broken, self._broke_s, self._is_accused = post, time.monotonic(), False
+        self._broken, self._broke_s = post, time.monotonic()
         if not isinstance(error, errors.PeerError):
             error = errors.PeerLost(str(error), rank=post.server)
         self.why = error
