@@ -16,8 +16,8 @@ What happens when
     another is lost         its upstream greets the next one (Begin), is told how far that one is
                             (Standing), and sends the kept entries that it lacks
     a copy is new           it stands nowhere (EMPTY): its upstream sends the state as it is at one
-                            index (FillStart, then the owner's own messages, in order between
-                            entries, then FillEnd); answers wait for it from FillStart on, so it
+                            index (FillStart, then FillParts, which are the owner's, in order
+                            between entries, then FillEnd); answers wait for it from FillStart on, so it
                             has everything when it says that it is in sync
     the order changes       the old primary's last entry is HANDOVER; whoever has applied it, and
     while all live          everybody behind it has, takes its place in the new order. The new
@@ -121,13 +121,21 @@ class FillStart:
 
 
 @dataclass(frozen=True)
+class FillPart:
+    """Upstream: a part of the state, as it is after all entries that came before this."""
+
+    generation: int
+    content: Any  # the owner's
+
+
+@dataclass(frozen=True)
 class FillEnd:
     """Upstream: you have everything, and I wait for you with every answer."""
 
     generation: int
 
 
-Message: TypeAlias = Begin | Standing | Forward | Ack | FillStart | FillEnd
+Message: TypeAlias = Begin | Standing | Forward | Ack | FillStart | FillPart | FillEnd
 
 
 class Owner(Protocol):
@@ -143,7 +151,10 @@ class Owner(Protocol):
         """Let an answer go to a client, if there is a line to it."""
 
     def fill(self, peer: int) -> None:
-        """Begin to send the state as it is now; call `filled` when all of it was sent."""
+        """Begin to send the state, with `send_part`; call `filled` when all of it was sent."""
+
+    def restore(self, content: Any) -> None:
+        """Take a part of the state, which the upstream's owner has sent."""
 
     def in_sync(self, generation: int) -> None:
         """Tell the coordinator that this copy has everything since that generation."""
@@ -186,6 +197,7 @@ class Replica:
         self._told = EMPTY  # acknowledged to the upstream
         self._down = _Down.NONE
         self._counts = False  # answers wait for the downstream
+        self._is_told = False  # it may have told the coordinator that it has everything
         self._acked = EMPTY  # by the downstream
         self._kept: deque[Entry] = deque()  # applied, not acknowledged
         self._clients: dict[int, _Client] = {}
@@ -200,10 +212,11 @@ class Replica:
         is_fresh = self.generation == 0
         self.generation, self._holders = generation, tuple(holders)
         self._target = (*holders, *filling[:1])
-        staying = [rank for rank in self._order if rank in self._target]
+        before = self._order
+        staying = [rank for rank in before if rank in self._target]
         self._order = (*staying, *(rank for rank in self._target if rank not in staying))
         self._take_role(filling, is_fresh)
-        self._link()
+        self._link(before)
         if self._down is _Down.FOLLOWS and self.downstream not in self._holders:
             self._send_down(FillEnd(generation))
         self._settle()
@@ -234,9 +247,7 @@ class Replica:
         """Note that the line to another server is broken."""
         self._connected.discard(peer)
         if peer == self.downstream:
-            # One that was not told that it has everything has not told anybody else either.
-            is_told = peer in self._holders or self._down is _Down.FOLLOWS
-            self._down, self._counts = _Down.GREETED, self._counts and is_told
+            self._down, self._counts = _Down.GREETED, self._counts and self._is_told
             self._settle()
 
     def _take_role(self, filling: Sequence[int], is_fresh: bool) -> None:
@@ -262,17 +273,19 @@ class Replica:
         self._kept.clear()
         self._clients.clear()
 
-    def _link(self) -> None:
-        """Know the neighbours in the order that is in effect."""
+    def _link(self, before: tuple[int, ...]) -> None:
+        """Know the neighbours in the order that is in effect; `before`, it was another."""
         upstream, downstream = self._neighbours(self._order)
         if upstream != self.upstream:
             self.upstream, self._told = upstream, EMPTY
         if downstream == self.downstream:
-            self._counts = self._counts or downstream in self._holders
+            if downstream in self._holders:
+                self._counts = self._is_told = True
             return
         self.downstream = downstream
         self._down = _Down.NONE if downstream is None else _Down.GREETED
-        self._counts = downstream in self._holders
+        # Whoever was in the chain may have been told, by another, that it has everything.
+        self._counts = self._is_told = downstream in (*self._holders, *before)
         if not self._counts:
             self._kept.clear()
         if downstream in self._connected:
@@ -292,8 +305,8 @@ class Replica:
     def _switch(self) -> None:
         """Take the place in the new order."""
         self.flush()  # whoever was upstream waits for this as well
-        self._switch_at, self._order = None, self._target
-        self._link()
+        before, self._switch_at, self._order = self._order, None, self._target
+        self._link(before)
         self._settle()
 
     # -- requests, on the primary -------------------------------------------------------------
@@ -357,10 +370,17 @@ class Replica:
             self._told = self._settled
             self._owner.send(self.upstream, Ack(self.generation, self._told))
 
+    def send_part(self, peer: int, content: Any) -> bool:
+        """Send a part of the state; false: that copy is not being filled any more."""
+        if peer != self.downstream or self._down is not _Down.FILLING:
+            return False
+        self._send_down(FillPart(self.generation, content))
+        return True
+
     def filled(self, peer: int) -> None:
         """All of the state was sent to a copy that is being filled."""
         if peer == self.downstream and self._down is _Down.FILLING:
-            self._down = _Down.FOLLOWS
+            self._down, self._is_told = _Down.FOLLOWS, True
             self._send_down(FillEnd(self.generation))
 
     def _is_upstream(self, sender: int, message: Message) -> bool:
@@ -384,6 +404,9 @@ class Replica:
             self.index, self._is_partial = message.index, True
             for rank, (last, answers) in message.clients.items():
                 self._clients[rank] = _Client(last, OrderedDict(answers))
+        elif isinstance(message, FillPart):
+            if self._is_partial:
+                self._owner.restore(message.content)
         elif isinstance(message, FillEnd):
             self._is_partial = False
             if self.role is Role.FILLING:
@@ -412,9 +435,11 @@ class Replica:
                 if entry.index > index:
                     self._send_down(Forward(self.generation, entry))
             if self.downstream not in self._holders:
+                self._is_told = True
                 self._send_down(FillEnd(self.generation))
         else:
             self._down, self._acked = _Down.FILLING, self.index
+            self._is_told = self.downstream in self._holders
             self._kept.clear()
             clients = {r: (c.last, list(c.answers.items())) for r, c in self._clients.items()}
             self._send_down(FillStart(self.generation, self.index, clients))

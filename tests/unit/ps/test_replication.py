@@ -23,7 +23,7 @@ class Copy:
         self.filling: list[int] = []
         self.synced: list[int] = []
 
-    def send(self, peer: int, message: Message | list[Any]) -> None:
+    def send(self, peer: int, message: Message) -> None:
         self.net.lines.setdefault((self.me, peer), deque()).append(message)
 
     def apply(self, entry: Entry) -> None:
@@ -38,8 +38,11 @@ class Copy:
         self.delivered.append((seq, answer))
 
     def fill(self, peer: int) -> None:
-        self.send(peer, list(self.state))
+        self.replica.send_part(peer, list(self.state))
         self.filling.append(peer)
+
+    def restore(self, content: Any) -> None:
+        self.state = content
 
     def in_sync(self, generation: int) -> None:
         self.synced.append(generation)
@@ -71,10 +74,7 @@ class Net:
                 return
             for sender, target in busy:
                 copy, message = self.copies[target], self.lines[sender, target].popleft()
-                if isinstance(message, list):
-                    copy.state = message
-                else:
-                    copy.replica.receive(sender, message)
+                copy.replica.receive(sender, message)
                 copy.replica.flush()
 
 
@@ -173,6 +173,26 @@ def test_a_new_copy_gets_the_state_then_entries_and_counts_from_the_beginning() 
     assert new.ask(2, "b")
     assert new.delivered == [(2, 2)]
     assert new.state == ["a", "b"]
+
+
+def test_whoever_was_fed_by_a_lost_copy_counts_for_the_next_one_too() -> None:
+    net = Net(3)
+    first, _, new = net.copies
+    net.adopt(1, (0, 1), 2)
+    net.run()
+    net.copies[1].replica.filled(2)
+    net.run()
+    assert new.synced == [1]
+    net.lines.clear()
+    for copy in (first, new):  # the second is lost; the coordinator may list the third any moment
+        copy.replica.disconnected(1)
+        copy.replica.adopt(2, (0,), (2,))
+    first.ask(1, "a")
+    assert first.delivered == []
+    net.run(1)
+    assert first.delivered == [(1, 1)]
+    assert new.state == ["a"]
+    assert new.synced == [1, 2]
 
 
 def test_a_filling_copy_that_is_gone_holds_up_nobody() -> None:
