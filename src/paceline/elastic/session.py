@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -31,7 +31,7 @@ from paceline.config import JobEnv
 from paceline.elastic import parcel
 from paceline.elastic.protocol import Change, Parcel, Participant
 from paceline.elastic.verdict import Status, Verdict, judge
-from paceline.errors import PacelineError, PeerError, PeerLost, PeerTimeout
+from paceline.errors import PeerError, PeerLost, PeerTimeout
 from paceline.telemetry.events import Note
 
 T = TypeVar("T")
@@ -158,12 +158,12 @@ class Elastic:
         agent, fabric = self._agent, self._fabric
         assert isinstance(agent, Agent)
         while True:
-            if agent.over is not None:
-                raise PacelineError(f"rank {fabric.rank}: the job is over: {agent.over}") from error
+            if agent.ending is not None:
+                raise agent.ending from error
             newest = agent.membership
             if newest is not None and newest.workers_since > fabric.membership.workers_since:
                 if fabric.rank not in newest.ranks:
-                    raise Retired(0)
+                    self._retire()
                 return newest
             waited_s = time.monotonic() - started_s
             self._require_contact(waited_s, error)
@@ -173,6 +173,11 @@ class Elastic:
                 agent.accuse(culprit, str(error)[:300])
             agent.wait_for_generation(newest.generation if newest is not None else 0, _SLICE_S)
             notice.check()
+
+    def _retire(self) -> NoReturn:
+        assert isinstance(self._agent, Agent)
+        self._agent.leave(is_finished=False)
+        raise Retired(0)
 
     def _require_contact(self, waited_s: float, error: PeerError | None) -> None:
         assert isinstance(self._agent, Agent)
@@ -279,7 +284,7 @@ class Elastic:
         if newest is None or newest.generation <= fabric.membership.generation:
             return
         if fabric.rank not in newest.ranks:
-            raise Retired(0)
+            self._retire()
         before = fabric.membership
         fabric.adopt(newest, self._losses)
         joined = [rank for rank in newest.workers if rank not in before.workers]
