@@ -8,8 +8,10 @@ Alone (`python train.py`) the same path leads to a world of one, without any soc
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import operator
 import os
+import signal
 import socket
 import sys
 import threading
@@ -152,6 +154,9 @@ def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: Engi
                     f"rank {env.rank} of {env.world_size} cannot join: {error}; `paceline doctor`"
                     " shows this machine's limits"
                 ) from error
+            if env.is_elastic and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+                # The launcher asks one that is stuck where it is; also when it holds the GIL.
+                faulthandler.register(signal.SIGUSR2, all_threads=True)
             if env.rank == 0 and env.source != "alone":
                 sys.stderr.write(f"[paceline] {describe(env)}\n")
                 sys.stderr.flush()
