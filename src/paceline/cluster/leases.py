@@ -145,7 +145,8 @@ class Leases:
             limit_s, text = self._policy.absent_s, "it did not come back after a restart"
         elif lease.is_seen and self._is_word_good(now_s):
             if lease.stopped_s is not None:
-                stopped_s = now_s - lease.stopped_s
+                # A heartbeat since then is newer than the launcher's last look.
+                stopped_s = min(now_s - lease.stopped_s, silent_s)
                 text = f"its process is stopped since {stopped_s:.1f} s"
                 return text if stopped_s >= self._policy.lease_s else None
             limit_s, text = self._policy.stall_s, "its process runs, but is stuck"
