@@ -1,12 +1,14 @@
 """The coordinator: the one place that knows who is in the job.
 
-It admits members, waits until every rank has joined, announces the membership, keeps the store,
-passes events on, and tells everybody when a member is lost, left, or has gone silent. It never
-touches tensors: while it is away training goes on, but nobody can join.
+It admits members, carries out what the roster decides (roster.py), keeps the store, passes events
+on, and tells everybody when a member is lost, left, or has gone silent. It never touches tensors:
+while it is away training goes on, but nobody can join.
+
+With a journal it can be killed at any moment: what it announces is in the journal before, and its
+successor goes on from there (record.py). Members then attach again by themselves.
 
 Silence is told apart from loss. A lost member's connection ended without a Leave: its process is
-gone. A silent one has sent no heartbeat for `liveness_s`; it may be stopped or starved, and may
-come back.
+gone. A silent one sends no heartbeats; what that means, leases.py decides.
 
 Threads: everything runs in the asyncio loop that called `start` (the launcher's, or
 `CoordinatorThread`).
@@ -18,32 +20,45 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from paceline.cluster import messages as m
-from paceline.cluster.assembly import Assembly
+from paceline.cluster import operator_messages as o
 from paceline.cluster.auth import Hello, Session
 from paceline.cluster.channel import Channel
+from paceline.cluster.decisions import Announce, Decision, End, Tell
+from paceline.cluster.desk import Desk
+from paceline.cluster.desk import decoder as operator_decoder
 from paceline.cluster.gate import Gate
+from paceline.cluster.happenings import happenings
+from paceline.cluster.journal import Journal
 from paceline.cluster.loop_thread import LoopThread
-from paceline.cluster.member import Membership
+from paceline.cluster.member import Member, Membership
 from paceline.cluster.peer import Peer
+from paceline.cluster.policy import Policy
+from paceline.cluster.record import Record
+from paceline.cluster.roster import Roster
 from paceline.cluster.sockets import join_address, listen_tcp
 from paceline.cluster.store_service import StoreService
+from paceline.cluster.waiting_room import WaitingRoom
 from paceline.errors import PacelineError, RendezvousError
-from paceline.telemetry.events import Event
+from paceline.telemetry.events import CoordinatorBack, Event
+from paceline.telemetry.staleness import TableReport
 
-_CHECK_S = 0.25
-_NOTICE_S = 2.0
+_CHECK_S = 0.2
+_LAST_WORDS_S = 0.2  # a process that has ended is not believed to be lost before this
 
 log = logging.getLogger("paceline.cluster")
 _decoder = msgspec.msgpack.Decoder(m.MemberMessage)
 
 
 class Coordinator:
-    """Serves one job. `on_event` is called in the loop for every event that a member reports."""
+    """Serves one job. `on_event` is called in the loop for every event that a member reports.
+
+    Without a policy the job is not elastic: its members are those of its first generation.
+    """
 
     def __init__(
         self,
@@ -54,37 +69,50 @@ class Coordinator:
         on_event: Callable[[Event], None] | None = None,
         *,
         liveness_s: float = 5.0,
+        policy: Policy | None = None,
+        journal: Journal | None = None,
     ) -> None:
-        self._join_timeout_s, self._liveness_s = join_timeout_s, liveness_s
+        if world_size < 1:
+            raise RendezvousError(f"world size {world_size}: a job has at least 1 rank")
+        policy = policy or Policy.fixed(world_size, liveness_s)
         self._on_event = on_event
         self.on_membership: Callable[[Membership], None] | None = None  # called in the loop
-        self._assembly = Assembly(world_size)
         self._store = StoreService()
+        self._record = Record(journal, self._store)
+        self.roster = Roster(policy, self._record.state, time.monotonic())
+        self._room = WaitingRoom(world_size, join_timeout_s)
+        self._desk = Desk(self)
         self._gate = Gate(secret, job_id=job_id, listener=m.COORDINATOR, admit=self._admit)
         self._peers: set[Peer] = set()
-        self._failure: RendezvousError | None = None
-        self._first_join_s = self._notice_s = self._deadline_s = 0.0  # set by the first to join
+        self._of_rank: dict[int, Peer] = {}  # the connection that counts, of members and newcomers
         self._watch: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._ends: dict[int, str] = {}  # by rank: what the launcher saw, not yet believed
+        self._states: dict[int, str] = {}  # by rank: what was last told about it
+        self._reports: dict[tuple[str, int], TableReport] = {}
         self.left: set[int] = set()
         self.lost: dict[int, str] = {}  # rank -> what is known about it
 
     @property
     def membership(self) -> Membership | None:
         """The announced membership; None while ranks are missing."""
-        return self._assembly.membership
+        return self.roster.membership
 
     @property
     def missing(self) -> tuple[int, ...]:
         """The ranks that have not joined yet."""
-        return self._assembly.missing
+        return self.roster.assembly.missing if self.membership is None else ()
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen and serve; return "host:port"."""
         listener = listen_tcp(host, port)
+        await self.serve(listener)
+        return join_address(host, listener.getsockname()[1])
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve on a socket that listens already."""
         self._gate.open(listener)
         self._watch = asyncio.ensure_future(self._watch_members())
-        return join_address(host, listener.getsockname()[1])
 
     async def stop(self) -> None:
         """End all connections. Members go on without a coordinator."""
@@ -92,6 +120,7 @@ class Coordinator:
         if self._watch is not None:
             self._watch.cancel()
         await self._gate.close()
+        self._record.close()
 
     async def wait_until_alone(self, timeout_s: float) -> None:
         """Wait until every member has left or was lost, at most so long."""
@@ -99,15 +128,18 @@ class Coordinator:
         while self._peers and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
+    # -- connections -------------------------------------------------------------------------
+
     async def _admit(self, sock: socket.socket, session: Session, caller: Hello) -> None:
+        if caller.role == o.ROLE:
+            await self._desk.serve(await Channel.over(sock, session, operator_decoder), caller)
+            return
         peer = Peer(await Channel.over(sock, session, _decoder), caller)
         self._peers.add(peer)
         reason = "its connection ended"
         try:
-            while not peer.has_left:
-                message = await peer.channel.receive()
-                peer.last_seen_s = time.monotonic()
-                self._on_message(peer, message)
+            while peer.farewell is None:
+                self._on_message(peer, await peer.channel.receive())
         except (EOFError, OSError) as error:
             log.debug("rank %d: connection ended: %r", caller.rank, error)
         except PacelineError as error:
@@ -117,126 +149,262 @@ class Coordinator:
             peer.channel.close()
             self._dismiss(peer, reason)
 
+    def _dismiss(self, peer: Peer, reason: str) -> None:
+        """Forget a connection that ended, and decide what follows if a member went with it."""
+        for forget in list(peer.waits.values()):
+            forget()
+        rank, now_s = peer.caller.rank, time.monotonic()
+        if self._of_rank.get(rank) is not peer or self._is_stopping:
+            return  # it never came in, or another connection of the same member took its place
+        del self._of_rank[rank]
+        if self.membership is None:
+            self.roster.withdraw(rank)
+        elif peer.farewell is not None:
+            is_finished = peer.farewell.is_finished
+            self.carry_out(self.roster.left(rank, now_s, is_finished=is_finished))
+        else:
+            self.carry_out(self.roster.lost(rank, self._ends.pop(rank, reason), now_s))
+
+    def _seat(self, peer: Peer) -> None:
+        """Let this connection be the one that counts for its rank."""
+        before = self._of_rank.get(peer.caller.rank)
+        self._of_rank[peer.caller.rank] = peer
+        peer.is_following = True
+        if before is not None and before is not peer:
+            before.channel.close()
+
+    # -- messages ----------------------------------------------------------------------------
+
     def _on_message(self, peer: Peer, message: m.MemberMessage) -> None:
-        if peer.is_silent:
-            peer.is_silent = False
-            self._broadcast(peer, "back", "it sends heartbeats again")
-        if isinstance(message, m.Join):
-            self._on_join(peer, message)
-        elif isinstance(message, m.Report):
+        rank, now_s = peer.caller.rank, time.monotonic()
+        self.carry_out(self.roster.heard(rank, now_s))
+        if isinstance(message, m.Report):
             self._pass_on(message.event)
         elif isinstance(message, m.Leave):
-            peer.has_left = True
+            peer.farewell = message
         elif isinstance(message, m.Request):
-            forget = self._store.handle(message, lambda value: peer.answer(message.id, value))
+            try:
+                self._on_request(peer, message, now_s)
+            except PacelineError as error:
+                peer.answer(message.id, error)
+        elif self._of_rank.get(rank) is not peer:
+            return  # of those who are not in, only requests count
+        elif isinstance(message, m.Adopted):
+            self.carry_out(self.roster.adopted(rank, message.generation, now_s))
+        elif isinstance(message, m.Accuse):
+            self.roster.accused(rank, message.rank, message.why, now_s)
+        elif isinstance(message, m.InSync):
+            said = (rank, message.partition, message.generation)
+            self.carry_out(self.roster.in_sync(*said, now_s))
+
+    def _on_request(self, peer: Peer, request: m.Request, now_s: float) -> None:
+        if isinstance(request, m.Join):
+            self._on_join(peer, request, now_s)
+        elif isinstance(request, m.Ready):
+            self._on_ready(peer, request, now_s)
+        elif isinstance(request, m.Look):
+            self._seat(peer)
+            peer.tell(m.Joined(request.id, self._require_membership()))
+        elif isinstance(request, m.Attach):
+            self._on_attach(peer, request, now_s)
+        else:
+
+            def answer(value: bytes | int | bool | PacelineError | None) -> None:
+                peer.answer(request.id, value)
+
+            forget = self._store.handle(request, answer, peer.caller.rank)
             if forget is not None:
-                peer.waits[message.id] = forget
+                peer.waits[request.id] = forget
+
+    def _on_join(self, peer: Peer, request: m.Join, now_s: float) -> None:
+        self._room.require_open()
+        _require_own_rank(peer, request.member.rank)
+        if self.membership is not None and self._record.num_replayed:
+            # It had joined when the coordinator ended before it could say so.
+            self._require_same(request.member)
+            self.carry_out(self.roster.attached(request.member.rank, 1, now_s))
+            self._seat(peer)
+            peer.tell(m.Joined(request.id, self.membership))
+            return
+        is_first = len(self.missing) == self.roster.assembly.world_size
+        decisions = self.roster.join(request.member, now_s)
+        self._seat(peer)
+        peer.member, peer.join = request.member, request
+        self._room.enter(request, now_s, is_first=is_first)
+        self.carry_out(decisions)
+
+    def _on_ready(self, peer: Peer, request: m.Ready, now_s: float) -> None:
+        _require_own_rank(peer, request.member.rank)
+        decisions = self.roster.ready(request.member, now_s)
+        self._seat(peer)
+        peer.member, peer.join = request.member, request
+        self.carry_out(decisions)
+        membership = self._require_membership()
+        if peer.join is not None and peer.caller.rank in membership.ranks:
+            peer.join = None  # it was let in by the coordinator before us
+            peer.tell(m.Joined(request.id, membership))
+
+    def _on_attach(self, peer: Peer, request: m.Attach, now_s: float) -> None:
+        rank = request.member.rank
+        _require_own_rank(peer, rank)
+        membership = self._require_membership()
+        missed = self._record.missed(membership, request.known)
+        if rank in membership.ranks or not missed.is_known or rank in missed.lost:
+            self._require_same(request.member)
+            decisions = self.roster.attached(rank, request.adopted, now_s)
+            self._seat(peer)
+            peer.member = request.member
+        else:
+            decisions = []  # it was let go, and has not heard of it yet
+        if missed.changed is not None:
+            peer.tell(missed.changed)
+        for loss in self.roster.state.vacant:
+            peer.tell(m.Presence(loss.rank, "lost", f"{loss.where}: {loss.why}"))
+        peer.tell(m.Joined(request.id, membership))
+        if self.roster.state.over:
+            peer.tell(m.Over(self.roster.state.over))
+        self.carry_out(decisions)
+
+    def _require_membership(self) -> Membership:
+        if self.membership is None:
+            raise RendezvousError("the job is still forming: its first members are not all there")
+        return self.membership
+
+    def _require_same(self, member: Member) -> None:
+        """Refuse a process that claims the rank of another one."""
+        membership = self._require_membership()
+        if member.rank in membership.ranks and member != membership.member(member.rank):
+            raise RendezvousError(
+                f"rank {member.rank} claimed twice ({membership.member(member.rank).where},"
+                f" {member.where}); give every process its own rank"
+            )
 
     def _pass_on(self, event: Event) -> None:
+        if isinstance(event, TableReport):
+            self._reports[event.table, event.server] = event
+        self._desk.happened(event)
         try:
             if self._on_event is not None:
                 self._on_event(event)
         except Exception:  # a watcher's bug must not cost a member its connection
             log.exception("on_event failed for %r", event)
 
-    def _on_join(self, peer: Peer, request: m.Join) -> None:
-        try:
-            self._seat(peer, request)
-        except RendezvousError as error:
-            peer.answer(request.id, error)
-            return
-        membership = self._assembly.membership
-        if membership is not None:
-            if self.on_membership is not None:
-                self.on_membership(membership)
-            for other in self._peers:
-                if other.join is not None:
-                    other.tell(m.Joined(other.join.id, membership))
+    # -- decisions ---------------------------------------------------------------------------
 
-    def _seat(self, peer: Peer, request: m.Join) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if request.member.rank != peer.caller.rank:
-            raise RendezvousError(
-                f"a process authenticated as rank {peer.caller.rank} asked to join as rank"
-                f" {request.member.rank} ({request.member.where})"
-            )
-        is_first = len(self.missing) == self._assembly.world_size
-        self._assembly.add(request.member)
-        peer.member, peer.join = request.member, request
-        now_s = time.monotonic()
-        deadline_s = now_s + min(request.timeout_s, self._join_timeout_s)
-        if is_first:
-            self._first_join_s, self._deadline_s = now_s, deadline_s
-            self._notice_s = now_s + _NOTICE_S
-        self._deadline_s = min(self._deadline_s, deadline_s)
+    def carry_out(self, decisions: Sequence[Decision]) -> None:
+        """Write down what was decided, then do it."""
+        changes = tuple(d.changed for d in decisions if isinstance(d, Announce))
+        self._record.keep(self.roster.state, changes)
+        before = self._record.before
+        for decision in decisions:
+            self._desk.publish(decision)
+            if isinstance(decision, Announce):
+                self._desk.publish(decision.changed)
+                for event in happenings(before, decision.changed):
+                    self._desk.happened(event)
+                before = decision.changed.membership
+                self._announce(decision.changed)
+            elif isinstance(decision, End):
+                over = m.Over(decision.why)
+                self._desk.publish(over)
+                for peer in self._of_rank.values():
+                    if peer.join is not None:
+                        peer.answer(peer.join.id, RendezvousError(f"the job is over: {over.why}"))
+                    peer.tell(over)
+            elif isinstance(decision, Tell):
+                self._tell(decision.presence)
 
-    def _dismiss(self, peer: Peer, reason: str) -> None:
-        """Forget a connection that ended, and tell the others if a member went with it."""
-        for forget in list(peer.waits.values()):
-            forget()
-        if peer.member is None or self._is_stopping:
+    def _announce(self, changed: m.Changed) -> None:
+        membership = changed.membership
+        if membership.generation == 1 and self.on_membership is not None:
+            self.on_membership(membership)
+        for rank, peer in list(self._of_rank.items()):
+            if peer.join is not None and rank in membership.ranks:
+                request, peer.join = peer.join, None
+                peer.tell(m.Joined(request.id, membership))
+            elif peer.is_following:
+                peer.tell(changed)
+
+    def _tell(self, presence: m.Presence) -> None:
+        """Tell everybody how a member is; one that is lost hears it too, and is cut off."""
+        about = presence.rank
+        self._states[about] = f"{presence.state}: {presence.detail}"
+        if presence.state == "back":
+            self._states.pop(about)
+        elif presence.state == "left":
+            self.left.add(about)
+        elif presence.state == "lost":
+            self.lost[about] = presence.detail
+        for rank, peer in list(self._of_rank.items()):
+            if rank != about:
+                peer.tell(presence)
+        if presence.state in ("lost", "left"):
+            self._store.forget(about)
+            gone = self._of_rank.pop(about, None)
+            if gone is not None:
+                gone.tell(presence)
+                gone.channel.close()
+
+    # -- for operators -----------------------------------------------------------------------
+
+    def ended(self, rank: int, text: str) -> None:
+        """The launcher saw a process end. Its last words may still be unread."""
+        self._ends[rank] = text
+        grace_s = _LAST_WORDS_S if rank in self._of_rank else 0.0
+        asyncio.get_running_loop().call_later(grace_s, self._believe, rank)
+
+    def _believe(self, rank: int) -> None:
+        text = self._ends.pop(rank, None)
+        if text is None or self._is_stopping:
             return
-        rank = peer.member.rank
         if self.membership is None:
-            self._assembly.remove(rank)
-        elif peer.has_left:
-            self.left.add(rank)
-            self._broadcast(peer, "left", "it ended in good order")
-        else:
-            self.lost[rank] = f"{peer.member.where}: {reason}"
-            self._broadcast(peer, "lost", self.lost[rank])
+            self.roster.withdraw(rank)
+        self.carry_out(self.roster.lost(rank, text, time.monotonic()))
 
-    def _broadcast(self, about: Peer, state: str, detail: str) -> None:
-        if about.member is None:
-            return
-        for peer in self._peers:
-            if peer is not about and peer.member is not None:
-                peer.tell(m.Presence(about.member.rank, state, detail))
+    def status(self, request_id: int) -> o.Status:
+        """Say how the job is."""
+        roster, state = self.roster, self.roster.state
+        ranks = () if self.membership is None else self.membership.ranks
+        return o.Status(
+            request_id,
+            policy=roster.policy,
+            membership=self.membership,
+            missing=self.missing,
+            wanted=roster.wanted,
+            reserved=state.reserved,
+            states={rank: text for rank, text in self._states.items() if rank in ranks},
+            not_adopted=roster.not_adopted,
+            reports=tuple(self._reports.values()),
+            is_finishing=state.is_finishing,
+            over=state.over,
+        )
+
+    def welcome(self) -> Sequence[o.News]:
+        """What somebody who begins to watch must know."""
+        news: list[o.News] = list(self.roster.wanted)
+        if self._record.num_replayed:
+            generation = 0 if self.membership is None else self.membership.generation
+            news.append(o.Happened(CoordinatorBack(generation, self._record.num_replayed)))
+        if self.roster.state.over:
+            news.append(m.Over(self.roster.state.over))
+        return news
 
     async def _watch_members(self) -> None:
-        previous_s = time.monotonic()
         while True:
             await asyncio.sleep(_CHECK_S)
             now_s = time.monotonic()
-            if now_s - previous_s > 4 * _CHECK_S:
-                # This process itself was stopped or starved: heartbeats may wait unread in the
-                # sockets, so nobody can be blamed for the time that passed.
-                for peer in self._peers:
-                    peer.last_seen_s += now_s - previous_s
-            previous_s = now_s
             if self.membership is None:
-                self._check_join(now_s)
+                self._room.check(now_s, self._peers, self.missing)
             else:
-                self._check_silence(now_s)
+                self.carry_out(self.roster.tick(now_s))
+                self._record.shorten()
 
-    def _check_join(self, now_s: float) -> None:
-        """Say who is missing; give up for all when the first of the waiting runs out of time."""
-        waiting = sorted((p for p in self._peers if p.join), key=lambda p: p.caller.rank)
-        if not waiting:
-            return
-        waited_s = now_s - self._first_join_s
-        if now_s >= self._deadline_s:
-            self._failure = RendezvousError(
-                f"waited {waited_s:.0f} s for ranks {list(self.missing)} of"
-                f" {self._assembly.world_size} to join; see why they did not start, or raise"
-                " PACELINE_JOIN_TIMEOUT_S"
-            )
-            for peer in waiting:
-                assert peer.join is not None
-                peer.answer(peer.join.id, self._failure)
-                peer.join = None
-        elif now_s >= self._notice_s:
-            self._notice_s = now_s + 5 * _NOTICE_S
-            if waiting[0].caller.role == "worker":  # one line per job; servers wait by nature
-                waiting[0].tell(m.Missing(self.missing, waited_s))
 
-    def _check_silence(self, now_s: float) -> None:
-        for peer in list(self._peers):
-            silent_s = now_s - peer.last_seen_s
-            if silent_s > self._liveness_s and not peer.is_silent:
-                peer.is_silent = True
-                self._broadcast(peer, "silent", f"no heartbeat for {silent_s:.1f} s")
+def _require_own_rank(peer: Peer, rank: int) -> None:
+    if rank != peer.caller.rank:
+        raise RendezvousError(
+            f"a process authenticated as rank {peer.caller.rank} asked to join as rank {rank}"
+        )
 
 
 class CoordinatorThread:
@@ -251,6 +419,7 @@ class CoordinatorThread:
         on_event: Callable[[Event], None] | None = None,
         *,
         liveness_s: float = 5.0,
+        policy: Policy | None = None,
     ) -> None:
         self._thread = LoopThread("paceline-coordinator")
         self.coordinator = Coordinator(
@@ -260,6 +429,7 @@ class CoordinatorThread:
             join_timeout_s,
             on_event,
             liveness_s=liveness_s,
+            policy=policy,
         )
 
     def start(self, host: str = "127.0.0.1", port: int = 0) -> str:

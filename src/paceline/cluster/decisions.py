@@ -20,6 +20,7 @@ class Place(msgspec.Struct, frozen=True):
     rank: int
     role: str
     number: int
+    request: int = 0  # the id with which it was asked for
 
 
 class State(msgspec.Struct, frozen=True):
@@ -33,6 +34,7 @@ class State(msgspec.Struct, frozen=True):
     vacant: tuple[m.Loss, ...] = ()  # lost workers whose place waits for a replacement
     is_finishing: bool = False  # a worker has done all its work: nobody is replaced any more
     over: str = ""
+    handled: tuple[int, ...] = ()  # ids of the last wishes: what is asked again is not done twice
 
 
 class Announce(msgspec.Struct, frozen=True):
@@ -53,20 +55,20 @@ class Tell(msgspec.Struct, frozen=True):
     presence: m.Presence
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class Wanted(m.FromCoordinator, frozen=True):
     """The launcher shall start a process for this place."""
 
     role: str
     number: int
 
 
-class Unwanted(msgspec.Struct, frozen=True):
+class Unwanted(m.FromCoordinator, frozen=True):
     """This member is out by a person's wish: it goes at its next boundary."""
 
     rank: int
 
 
-class Remark(msgspec.Struct, frozen=True):
+class Remark(m.FromCoordinator, frozen=True):
     """A sentence for people."""
 
     text: str

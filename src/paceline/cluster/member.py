@@ -61,6 +61,11 @@ class Membership(msgspec.Struct, frozen=True):
         return self._of_role("worker")
 
     @property
+    def worker_numbers(self) -> tuple[int, ...]:
+        """The numbers of those that run the script, in order."""
+        return tuple(sorted(m.number for m in self.members if m.role == "worker"))
+
+    @property
     def servers(self) -> tuple[int, ...]:
         """The ranks of the parameter servers, ordered by number."""
         return self._of_role("server")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
 from paceline.cluster import messages as m
@@ -17,15 +16,14 @@ log = logging.getLogger("paceline.cluster")
 
 
 class Peer:
-    """One authenticated connection; `member` is set once it has joined."""
+    """One authenticated connection; `member` is set once it has joined, or asked to."""
 
     def __init__(self, channel: Channel[m.MemberMessage], caller: Hello) -> None:
         self.channel, self.caller = channel, caller
         self.member: Member | None = None
-        self.join: m.Join | None = None
-        self.has_left = False
-        self.is_silent = False
-        self.last_seen_s = time.monotonic()
+        self.join: m.Join | m.Ready | None = None  # asked, and not answered yet
+        self.is_following = False  # it hears of memberships without being in one
+        self.farewell: m.Leave | None = None
         self.waits: dict[int, Callable[[], None]] = {}  # request id -> forget it
 
     def answer(self, request_id: int, value: Value | PacelineError) -> None:

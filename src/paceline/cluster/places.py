@@ -31,7 +31,7 @@ def place_of(state: State, rank: int) -> Place | None:
 
 
 def reserve(
-    policy: Policy, state: State, role: str, number: int | None = None
+    policy: Policy, state: State, role: str, number: int | None = None, request: int = 0
 ) -> tuple[Place, State]:
     """Give away a rank with a number: the given, a wanted, or the smallest free one."""
     if role not in ("worker", "server"):
@@ -55,7 +55,7 @@ def reserve(
                 f" (--max{'-servers' if role == 'server' else ''} {most})"
             )
         state = _wish(state, role, (*wished, number))
-    place = Place(state.next_rank, role, number)
+    place = Place(state.next_rank, role, number, request)
     state = msgspec.structs.replace(
         state, next_rank=state.next_rank + 1, reserved=(*state.reserved, place)
     )

@@ -56,6 +56,7 @@ from paceline.cluster.partitions import spread
 from paceline.cluster.policy import Policy
 from paceline.errors import Evicted, RendezvousError
 
+_HANDLED = 32  # wishes that are recognised when they come again
 _PATIENCE_S = 2.0  # then the reason why a newcomer waits is told
 
 
@@ -101,6 +102,11 @@ class Roster:
         """Say whether every member works in the present generation."""
         return self.membership is not None and not self._not_adopted()
 
+    @property
+    def not_adopted(self) -> tuple[int, ...]:
+        """The members that do not work in the present generation yet."""
+        return () if self.membership is None else tuple(one.rank for one in self._not_adopted())
+
     # -- the first crowd ---------------------------------------------------------------------
 
     def join(self, member: Member, now_s: float) -> list[Decision]:
@@ -128,11 +134,17 @@ class Roster:
     # -- coming ------------------------------------------------------------------------------
 
     def reserve(
-        self, role: str, now_s: float, number: int | None = None
+        self, role: str, now_s: float, number: int | None = None, *, request: int = 0
     ) -> tuple[Place, list[Decision]]:
-        """Give away a rank, and the wanted or else the smallest free number of that role."""
+        """Give away a rank, and the wanted or else the smallest free number of that role.
+
+        Whoever asks again with the same `request` gets the same place.
+        """
         self._require_elastic("nobody can join")
-        place, state = places.reserve(self.policy, self.state, role, number)
+        for place in self.state.reserved:
+            if request and place.request == request:
+                return place, []
+        place, state = places.reserve(self.policy, self.state, role, number, request)
         self.state = state
         self._expiry_s[place.rank] = now_s + self.policy.reserve_s
         return place, self._settle(now_s)
@@ -267,10 +279,13 @@ class Roster:
         self.state = places.scaled(self.policy, self.state, workers)
         return self._settle(now_s)
 
-    def add_servers(self, count: int, now_s: float) -> list[Decision]:
+    def add_servers(self, count: int, now_s: float, *, request: int = 0) -> list[Decision]:
         """Have more servers; partitions move to them when they are there."""
         self._require_elastic("its size is fixed")
+        if request and request in self.state.handled:
+            return []
         self.state = places.more_servers(self.policy, self.state, count)
+        self._remember(handled=(*self.state.handled, request)[-_HANDLED:])
         return self._settle(now_s)
 
     def remove_servers(self, numbers: Iterable[int], now_s: float) -> list[Decision]:

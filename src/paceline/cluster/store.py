@@ -50,6 +50,9 @@ class Store:
             self._values[key] = desired
         return self._values[key]
 
+    def items(self) -> list[tuple[str, bytes]]:
+        return list(self._values.items())
+
     def has(self, keys: Collection[str]) -> bool:
         return all(key in self._values for key in keys)
 

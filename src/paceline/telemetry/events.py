@@ -8,6 +8,9 @@ gone, so nothing that a job needs in order to be right travels this way.
 `Event` is the union of all kinds; on the wire the field `type` tells them apart, so a new kind is a
 new class here and one more name in the union. `TableReport` comes from servers, whole each time:
 the newest one of a table replaces the earlier ones.
+
+A `Happening` is what the coordinator itself has to tell about the job's members; only those who
+watch the job hear of it.
 """
 
 from __future__ import annotations
@@ -44,3 +47,71 @@ class Note(msgspec.Struct, frozen=True, tag_field="type", tag="note"):
 
 
 Event: TypeAlias = Progress | Note | TableReport
+
+
+class MemberLost(msgspec.Struct, frozen=True, tag_field="type", tag="lost"):
+    """Somebody is not in the job any more; `generation` is the first without it."""
+
+    role: str
+    number: int
+    rank: int
+    where: str  # host:pid
+    why: str
+    generation: int
+
+
+class MemberJoined(msgspec.Struct, frozen=True, tag_field="type", tag="joined"):
+    """Somebody came into a job that was under way."""
+
+    role: str
+    number: int
+    rank: int
+    where: str
+    generation: int
+
+
+class MemberLeft(msgspec.Struct, frozen=True, tag_field="type", tag="left"):
+    """Somebody ended in good order, or was let go."""
+
+    role: str
+    number: int
+    rank: int
+    where: str
+    generation: int
+
+
+class Promoted(msgspec.Struct, frozen=True, tag_field="type", tag="promoted"):
+    """A backup is the primary of partitions from now on, because theirs was lost."""
+
+    server: int  # its number
+    partitions: tuple[int, ...]
+    generation: int
+
+
+class Moved(msgspec.Struct, frozen=True, tag_field="type", tag="moved"):
+    """Partitions have another primary while the old one is still there: relief."""
+
+    source: int  # numbers of servers
+    target: int
+    partitions: tuple[int, ...]
+    generation: int
+
+
+class Filled(msgspec.Struct, frozen=True, tag_field="type", tag="filled"):
+    """A server has complete copies of partitions, and counts as their backup from now on."""
+
+    server: int
+    partitions: tuple[int, ...]
+    generation: int
+
+
+class CoordinatorBack(msgspec.Struct, frozen=True, tag_field="type", tag="coordinator"):
+    """The coordinator was restarted and goes on from its journal."""
+
+    generation: int
+    entries: int  # of the journal
+
+
+Happening: TypeAlias = (
+    MemberLost | MemberJoined | MemberLeft | Promoted | Moved | Filled | CoordinatorBack
+)

@@ -1,0 +1,54 @@
+"""The first crowd while it waits for the last of it: how long, and what it is told meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from paceline.cluster import messages as m
+from paceline.cluster.peer import Peer
+from paceline.errors import RendezvousError
+
+_NOTICE_S = 2.0
+
+
+class WaitingRoom:
+    """Those that have joined and wait. The first one who runs out of time gives up for all."""
+
+    def __init__(self, world_size: int, join_timeout_s: float) -> None:
+        self._world_size, self._join_timeout_s = world_size, join_timeout_s
+        self._first_s: float | None = None  # when the first one came
+        self._deadline_s = self._notice_s = 0.0
+        self._failure: RendezvousError | None = None
+
+    def require_open(self) -> None:
+        """Raise what those before were told, when they have given up."""
+        if self._failure is not None:
+            raise self._failure
+
+    def enter(self, request: m.Join, now_s: float, *, is_first: bool) -> None:
+        """Note that somebody waits from now on."""
+        deadline_s = now_s + min(request.timeout_s, self._join_timeout_s)
+        if is_first or self._first_s is None:
+            self._first_s, self._deadline_s = now_s, deadline_s
+            self._notice_s = now_s + _NOTICE_S
+        self._deadline_s = min(self._deadline_s, deadline_s)
+
+    def check(self, now_s: float, peers: Collection[Peer], missing: Sequence[int]) -> None:
+        """Say who is missing; give up for all when the first of the waiting runs out of time."""
+        waiting = sorted((p for p in peers if p.join), key=lambda p: p.caller.rank)
+        if not waiting or self._first_s is None:
+            return
+        waited_s = now_s - self._first_s
+        if now_s >= self._deadline_s:
+            self._failure = RendezvousError(
+                f"waited {waited_s:.0f} s for ranks {list(missing)} of {self._world_size} to join;"
+                " see why they did not start, or raise PACELINE_JOIN_TIMEOUT_S"
+            )
+            for peer in waiting:
+                assert peer.join is not None
+                peer.answer(peer.join.id, self._failure)
+                peer.join = None
+        elif now_s >= self._notice_s:
+            self._notice_s = now_s + 5 * _NOTICE_S
+            if waiting[0].caller.role == "worker":  # one line per job; servers wait by nature
+                waiting[0].tell(m.Missing(tuple(missing), waited_s))
