@@ -77,6 +77,18 @@ class Arrivals:
         self._compensation.forget(worker)
         self._release_pool()
 
+    def join(self, worker: int, left_at: int | None) -> int:
+        """Take in a worker; return the clock that it begins at: the slowest one's, or its own."""
+        self._clocks.join(worker, left_at)
+        return self._clocks.clock(worker)
+
+    def cancel(self, worker: int) -> None:
+        """Nobody waits to join."""
+
+    def vacate(self, worker: int) -> None:
+        """Keep the place of a worker that is gone."""
+        self.discard(worker)
+
     def may_read(self, worker: int) -> bool:
         """Say whether the clock rule lets a worker read."""
         return self._clocks.may_read(worker)

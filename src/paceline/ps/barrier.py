@@ -11,6 +11,10 @@ averages: that step is left out.
 
 A script may leave steps out (a GradScaler does, when it finds an infinite gradient): its workers
 then push the same step again, which begins the shard anew.
+
+A worker that JOINS takes part from the next step on; if no step is under way, that is at once. A
+lost worker's place may also stay VACANT until another one takes it over and repeats the step. What
+of that step counted already is then not counted again: pushes that are in an average, the commit.
 """
 
 from __future__ import annotations
@@ -44,15 +48,29 @@ class Barrier:
         self._notices: dict[int, str] = {}  # by shard: what was left out of its average
         self._converted: dict[tuple[int, int], torch.Tensor] = {}  # by shard and worker
         self._orphaned = ""  # why the step under way cannot be applied: its speaker is gone
+        self._joining: dict[int, dict[int, Push]] = {}  # by worker: what it pushed too early
+        self._counted: set[tuple[int, int]] = set()  # (worker, shard) that a successor will repeat
+        self._inherited: set[int] = set()  # workers whose commit a successor will repeat
+        self._ended: dict[int, tuple[tuple[int, ...], str]] = {}  # by shard: see `last_average`
+        self._last_clock = 0  # of the step that ended last
 
     # -- a step -------------------------------------------------------------------------------
 
     def next_clock(self, worker: int) -> int:
         """Return the number of the step that a worker has not ended yet."""
-        return self._clocks.clock(worker) + 1 + (worker in self._committed)
+        if worker in self._joining:
+            return self._begins_after() + 1
+        has_ended = worker in self._committed and worker not in self._inherited
+        return self._clocks.clock(worker) + 1 + has_ended
 
     def push(self, worker: int, number: int, push: Push) -> None:
         """Take a worker's part of an average."""
+        if worker in self._joining:
+            self._joining[worker][number] = push
+            return
+        if (worker, number) in self._counted:
+            self._counted.discard((worker, number))
+            return
         if self._means[number] is not None:
             self._begin_anew(worker, number)
         self._pushes[number][worker] = self._in_own_dtype(worker, number, push)
@@ -64,6 +82,7 @@ class Barrier:
         Values are not brought anywhere on the way: they go to all workers, or are shared.
         """
         self._committed.add(worker)
+        self._inherited.discard(worker)
         self._end_if_complete()
         return ()
 
@@ -79,12 +98,63 @@ class Barrier:
             self._orphaned = f"worker {worker}, which told of changes to gradients, is gone"
         self.discard(worker)
         self._committed.discard(worker)
+        self._forget_repeats(worker)
         for key in [key for key in self._converted if key[1] == worker]:
             del self._converted[key]
         if self._clocks.workers:
             for number in range(len(self._shards)):
                 self._reduce_if_complete(number)
             self._end_if_complete()
+        else:
+            self._begin_step()  # for whoever joins
+
+    # -- workers that come --------------------------------------------------------------------
+
+    def join(self, worker: int, _left_at: int | None) -> int:
+        """Take in a worker; return the clock of the last step that goes without it."""
+        clock = self._begins_after()
+        self._joining[worker] = {}
+        if not self._is_under_way:
+            self._let_in()
+        return clock
+
+    def cancel(self, worker: int) -> None:
+        """Forget a worker that was about to join."""
+        self._joining.pop(worker, None)
+
+    def vacate(self, worker: int) -> None:
+        """Keep the place of a worker that is gone; what counts of its step will be repeated."""
+        self.discard(worker)
+        for number, pushes in enumerate(self._pushes):
+            if worker in pushes:  # and in an average
+                self._counted.add((worker, number))
+        if worker in self._committed:
+            self._inherited.add(worker)
+
+    def last_average(self, number: int) -> tuple[tuple[int, ...], str]:
+        """Return what all lacked in the last step that ended, and its verdict."""
+        return self._ended.get(number, ((), ""))
+
+    @property
+    def _is_under_way(self) -> bool:
+        return bool(self._committed) or any(self._pushes)
+
+    def _begins_after(self) -> int:
+        workers = self._clocks.workers
+        clock = self._clocks.clock(workers[0]) if workers else self._last_clock
+        return clock + (self._is_under_way and bool(workers))
+
+    def _let_in(self) -> None:
+        joining, self._joining = self._joining, {}
+        for worker in joining:
+            self._clocks.join(worker, self._last_clock)
+        for worker, pushes in joining.items():
+            for number, push in pushes.items():
+                self.push(worker, number, push)
+
+    def _forget_repeats(self, worker: int) -> None:
+        self._counted = {one for one in self._counted if one[0] != worker}
+        self._inherited.discard(worker)
 
     def _is_speaker_needed(self, worker: int) -> bool:
         was_first = all(worker < other for other in self._clocks.workers)
@@ -144,6 +214,7 @@ class Barrier:
             )
         self._means[number] = None
         self._pushes[number].clear()
+        self._counted = {one for one in self._counted if one[1] != number}
         self._verdicts.pop(number, None)
         self._notices.pop(number, None)
         self._orphaned = ""
@@ -248,11 +319,21 @@ class Barrier:
     def _end(
         self, workers: Collection[int], *, notice: str = "", error: str = "", text: str = ""
     ) -> None:
+        for number, mean in enumerate(self._means):
+            if mean is not None and self._pushes[number]:
+                self._ended[number] = (tuple(sorted(mean.absent)), self.verdict(number))
         for worker in workers:
             self._ledger.end_step(worker, notice=notice, error=error, text=text)
+            self._last_clock = self._clocks.clock(worker)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self._committed.clear()
         self._verdicts.clear()
         self._notices.clear()
+        self._counted.clear()
+        self._inherited.clear()
         self._orphaned = ""
         for pushes in self._pushes:
             pushes.clear()
+        self._let_in()

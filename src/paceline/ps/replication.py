@@ -17,8 +17,8 @@ What happens when
                             (Standing), and sends the kept entries that it lacks
     a copy is new           it stands nowhere (EMPTY): its upstream sends the state as it is at one
                             index (FillStart, then FillParts, which are the owner's, in order
-                            between entries, then FillEnd); answers wait for it from FillStart on, so it
-                            has everything when it says that it is in sync
+                            between entries, then FillEnd). Answers wait for it from FillStart on,
+                            so it has everything when it says that it is in sync
     the order changes       the old primary's last entry is HANDOVER; whoever has applied it, and
     while all live          everybody behind it has, takes its place in the new order. The new
                             primary takes requests from then on. If the old one is lost before,

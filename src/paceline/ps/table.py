@@ -8,6 +8,11 @@ and of a commit is the number of the step that they end, counted from 1. Two way
     Barrier (barrier.py)     the workers' mean, once all of them have committed
     Arrivals (arrivals.py)   each worker's own, when it commits
 
+A worker is named by its NUMBER. One that is lost LEAVES, or its place stays VACANT until another
+one JOINS with that number. Whoever takes over a number goes on at its clock, and may REPEAT the
+last step that counted: it cannot know which servers its predecessor still reached. What is
+repeated is answered and not applied.
+
 Threads: none; the server's loop calls.
 """
 
@@ -50,6 +55,10 @@ class Table:
         self._server = server
         self._unread: set[int] = set()  # workers that committed and have not read since
         self._being_read: dict[int, set[int]] = {}  # by worker: shards of the read under way
+        self.vacant: set[int] = set()
+        self._left_at: dict[int, int] = {}  # the clocks of workers that are gone
+        self._may_repeat: set[int] = set()  # those who took over a number, before their first step
+        self._repeating: set[int] = set()  # those who do so
 
     @property
     def version(self) -> int:
@@ -69,16 +78,21 @@ class Table:
 
     def push(
         self, worker: int, shard: int, clock: int, grad: torch.Tensor, absent: Collection[int] = ()
-    ) -> None:
+    ) -> bool:
         """Remember a gradient; `absent` are the parameters (Piece.param) that have none.
 
-        The gradient of an absent parameter must be zeros: other workers may have one.
+        The gradient of an absent parameter must be zeros: other workers may have one. Returns
+        whether it counts: one of a step that was applied already does not.
         """
+        if self._is_repeat(worker, clock):
+            return False
         self._require_next("push", worker, clock)
+        self._repeating.discard(worker)
         target = self._shard(shard)
         target.require_values()
         self._way.push(worker, shard, Push(target.checked(grad), frozenset(absent)))
         self._note_waits()
+        return True
 
     def commit(
         self, worker: int, clock: int, settings: Settings | None = None, outs: Outs = None
@@ -88,7 +102,12 @@ class Table:
         Return the shards whose fresh values are in `outs` already: if the worker may read at once,
         they are brought there while they are in the cache. It still has to `read` them, to None.
         """
+        if self._is_repeat(worker, clock):
+            self._unread.add(worker)
+            return ()
         self._require_next("commit", worker, clock)
+        self._may_repeat.discard(worker)
+        self._repeating.discard(worker)
         if settings is not None:
             self._ledger.settings[worker] = self._checked(settings)
         brought = self._way.commit(worker, outs)
@@ -108,15 +127,70 @@ class Table:
         """Say how a worker's last step ended."""
         return self._ledger.outcomes.get(worker, Outcome(self.version))
 
+    # -- workers that come and go -------------------------------------------------------------
+
     def leave(self, worker: int) -> None:
         """Go on without a worker; what it pushed and did not commit is gone."""
         if worker not in self.clocks.workers:
+            self._way.cancel(worker)
             return
-        self._ledger.note_wait(worker, ())
+        self._forget(worker)
+        self._left_at[worker] = self.clocks.clock(worker)
         self.clocks.leave(worker)
-        self._unread.discard(worker)
         self._way.leave(worker)
         self._note_waits()
+
+    def vacate(self, worker: int) -> None:
+        """Keep the place of a worker that is gone until another one takes it over.
+
+        What it pushed and did not commit is gone; an average that is known stands.
+        """
+        if worker not in self.clocks.workers:
+            self._way.cancel(worker)
+            return
+        self._forget(worker)
+        self.vacant.add(worker)
+        self._way.vacate(worker)
+        self._note_waits()
+
+    def join(self, worker: int) -> int:
+        """Take in a worker, or let it take over; return the clock that it begins at.
+
+        In lockstep a step that is under way ends without it, and counts in that clock.
+        """
+        if worker in self.clocks.workers and worker not in self.vacant:
+            return self.clocks.clock(worker)
+        self._may_repeat.add(worker)
+        if worker in self.vacant:
+            self.vacant.discard(worker)
+            return self.clocks.clock(worker)
+        self._ledger.settings[worker] = self._settings_for_newcomer(worker)
+        return self._way.join(worker, self._left_at.pop(worker, None))
+
+    def _forget(self, worker: int) -> None:
+        self._ledger.note_wait(worker, ())
+        self._unread.discard(worker)
+        self._being_read.pop(worker, None)
+        self._may_repeat.discard(worker)
+        self._repeating.discard(worker)
+        self.vacant.discard(worker)
+
+    def _settings_for_newcomer(self, worker: int) -> Settings:
+        """Settings are told when they change: a newcomer's are those that another worker has."""
+        first = self.clocks.workers[0] if self.clocks.workers else worker
+        return self._ledger.settings.get(first, self.spec.optimizer.groups)
+
+    def is_repeating(self, worker: int) -> bool:
+        """Say whether a worker repeats a step that counted already."""
+        return worker in self._repeating
+
+    def _is_repeat(self, worker: int, clock: int) -> bool:
+        if worker not in self._may_repeat or worker not in self.clocks.workers:
+            return False
+        if not 0 < clock <= self.clocks.clock(worker):
+            return False
+        self._repeating.add(worker)
+        return True
 
     # -- averages of synchronous tables -------------------------------------------------------
 
@@ -135,6 +209,11 @@ class Table:
         """Say why a reduced shard keeps the step from being applied; empty if it does not."""
         self._shard(shard)
         return self._barrier().verdict(shard)
+
+    def last_average(self, shard: int) -> tuple[tuple[int, ...], str]:
+        """Return what no worker had a gradient for in the last step that ended, and its verdict."""
+        self._shard(shard)
+        return self._barrier().last_average(shard)
 
     def replace_average(
         self, shard: int, grad: torch.Tensor, absent: Collection[int] | None = None
