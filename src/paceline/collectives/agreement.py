@@ -38,16 +38,16 @@ def take_from(group: Group, value: Any, root: int = 0) -> Any:
     return msgspec.msgpack.decode(message.numpy().tobytes())
 
 
-def refuse_problems(group: Group, what: str, problems: Sequence[str | None]) -> None:
-    """Raise UsageError for the first problem that any member has told, and say who has it.
+def refuse_problems(ranks: Sequence[int], what: str, problems: Sequence[str | None]) -> None:
+    """Raise UsageError for the first problem that any of these has told, and say who has it.
 
     With what `tell_all` returned, all members raise the same.
     """
     first = next((problem for problem in problems if problem is not None), None)
     if first is None:
         return
-    having = [str(rank) for rank, p in zip(group.ranks, problems, strict=True) if p == first]
-    who = "" if len(having) == group.size else f" (rank {', '.join(having)})"
+    having = [str(rank) for rank, p in zip(ranks, problems, strict=True) if p == first]
+    who = "" if len(having) == len(ranks) else f" (rank {', '.join(having)})"
     raise UsageError(f"{what}{who}: {first}")
 
 

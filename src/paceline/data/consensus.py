@@ -30,7 +30,7 @@ def group_of(job: Job) -> Group:
     """Return the group for the data of this job; made when it is first needed, by all ranks."""
     global _owned
     if _owned is None or _owned.job() is not job:
-        _owned = _Owned(weakref.ref(job, _let_go), Group(job.fabric, job.world.ranks))
+        _owned = _Owned(weakref.ref(job, _let_go), job.worker_group("data"))
     return _owned.group
 
 
@@ -42,19 +42,27 @@ def _let_go(job: weakref.ref[Job]) -> None:
 
 
 def agree(
-    group: Group, problem: str | None, facts: Mapping[str, Any], aside: Mapping[str, Any]
+    job: Job, problem: str | None, facts: Mapping[str, Any], aside: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Check that no rank has a problem and that all have the same facts; return what each told
     aside. Collective; all ranks return, or all raise the same UsageError."""
-    told = tell_all(group, [problem, dict(facts), dict(aside)])
-    refuse_problems(group, "pl.shard", [entry[0] for entry in told])
-    expected = told[0][1]
-    for rank, (_, found, _) in zip(group.ranks, told, strict=True):
-        for name in expected:
-            if found.get(name) != expected[name]:
-                raise UsageError(
-                    f"pl.shard: {name} is {found.get(name)!r} on rank {rank}, expected"
-                    f" {expected[name]!r} as on rank {group.ranks[0]}; pass the same loader and"
-                    " arguments on every rank, or presharded=True if each rank has data of its own"
-                )
+    group = group_of(job)
+    mine = [problem, dict(facts), dict(aside)]
+    ranks, told = job.elastic.point(lambda: [list(group.ranks), tell_all(group, mine)])
+    refuse_problems(ranks, "pl.shard", [entry[0] for entry in told])
+    for rank, (_, found, _) in zip(ranks, told, strict=True):
+        require_same(found, f"rank {rank}", told[0][1], f"rank {ranks[0]}")
     return [entry[2] for entry in told]
+
+
+def require_same(
+    found: Mapping[str, Any], here: str, expected: Mapping[str, Any], there: str
+) -> None:
+    """Raise UsageError for the first fact that differs."""
+    for name in expected:
+        if found.get(name) != expected[name]:
+            raise UsageError(
+                f"pl.shard: {name} is {found.get(name)!r} on {here}, expected"
+                f" {expected[name]!r} as on {there}; pass the same loader and"
+                " arguments on every rank, or presharded=True if each rank has data of its own"
+            )

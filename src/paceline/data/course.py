@@ -67,6 +67,7 @@ class Course:
         self.taken = 0
         self.committed = 0
         self.carried: dict[int, list[Any]] = {}  # by rank: of the pass before, not committed yet
+        self.version = 0  # grows when batches that were not taken yet may have changed
 
     @property
     def members(self) -> Ranks:
@@ -120,7 +121,9 @@ class Course:
         start = self._next_start()
         if uncounted:
             lost = [rank for rank in (*self.members, *self.carried) if rank not in after]
-            self.queue += self._uncounted(dict.fromkeys(lost))
+            again = self._uncounted(dict.fromkeys(lost))
+            self.queue += again
+            self.version += bool(again)
         if replaced:
             names = [tuple(replaced.get(r, r) for r in stage.members) for stage in self.stages]
             renamed = zip(self.stages, names, strict=True)
@@ -129,6 +132,7 @@ class Course:
             kept = [stage for stage in self.stages if stage.first < self.taken]
             needed = bisect_right(kept, self.committed, key=lambda stage: stage.first) - 1
             self.stages = [*kept[max(0, needed) :], Stage(self.taken, start, after)]
+            self.version += 1
 
     def uncommitted(self) -> dict[int, list[Any]]:
         """Return by rank what has been given out and has not counted."""
@@ -152,6 +156,7 @@ class Course:
         self.queue = list(map(restored, told["queue"]))
         self.carried = {rank: list(map(restored, units)) for rank, units in told["carried"]}
         self.taken, self.committed = told["taken"], told["committed"]
+        self.version += 1
 
     def _uncounted(self, ranks: Collection[int]) -> list[Any]:
         units = [unit for rank in ranks for unit in self.carried.pop(rank, ())]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from paceline.contribution import Announcer
 from paceline.data.order import Order
 from paceline.data.plan import Plan
+from paceline.data.repeatable import Reseeding
 from paceline.data.split import Units, spread_one
 
 
@@ -61,7 +62,7 @@ class Parts:
             elif weight == 0.0:
                 continue
             self.weights.append(weight)
-            yield _plain(part)
+            yield plain(part)
 
     def _mention_padding(self, units: Units) -> None:
         # Where anybody goes without, the last rank does.
@@ -72,7 +73,7 @@ class Parts:
             )
 
 
-def _plain(part: Any) -> Any:
+def plain(part: Any) -> Any:
     """Indices as Python's own: datasets may be lists, and dicts with numbers as keys."""
     if isinstance(part, (np.ndarray, np.generic)):
         return part.tolist()
@@ -83,7 +84,7 @@ class Slot:
     """The sampler of the copied loader: yields what the pass that begins has put into it."""
 
     def __init__(self) -> None:
-        self.parts: Parts | None = None
+        self.parts: Iterable[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         assert self.parts is not None, "a pass puts its parts here first"
@@ -93,19 +94,24 @@ class Slot:
 class IndexedLoader:
     """The copy of one loader, with a slot for the parts of each pass."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], *, reseeds: bool = False) -> None:
         self._slot = Slot()
         place = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._copy = copied(loader, **{place: self._slot})
+        changes = {"dataset": Reseeding(loader.dataset)} if reseeds else {}
+        self._copy = copied(loader, **{place: self._slot}, **changes)
+
+    def begin(self, parts: Iterable[Any], worker_seed: int) -> Iterator[Any]:
+        """Return an iterator over the batches that these parts make."""
+        self._slot.parts = parts
+        self._copy.generator.manual_seed(worker_seed)
+        return iter(self._copy)
 
     def run(
         self, parts: Parts, announcer: Announcer, lookahead: int, worker_seed: int
     ) -> Iterator[Any]:
         """Yield this worker's batches, each with its weight announced."""
         parts.prepare(1 + lookahead)
-        self._slot.parts = parts
-        self._copy.generator.manual_seed(worker_seed)
-        for step, batch in enumerate(self._copy):
+        for step, batch in enumerate(self.begin(parts, worker_seed)):
             announcer.set(parts.weights.popleft())
             yield batch
             parts.prepare(step + 2 + lookahead)

@@ -24,6 +24,7 @@ class Memory:
     next_epoch: int = 0
     seed: int | None = None  # the default seed, once the ranks have agreed on it
     said: set[str] = field(default_factory=set)
+    line: str | None = None  # of the ledger, in an elastic job
     _copies: dict[Any, Any] = field(default_factory=dict)
 
     def copy_for(self, key: Any, make: Callable[[], Made]) -> Made:
@@ -44,6 +45,14 @@ def say_once(said: set[str], group: Group, text: str) -> None:
 
 
 _memories: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
+
+
+def is_remembered(loader: Any) -> bool:
+    """Say whether a loader will be known again when it comes a second time."""
+    try:
+        return loader in _memories
+    except TypeError:
+        return False
 
 
 def memory_of(loader: Any) -> Memory:

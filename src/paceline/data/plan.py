@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from paceline.collectives.group import Group
+from paceline.data.course import Rules
 from paceline.data.order import LocalOrder, Order, ToldOrder, mixed
 from paceline.data.split import Cut, deal, deal_or_spread, num_steps, spread, spread_one
 from paceline.errors import UsageError
@@ -27,6 +29,7 @@ class Plan:
 
     units: int | None  # of one pass; None if not known beforehand
     per_step: int  # units that make a global batch
+    per_worker: int | None  # units that each worker adds to it; None: it is the same for any number
     cut: Cut
     drop_short: bool  # leave out a last global batch that is not full
     told: Iterable[Any] | None  # the sampler whose order rank 0 tells; None: worked out by all
@@ -38,6 +41,17 @@ class Plan:
             return ToldOrder(group, self.told)
         assert self.units is not None, "without a sampler of the user the length is known"
         return LocalOrder(self.units, mixed(seed, epoch) if self.is_shuffled else None)
+
+    def rules(self, resize: str) -> Rules:
+        """Return how to go on with other workers than the job was started with."""
+        per_step, per_worker = self.per_step, self.per_worker
+        follows = per_worker is not None and (resize == "worker" or self.cut is deal)
+        return Rules(
+            per_step=lambda workers: (per_worker or 0) * workers if follows else per_step,
+            cut=self.cut,
+            drop_short=self.drop_short,
+            again=_indices if self.cut is spread else lambda part: [part],
+        )
 
     def num_steps(self, world_size: int, rank: int, *, pad: bool) -> int | None:
         """Return how many batches this rank gets; None if not known beforehand."""
@@ -84,8 +98,8 @@ def _of_samples(loader: DataLoader[Any], world_size: int, batch: str) -> Plan:
             f"a global batch of {size} cannot be cut among {world_size} workers; raise batch_size"
             f" to at least {world_size}, or use batch='worker'"
         )
-    per_step = size if batch == "global" else size * world_size
-    return _from_sampler(loader, per_step, spread)
+    per_worker = None if batch == "global" else size
+    return _from_sampler(loader, size * world_size if per_worker else size, per_worker, spread)
 
 
 def _of_items(loader: DataLoader[Any], world_size: int, batch: str) -> Plan:
@@ -94,21 +108,26 @@ def _of_items(loader: DataLoader[Any], world_size: int, batch: str) -> Plan:
             "batch='global' cuts batches, but a loader with batch_size=None makes none; use"
             " batch='worker'"
         )
-    return _from_sampler(loader, world_size, deal)
+    return _from_sampler(loader, world_size, 1, deal)
 
 
-def _from_sampler(loader: DataLoader[Any], per_step: int, cut: Cut) -> Plan:
+def _from_sampler(loader: DataLoader[Any], per_step: int, per_worker: int | None, cut: Cut) -> Plan:
     sampler: Any = loader.sampler
     is_shuffled = type(sampler) is RandomSampler and _covers_all(sampler)
     is_plain = is_shuffled or type(sampler) is SequentialSampler
     return Plan(
         units=length_of(sampler),
         per_step=per_step,
+        per_worker=per_worker,
         cut=cut,
         drop_short=loader.drop_last,
         told=None if is_plain else sampler,
         is_shuffled=is_shuffled,
     )
+
+
+def _indices(part: Any) -> list[Any]:
+    return part.tolist() if isinstance(part, np.ndarray) else list(part)
 
 
 def _covers_all(sampler: RandomSampler) -> bool:
@@ -120,6 +139,7 @@ def _of_batches(loader: DataLoader[Any], world_size: int, batch: str) -> Plan:
     return Plan(
         units=length_of(sampler),
         per_step=1 if batch == "global" else world_size,
+        per_worker=None if batch == "global" else 1,
         cut=spread_one if batch == "global" else deal_or_spread,
         drop_short=False,
         told=sampler,

@@ -135,7 +135,10 @@ class StreamCourse:
             for stage in (*self.stages, *(given[1] for given in self._given))
         }
         self.stages = [names[id(stage)] for stage in self.stages]
-        self._given = [(batch, names[id(s)], *rest) for batch, s, *rest in self._given]
+        self._given = [
+            (batch, names[id(stage)], source, number)
+            for batch, stage, source, number in self._given
+        ]
 
     def pack(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -150,7 +153,9 @@ class StreamCourse:
     def load(self, told: Mapping[str, Any]) -> None:
         """Take over what another worker packed."""
         self.stages = list(map(_stage, told["stages"]))
-        self._given = [(batch, _stage(stage), *rest) for batch, stage, *rest in told["given"]]
+        self._given = [
+            (batch, _stage(stage), source, number) for batch, stage, source, number in told["given"]
+        ]
         self.batches = dict(told["batches"])
         self.taken, self.committed = told["taken"], told["committed"]
 

@@ -16,11 +16,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.data.consensus import agree, group_of
+from paceline.data.elastic_pass import ElasticPass, agree_in_line
 from paceline.data.indexed import lookahead_of
-from paceline.data.memory import memory_of, say_once
+from paceline.data.ledger import ledger_of
+from paceline.data.memory import is_remembered, memory_of, say_once
+from paceline.data.passage import Line
 from paceline.data.sources import Pass, Source, source_of
 from paceline.errors import UsageError
-from paceline.job import current
+from paceline.job import Job, current
 
 
 def shard(
@@ -31,6 +34,7 @@ def shard(
     batch: str = "worker",
     pad: bool = True,
     presharded: bool = False,
+    resize: str = "global",
 ) -> Sharded:
     """Return an iterable over this worker's part of a DataLoader (or of any iterable of batches).
     Collective: every rank calls it, with the same loader and arguments.
@@ -40,13 +44,14 @@ def shard(
     or the "global" one, to be cut among them. `pad`: a worker without a sample for the last step
     repeats one with weight 0, so that all make the same number of steps; False, for evaluation,
     gives it no batch. `presharded`: each worker's loader has its own data; nothing is split, but
-    steps and weights are agreed on.
+    steps and weights are agreed on. `resize`, for elastic jobs: when workers come or go, the
+    "global" batch stays and each takes another part of it; or each "worker" keeps its batch size.
 
     >>> [batch.tolist() for batch in pl.shard(DataLoader(range(5), batch_size=2))]
     [[0, 1], [2, 3], [4]]
     """
     current()
-    return Sharded(loader, _Options(epoch, seed, batch, pad, presharded))
+    return Sharded(loader, _Options(epoch, seed, batch, pad, presharded, resize))
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class _Options:
     batch: str
     pad: bool
     presharded: bool
+    resize: str
 
     def check(self) -> None:
         """Refuse values that mean nothing."""
@@ -65,6 +71,8 @@ class _Options:
             _as_int("seed", self.seed)
         if self.batch not in ("worker", "global"):
             raise UsageError(f"batch must be 'worker' or 'global' (got {self.batch!r})")
+        if self.resize not in ("worker", "global"):
+            raise UsageError(f"resize must be 'worker' or 'global' (got {self.resize!r})")
 
     def facts(self) -> dict[str, Any]:
         """The options as all ranks must have them."""
@@ -74,6 +82,7 @@ class _Options:
             "batch": self.batch,
             "pad": bool(self.pad),
             "presharded": bool(self.presharded),
+            "resize": self.resize,
         }
 
 
@@ -91,17 +100,26 @@ class Sharded:
     """This worker's part of a loader; every iteration is one pass over it."""
 
     def __init__(self, loader: Any, options: _Options) -> None:
+        job = current()
         self._loader, self._options = loader, options
         self._memory = memory_of(loader)
-        self._group = group_of(current())
+        self._group = group_of(job)
+        self._line: Line | None = None
+        if job.elastic.is_on:
+            self._line = ledger_of(job).line_of(self._memory, is_remembered=is_remembered(loader))
         self._examine(epoch=None)
 
     def __iter__(self) -> Iterator[Any]:
-        memory, options = self._memory, self._options
-        epoch = memory.next_epoch if options.epoch is None else operator.index(options.epoch)
+        job, memory, options = current(), self._memory, self._options
+        job.elastic.enter()  # a newcomer takes nothing before it is in
+        epoch = memory.next_epoch if self._line is None else self._line.next_epoch
+        epoch = epoch if options.epoch is None else operator.index(options.epoch)
+        if self._line is not None and self._line.is_pass_over and job.elastic.is_lockstep:
+            self._line.skip_pass(epoch)
+            return
         self._examine(epoch)
         memory.next_epoch = epoch + 1
-        announcer = current().contribution.announcer()
+        announcer = job.contribution.announcer()
         this = Pass(
             group=self._group,
             announcer=announcer,
@@ -111,6 +129,7 @@ class Sharded:
             pad=options.pad,
             memory=memory,
             say=partial(say_once, memory.said, self._group),
+            elastic=self._elastic_pass(job, epoch),
         )
         try:
             yield from self._source.batches(this)
@@ -122,6 +141,14 @@ class Sharded:
         if self._length is None:
             raise TypeError(f"the number of batches of {type(self._loader).__name__} is not known")
         return self._length
+
+    def _elastic_pass(self, job: Job, epoch: int) -> ElasticPass | None:
+        if self._line is None:
+            return None
+        options = self._options
+        return ElasticPass(
+            job, ledger_of(job), self._line, options.resize, self._seed, epoch, options.pad
+        )
 
     def _examine(self, epoch: int | None) -> None:
         """Look at the loader, and agree with the other ranks about what is there. Collective."""
@@ -145,16 +172,20 @@ class Sharded:
             self._source = source
         except UsageError as error:
             problem = str(error)
-        told = agree(self._group, problem, facts, aside)
+        if self._line is None:
+            told = agree(current(), problem, facts, aside)
+        else:
+            told = agree_in_line(current(), self._line, problem, facts, aside)
         self._accept(told)
 
     def _find_source(self) -> Source:
         if isinstance(self._loader, Sharded):
             raise UsageError("this loader went through pl.shard already; pass the plain one")
-        options = self._options
+        job, options = current(), self._options
         return source_of(
             self._loader,
             self._group,
+            job.env.world_size if job.elastic.is_on else self._group.size,
             options.batch,
             pad=options.pad,
             presharded=options.presharded,
@@ -162,14 +193,15 @@ class Sharded:
 
     def _accept(self, told: list[dict[str, Any]]) -> None:
         """Take over what the ranks told: rank 0's seed, the longest lookahead and length."""
-        if self._memory.seed is None:
-            self._memory.seed = int(told[0]["seed"])
+        natural = int(told[0]["seed"]) if self._memory.seed is None else self._memory.seed
+        if not current().elastic.is_candidate:  # who has not heard the others' yet
+            self._memory.seed = natural
         seed = self._options.seed
-        self._seed = self._memory.seed if seed is None else operator.index(seed)
+        self._seed = natural if seed is None else operator.index(seed)
         self._lookahead: int = max(theirs["lookahead"] for theirs in told)
-        lengths = [theirs["length"] for theirs in told]
-        self._length: int | None = lengths[self._group.rank]
+        self._length: int | None = getattr(self._source, "length", None)
         if self._options.pad and self._options.presharded:
+            lengths = [theirs["length"] for theirs in told]
             self._length = None if None in lengths else max(lengths)
 
 

@@ -16,10 +16,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.collectives.group import Group
 from paceline.contribution import Announcer
+from paceline.data.elastic_pass import ElasticPass
 from paceline.data.indexed import IndexedLoader, Parts, settings_of
 from paceline.data.memory import Memory
 from paceline.data.order import mixed
 from paceline.data.plan import length_of, plan, samplers_of
+from paceline.data.recut import Recut
+from paceline.data.reread import ItemReader, Reread, StreamReader, presharded
 from paceline.data.split import num_steps
 from paceline.data.stream import StridedLoader, counted, in_step, strided_items
 from paceline.errors import UsageError
@@ -39,6 +42,7 @@ class Pass:
     pad: bool
     memory: Memory
     say: Callable[[str], None]  # once for each loader
+    elastic: ElasticPass | None = None  # in an elastic job
 
 
 class Source(Protocol):
@@ -56,8 +60,11 @@ class Source(Protocol):
         """Yield the batches of one pass, each with its weight announced."""
 
 
-def source_of(loader: Any, group: Group, batch: str, *, pad: bool, presharded: bool) -> Source:
-    """Find out what kind of thing this is; UsageError if it cannot be shared out."""
+def source_of(
+    loader: Any, group: Group, nominal: int, batch: str, *, pad: bool, presharded: bool
+) -> Source:
+    """Find out what kind of thing this is; UsageError if it cannot be shared out. `nominal`: the
+    number of workers that decides on the size of a global batch."""
     if isinstance(loader, Dataset):
         raise UsageError(
             f"a {type(loader).__name__} is a dataset; pass a DataLoader over it, as for training"
@@ -75,16 +82,18 @@ def source_of(loader: Any, group: Group, batch: str, *, pad: bool, presharded: b
             )
         return Items(loader, group, pad=pad)
     if isinstance(loader.dataset, IterableDataset):
-        return Stream(loader, group, batch)
-    return Indexed(loader, group, batch, pad=pad)
+        return Stream(loader, nominal, batch)
+    return Indexed(loader, group, nominal, batch, pad=pad)
 
 
 class Indexed:
     """A DataLoader whose samples have indices."""
 
-    def __init__(self, loader: DataLoader[Any], group: Group, batch: str, *, pad: bool) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], group: Group, nominal: int, batch: str, *, pad: bool
+    ) -> None:
         self._loader = loader
-        self._plan = plan(loader, group.size, batch, pad=pad)
+        self._plan = plan(loader, nominal, batch, pad=pad)
         self.length = self._plan.num_steps(group.size, group.rank, pad=pad)
 
     @property
@@ -105,6 +114,9 @@ class Indexed:
         group = this.group
         _set_epoch(samplers_of(self._loader), this.epoch)
         _mention_order(self._loader, this)
+        if this.elastic is not None:
+            yield from self._elastic_batches(this, this.elastic)
+            return
         key = ("indexed", *settings_of(self._loader))
         copy = this.memory.copy_for(key, lambda: IndexedLoader(self._loader))
         order = self._plan.order(group, this.seed, this.epoch)
@@ -113,24 +125,36 @@ class Indexed:
         worker_seed = mixed(this.seed, this.epoch, 1 + group.rank)
         yield from copy.run(parts, this.announcer, this.lookahead, worker_seed)
         if parts.steps == 0:
-            raise UsageError(
-                "pl.shard: the loader is empty: its sampler gave no index, or with drop_last=True"
-                f" fewer than a global batch of {self._plan.per_step}"
-            )
+            self._refuse_emptiness()
+
+    def _elastic_batches(self, this: Pass, elastic: ElasticPass) -> Iterator[Any]:
+        reseeds = elastic.seeds is not None
+        key = ("indexed", reseeds, *settings_of(self._loader))
+        copy = this.memory.copy_for(key, lambda: IndexedLoader(self._loader, reseeds=reseeds))
+        made = Recut(elastic, copy, self._plan, this.announcer, this.lookahead, this.say)
+        yield from made.batches()
+        if made.num_batches == 0:
+            self._refuse_emptiness()
+
+    def _refuse_emptiness(self) -> None:
+        raise UsageError(
+            "pl.shard: the loader is empty: its sampler gave no index, or with drop_last=True"
+            f" fewer than a global batch of {self._plan.per_step}"
+        )
 
 
 class Stream:
     """A DataLoader over an iterable dataset, which all workers read."""
 
-    def __init__(self, loader: DataLoader[Any], group: Group, batch: str) -> None:
+    def __init__(self, loader: DataLoader[Any], nominal: int, batch: str) -> None:
         self._loader, self._batch = loader, batch
         size = loader.batch_size
-        if batch == "global" and (size is None or size < group.size):
+        if batch == "global" and (size is None or size < nominal):
             raise UsageError(
                 f"batch='global' needs a batch_size of at least the number of workers,"
-                f" {group.size}; the loader has batch_size={size}"
+                f" {nominal}; the loader has batch_size={size}"
             )
-        self._per_step = group.size * (size or 1) if batch == "worker" else size or 1
+        self._per_step = nominal * (size or 1) if batch == "worker" else size or 1
         samples = length_of(loader.dataset)
         self.length = samples
         if samples is not None:
@@ -157,20 +181,34 @@ class Stream:
             )
         _set_epoch([self._loader.dataset], this.epoch)
         _mention_order(self._loader, this)
-        key = ("stream", self._batch, *settings_of(self._loader))
-        copy = this.memory.copy_for(
-            key, lambda: StridedLoader(self._loader, group.size, group.rank, self._batch)
-        )
         # Equal on all ranks: a dataset that shuffles in its workers must do so alike everywhere.
-        batches = copy.run(mixed(this.seed, this.epoch))
+        seed, drop = mixed(this.seed, this.epoch), self._loader.drop_last
         too_few = (
             f"one global batch is {self._per_step} samples; use fewer workers or a smaller"
             " batch_size, or drop_last=False and pad=False where some may get no batch"
         )
-        drop = self._loader.drop_last
-        yield from in_step(
-            batches, group, this.announcer, pad=this.pad, stops_short=drop, too_few=too_few
+        if this.elastic is not None:
+            per_step = self._rule(this.elastic.resize)
+            reader = StreamReader(self._loader, per_step, seed)
+            made = Reread(
+                this.elastic, reader, per_step, this.announcer, stops_short=drop, too_few=too_few
+            )
+            yield from made.batches()
+            return
+        key = ("stream", self._batch, *settings_of(self._loader))
+        copy = this.memory.copy_for(
+            key, lambda: StridedLoader(self._loader, group.size, group.rank, self._batch)
         )
+        yield from in_step(
+            copy.run(seed), group, this.announcer, pad=this.pad, stops_short=drop, too_few=too_few
+        )
+
+    def _rule(self, resize: str) -> Callable[[int], int]:
+        """Return how many samples make a step of so many workers."""
+        size, per_step = self._loader.batch_size, self._per_step
+        if size is None or (self._batch == "worker" and resize == "worker"):
+            return lambda workers: workers * (size or 1)
+        return lambda _: per_step
 
 
 class Items:
@@ -198,14 +236,22 @@ class Items:
                 f" {type(self._items).__name__} and keeps one in {size}; pass one that makes only"
                 " its worker's batches (by pl.rank()) and presharded=True to avoid that"
             )
+        too_few = f"there must be a batch for each of the {size} workers, or pass pad=False"
+        too_few += _hint(self._items)
+        if this.elastic is not None:
+            reader, one_each = ItemReader(self._items), lambda workers: workers
+            made = Reread(
+                this.elastic, reader, one_each, this.announcer, stops_short=False, too_few=too_few
+            )
+            yield from made.batches()
+            return
         yield from in_step(
             strided_items(self._items, this.group),
             this.group,
             this.announcer,
             pad=this.pad,
             stops_short=False,
-            too_few=f"there must be a batch for each of the {size} workers, or pass pad=False"
-            + _hint(self._items),
+            too_few=too_few,
         )
 
 
@@ -225,13 +271,13 @@ class Presharded:
         """Yield the batches as they come, in step with the other workers."""
         if isinstance(self._batches, DataLoader):
             _set_epoch([*samplers_of(self._batches), self._batches.dataset], this.epoch)
+        batches = counted(self._batches)
+        too_few = "give each worker at least one, or pass pad=False" + _hint(self._batches)
+        if this.elastic is not None:
+            yield from presharded(this.elastic, batches, this.announcer, too_few)
+            return
         yield from in_step(
-            counted(self._batches),
-            this.group,
-            this.announcer,
-            pad=this.pad,
-            stops_short=False,
-            too_few="give each worker at least one, or pass pad=False" + _hint(self._batches),
+            batches, this.group, this.announcer, pad=this.pad, stops_short=False, too_few=too_few
         )
 
 

@@ -14,11 +14,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from paceline.collectives.group import Group
 from paceline.contribution import Announcer
 from paceline.data.indexed import copied
+from paceline.data.reading import Reading
 from paceline.data.split import stride, strided_share, weight
 from paceline.errors import UsageError
 
@@ -30,13 +31,25 @@ class Strided(IterableDataset[Any]):
     """A stream of which only this worker's samples are left. Everything else is the dataset's own:
     a worker_init_fn that sets attributes of `get_worker_info().dataset` reaches the dataset."""
 
-    def __init__(self, dataset: Any, world_size: int, rank: int, per_step: int) -> None:
-        object.__setattr__(self, "_strided", (dataset, world_size, rank, per_step))
+    def __init__(
+        self,
+        dataset: Any,
+        world_size: int,
+        rank: int,
+        per_step: int,
+        readings: Mapping[int, Reading] | None = None,  # by process of the loader: what is left
+    ) -> None:
+        object.__setattr__(self, "_strided", (dataset, world_size, rank, per_step, readings))
 
     def __iter__(self) -> Iterator[Any]:
-        dataset, *numbers = self._strided
+        dataset, *numbers, readings = self._strided
         is_mine = stride(*numbers)
-        return (sample for position, sample in enumerate(dataset) if is_mine(position))
+        if not readings:
+            return (sample for position, sample in enumerate(dataset) if is_mine(position))
+        info = get_worker_info()
+        number_of = readings.get(0 if info is None else info.id, Reading()).numbering()
+        numbered = ((number_of(position), sample) for position, sample in enumerate(dataset))
+        return (sample for number, sample in numbered if number is not None and is_mine(number))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_strided")[0], name)

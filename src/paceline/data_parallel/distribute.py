@@ -92,7 +92,7 @@ def distribute(
     if problem is None and asked.name in NEEDS_SERVERS and job.servers:
         problem = find_problem_with_servers(model, optimizer, chosen.push)
     try:
-        refuse_problems(group, "distribute", tell_all(group, problem))
+        refuse_problems(group.ranks, "distribute", tell_all(group, problem))
         require_same_model(group, model, optimizer, [f"pace {asked}", f"options {chosen}"])
     except PacelineError:
         # Together with the others: a group that is dropped at any other time waits for theirs.

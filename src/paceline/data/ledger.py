@@ -1,0 +1,215 @@
+"""The ledger of an elastic job's data: what every worker must know to go on after a change.
+
+One for each job, made when the script first uses pl.shard, pl.steps or pl.epochs; it takes part in
+changes of the membership as "data". It has a line for every loader, by the order in which the
+script gave them to pl.shard (one line for all things together that cannot be told from one another
+later, such as lists), and the loops of pl.steps and pl.epochs that are under way.
+
+A newcomer's script begins at the top. Where it comes to a loop or a pass that the others have open,
+it goes on from there, and from then on counts as they do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.data.memory import Memory
+from paceline.data.passage import Line, Passage, Turn
+from paceline.elastic.protocol import Change, Parcel
+from paceline.job import Job
+
+OTHERS = "others"  # the line of whatever cannot be remembered
+
+
+class Loop:
+    """One loop of pl.steps or pl.epochs."""
+
+    def __init__(self, number: int, *, counts_steps: bool) -> None:
+        self.number = number
+        self._counts_steps = counts_steps
+        self._has_committed = False
+        self.index = 0  # item under way
+        self.place: dict[str, Any] = {}  # where the script was when that began
+
+    def begin(self, index: int, place: dict[str, Any]) -> None:
+        """Note that an item begins."""
+        self.index, self.place, self._has_committed = index, place, False
+
+    def commit(self) -> None:
+        """Note that a step has counted."""
+        self._has_committed = True
+
+    def pack(self) -> list[Any]:
+        """Return where a newcomer begins: an item and its place; None stands for here and now."""
+        is_done = self._counts_steps and self._has_committed
+        return [self.number, self.index + is_done, None if is_done else self.place]
+
+
+class Ledger:
+    """The data of one job. Main thread only."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = weakref.ref(job)
+        self._is_new = job.env.is_newcomer  # and has not heard from the others yet
+        self._lines: dict[str, Line] = {}
+        self._told_lines: dict[str, Any] = {}  # of loaders that this script has not given yet
+        self._loops: dict[int, Loop] = {}
+        self._told_loops: dict[int, tuple[int, Any]] = {}
+        self._num_loaders = self._num_loops = 0  # of this script
+        self._others = [0, 0]  # loaders and loops of those who have told
+        self._workers = _workers(job)
+        job.contribution.watch_commits(self.on_commit)
+        job.elastic.register("data", self)
+        if job.env.is_newcomer and not self._is_new:  # the change that admitted it is over
+            self._turn(job, uncounted=job.env.on_loss == "shrink")
+
+    # -- lines --------------------------------------------------------------------------------
+
+    def line_of(self, memory: Memory, *, is_remembered: bool) -> Line:
+        """Return the line of something that is given to pl.shard."""
+        if not is_remembered:
+            return self._line(OTHERS)
+        if memory.line is None:
+            memory.line = f"loader {self._num_loaders}"
+            self._num_loaders += 1
+        return self._line(memory.line)
+
+    def _line(self, key: str) -> Line:
+        if key not in self._lines:
+            line = self._lines[key] = Line()
+            if key in self._told_lines:
+                told, turns = self._told_lines.pop(key)
+                line.load(told, is_replay=True)
+                for turn in turns:
+                    line.turn(turn)
+        return self._lines[key]
+
+    def begin(self, line: Line, passage: Passage) -> None:
+        """Begin a pass, or come into one that the others have begun."""
+        is_newcomers = passage.index < line.replayed
+        line.begin(passage)
+        if is_newcomers:
+            self._catch_up()
+
+    def on_commit(self) -> None:
+        """A step has counted."""
+        for line in self._lines.values():
+            line.commit()
+        for loop in self._loops.values():
+            loop.commit()
+
+    # -- loops --------------------------------------------------------------------------------
+
+    def open_loop(self, count: int, *, counts_steps: bool) -> tuple[Loop, int]:
+        """Begin a loop; return it and the item that comes first: `count` when all are over."""
+        number = self._num_loops
+        self._num_loops += 1
+        loop = self._loops[number] = Loop(number, counts_steps=counts_steps)
+        if number >= self._others[1]:
+            return loop, 0
+        if number not in self._told_loops:
+            return loop, count
+        first, place = self._told_loops.pop(number)
+        self._go_to(place)
+        return loop, first
+
+    def begin_item(self, loop: Loop, index: int) -> None:
+        """Note that an item of a loop begins."""
+        place = {key: line.place for key, line in self._lines.items()}
+        loop.begin(index, {"lines": place, "loops": self._num_loops, "loaders": self._num_loaders})
+
+    def close_loop(self, loop: Loop) -> None:
+        """End a loop."""
+        del self._loops[loop.number]
+
+    def _go_to(self, place: dict[str, Any] | None) -> None:
+        """As a newcomer: continue where the others were then."""
+        if place is None:
+            self._catch_up()
+            return
+        self._num_loops, self._num_loaders = place["loops"], place["loaders"]
+        for key, where in place["lines"].items():
+            self._line(key).go_to(where)
+
+    def _catch_up(self) -> None:
+        """As a newcomer: continue where the others are now."""
+        self._num_loaders = max(self._num_loaders, self._others[0])
+        self._num_loops = max(self._num_loops, self._others[1])
+        for key in [*self._lines, *self._told_lines]:
+            self._line(key).catch_up()
+
+    # -- changes of the membership ------------------------------------------------------------
+
+    def tell(self) -> None:
+        """Nothing: whoever is behind gets the parcel of one who is not."""
+
+    def pack(self) -> Parcel:
+        """Return everything that a newcomer, or one who is behind, must know."""
+        plain = {
+            "lines": {key: line.pack() for key, line in self._lines.items()},
+            "loops": [loop.pack() for loop in self._loops.values()],
+            "made": [self._num_loaders, self._num_loops],
+            "workers": list(self._workers.items()),
+        }
+        return plain, []
+
+    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
+        """Take over what a peer packed."""
+        is_replay, self._is_new = self._is_new, False
+        self._workers = dict(plain["workers"])
+        for key, told in plain["lines"].items():
+            if key in self._lines:
+                self._lines[key].load(told, is_replay=is_replay)
+            else:
+                self._told_lines[key] = (told, [])
+        if is_replay:
+            self._others = plain["made"]
+            self._told_loops = {number: (item, place) for number, item, place in plain["loops"]}
+
+    def resume(self, change: Change) -> None:
+        """Go on with other members."""
+        job = self._job()
+        assert job is not None, "a job that changes is there"
+        if not job.elastic.is_lockstep:
+            return  # each goes on with its own part
+        self._turn(job, uncounted=change.uncounted)
+
+    def _turn(self, job: Job, *, uncounted: bool) -> None:
+        before, now = self._workers, _workers(job)
+        replaced = {}
+        if not uncounted:
+            replaced = {r: now[n] for n, r in before.items() if n in now and now[n] != r}
+        self._workers = now
+        turn = Turn(job.fabric.membership.workers, uncounted, replaced)
+        for line in self._lines.values():
+            line.turn(turn)
+        for _, turns in self._told_lines.values():
+            turns.append(turn)
+
+
+def _workers(job: Job) -> dict[int, int]:
+    """Return the ranks of the workers by their numbers."""
+    membership = job.fabric.membership
+    return {membership.member(rank).number: rank for rank in membership.workers}
+
+
+@dataclass(frozen=True)
+class _Owned:
+    job: weakref.ref[Job]
+    ledger: Ledger
+
+
+_owned: _Owned | None = None
+
+
+def ledger_of(job: Job) -> Ledger:
+    """Return the ledger of an elastic job."""
+    global _owned
+    if _owned is None or _owned.job() is not job:
+        _owned = _Owned(weakref.ref(job), Ledger(job))
+    return _owned.ledger

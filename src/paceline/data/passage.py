@@ -1,0 +1,264 @@
+"""Passages and lines: how far the passes over each loader are, here and on the other workers.
+
+A PASSAGE is one pass over a loader while it is under way. A LINE is all that is known about one
+loader (the k-th that the script gave to pl.shard): how often it was given, how many passes have
+begun, and the passages that are open.
+
+Two workers may be one point apart, and a newcomer's script begins at the top. So a line counts
+twice: what the foremost has done (`calls`, `passes`), and what this worker's own script has done
+(`my_calls`, `my_passes`). A newcomer's calls and passes that the others have behind them mean no
+exchange and give no batches; one that is open with them is continued where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from paceline.data.course import Ranks
+from paceline.data.portable import portable, restored
+from paceline.data.told import KeptOrder
+
+
+class AnyCourse(Protocol):
+    """A Course, a StreamCourse, or a Count."""
+
+    taken: int
+    committed: int
+
+    def stage_of(self, batch: int) -> int:
+        """Return the first batch of the stage to which a batch belongs."""
+
+    def commit(self, batches: int) -> None:
+        """Note that so many batches have counted."""
+
+    def change(
+        self, after: Ranks, *, uncounted: bool, replaced: Mapping[int, int] | None = None
+    ) -> None:
+        """Go on with other workers."""
+
+    def pack(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+
+    def load(self, told: Mapping[str, Any]) -> None:
+        """Take over what another worker packed."""
+
+
+class Count:
+    """The course of data that cannot be cut anew: how many batches there were."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.committed = 0
+
+    def stage_of(self, batch: int) -> int:  # noqa: ARG002
+        """Return 0: there is only one stage."""
+        return 0
+
+    def take(self, batch: int) -> None:
+        """Note that a batch has been given out."""
+        self.taken = max(self.taken, batch + 1)
+
+    def commit(self, batches: int) -> None:
+        """Note that so many batches have counted."""
+        self.committed = max(self.committed, batches)
+
+    def change(
+        self, after: Ranks, *, uncounted: bool, replaced: Mapping[int, int] | None = None
+    ) -> None:
+        """Nothing to do: each worker keeps its own."""
+
+    def pack(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return {"taken": self.taken, "committed": self.committed}
+
+    def load(self, told: Mapping[str, Any]) -> None:
+        """Take over what another worker packed."""
+        self.taken, self.committed = told["taken"], told["committed"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A change of the workers, as courses hear of it."""
+
+    after: Ranks
+    uncounted: bool
+    replaced: Mapping[int, int]
+
+    def apply(self, course: AnyCourse, *, counts: bool) -> None:
+        """Change a course. What does not `count` in steps (an evaluation) is lost with the worker
+        that computed it, so all of that is queued again."""
+        if counts:
+            course.change(self.after, uncounted=self.uncounted, replaced=self.replaced)
+        else:
+            course.change(self.after, uncounted=True)
+
+
+@dataclass
+class Passage:
+    """One pass over a loader."""
+
+    index: int  # among the passes over this loader
+    epoch: int
+    counts: bool  # its batches count when a step commits; else (pad=False) at its end
+    course: AnyCourse
+    order: KeptOrder | None = None
+    cursor: int = 0  # the next batch of this worker
+    is_left: bool = False  # by those who are further: nothing of it changes any more
+
+    def pack(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return {
+            "epoch": self.epoch,
+            "course": self.course.pack(),
+            "order": None if self.order is None else self.order.pack(),
+        }
+
+    def take_over(self, told: Mapping[str, Any]) -> None:
+        """Continue what another worker packed."""
+        if self.order is not None:
+            self.order.load(told["order"])
+        self.course.load(told["course"])
+
+
+@dataclass
+class ToldPassage:
+    """A pass that is open on other workers, and here not yet; and what has changed since."""
+
+    told: dict[str, Any]
+    is_replay: bool  # this worker is new: it begins where the others are
+    turns: list[Turn] = field(default_factory=list)
+
+    def enter(self, passage: Passage) -> None:
+        """Put a passage to where the others are."""
+        passage.take_over(self.told)
+        course = passage.course
+        for turn in self.turns:
+            turn.apply(course, counts=passage.counts)
+        if self.is_replay:
+            # Who takes the place of a lost worker computes its batches of this step again.
+            passage.cursor = course.committed if passage.counts else course.taken
+
+
+@dataclass
+class Line:
+    """What is known about one loader."""
+
+    calls: int = 0
+    passes: int = 0
+    my_calls: int = 0
+    my_passes: int = 0
+    next_epoch: int = 0  # mine
+    answers: list[dict[str, Any]] = field(default_factory=list)  # what the workers told about it
+    open: dict[int, Passage] = field(default_factory=dict)
+    told: dict[int, ToldPassage] = field(default_factory=dict)
+    replayed: int = 0  # passes that had begun when this worker came
+    told_epoch: int = 0  # the next one of those who have told
+    carried: dict[int, list[Any]] = field(default_factory=dict)  # see Course.carried
+
+    @property
+    def is_call_known(self) -> bool:
+        """Whether the others have made this worker's next call already."""
+        return self.my_calls < self.calls
+
+    def note_call(self) -> None:
+        """Count a call of pl.shard with this loader."""
+        self.my_calls += 1
+        self.calls = max(self.calls, self.my_calls)
+
+    @property
+    def is_pass_known(self) -> bool:
+        """Whether the others had begun this worker's next pass before it came."""
+        return self.my_passes < self.replayed
+
+    @property
+    def is_pass_over(self) -> bool:
+        """Whether they had also ended it."""
+        return self.is_pass_known and self.my_passes not in self.told
+
+    def skip_pass(self, epoch: int) -> None:
+        """Leave out a pass that is over."""
+        self.my_passes += 1
+        self.next_epoch = epoch + 1
+
+    def begin(self, passage: Passage) -> None:
+        """Begin a pass, or come into one that the others have begun."""
+        self.my_passes = passage.index + 1
+        self.passes = max(self.passes, self.my_passes)
+        self.next_epoch = passage.epoch + 1
+        told = self.told.pop(passage.index, None)
+        if told is not None:
+            told.enter(passage)
+        elif hasattr(passage.course, "carried"):
+            passage.course.carried, self.carried = self.carried, {}
+        self.open[passage.index] = passage
+
+    def end(self, passage: Passage) -> None:
+        """End a pass."""
+        del self.open[passage.index]
+        course = passage.course
+        if passage.counts and hasattr(course, "uncommitted"):
+            self.carried = course.uncommitted()
+
+    def commit(self) -> None:
+        """Note that a step has counted."""
+        self.carried = {}
+        for passage in self.open.values():
+            if passage.counts:
+                passage.course.commit(passage.cursor)
+
+    def turn(self, turn: Turn) -> None:
+        """Go on with other workers."""
+        for passage in self.open.values():
+            if not passage.is_left:
+                turn.apply(passage.course, counts=passage.counts)
+        for told in self.told.values():
+            told.turns.append(turn)
+
+    @property
+    def place(self) -> list[int]:
+        """Where one who comes now would continue: calls, pass, epoch."""
+        if self.open:
+            first = min(self.open)
+            return [self.calls, first, self.open[first].epoch]
+        return [self.calls, self.passes, self.next_epoch]
+
+    def go_to(self, place: list[int]) -> None:
+        """As a newcomer: continue there."""
+        self.my_calls, self.my_passes, self.next_epoch = place
+
+    def catch_up(self) -> None:
+        """As a newcomer: continue where the others are now."""
+        self.my_calls = self.calls
+        if self.told:
+            self.my_passes = min(self.told)
+            self.next_epoch = self.told[self.my_passes].told["epoch"]
+        elif self.my_passes < self.passes:
+            self.my_passes, self.next_epoch = self.passes, self.told_epoch
+
+    def pack(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return {
+            "calls": self.calls,
+            "passes": self.passes,
+            "next_epoch": self.next_epoch,
+            "answers": self.answers,
+            "open": [[index, passage.pack()] for index, passage in self.open.items()],
+            "carried": [[r, list(map(portable, units))] for r, units in self.carried.items()],
+        }
+
+    def load(self, told: Mapping[str, Any], *, is_replay: bool) -> None:
+        """Take over what another worker packed; what this one has open, it keeps open."""
+        self.calls, self.passes = told["calls"], told["passes"]
+        self.answers = told["answers"]
+        self.carried = {rank: list(map(restored, units)) for rank, units in told["carried"]}
+        self.told_epoch = told["next_epoch"]
+        theirs = dict(told["open"])
+        for index, mine in self.open.items():
+            passage = theirs.pop(index, None)
+            mine.is_left = passage is None
+            if passage is not None:
+                mine.take_over(passage)
+        self.told = {i: ToldPassage(passage, is_replay) for i, passage in theirs.items()}
+        self.replayed = self.passes if is_replay else self.replayed

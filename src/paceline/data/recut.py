@@ -1,0 +1,156 @@
+"""A pass over a loader with indices in an elastic job.
+
+As in indexed.py a copy of the loader yields this worker's parts, but they are cut as the course of
+the pass says. When the workers change, batches that the copy has fetched ahead were cut for workers
+that are not there any more: they are thrown away, and the copy begins again at the first batch that
+this worker has not had. The batch that the script is computing is the script's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from paceline.contribution import Announcer
+from paceline.data.consensus import group_of
+from paceline.data.course import Course
+from paceline.data.elastic_pass import ElasticPass
+from paceline.data.indexed import IndexedLoader, plain
+from paceline.data.order import LocalOrder, mixed
+from paceline.data.passage import Passage
+from paceline.data.plan import Plan
+from paceline.data.repeatable import Seeds
+from paceline.data.split import spread_one
+from paceline.data.told import KeptOrder
+
+
+class CutParts:
+    """This worker's parts from some batch on, for the copy's sampler."""
+
+    def __init__(
+        self,
+        course: Course,
+        seat: int,
+        first: int,
+        *,
+        pad: bool,
+        seeds: Seeds | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._course, self._seat, self._first = course, seat, first
+        self._pad, self._seeds, self._say = pad, seeds, say
+        self.asked: deque[tuple[int, float]] = deque()  # batches on their way, and their weights
+        self.end = first  # the number of batches, once it has been reached
+
+    def __iter__(self) -> Iterator[Any]:
+        batch = self._first
+        while (part := self._course.part(batch, self._seat)) is not None:
+            units, weight = part
+            if weight > 0.0 or self._pad:
+                if weight == 0.0:
+                    self._say(
+                        "shard: a global batch has too few samples for the workers that are there;"
+                        " those that get none repeat one with weight 0"
+                    )
+                self.asked.append((batch, weight))
+                yield self._request(batch, plain(units))
+            batch += 1
+        self.end = batch
+
+    def _request(self, batch: int, units: Any) -> Any:
+        return units if self._seeds is None else (self._seeds.of_making(batch), units)
+
+
+class Recut:
+    """One pass."""
+
+    def __init__(
+        self,
+        elastic: ElasticPass,
+        loader: IndexedLoader,
+        plan: Plan,
+        announcer: Announcer,
+        lookahead: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._elastic, self._loader, self._plan = elastic, loader, plan
+        self._announcer, self._lookahead, self._say = announcer, lookahead, say
+        self._seeds = elastic.seeds
+        self._order = self._make_order()
+        self._course = Course(plan.rules(elastic.resize), self._order, elastic.members)
+
+    def batches(self) -> Iterator[Any]:
+        """Yield this worker's batches, each with its weight announced."""
+        elastic, course = self._elastic, self._course
+        kept = self._order if isinstance(self._order, KeptOrder) else None
+        passage = elastic.open(course, kept)
+        if elastic.is_free:
+            units = self._plan.units
+            count = None if units is None else self._plan.num_steps(elastic.nominal, 0, pad=True)
+            passage.cursor = elastic.place_of_number(passage, count)
+        try:
+            while True:
+                yield from self._batches_of_one_cut(passage)
+                if elastic.is_free or (elastic.pad and course.units(passage.cursor) is None):
+                    return
+                if course.units(passage.cursor) is None:
+                    elastic.meet()  # what somebody evaluated who is lost comes again
+                    if course.units(passage.cursor) is None:
+                        return
+        finally:
+            elastic.close(passage)
+
+    @property
+    def num_batches(self) -> int:
+        """How many global batches there were."""
+        return self._course.taken
+
+    def _make_order(self) -> LocalOrder | KeptOrder:
+        elastic, plan = self._elastic, self._plan
+        if plan.told is None:
+            assert plan.units is not None, "without a sampler of the user the length is known"
+            seed = mixed(elastic.seed, elastic.epoch) if plan.is_shuffled else None
+            return LocalOrder(plan.units, seed)
+        group = None if elastic.is_free else group_of(elastic.job)
+        return KeptOrder(group, plan.told, elastic.together)
+
+    def _batches_of_one_cut(self, passage: Passage) -> Iterator[Any]:
+        """Yield batches until the workers change, or the pass is over."""
+        elastic, course = self._elastic, self._course
+        self._prepare(passage)
+        version = course.version
+        first = passage.cursor
+        parts = CutParts(
+            course, elastic.seat, first, pad=elastic.pad, seeds=self._seeds, say=self._say
+        )
+        # Each worker augments its samples with other random numbers.
+        numbers = (elastic.seed, elastic.epoch, 1 + elastic.job.env.number)
+        batches = self._loader.begin(parts, mixed(*numbers, first) if first else mixed(*numbers))
+        while True:
+            batch = next(batches, self)
+            if batch is self:
+                passage.cursor = parts.end
+                course.take(parts.end - 1)
+                return
+            number, weight = parts.asked.popleft()
+            passage.cursor = number + 1
+            course.take(number)
+            if self._seeds is not None:
+                self._seeds.before_use(number)
+            self._announcer.set(weight)
+            yield batch
+            self._prepare(passage)
+            if course.version != version:
+                return
+
+    def _prepare(self, passage: Passage) -> None:
+        if isinstance(self._order, LocalOrder):
+            return
+        if not self._elastic.pad and self._plan.cut is spread_one:
+            self._order.prepare(sys.maxsize)  # who is left out needs the next batch at once
+        else:
+            self._order.prepare(self._course.span(passage.cursor + self._lookahead)[1])
+        if passage.counts:
+            self._order.forget(self._course.span(self._course.committed)[0])

@@ -1,0 +1,273 @@
+"""A pass over a stream, or over other things that yield batches, in an elastic job.
+
+As in stream.py the workers tell each other before each step how many samples they have. When they
+change, the stream is read again from its beginning, without what has been used, and strided anew;
+what a worker had read ahead is thrown away and read again. An iterator that can be used only once
+keeps what it gave since the last step instead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, get_worker_info
+
+from paceline.contribution import Announcer
+from paceline.data.consensus import group_of
+from paceline.data.elastic_pass import ElasticPass
+from paceline.data.indexed import copied
+from paceline.data.passage import Count, Passage
+from paceline.data.reading import ReadingStage, StreamCourse
+from paceline.data.split import strided_share, weight
+from paceline.data.stream import Strided, samples_in
+from paceline.errors import UsageError
+
+Tagged = tuple[int, int, Any]  # samples of a batch, its source, and the batch
+_ENDED, _IDLE = -1, -2
+
+
+class Tagging:
+    """A collate function that also says how many samples it was given, and in which process."""
+
+    def __init__(self, collate: Callable[[Any], Any], *, is_batched: bool) -> None:
+        self._collate, self._is_batched = collate, is_batched
+
+    def __call__(self, samples: Any) -> Tagged:
+        batch = self._collate(samples)
+        info = get_worker_info()
+        count = len(samples) if self._is_batched else samples_in(batch)
+        return count, 0 if info is None else info.id, batch
+
+
+class StreamReader:
+    """Reads what is left of a loader's stream, for one worker of a stage."""
+
+    def __init__(self, loader: DataLoader[Any], per_step: Callable[[int], int], seed: int) -> None:
+        self._loader, self._per_step, self._seed = loader, per_step, seed
+
+    def read(self, stage: ReadingStage, index: int) -> Iterator[Tagged] | None:
+        """Return this worker's batches since the stage began; None if there are none for it."""
+        loader, workers = self._loader, len(stage.members)
+        per_step = self._per_step(workers)
+        mine = strided_share(workers, index, per_step)
+        if mine == 0:
+            return None
+        is_batched = loader.batch_size is not None
+        changes: dict[str, Any] = {"collate_fn": Tagging(loader.collate_fn, is_batched=is_batched)}
+        if is_batched:
+            changes["batch_sampler"] = BatchSampler(loader.sampler, mine, loader.drop_last)
+        strided = Strided(loader.dataset, workers, index, per_step, dict(stage.readings))
+        copy = copied(loader, dataset=strided, **changes)
+        copy.generator.manual_seed(self._seed)
+        batches: Iterator[Tagged] = iter(copy)
+        return batches
+
+    def forget(self, stage: ReadingStage, batch: int) -> None:
+        """Nothing is kept."""
+
+
+class ItemReader:
+    """Reads what is left of an iterable of batches, every w-th of w workers."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = items
+        self._is_one_shot = isinstance(items, Iterator)
+        self._kept: deque[Any] = deque()
+        self._start = 0  # position of the first one that is kept
+
+    def read(self, stage: ReadingStage, index: int) -> Iterator[Tagged]:
+        """Return this worker's items since the stage began."""
+        numbering, workers = stage.reading(0).numbering(), len(stage.members)
+        for position, item in self._positions():
+            number = numbering(position)
+            if number is not None and number % workers == index:
+                yield samples_in(item), 0, item
+
+    def forget(self, stage: ReadingStage, batch: int) -> None:
+        """Let go of what lies before a batch of a stage."""
+        needed = stage.reading(0).position((batch - stage.first) * len(stage.members))
+        while self._kept and self._start < needed:
+            self._kept.popleft()
+            self._start += 1
+
+    def _positions(self) -> Iterator[tuple[int, Any]]:
+        if not self._is_one_shot:
+            yield from enumerate(self._items)
+            return
+        yield from enumerate(list(self._kept), self._start)
+        for item in self._items:
+            self._kept.append(item)
+            yield self._start + len(self._kept) - 1, item
+
+
+class Reread:
+    """One pass over one stream that all workers read."""
+
+    def __init__(
+        self,
+        elastic: ElasticPass,
+        reader: StreamReader | ItemReader,
+        per_step: Callable[[int], int],
+        announcer: Announcer,
+        *,
+        stops_short: bool,
+        too_few: str,
+    ) -> None:
+        self._elastic, self._reader, self._announcer = elastic, reader, announcer
+        self._stops_short, self._too_few = stops_short, too_few
+        self._course = StreamCourse(per_step, elastic.members)
+        self._last: Any = None
+
+    def batches(self) -> Iterator[Any]:
+        """Yield batches until all workers have run out."""
+        elastic = self._elastic
+        passage = elastic.open(self._course)
+        steps = InStep(elastic, self._announcer, passage, self._too_few)
+        try:
+            if elastic.is_free:
+                mine = self._reader.read(self._course.stages[0], elastic.seat)
+                yield from steps.run_free(mine or iter(()))
+                return
+            is_over = False
+            while not is_over:
+                is_over = yield from self._batches_of_one_stage(passage, steps)
+        finally:
+            elastic.close(passage)
+
+    def _batches_of_one_stage(self, passage: Passage, steps: InStep) -> Generator[Any, None, bool]:
+        """Yield batches until the workers change, or it is over; return which of the two."""
+        course, seat = self._course, self._elastic.seat
+        stage = course.stage(passage.cursor)
+        key = self._key(stage)
+        index = stage.members.index(seat)
+        mine = self._reader.read(stage, index)
+        is_idle, mine = mine is None, mine or iter(())
+        mine = islice(mine, passage.cursor - stage.first, None)
+        while True:
+            batch = next(mine, None)
+            counts = steps.tell(_IDLE if is_idle else _ENDED if batch is None else batch[0])
+            if self._key(course.stage(passage.cursor)) != key:
+                return False  # somebody was lost: this batch is cut anew
+            if steps.is_over(counts, self._stops_short):
+                return True
+            course.take(passage.cursor, 0 if batch is None else batch[1])
+            if batch is None and steps.last is None and self._elastic.pad:
+                steps.last = self._spare()
+            yield from steps.give(batch, counts)
+            kept = course.committed if passage.counts else course.taken
+            self._reader.forget(course.stage(kept), kept)
+            if self._key(course.stage(passage.cursor)) != key:
+                return False
+
+    def _key(self, stage: ReadingStage) -> Any:
+        return (
+            stage.first,
+            len(stage.members),
+            stage.members.index(self._elastic.seat),
+            stage.readings,
+        )
+
+    def _spare(self) -> Any:
+        """Return some batch to repeat with weight 0, for a worker that never had one."""
+        whole = self._reader.read(ReadingStage(0, (self._elastic.seat,), {}), 0)
+        found = next(whole, None) if whole is not None else None
+        if found is None:
+            raise UsageError("pl.shard: this worker came too late to get a batch of this iterator")
+        return found[2]
+
+
+class InStep:
+    """Gives out batches of a stream, one global batch after the other."""
+
+    def __init__(
+        self, elastic: ElasticPass, announcer: Announcer, passage: Passage, too_few: str
+    ) -> None:
+        self._elastic, self._announcer, self._passage = elastic, announcer, passage
+        self._too_few = too_few
+        self._group = group_of(elastic.job)
+        self._seeds = elastic.seeds
+        self.last: Any = None
+
+    def tell(self, count: int) -> list[int]:
+        """Tell how many samples this worker has, and hear the same from the others."""
+
+        def exchange() -> list[int]:
+            counts = torch.empty(self._group.size, dtype=torch.int64)
+            self._group.all_gather(torch.tensor([count]), out=counts)
+            return counts.tolist()
+
+        return self._elastic.together(exchange)  # type: ignore[no-any-return]
+
+    def is_over(self, counts: list[int], stops_short: bool) -> bool:
+        """Say whether there is no further step."""
+        missing = sum(count < 0 for count in counts)
+        is_first = self._passage.cursor == 0 and self._elastic.job.elastic.changes == 0
+        if is_first and missing and (self._elastic.pad or missing == len(counts)):
+            raise UsageError(
+                f"pl.shard: the loader gives {missing} of {len(counts)} workers no batch at all;"
+                f" {self._too_few}"
+            )
+        return missing == len(counts) or (stops_short and _ENDED in counts)
+
+    def give(self, batch: Tagged | None, counts: list[int]) -> Iterator[Any]:
+        """Yield this worker's batch of a step, with its weight announced; or its last one."""
+        number = self._passage.cursor
+        self._passage.cursor = number + 1
+        if batch is not None:
+            self.last = batch[2]
+            total = sum(count for count in counts if count > 0)
+            yield self._announced(number, weight(batch[0], total, len(counts)))
+        elif self._elastic.pad:
+            yield self._announced(number, 0.0)
+
+    def run_free(self, batches: Iterator[Tagged]) -> Iterator[Any]:
+        """Yield batches without a word to the others."""
+        done = self._elastic.job.elastic.committed_steps if self._elastic.pad else None
+        for number, (_, _, batch) in enumerate(batches):
+            self._passage.cursor = number + 1
+            if self._passage.index == 0 and number < (done or 0):
+                continue  # this worker's number has done that before
+            self.last = batch
+            yield self._announced(number, 1.0)
+
+    def _announced(self, number: int, weight: float) -> Any:
+        if self._seeds is not None:
+            self._seeds.before_use(number)
+        self._announcer.set(weight)
+        return self.last
+
+
+def presharded(
+    elastic: ElasticPass,
+    batches: Iterator[tuple[int, Any]],
+    announcer: Announcer,
+    too_few: str,
+) -> Iterator[Any]:
+    """Yield the batches of a worker's own loader, in step with the other workers. One that takes
+    over a number leaves out as many as the others have had."""
+    course = Count()
+    passage = elastic.open(course)
+    steps = InStep(elastic, announcer, passage, too_few)
+    mine: Iterator[Tagged] = ((count, 0, batch) for count, batch in batches)
+    try:
+        if elastic.is_free:
+            yield from steps.run_free(mine)
+            return
+        if elastic.job.env.number < elastic.nominal:
+            for _ in range(passage.cursor):
+                steps.last = (next(mine, None) or (0, 0, steps.last))[2]
+        while True:
+            batch = next(mine, None)
+            counts = steps.tell(_ENDED if batch is None else batch[0])
+            if steps.is_over(counts, stops_short=False):
+                return
+            course.take(passage.cursor)
+            if batch is None and steps.last is None and elastic.pad:
+                raise UsageError("pl.shard: this worker came with no batch at all; " + too_few)
+            yield from steps.give(batch, counts)
+    finally:
+        elastic.close(passage)
