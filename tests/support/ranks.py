@@ -160,8 +160,13 @@ class Ranks:
 
     def __init__(self, processes: Sequence[Rank]) -> None:
         self._server = ForkServer.get()
-        self._processes = processes
+        self._processes = list(processes)
         self._outcomes = [Outcome(rank) for rank in range(len(processes))]
+
+    def add(self, process: Rank) -> None:
+        """Take in one that was started later; it has the next rank."""
+        self._outcomes.append(Outcome(len(self._processes)))
+        self._processes.append(process)
 
     @property
     def pids(self) -> list[int]:

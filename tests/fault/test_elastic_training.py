@@ -1,0 +1,213 @@
+"""All-reduce training while workers are killed, replaced and added."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+from paceline.cluster.policy import Policy
+from paceline.collectives.group import Group
+from paceline.job import current
+from support import tell
+from support.elastic import ElasticJob, elastic_job
+
+
+def policy(workers: int, **changes) -> Policy:
+    return Policy(
+        num_workers=workers, is_elastic=True, **{"min_workers": 1, "max_workers": 8, **changes}
+    )
+
+
+def make_model(*, norm: bool = False, optimizer: str = "Adam"):
+    torch.manual_seed(0)
+    between = nn.BatchNorm1d(64) if norm else nn.Tanh()
+    model = nn.Sequential(nn.Linear(20, 64), between, nn.Linear(64, 1))
+    made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01)
+    return pl.distribute(model, made, bucket_mb=0.001)
+
+
+def digest(model: nn.Module) -> str:
+    state = [*model.parameters(), *model.buffers()]
+    data = b"".join(t.detach().contiguous().numpy().tobytes() for t in state)
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def train(group: Group, until: int, kind: str = "", pause_s: float = 0.01) -> dict:
+    """Train until so many steps are done; tell what is there after each."""
+    model, optimizer = make_model(norm=kind == "norm")
+    job = current()
+    while job.steps_done < until:
+        x = torch.randn(8, 20, generator=torch.Generator().manual_seed(job.steps_done))
+        loss = model(x + pl.rank()).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tell((job.steps_done, pl.world_size(), digest(model)))
+        time.sleep(pause_s)
+    return {"steps": job.steps_done, "changes": job.elastic.changes}
+
+
+class Diary:
+    """What the workers of a job have told, by rank."""
+
+    def __init__(self, job: ElasticJob) -> None:
+        self._job = job
+        self.steps: dict[int, dict[int, tuple[int, str]]] = {}
+
+    def hear_until(self, rank: int, step: int, timeout_s: float = 30.0) -> None:
+        """Wait until a worker has done that step."""
+        mine = self.steps.setdefault(rank, {})
+        while max(mine, default=0) < step:
+            done, size, state = self._job.ranks.hear(rank, timeout_s)
+            mine[done] = (size, state)
+
+    def hear_rest(self) -> None:
+        for rank, process in enumerate(self._job.processes):
+            for done, size, state in process.told:
+                self.steps.setdefault(rank, {})[done] = (size, state)
+            process.told.clear()
+
+    def require_agreement(self, first: int = 0) -> None:
+        """All workers that did a step had the same state behind it."""
+        every = sorted({step for steps in self.steps.values() for step in steps if step >= first})
+        for step in every:
+            states = {steps[step][1] for steps in self.steps.values() if step in steps}
+            assert len(states) == 1, f"step {step}: {self.steps}"
+
+
+@pytest.mark.parametrize("kind", ["", "norm"])
+def test_survivors_go_on_when_a_worker_is_killed(kind):
+    with elastic_job(policy(3)) as job:
+        job.start(train, 60, kind)
+        diary = Diary(job)
+        diary.hear_until(0, 10)
+        job.ranks.kill(1)
+        outcomes = job.ranks.wait(60)
+        assert [o.status for o in outcomes] == [0, -signal.SIGKILL, 0], "\n".join(
+            map(str, outcomes)
+        )
+        diary.hear_rest()
+        diary.require_agreement()
+        assert diary.steps[0][60][0] == 2
+        assert sorted(diary.steps[0]) == list(range(1, 61))  # no step was left out or done twice
+
+
+def test_the_first_worker_is_nothing_special():
+    with elastic_job(policy(3)) as job:
+        job.start(train, 50)
+        diary = Diary(job)
+        diary.hear_until(2, 10)
+        job.ranks.kill(0)
+        outcomes = job.ranks.wait(60)
+        assert [o.status for o in outcomes] == [-signal.SIGKILL, 0, 0]
+        diary.hear_rest()
+        diary.require_agreement()
+
+
+def test_a_newcomer_receives_everything_from_a_peer():
+    with elastic_job(policy(2)) as job:
+        job.start(train, 100)
+        diary = Diary(job)
+        diary.hear_until(0, 10)
+        newcomer = job.add()
+        diary.hear_until(newcomer, 100)
+        values = job.ranks.values(60)
+        diary.hear_rest()
+        diary.require_agreement()
+        first = min(diary.steps[newcomer])
+        assert 10 < first < 100
+        assert values[0]["changes"] == 1
+        assert diary.steps[0][100][0] == 3
+
+
+def test_two_at_once_and_replacements():
+    with elastic_job(policy(4)) as job:
+        job.start(train, 120)
+        diary = Diary(job)
+        diary.hear_until(0, 10)
+        job.ranks.kill(1)
+        job.ranks.kill(3)
+        diary.hear_until(0, 20)
+        assert diary.steps[0][20][0] == 2
+        new = [job.add(), job.add()]
+        for rank in new:
+            diary.hear_until(rank, 120)
+        outcomes = job.ranks.wait(60)
+        assert [o.status for o in outcomes] == [0, -9, 0, -9, 0, 0]
+        diary.hear_rest()
+        diary.require_agreement()
+        assert diary.steps[0][120][0] == 4
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_random_kills_and_joins(seed):
+    """Ten kills at random instants, each followed by a newcomer; nothing diverges."""
+    chance = random.Random(seed)
+    with elastic_job(policy(3)) as job:
+        job.start(train, 100_000, "norm", 0.0)
+        diary = Diary(job)
+        alive = [0, 1, 2]
+        for rank in alive:
+            diary.hear_until(rank, 5)
+        for _ in range(10):
+            time.sleep(chance.uniform(0.0, 0.3))
+            victim = alive.pop(chance.randrange(len(alive)))
+            job.ranks.kill(victim)
+            newcomer = job.add()
+            diary.hear_until(newcomer, 1)
+            alive.append(newcomer)
+        for rank in alive:
+            diary.hear_until(rank, max(diary.steps[alive[-1]]) + 5)
+        diary.hear_rest()
+        diary.require_agreement()
+
+
+def train_by_number(group: Group, until: int, pause_s: float) -> str:
+    """Train on batches that follow from the step and this worker's number alone."""
+    model, optimizer = make_model(norm=True)
+    job = current()
+    job.elastic.enter()
+    while job.steps_done < until:
+        seed = 1000 * job.steps_done + job.env.number
+        x = torch.randn(8, 20, generator=torch.Generator().manual_seed(seed))
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tell((job.steps_done, pl.world_size(), digest(model)))
+        time.sleep(pause_s)
+    return digest(model)
+
+
+@pytest.mark.parametrize(
+    "kills", [4, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_a_replacement_makes_the_run_what_it_would_have_been(kills):
+    """--on-loss replace: final parameters and buffers to the bit, whoever was killed, whenever."""
+    steps = 30 + 10 * kills
+    with elastic_job(policy(3, on_loss="replace")) as job:
+        job.start(train_by_number, steps, 0.0)
+        expected = set(job.ranks.values(60))
+    assert len(expected) == 1
+    chance = random.Random(kills)
+    with elastic_job(policy(3, on_loss="replace")) as job:
+        job.start(train_by_number, steps, 0.005)
+        diary = Diary(job)
+        holder = {0: 0, 1: 1, 2: 2}  # by number: the rank
+        for kill in range(kills):
+            for rank in holder.values():
+                diary.hear_until(rank, 10 * kill + 5)
+            time.sleep(chance.uniform(0.0, 0.02))
+            number = chance.randrange(3)
+            job.ranks.kill(holder[number])
+            holder[number] = job.add(number=number)
+        outcomes = job.ranks.wait(120)
+        finished = [o for o in outcomes if o.status == 0]
+        assert len(finished) == 3, "\n".join(map(str, outcomes))
+        assert {o.value for o in finished} == expected

@@ -1,0 +1,129 @@
+"""An elastic job as tests start it: a coordinator in this process, workers that come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.coordinator import CoordinatorThread
+from paceline.cluster.decisions import Place
+from paceline.cluster.operator import Operator
+from paceline.cluster.policy import Policy
+from paceline.cluster.secret_file import create_secret_file, load_secret
+from paceline.errors import RendezvousError
+from paceline.telemetry.events import Event
+from support.body import pack
+from support.environs import base_environ
+from support.ranks import ForkServer, Rank, Ranks, _serve, _unpack_and_join
+
+
+class ElasticJob:
+    """Processes are known by their rank, in the order in which they were started."""
+
+    def __init__(
+        self, policy: Policy, directory: str, env: Mapping[str, str], on_event: Any
+    ) -> None:
+        self.policy = policy
+        self.events: list[Event] = []
+        self._directory, self._env = directory, dict(env)
+        self._secret_file = create_secret_file(Path(directory))
+        self._job_id = f"test-{os.path.basename(directory)}"
+        secret = load_secret(self._secret_file)
+
+        def note(event: Event) -> None:
+            self.events.append(event)
+            if on_event is not None:
+                on_event(event)
+
+        self.coordinator = CoordinatorThread(
+            self._job_id,
+            secret,
+            policy.num_workers + policy.num_servers,
+            30.0,
+            note,
+            policy=policy,
+        )
+        self._address = self.coordinator.start()
+        self.operator = Operator.connect(self._address, secret, self._job_id)
+        self.processes: list[Rank] = []
+        self.ranks = Ranks([])
+
+    def start(self, body: Callable[..., Any], *arguments: Any) -> None:
+        """Start the job's first processes."""
+        self._body = (_unpack_and_join, (pack(body), arguments))
+        for number in range(self.policy.num_workers):
+            self._start(self._body, {"PACELINE_RANK": str(number)})
+        for number in range(self.policy.num_servers):
+            self._start((_serve, ()), {"PACELINE_RANK": str(number), "PACELINE_ROLE": "server"})
+
+    def add(self, role: str = "worker", number: int | None = None) -> int:
+        """Start a newcomer; return its rank."""
+        place = self._reserve(role, number)
+        env = {
+            "PACELINE_JOINS": "1",
+            "PACELINE_RANK": str(place.rank),
+            "PACELINE_NUMBER": str(place.number),
+            "PACELINE_ROLE": role,
+        }
+        self._start(self._body if role == "worker" else (_serve, ()), env)
+        assert len(self.processes) == place.rank + 1, "ranks are given out in order"
+        return place.rank
+
+    def _reserve(self, role: str, number: int | None) -> Place:
+        """Reserve a place; whoever had it may just have been killed, which is noticed soon."""
+        deadline_s = time.monotonic() + 10
+        while True:
+            try:
+                return self.operator.reserve(role, number)
+            except RendezvousError:  # noqa: PERF203  # each turn waits
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.01)
+
+    def _start(self, what: tuple[Any, Any], env: Mapping[str, str]) -> None:
+        policy = self.policy
+        environ = {
+            **base_environ(self._directory),
+            "PACELINE_COORDINATOR": self._address,
+            "PACELINE_JOB": self._job_id,
+            "PACELINE_SECRET_FILE": str(self._secret_file),
+            "PACELINE_WORLD_SIZE": str(policy.num_workers),
+            "PACELINE_ELASTIC": "1",
+            "PACELINE_ON_LOSS": policy.on_loss,
+            "PACELINE_REPLICAS": str(policy.replicas),
+            **(
+                {
+                    "PACELINE_SERVERS": str(policy.num_servers),
+                    "PACELINE_PARTITIONS": str(policy.partitions),
+                }
+                if policy.num_servers
+                else {}
+            ),
+            **env,
+            **self._env,
+        }
+        self.processes.append(ForkServer.get().start(*what, environ))
+        self.ranks.add(self.processes[-1])
+
+    def close(self) -> None:
+        self.ranks.close()
+        self.operator.close()
+        self.coordinator.stop()
+
+
+@contextlib.contextmanager
+def elastic_job(
+    policy: Policy, env: Mapping[str, str] | None = None, on_event: Any = None
+) -> Iterator[ElasticJob]:
+    """Run a coordinator; yield a job to start processes in. Nothing survives the block."""
+    with tempfile.TemporaryDirectory(prefix=f"paceline-test-{os.getpid()}-") as directory:
+        job = ElasticJob(policy, directory, env or {}, on_event)
+        try:
+            yield job
+        finally:
+            job.close()
