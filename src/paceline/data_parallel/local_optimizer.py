@@ -22,7 +22,7 @@ class LocalOptimizer(ServedUpdate):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        if self._rule.push == "params" and self._rank == 0:
+        if self._rule.push == "params" and self._number == 0:
             warnings.warn(
                 "push=params: the last worker to write wins, and what others did since it read is"
                 " lost (the report counts it as overwritten); push=delta or push=grad keep it",
@@ -31,14 +31,21 @@ class LocalOptimizer(ServedUpdate):
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         super().add(buckets)
-        for bucket in buckets:
-            self._exchange.outbox(bucket).copy_(bucket.params)
+        self._remember(buckets)
+
+    def begin_with_values(self, buckets: Sequence[Bucket]) -> None:
+        super().begin_with_values(buckets)
+        self._remember(buckets)
 
     def _finish(self, wait: Any) -> None:
         super()._finish(wait)
         if self._rule.push == "delta":
-            for bucket in self._buckets:  # what the next difference is to
-                self._exchange.outbox(bucket).copy_(bucket.params)
+            self._remember(self._buckets)
+
+    def _remember(self, buckets: Sequence[Bucket]) -> None:
+        """Keep what the next difference is to."""
+        for bucket in buckets:
+            self._exchange.outbox(bucket).copy_(bucket.params)
 
     def run(self, step: Step) -> Any:
         result = step()

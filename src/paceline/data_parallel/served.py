@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from paceline.collectives.group import Group
 from paceline.collectives.memory import HostTensor
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.update import Step
@@ -41,7 +40,7 @@ class ServedUpdate:
         self,
         optimizer: torch.optim.Optimizer,
         exchange: ServerExchange,
-        workers: Group,
+        number: int,
         rule: Rule,
         num_servers: int,
     ) -> None:
@@ -49,7 +48,7 @@ class ServedUpdate:
         self._optimizer = weakref.ref(optimizer)
         self._exchange = exchange
         self._rule = rule
-        self._rank = workers.ranks[workers.rank]
+        self._number = number  # this worker's
         self._buckets: list[Bucket] = []
         self._told: list[dict[str, Any]] | None = None
         self._grad_versions: dict[Slot, tuple[bool, int]] = {}  # had a gradient, its version
@@ -125,6 +124,13 @@ class ServedUpdate:
         self._take_over(self._buckets)
         self._tell_notices([reply for replies in answers for reply in replies])
 
+    def begin_with_values(self, buckets: Sequence[Bucket]) -> None:
+        """Let a newcomer's script see the servers' values, whatever it has in their place."""
+        for bucket in buckets:
+            if bucket.host is not None and bucket.host.is_changed():
+                bucket.host.discard()
+        self._take_over(buckets)
+
     def _take_over(self, buckets: Sequence[Bucket]) -> None:
         """Let the script see the fresh parameters of these."""
         for bucket in buckets:
@@ -136,14 +142,14 @@ class ServedUpdate:
 
     def _tell_notices(self, replies: Sequence[m.Reply]) -> None:
         for notice in sorted({reply.notice for reply in replies} - {""}):
-            warnings.warn(f"rank {self._rank}: {notice}", stacklevel=2)
+            warnings.warn(f"rank {self._number}: {notice}", stacklevel=2)
 
     # -- what the servers do not know of ------------------------------------------------------
 
     @property
     def _speaks(self) -> bool:
         """Whether this worker tells what it has changed; in lockstep one does, for all."""
-        return not self._rule.aggregate or self._rank in self._exchange.speakers
+        return not self._rule.aggregate or self._number in self._exchange.speakers
 
     def _settings(self) -> list[dict[str, Any]] | None:
         """Return the settings of the param groups; None when they are as before."""
@@ -243,8 +249,8 @@ class ServedUpdate:
         if not self._rule.aggregate and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"rank {self._rank}: the script changed {slot.name} itself; its values replace the"
-                " servers', and with them what other workers have done meanwhile",
+                f"rank {self._number}: the script changed {slot.name} itself; its values replace"
+                " the servers', and with them what other workers have done meanwhile",
                 stacklevel=2,
             )
 

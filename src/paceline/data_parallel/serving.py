@@ -1,10 +1,13 @@
 """Serving: brings buckets of parameters to the servers, as tables.
 
-Rank 0 makes the tables and gives them its values and the state that its optimizer has; then the
-other workers take their seats. Where all workers and servers share one host, and the pace is
+The first worker makes the tables and gives them its values and the state that its optimizer has;
+then the others take their seats. Where all workers and servers share one host, and the pace is
 lockstep, the parameters exist once: in memory that all of them map, which the servers update and
-the workers compute with. Otherwise every worker has a copy of its own, which is refreshed after
-each step.
+the workers compute with. Otherwise, and where workers come and go, every worker has a copy of its
+own, which is refreshed after each step.
+
+A newcomer to a job under way makes the same tables, but takes its seats only when it is let in
+(`resume`): then it reads the values, and goes on at the clock of the place that it took.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -25,6 +29,7 @@ from paceline.data_parallel.options import Options
 from paceline.data_parallel.ownership import is_elementwise
 from paceline.data_parallel.served import ServedUpdate, settings_of
 from paceline.data_parallel.served_state import ServedState
+from paceline.elastic.protocol import Change, Parcel
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.parse import PaceSpec
@@ -39,7 +44,11 @@ _names = (f"model {number}" for number in itertools.count())  # alike on all wor
 
 
 class Serving:
-    """The servers' part in the training of one model. Its methods are collective."""
+    """The servers' part in the training of one model. Its methods are collective.
+
+    It is a participant (elastic/protocol.py): newcomers need little from a peer, for values and
+    clocks are the servers'.
+    """
 
     def __init__(
         self,
@@ -58,6 +67,7 @@ class Serving:
         can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
         self.shares_memory = (
             can_see_edits
+            and not job.elastic.is_on  # whoever else maps it may be lost in the middle of a write
             and self.rule.aggregate
             and _is_one_host(job)
             and _are_kept_as_they_are(optimizer, self.rule)
@@ -70,10 +80,17 @@ class Serving:
         kind: type[ServedUpdate] = LayerwiseUpdate if self._by_layer else ServedUpdate
         if self.rule.push != "grad":
             kind = LocalOptimizer
-        self.update = kind(optimizer, self.exchange, workers, self.rule, len(job.servers))
+        membership = job.fabric.membership
+        self.update = kind(
+            optimizer, self.exchange, job.fabric.me.number, self.rule, len(membership.servers)
+        )
         self.state = (
             ServedState(optimizer, self.update.settle) if self.rule.push == "grad" else None
         )
+        self.committed_steps = 0  # of this worker's number, when it took its seat
+        self._seats: list[tuple[RemoteTable, Sequence[Bucket]]] = []  # to be taken by a newcomer
+        if job.elastic.is_on:
+            job.elastic.register(f"serving {self._name}", self)
 
     @property
     def averages(self) -> str:
@@ -114,7 +131,7 @@ class Serving:
         number = len(self.exchange.tables)
         table = RemoteTable(
             self._job.servers,
-            self._workers.ranks,
+            self._job.fabric.membership.worker_numbers,
             f"{self._name}.{number}" if number else self._name,
             [self._item(bucket, groups) for bucket in buckets],
             OptimizerSpec(type(self._optimizer).__name__, settings),
@@ -122,21 +139,53 @@ class Serving:
             cut_anywhere=self.rule.push != "grad" or is_elementwise(self._optimizer),
             wire=self._wire,
         )
-        is_first = self._workers.rank == 0
+        is_first = self._workers.rank == 0 and not self._job.elastic.is_candidate
+        if self._job.elastic.is_candidate:
+            self._seats.append((table, buckets))
+        else:
+            self._set_up(table, len(buckets), is_first)
+        self.exchange.add(buckets, table)
+        self.update.add(buckets)
+        if self.state is not None:
+            self.state.add(table, buckets, is_first)
+        self._workers.barrier()
+
+    def _set_up(self, table: RemoteTable, num_items: int, is_first: bool) -> None:
         if is_first:
             table.open()
-            for number in range(len(buckets)):
+            for number in range(num_items):
                 table.assign(number)
         self._workers.barrier()
         if not is_first:
             table.open()
         if not self.rule.aggregate:
             table.pull().wait()  # servers remember from which values each worker computes
-        self.exchange.add(buckets, table)
-        self.update.add(buckets)
-        if self.state is not None:
-            self.state.add(table, buckets, is_first)
-        self._workers.barrier()
+
+    # -- workers that come --------------------------------------------------------------------
+
+    def tell(self) -> None:
+        """Nothing has to be known before a change is decided."""
+
+    def pack(self) -> Parcel:
+        """Return who speaks for all about changes to averages."""
+        return sorted(self.exchange.speakers), ()
+
+    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
+        """Take it over."""
+        self.exchange.speakers = {int(number) for number in plain}
+
+    def resume(self, change: Change) -> None:  # noqa: ARG002
+        """Take the seats of a newcomer; the servers have noticed who is gone by themselves."""
+        seats, self._seats = self._seats, []
+        for table, buckets in seats:
+            table.open(self._job.fabric.membership.worker_numbers)
+            table.pull().wait()
+            self.update.begin_with_values(buckets)
+        if seats:
+            self.committed_steps = min(table.clock for table, _ in seats)
+            self._job.elastic.committed_steps = self.committed_steps
+
+    # -- what a table is made of --------------------------------------------------------------
 
     def _item(self, bucket: Bucket, groups: Mapping[int, int]) -> Item:
         held = [self._held(slot, groups) for slot in bucket.slots]

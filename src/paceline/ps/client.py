@@ -20,6 +20,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,8 +75,11 @@ class Client:
             values = arrays.seen(array, f"rank {self._connection.rank}: the array for key {key!r}")
             spec = self._spec(key, values, optimizer, workers, settings)
             known = self._connection.keys.get(key)
-            if known is not None and known.is_open and known.spec == spec:
-                return False
+            if known is not None and known.is_open:
+                # "All" are others than before when workers have come or gone.
+                there = known.spec if workers else replace(known.spec, workers=spec.workers)
+                if there == spec:
+                    return False
             remote = RemoteArray(self._connection, spec)
             made = Key(self._connection, remote, as_torch=isinstance(array, torch.Tensor))
             is_new = made.open(values)

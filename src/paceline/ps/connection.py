@@ -36,9 +36,14 @@ class Connection:
         return self.fabric.rank
 
     @property
+    def number(self) -> int:
+        """This worker's place: in tables it stands for the worker."""
+        return self.fabric.me.number
+
+    @property
     def workers(self) -> tuple[int, ...]:
-        """The ranks that run the script."""
-        return tuple(self.fabric.membership.workers)
+        """The numbers of those that run the script."""
+        return self.fabric.membership.worker_numbers
 
 
 _current: Connection | None = None

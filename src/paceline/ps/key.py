@@ -54,7 +54,8 @@ class Key:
         self.spec = remote.spec
         self.is_open = False  # this rank has called init(): it may push
         self._as_torch = as_torch
-        self._rank, self._engine = connection.rank, connection.fabric.engine
+        self._rank, self._number = connection.rank, connection.number
+        self._engine = connection.fabric.engine
         self._mu = threading.Lock()
         self._peek_mu = threading.Lock()
         self._settings: dict[str, Any] = {}  # changed ones; guarded by: _mu, as the next
@@ -65,7 +66,7 @@ class Key:
     @property
     def is_worker(self) -> bool:
         """Whether this rank's pushes count, and its reads wait for the clocks."""
-        return self.is_open and self._rank in self.spec.workers
+        return self.is_open and self._number in self.spec.workers
 
     def open(self, values: Array) -> bool:
         """Make or join it on the servers; True when it was made. Blocks."""

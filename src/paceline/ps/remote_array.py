@@ -52,6 +52,7 @@ class RemoteArray:
         self.spec = spec
         self.name = f"key {spec.name!r}"
         self.clock = 0  # updates that this worker has pushed
+        self._clocks: list[int] = []  # the same, as the servers told it
         self._connection = connection
         links = connection.links
         self._places = [_Place(links[part.server], part) for part in spec.parts(len(links))]
@@ -77,6 +78,7 @@ class RemoteArray:
     def open(self, values: Callable[[], torch.Tensor]) -> bool:
         """Make the array, or join it; True when it was made, from `values()`. Blocks."""
         home, *others = self._places
+        self._clocks.clear()
         is_maker = self._open(home)
         if not is_maker:
             _wait_for_values(home.link, home.table)  # the others have theirs by then
@@ -86,6 +88,7 @@ class RemoteArray:
             flat = values()
             for place in (*others, home):
                 self._assign(place, flat).wait()
+        self.clock = min(self._clocks)  # of a place that this worker took over, it is not 0
         return is_maker
 
     def find(self) -> None:
@@ -98,6 +101,7 @@ class RemoteArray:
         spec = self.spec.on_one_server(place.part)
         reply = place.link.ask(lambda seq: m.Open(seq, spec, (m.Seat(),))).wait()
         place.table = reply.table
+        self._clocks.append(reply.clock)
         place.link.holds.append(f"{self.spec.name} {spec.shards[0].label}")
         return reply.is_new
 

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from paceline.errors import UsageError
@@ -34,7 +35,7 @@ class RemoteTable:
     def __init__(
         self,
         links: Sequence[ServerLink],
-        workers: Sequence[int],
+        workers: Sequence[int],  # their numbers
         name: str,
         items: Sequence[Item],
         optimizer: OptimizerSpec,
@@ -85,9 +86,17 @@ class RemoteTable:
 
     # -- making -------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Make the table on all servers, or join it there. Blocks."""
+    def open(self, workers: Sequence[int] | None = None) -> None:
+        """Make the table on all servers, or join it there. Blocks.
+
+        `workers`: who they are by now, if not as when this object was made. Whoever takes over the
+        place of another goes on at its clock; the parts of a table may differ by one step, which
+        those that have it already only answer.
+        """
+        clocks = []
         for index, spec in self._specs.items():
+            if workers is not None:
+                spec = msgspec.structs.replace(spec, workers=tuple(workers))
             shards, link = self._on[index], self._links[index]
 
             def make(
@@ -99,7 +108,9 @@ class RemoteTable:
 
             reply = link.ask(make).wait()
             self._numbers[index] = reply.table
+            clocks.append(reply.clock)
             link.holds += [f"{self.name} {shard.label}" for shard in spec.shards]
+        self.clock = min(clocks, default=0)
 
     def assign(self, number: int, held: Sequence[int] = ()) -> None:
         """Set an item's values on the servers to this worker's; `held`: only of these. Blocks."""

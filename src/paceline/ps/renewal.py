@@ -29,6 +29,8 @@ class News(Protocol):
     @property
     def over(self) -> str | None: ...
     @property
+    def ending(self) -> errors.PacelineError | None: ...
+    @property
     def is_attached(self) -> bool: ...
     def wait_for_generation(self, above: int, timeout_s: float) -> object: ...
     def accuse(self, rank: int, why: str) -> None: ...
@@ -62,6 +64,8 @@ class Renewal:
 
     def renew(self) -> bool:
         """See to the line; true if it is another one than before. ServerLost: there is none."""
+        if isinstance(self._news.ending, errors.Evicted):
+            raise self._news.ending
         newest = self.newest
         chosen = course(newest, self._partition, self._fabric.rank, self._used, self._broken)
         if isinstance(chosen, GiveUp) or self._news.over is not None:
