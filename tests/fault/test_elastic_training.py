@@ -211,3 +211,55 @@ def test_a_replacement_makes_the_run_what_it_would_have_been(kills):
         finished = [o for o in outcomes if o.status == 0]
         assert len(finished) == 3, "\n".join(map(str, outcomes))
         assert {o.value for o in finished} == expected
+
+
+def test_scaling_down_loses_no_step():
+    """A worker that is told to leave does so between two steps, and ends well."""
+    with elastic_job(policy(3)) as job:
+        job.start(train, 80)
+        diary = Diary(job)
+        diary.hear_until(0, 10)
+        job.operator.scale(2)
+        outcomes = job.ranks.wait(60)
+        assert [o.status for o in outcomes] == [0, 0, 0], "\n".join(map(str, outcomes))
+        diary.hear_rest()
+        diary.require_agreement()
+        done = sorted(max(steps) for steps in diary.steps.values())
+        assert done[0] < 80 and done[1:] == [80, 80]
+
+
+def stop_when_asked(group: Group, until: int) -> int:
+    model, optimizer = make_model()
+    job = current()
+    while job.steps_done < until and not pl.should_stop():
+        model(torch.randn(8, 20)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tell(job.steps_done)
+        time.sleep(0.01)
+    return job.steps_done
+
+
+def test_a_signal_to_one_worker_stops_all_behind_the_same_step():
+    with elastic_job(policy(3)) as job:
+        job.start(stop_when_asked, 10_000)
+        for rank in range(3):
+            job.ranks.hear(rank)
+        job.ranks.kill(1, signal.SIGTERM)
+        assert len(set(job.ranks.values(30))) == 1
+
+
+def test_a_second_signal_ends_at_once():
+    def busy(group: Group) -> None:
+        pl.should_stop()
+        tell("ready")
+        time.sleep(60)
+
+    with elastic_job(policy(1)) as job:
+        job.start(busy)
+        job.ranks.hear(0)
+        job.ranks.kill(0, signal.SIGTERM)
+        time.sleep(0.2)
+        job.ranks.kill(0, signal.SIGTERM)
+        (outcome,) = job.ranks.wait(10)
+        assert outcome.status == -signal.SIGTERM
