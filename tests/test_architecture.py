@@ -22,6 +22,8 @@ PUBLIC = {
         "carry",
         "distribute",
         "shard",
+        "steps",
+        "epochs",
         "check_consistency",
         "Group",
         "Work",

@@ -28,6 +28,8 @@ _HOME = {
     "distribute": "paceline.data_parallel.distribute",
     "check_consistency": "paceline.data_parallel.consistency",
     "shard": "paceline.data.shard",
+    "steps": "paceline.data.loops",
+    "epochs": "paceline.data.loops",
     "Group": "paceline.collectives.group",
     "Work": "paceline.work",
     "Membership": "paceline.cluster.member",
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
     from paceline import ps as ps
     from paceline.cluster.member import Membership as Membership
     from paceline.collectives.group import Group as Group
+    from paceline.data.loops import epochs as epochs
+    from paceline.data.loops import steps as steps
     from paceline.data.shard import shard as shard
     from paceline.data_parallel.consistency import check_consistency as check_consistency
     from paceline.data_parallel.distribute import distribute as distribute

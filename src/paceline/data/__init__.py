@@ -7,4 +7,12 @@ shard.py                    pl.shard(loader): one object, which each pass asks f
      split.py               the arithmetic: whose samples, and what weight
      indexed.py             a loader with an index for each sample: this worker's part of it
   -> stream.py              data that only comes in sequence: striding, and steps in common
+
+Where workers come and go:
+     course.py, reading.py  the arithmetic: what is left, and whose it is now
+     passage.py, ledger.py  how far every pass is, for those who come later or are behind
+  -> recut.py, told.py      a loader with indices begins again in the middle of a pass
+  -> reread.py              the same for a stream
+     repeatable.py          random numbers that a replacement draws again
+     loops.py               pl.steps, pl.epochs: loops that a newcomer enters where the others are
 """

@@ -63,6 +63,7 @@ class Ledger:
         self._num_loaders = self._num_loops = 0  # of this script
         self._others = [0, 0]  # loaders and loops of those who have told
         self._workers = _workers(job)
+        self.script_seed = torch.initial_seed()  # before anybody has seeded anew
         job.contribution.watch_commits(self.on_commit)
         job.elastic.register("data", self)
         if job.env.is_newcomer and not self._is_new:  # the change that admitted it is over

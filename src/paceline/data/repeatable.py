@@ -44,9 +44,9 @@ class Seeds:
         seed_everything(mixed(*self._numbers, batch, _USING))
 
 
-def seed_step(number: int, step: int) -> None:
-    """Seed before a step of a loop that takes no batches."""
-    seed_everything(mixed(number, step, _STEP))
+def seed_step(seed: int, number: int, step: int) -> None:
+    """Seed before a step, for what is drawn without a batch."""
+    seed_everything(mixed(seed, number, step, _STEP))
 
 
 class Reseeding:

@@ -22,7 +22,6 @@ from paceline.data.order import LocalOrder, mixed
 from paceline.data.reading import Reading, StreamCourse
 from paceline.data.split import deal, deal_or_spread, spread, spread_one
 
-
 seeds = st.integers(0, 2**32)
 
 
