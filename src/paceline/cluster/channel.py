@@ -75,7 +75,11 @@ class Channel(Generic[M]):
         self._writer.close()
 
     async def finish(self) -> None:
-        """Send what is queued, then close; waits a moment for both."""
+        """Send what is queued, then close; waits a moment for the peer to do the same."""
+        # Closing with unread data resets the connection, and the peer would lose our last words.
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            self._writer.write_eof()
+            await asyncio.wait_for(self._reader.read(-1), _GOODBYE_S)
         self._writer.close()
         # A peer that is gone or does not read must not keep us from leaving.
         with contextlib.suppress(OSError, asyncio.TimeoutError):

@@ -129,8 +129,10 @@ class Contact(Generic[M]):
         self.tell(farewell)
         for task in self._tasks:
             task.cancel()
-        self.give_up(self._lost("this member has left the job"))
+        self.gone = self._lost("this member has left the job")
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.finish()
+        self.give_up(self.gone)
 
     def cut(self) -> None:
         """Break the connection without a word, as the death of a process does."""
