@@ -71,6 +71,7 @@ class EngineConfig:
 
     timeout_s: float = 600.0  # one operation
     liveness_s: float = 5.0  # a peer without heartbeat for so long counts as stopped
+    lease_s: float = 4.0  # in an elastic job: who is stopped or silent for so long is lost
     warn_s: float = 2.0  # a longer wait says on whom
     join_timeout_s: float = 60.0
 

@@ -8,9 +8,12 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 
+from paceline.cli.background import detach
 from paceline.config import inherited_environ
 from paceline.launcher.display import Display, Logs, choose_screen
+from paceline.launcher.elastic.job import ElasticJob
 from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.lines import printable
 from paceline.launcher.local import LocalJob
@@ -40,15 +43,23 @@ class _DisplayHandler(logging.Handler):
 
 
 def run(spec: RunSpec) -> int:
-    """Run a job in the foreground and return its exit code; raises PacelineError."""
+    """Run a job and return its exit code; raises PacelineError."""
+    if spec.is_detached:
+        return detach(spec)
     logs = Logs(spec.log_dir, spec.seats) if spec.log_dir is not None else None
+    kind = LocalJob if spec.elastic is None else ElasticJob
+    return supervise(spec, logs, lambda display: kind(spec, inherited_environ(), display))
+
+
+def supervise(spec: RunSpec, logs: Logs | None, make: Callable[[Display], LocalJob]) -> int:
+    """Run a job in this process, which shows it, and return its exit code."""
     display = Display(choose_screen(), logs)
     handler = _DisplayHandler(display)
     for name in _LOGGERS:
         logging.getLogger(name).addHandler(handler)
     patience_s: float | None = _PATIENCE_S
     try:
-        job = LocalJob(spec, inherited_environ(), display)
+        job = make(display)
         outcome = asyncio.run(job.run())
         _tell(job, outcome, display, spec)
         if outcome.interrupted_by is None:
@@ -77,8 +88,11 @@ def _tell(job: LocalJob, outcome: Outcome, display: Display, spec: RunSpec) -> N
         display.summary(picture)
     for line in describe(reports):
         display.say(printable(line.encode()))
-    if picture is not None or reports or outcome.interrupted_by is not None:
+    story = job.story()
+    if picture is not None or reports or story or outcome.interrupted_by is not None:
         display.say(outcome.closing_line())
+    for line in story:
+        display.say(printable(line.encode()))
     for line in outcome.late_ends():
         display.say(line)
     failure = outcome.failure_text(spec.log_dir)

@@ -128,6 +128,14 @@ class Crew:
         """Do not count the end of a process as a failure: the job goes on without it."""
         self._excused.add(process.seat.rank)
 
+    def blame(self, process: RankProcess) -> None:
+        """Take an excuse back."""
+        self._excused.discard(process.seat.rank)
+
+    def has_traceback(self, process: RankProcess) -> bool:
+        """Say whether the last that a process printed was an exception."""
+        return bool(self._result(process.seat.rank).last_exception)
+
     def failures(self) -> list[RankResult]:
         """Return those that failed by themselves, in the order of their end."""
         results = [self._result(rank) for rank in self._ended if rank not in self._excused]

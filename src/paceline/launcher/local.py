@@ -53,15 +53,22 @@ SERVERS_GRACE_S = 2.0
 _LAST_EVENTS_S = 0.5
 
 
+def new_job_id() -> str:
+    """Make the random word by which a job's processes are told from all others."""
+    return secrets.token_hex(8)
+
+
 class LocalJob:
     """Runs one job; `run` is called once, on the main thread. See elastic/job.py for the other."""
 
-    def __init__(self, spec: RunSpec, environ: Mapping[str, str], display: Display) -> None:
+    def __init__(
+        self, spec: RunSpec, environ: Mapping[str, str], display: Display, job_id: str = ""
+    ) -> None:
         self._spec = spec
         self._seats = {seat.rank: seat for seat in spec.seats}
         self._environ = environ
         self._display = display
-        self._job_id = secrets.token_hex(8)
+        self._job_id = job_id or new_job_id()
         self._board = Board(spec.seats)
         self._crew = Crew(display, self._on_end)
         self._table_reports: dict[tuple[str, int], TableReport] = {}
@@ -69,6 +76,7 @@ class LocalJob:
         self._changed = asyncio.Event()
         self._coordinator: Coordinator | None = None
         self._directory: JobDirectory
+        self._secret_path: Path
         self._where: JobAddresses
         self._guard: Sessions
 
@@ -80,15 +88,15 @@ class LocalJob:
         self._spec.pace_in(self._environ)
         with ExitStack() as held:
             self._directory = held.enter_context(self._open_directory())
-            port = held.enter_context(hold_port())
-            secret_file = create_secret_file(self._directory.path)
+            self._secret_path = self._secret_file()
+            master_port = self._master_port(held)
             self._guard = self._set_guard()
             try:
                 self._where = JobAddresses(
                     job_id=self._job_id,
-                    coordinator=await self._open_control(load_secret(secret_file), config),
-                    secret_file=str(secret_file),
-                    master_port=port.getsockname()[1],
+                    coordinator=await self._open_control(load_secret(self._secret_path), config),
+                    secret_file=str(self._secret_path),
+                    master_port=master_port,
                 )
                 await self._run_processes()
             finally:
@@ -120,6 +128,10 @@ class LocalJob:
         """Return the last word of every server about each of its tables."""
         return [self._table_reports[key] for key in sorted(self._table_reports)]
 
+    def story(self) -> list[str]:
+        """Return lines about what happened to the members of the job, for its end."""
+        return []
+
     def set_state(self, seat: Seat, state: str) -> None:
         """Put the final word about a process on the board."""
         self._board.set_state(seat.rank, state)
@@ -128,6 +140,13 @@ class LocalJob:
 
     def _open_directory(self) -> JobDirectory:
         return JobDirectory(Path(runtime_dir(self._environ)))
+
+    def _secret_file(self) -> Path:
+        return create_secret_file(self._directory.path)
+
+    def _master_port(self, held: ExitStack) -> int:
+        port: int = held.enter_context(hold_port()).getsockname()[1]
+        return port
 
     def _set_guard(self) -> Sessions:
         return Guard(self._job_id, self._directory.path)
@@ -196,8 +215,11 @@ class LocalJob:
                 return
             await self._next_change()
         if not self._crew.failures() and not self._interrupts:
-            deadline_s = time.monotonic() + SERVERS_GRACE_S
-            await self._await_end(lambda: self._crew.servers, deadline_s, heard=0)
+            await self._await_servers()
+
+    async def _await_servers(self) -> None:
+        deadline_s = time.monotonic() + SERVERS_GRACE_S
+        await self._await_end(lambda: self._crew.servers, deadline_s, heard=0)
 
     async def _await_cause(self) -> None:
         """Give the cause time to appear when only consequences of it have been seen so far."""

@@ -13,13 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.launcher.machine import Memory, OomCount
-from paceline.launcher.report import RankResult, failure_report, state_words, why_killed
+from paceline.launcher.report import (
+    RankResult,
+    failure_report,
+    last_words,
+    state_words,
+    why_killed,
+)
 from paceline.launcher.seat import counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of every rank. `first` is the first cause of a failure, if there was one."""
+    """What became of every rank. `first` is the first cause of a failure, if there was one.
+
+    Of an elastic job: `over` says why it could not go on, `lost` who was lost on the way, in order.
+    """
 
     results: Sequence[RankResult]
     first: RankResult | None
@@ -28,12 +37,16 @@ class Outcome:
     oom_before: OomCount
     oom_after: OomCount
     memory: Memory
+    over: str = ""
+    lost: Sequence[RankResult] = ()
 
     @property
     def exit_code(self) -> int:
         """The script's own code, 128 + signal for a signal, 130 after Ctrl-C, 143 after SIGTERM."""
         if self.first is not None:
             return self.first.status.shell_code
+        if self.over:
+            return (self.lost[-1].status.shell_code if self.lost else 0) or 1
         if self.interrupted_by is not None:
             return 128 + self.interrupted_by
         return 0
@@ -43,7 +56,7 @@ class Outcome:
         num_servers = sum(result.seat.is_server for result in self.results)
         count = counted(len(self.results) - num_servers, num_servers)
         took = f"{self.wall_s:.1f} s"
-        if self.first is not None:
+        if self.first is not None or self.over:
             return f"paceline: {count}, failed after {took}"
         if self.interrupted_by is not None:
             return f"paceline: {count} stopped by {self.interrupted_by.name} after {took}"
@@ -61,8 +74,27 @@ class Outcome:
 
     def failure_text(self, log_dir: Path | None) -> str | None:
         """Write the failure report, or return None when nothing failed by itself."""
+        if self.over and self.first is None:
+            return "\n".join([f"paceline: the job ended: {self.over}", *self._last_loss(log_dir)])
         if self.first is None:
             return None
         why = why_killed(self.first.status, self.oom_before, self.oom_after, self.memory)
-        log_hint = "" if log_dir is None else str(log_dir / self.first.seat.log_name)
+        log_hint = _log_hint(self.first, log_dir)
         return failure_report(self.results, self.first, why_killed=why, log_hint=log_hint)
+
+    def _last_loss(self, log_dir: Path | None) -> list[str]:
+        """Show the last words of the one whose loss was too much."""
+        if not self.lost:
+            return []
+        last = self.lost[-1]
+        hint = _log_hint(last, log_dir)
+        where = f"pid {last.pid}" + (f", whole output in {hint}" if hint else "")
+        how = f"{last.status} after {last.ran_s:.1f} s ({where})"
+        return [
+            f"paceline: the last loss was {last.seat.role} {last.seat.number}: {how}",
+            *(f"  | {line}" for line in last_words(last)),
+        ]
+
+
+def _log_hint(result: RankResult, log_dir: Path | None) -> str:
+    return "" if log_dir is None else str(log_dir / result.seat.log_name)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import time
@@ -32,12 +33,16 @@ from paceline.launcher.outlet import Outlet
 from paceline.launcher.seat import Seat
 
 _PR_SET_PDEATHSIG = 1
+_PF_EXITING = 0x4
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a process ended: by itself with `code`, or by `signal` (then code is None)."""
+    """How a process ended: by itself with `code`, or by `signal` (then code is None).
+
+    With neither it is UNKNOWN: the process was not our child.
+    """
 
     code: int | None
     signal: int | None = None
@@ -48,10 +53,14 @@ class ExitStatus:
 
     @property
     def shell_code(self) -> int:
-        """The exit code a shell would show: the process's own, or 128 + signal."""
+        """The exit code a shell would show: the process's own, or 128 + signal; 1: not known."""
+        if self == UNKNOWN:
+            return 1
         return 128 + self.signal if self.signal is not None else (self.code or 0)
 
     def __str__(self) -> str:
+        if self == UNKNOWN:
+            return "ended, how is not known"
         if self.signal is None:
             return f"exit code {self.code}"
         try:
@@ -59,6 +68,9 @@ class ExitStatus:
         except ValueError:
             return f"killed by signal {self.signal}"
         return f"killed by {known.name} ({(signal.strsignal(known) or 'signal').lower()})"
+
+
+UNKNOWN = ExitStatus(None)
 
 
 def die_with(launcher: int) -> None:
@@ -78,11 +90,16 @@ def peek_status(pid: int) -> ExitStatus | None:
     return ExitStatus(info.si_status) if by_itself else ExitStatus(None, info.si_status)
 
 
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel says about a process, beginning with its state; "X": it is gone."""
+    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
+        return stat.read().rpartition(b")")[2].decode().split()
+    return ["X", *["0"] * 49]
+
+
 def process_state(pid: int) -> str:
     """Return the letter that the kernel has for a process's state; "X" when there is none."""
-    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
-        return stat.read().rpartition(b")")[2].split()[0].decode()
-    return "X"
+    return _stat(pid)[0]
 
 
 class RankProcess:
@@ -142,11 +159,14 @@ class RankProcess:
         """Look whether the process has ended, without reaping it; true when it just has."""
         if self.status is not None:
             return False
-        self.status = peek_status(self.pid)
+        self.status = self._peek()
         if self.status is None:
             return False
         self.ended_s = time.monotonic()
         return True
+
+    def _peek(self) -> ExitStatus | None:
+        return peek_status(self.pid)
 
     def presume_killed(self) -> None:
         """Settle the status of a process that SIGKILL could not end: it hangs in the kernel."""
@@ -156,6 +176,12 @@ class RankProcess:
     def is_frozen(self) -> bool:
         """Tell whether the process is stopped (SIGSTOP, a debugger) and so cannot do its part."""
         return process_state(self.pid) in ("T", "t")
+
+    @property
+    def is_exiting(self) -> bool:
+        """Tell whether the process is on its way out, also when its end is not seen yet."""
+        stat = _stat(self.pid)
+        return stat[0] in "ZX" or bool(int(stat[6]) & _PF_EXITING)
 
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to the rank and to what it started in its process group."""
@@ -171,3 +197,29 @@ class RankProcess:
                 self._popen.wait(timeout=1.0)
         elif self.status is not None and peek_status(self.pid) is not None:
             os.waitpid(self.pid, 0)
+
+
+class AdoptedProcess(RankProcess):
+    """A process that somebody else started, and whose exit status is therefore not to be had.
+
+    The launcher before us was killed; its processes went on. A descriptor pins each of them.
+    """
+
+    def __init__(self, seat: Seat, pid: int, outlet: Outlet) -> None:
+        """Take hold of it; ProcessLookupError when it has ended."""
+        super().__init__(seat, pid, outlet)
+        self._pidfd = os.pidfd_open(pid)
+
+    def _peek(self) -> ExitStatus | None:
+        ready, _, _ = select.select([self._pidfd], [], [], 0)
+        return UNKNOWN if ready else None
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Send a signal to the process and its group, unless that may be a stranger's by now."""
+        with suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(self._pidfd, number)
+            super().signal_group(number)
+
+    def release(self) -> None:
+        self.outlet.close()
+        os.close(self._pidfd)

@@ -93,7 +93,7 @@ def failure_report(
     how = f"{first.status}, {why_killed}" if why_killed else str(first.status)
     where = f"pid {first.pid}" + (f", whole output in {log_hint}" if log_hint else "")
     text = [f"paceline: {first.seat} failed first: {how} after {first.ran_s:.1f} s ({where})"]
-    text += [f"  | {line}" for line in _last_words(first)]
+    text += [f"  | {line}" for line in last_words(first)]
     for line, seats in _grouped(results, first).items():
         text.append(f"paceline: {names(seats)}: {line}")
     return "\n".join(text)
@@ -127,7 +127,8 @@ def state_words(result: RankResult, first: RankResult | None) -> str:
     return f"failed as well: {result.status}"
 
 
-def _last_words(first: RankResult) -> list[str]:
+def last_words(first: RankResult) -> list[str]:
+    """Return the end of what a process printed: its last traceback, if there is one."""
     words = traceback_tail(first.stderr_tail)
     if words:
         return words[-TAIL_LINES:]

@@ -3,7 +3,7 @@
     14:02:07 worker 3 (host b, pid 4242) lost: killed by signal 9; 3 workers go on
     14:02:08 worker 3 (host b, pid 4260) joined at step 415, 0.8 s after the loss
 
-Plain data with both clocks passed in; no terminal here. One line when somebody is lost, one when
+Plain data with the clock passed in; no terminal here. One line when somebody is lost, one when
 somebody has joined, and what members and the coordinator have to say in between.
 """
 
@@ -11,50 +11,68 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from paceline.cluster.member import Member
-from paceline.cluster.messages import Loss
-
-
-@dataclass
-class _Gap:
-    """The time from a loss to the next step that somebody reports."""
-
-    since_s: float
-    step: int
+from paceline.cluster.member import Member, Membership
+from paceline.cluster.messages import Presence
+from paceline.launcher.elastic.plan import ElasticPlan
+from paceline.launcher.servers import ServerPlan
+from paceline.telemetry.events import Filled, Happening, Moved, Promoted
 
 
 class Chronicle:
-    """Turns events into lines. Not thread-safe: lives in the launcher's loop."""
+    """Knows all members that ever were. Not thread-safe: lives in the launcher's loop."""
 
-    def __init__(self) -> None:
-        self._lost: list[Loss] = []
-        self._lost_s: dict[tuple[str, int], float] = {}  # by place: when, until it is taken again
-        self._replaced = 0
-        self._added = 0
-        self._gap: _Gap | None = None
-        self._still_s = 0.0
+    def __init__(self, plan: ElasticPlan, servers: ServerPlan) -> None:
+        self._plan, self._servers = plan, servers
+        self.members: dict[int, Member] = {}  # by rank
+        self.membership: Membership | None = None
         self.step = 0  # the highest that was reported
+        self._lost: list[Member] = []
+        self._gone: set[int] = set()  # ranks whose loss was told
+        self._lost_s: dict[tuple[str, int], float] = {}  # by place: when, until it is taken again
+        self._gap: tuple[float, int] | None = None  # from a loss, at that step, to the next step
+        self._still_s = 0.0
+        self._replaced = self._added = 0
 
-    @property
-    def losses(self) -> Sequence[Loss]:
-        return self._lost
+    def take(self, membership: Membership) -> None:
+        """Note the membership that counts from now on."""
+        self.membership = membership
+        self.members.update((member.rank, member) for member in membership.members)
 
-    def lost(self, loss: Loss, what_now: str, now_s: float) -> str:
-        """Tell of a loss, and what becomes of the job."""
-        self._lost.append(loss)
-        self._lost_s[loss.role, loss.number] = now_s
-        if self._gap is None:
-            self._gap = _Gap(now_s, self.step)
-        text = f"{place_words(loss.role, loss.number, loss.where)} lost: {loss.why}"
-        return stamped(f"{text}; {what_now}" if what_now else text)
+    def name(self, rank: int) -> str:
+        member = self.members[rank]
+        return place_words(member.role, member.number, member.where)
 
-    def joined(self, member: Member, now_s: float) -> str:
+    def lost(self, rank: int, why: str, now_s: float) -> str | None:
+        """Tell of a member's loss and what becomes of the job; None when that was told before."""
+        if rank in self._gone:
+            return None
+        member = self.members[rank]
+        self._gone.add(rank)
+        self._lost.append(member)
+        self._lost_s[member.role, member.number] = now_s
+        self._gap = self._gap or (now_s, self.step)
+        what_now = self._what_now(member)
+        return stamped(f"{self.name(rank)} lost: {why}" + (f"; {what_now}" if what_now else ""))
+
+    def _what_now(self, lost: Member) -> str:
+        """Say how the job goes on after a loss, as far as that is certain."""
+        if lost.role == "server":
+            return "others have copies of its tables" if self._servers.replicas > 1 else ""
+        if self._plan.on_loss == "replace":
+            return "the others hold their step until another has taken its place"
+        workers = self.membership.workers if self.membership is not None else ()
+        left = len(set(workers) - self._gone)
+        if left < self._plan.min_workers:
+            return ""
+        return f"{left} worker{' goes' if left == 1 else 's go'} on"
+
+    def joined(self, rank: int, now_s: float) -> str:
         """Tell of a newcomer, and how long its place was empty."""
+        member = self.members[rank]
         lost_s = self._lost_s.pop((member.role, member.number), None)
-        words = f"{place_words(member.role, member.number, member.where)} joined"
+        words = f"{self.name(rank)} joined"
         if member.role == "worker" and self.step:
             words += f" at step {self.step}"
         if lost_s is None:
@@ -63,11 +81,26 @@ class Chronicle:
         self._replaced += 1
         return stamped(f"{words}, {now_s - lost_s:.1f} s after the loss")
 
+    def happened(self, event: Happening) -> str | None:
+        """Tell of what became of partitions; who came and went is told with more words above."""
+        if isinstance(event, Promoted):
+            return stamped(f"server {event.server} answers for {_parts(event.partitions)} now")
+        if isinstance(event, Filled):
+            return stamped(f"server {event.server} has a copy of {_parts(event.partitions)}")
+        if isinstance(event, Moved):
+            whence = f"from server {event.source} to server {event.target}"
+            return stamped(f"{_parts(event.partitions)} moved {whence}")
+        return None
+
+    def presence(self, news: Presence) -> str:
+        """Tell that a member is silent, or back."""
+        return stamped(f"{self.name(news.rank)} is {news.state}: {news.detail}")
+
     def progressed(self, step: int, now_s: float) -> None:
         """Note that a worker has finished a step."""
         self.step = max(self.step, step)
-        if self._gap is not None and step > self._gap.step:
-            self._still_s += now_s - self._gap.since_s
+        if self._gap is not None and step > self._gap[1]:
+            self._still_s += now_s - self._gap[0]
             self._gap = None
 
     def summary(self) -> list[str]:
@@ -96,8 +129,13 @@ def place_words(role: str, number: int, where: str) -> str:
     return f"{role} {number} (host {host}, pid {pid})" if host else f"{role} {number}"
 
 
-def _who(losses: Iterable[Loss]) -> str:
-    counts = Counter((loss.role, loss.number) for loss in losses)
+def _parts(partitions: Iterable[int]) -> str:
+    numbers = sorted(partitions)
+    return f"partition{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _who(members: Iterable[Member]) -> str:
+    counts = Counter((member.role, member.number) for member in members)
     words = [
         f"{role} {number}" + (f" {count} times" if count > 1 else "")
         for (role, number), count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))

@@ -24,6 +24,12 @@ from paceline.launcher.spec import RunSpec
 _FACTS, _PROCESSES = "job.json", "processes"
 
 
+def job_name(spec: RunSpec, job_id: str) -> str:
+    """Name a job for people: "train-3f2a"."""
+    last = spec.target.rpartition(".")[2] if spec.is_module else Path(spec.target).stem
+    return f"{last or 'job'}-{job_id[:4]}"
+
+
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One running job."""
 

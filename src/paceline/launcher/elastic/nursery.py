@@ -47,9 +47,7 @@ class Nursery:
             return None
         return self._template.pid
 
-    async def fork(
-        self, seat: Seat, environ: dict[str, str], outlet: Outlet
-    ) -> RankProcess | None:
+    async def fork(self, seat: Seat, environ: dict[str, str], outlet: Outlet) -> RankProcess | None:
         """Fork a newcomer; None: it has to start plainly. LaunchError when the machine is full."""
         if self._template is None or not self._template.is_warm:
             return None
@@ -61,17 +59,17 @@ class Nursery:
             self._template = None
         return process
 
-    def pause_s(self, seat: Seat) -> float:
+    def pause_s(self, place: tuple[bool, int]) -> float:
         """How long to wait before the next attempt to fill a place."""
-        return _PAUSE_S * self._failed[seat.place]
+        return _PAUSE_S * self._failed[place]
 
     def failed(self, seat: Seat) -> bool:
         """Note that a newcomer ended before it had joined; true when its place is given up."""
         self._failed[seat.place] += 1
-        return self._failed[seat.place] >= MAX_FAILED_STARTS
+        return self.has_given_up(seat.place)
 
-    def has_given_up(self, seat: Seat) -> bool:
-        return self._failed[seat.place] >= MAX_FAILED_STARTS
+    def has_given_up(self, place: tuple[bool, int]) -> bool:
+        return self._failed[place] >= MAX_FAILED_STARTS
 
     def joined(self, seat: Seat) -> None:
         self._failed.pop(seat.place, None)

@@ -1,0 +1,164 @@
+"""Jobs in the background: `paceline run --detach`, and following one with `paceline attach`.
+
+A keeper (launcher/elastic/keeper.py) runs in a session of its own, with everything that is to be
+seen in job.log. Who attaches reads that file to its end, and then as it grows, like `tail -f`; when
+the keeper was killed, another one is started first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.config import inherited_environ
+from paceline.errors import LaunchError, PacelineError
+from paceline.launcher.display import Display, Logs
+from paceline.launcher.elastic.facts import FoundJob, JobFacts, find_job, job_name
+from paceline.launcher.elastic.keeper import (
+    EXIT_CODE,
+    JOB_LOG,
+    DetachedJob,
+    ResumedJob,
+    default_log_dir,
+)
+from paceline.launcher.jobdir import is_held
+from paceline.launcher.local import LocalJob, new_job_id
+from paceline.launcher.spec import RunSpec
+
+_LOOK_S = 0.1
+_TAIL_BYTES = 4096
+
+
+def detach(spec: RunSpec) -> int:
+    """Start a job in the background; return when its processes are started."""
+    job_id = new_job_id()
+    name = job_name(spec, job_id)
+    spec = replace(spec, log_dir=(spec.log_dir or default_log_dir(name)).absolute())
+    assert spec.log_dir is not None
+    Logs(spec.log_dir, spec.seats).close()  # processes will append to these files themselves
+    (spec.log_dir / EXIT_CODE).unlink(missing_ok=True)
+    (spec.log_dir / JOB_LOG).write_bytes(b"")
+    environ = inherited_environ()
+    keep(spec, lambda display: DetachedJob(spec, environ, display, job_id))
+    say = sys.stderr.write
+    say(f"paceline: job {name} runs in the background; its output is in {spec.log_dir}\n")
+    say(f"paceline: follow it with: paceline attach {name}\n")
+    sys.stdout.write(f"{name}\n")
+    return 0
+
+
+def keep(spec: RunSpec, make: Callable[[Display], DetachedJob]) -> None:
+    """Supervise a job from a new process in the background; LaunchError if it does not start."""
+    assert spec.log_dir is not None
+    log = spec.log_dir / JOB_LOG
+    read_end, write_end = os.pipe()
+    between = os.fork()
+    if between == 0:
+        os.close(read_end)
+        os.setsid()
+        if os.fork() == 0:
+            _be_keeper(spec, make, log, write_end)
+        os._exit(0)
+    os.close(write_end)
+    os.waitpid(between, 0)
+    with open(read_end, "rb") as pipe:
+        is_up = pipe.read() == b"up"
+    if not is_up:
+        words = log.read_text(errors="replace").strip().splitlines()[-20:]
+        raise LaunchError("\n".join(["the job did not start:", *words]))
+
+
+def _be_keeper(
+    spec: RunSpec, make: Callable[[Display], DetachedJob], log: Path, write_end: int
+) -> None:
+    """In the keeper: output to the log, then the job; ends the process."""
+    from paceline.cli.run import supervise
+
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, target in ((nothing, 0), (out, 1), (out, 2)):
+        os.dup2(source, target)
+
+    def made(display: Display) -> LocalJob:
+        job = make(display)
+        job.on_up = lambda: _say_up(write_end)
+        return job
+
+    code = 1
+    try:
+        code = supervise(spec, None, made)
+        (log.parent / EXIT_CODE).write_text(f"{code}\n")
+    except PacelineError as error:
+        os.write(2, f"paceline: error: {error}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def _say_up(write_end: int) -> None:
+    with suppress(OSError):  # the command that started us may be gone
+        os.write(write_end, b"up")
+    os.close(write_end)
+
+
+def attach(name: str | None) -> int:
+    """Follow a detached job to its end and return its exit code; Ctrl-C only stops following."""
+    found = find_job(name, inherited_environ())
+    facts = found.facts
+    if not facts.is_detached:
+        raise LaunchError(
+            f"job {facts.name} runs in the foreground, under process {facts.supervisor}; only a job"
+            " that was started with --detach can be attached to"
+        )
+    if not found.is_supervised:
+        resume(found)
+    try:
+        return _follow(found, facts)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\npaceline: no longer attached; job {facts.name} goes on\n")
+        return 0
+
+
+def resume(found: FoundJob) -> None:
+    """Start another keeper for a job that has lost its own."""
+    facts = found.facts
+    os.chdir(facts.cwd)
+    spec = facts.plan()
+    keep(spec, lambda display: ResumedJob(found, spec, display))
+    sys.stderr.write(f"paceline: the keeper of job {facts.name} was gone; another has taken over\n")
+
+
+def _follow(found: FoundJob, facts: JobFacts) -> int:
+    """Copy job.log to standard output until the job has ended."""
+    log_dir = Path(facts.log_dir)
+    with open(log_dir / JOB_LOG, "rb") as log:
+        size = os.fstat(log.fileno()).st_size
+        if size > _TAIL_BYTES:
+            log.seek(size - _TAIL_BYTES)
+            log.readline()
+        while True:
+            is_last = not _is_supervised(found)
+            while data := log.read(1 << 16):
+                sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+            if is_last:
+                break
+            time.sleep(_LOOK_S)
+    try:
+        return int((log_dir / EXIT_CODE).read_text())
+    except (OSError, ValueError):
+        raise LaunchError(
+            f"the keeper of job {facts.name} was killed; `paceline attach {facts.name}` starts"
+            " another one"
+        ) from None
+
+
+def _is_supervised(found: FoundJob) -> bool:
+    try:
+        return is_held(found.directory)
+    except OSError:  # the directory is gone: the job has ended
+        return False

@@ -1,0 +1,132 @@
+"""The keeper: supervises a detached job from the background, and can be replaced itself.
+
+Processes of a detached job do not end with their keeper. They write to files instead of pipes, the
+job directory stays, and everything that a successor has to know is written down there (facts.py).
+When the keeper is killed the job goes on without losses being replaced, until `paceline attach`
+starts another keeper: it starts the coordinator again, at the same address and from its journal,
+and takes hold of the processes by descriptor. Their exit status is then not to be had: one that
+left the job in good order counts as finished, one with a traceback at the end of its log as failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from paceline.cluster.sockets import split_address
+from paceline.launcher.display import Display
+from paceline.launcher.elastic.facts import FoundJob, JobFacts, Record, recorded, write_facts
+from paceline.launcher.elastic.job import ElasticJob
+from paceline.launcher.jobdir import JobDirectory
+from paceline.launcher.lifeline import Sessions
+from paceline.launcher.outlet import Outlet
+from paceline.launcher.process import UNKNOWN, AdoptedProcess, ExitStatus, RankProcess
+from paceline.launcher.seat import Seat
+from paceline.launcher.spec import RunSpec
+
+JOB_LOG, EXIT_CODE = "job.log", "exit-code"
+_FAREWELL_S = 0.5  # after the end of a process: for the coordinator to say that it had left
+
+
+def default_log_dir(name: str) -> Path:
+    return Path("paceline-runs") / name
+
+
+class DetachedJob(ElasticJob):
+    """A job that outlives whoever supervises it; `on_up` is called when all are started."""
+
+    on_up: Callable[[], None] = staticmethod(lambda: None)
+
+    async def _watch(self) -> None:
+        self.on_up()
+        await super()._watch()
+
+    def _open_directory(self) -> JobDirectory:
+        directory = super()._open_directory()
+        directory.keep(self._job_id)
+        return directory
+
+    def _set_guard(self) -> Sessions:
+        return Sessions()
+
+    def _facts(self) -> JobFacts:
+        return super()._facts().with_plan(self._spec, self._environ)
+
+    def _outlet(self, seat: Seat) -> Outlet:
+        assert self._spec.log_dir is not None, "the output of a detached job goes to files"
+        return Outlet.file(self._spec.log_dir / seat.log_name)
+
+
+class ResumedJob(DetachedJob):
+    """A detached job whose keeper was killed, and which goes on under another."""
+
+    def __init__(self, found: FoundJob, spec: RunSpec, display: Display) -> None:
+        self._found = found
+        self._gone: list[int] = []  # ranks that ended while there was no keeper
+        super().__init__(spec, found.facts.environ, display, found.facts.job_id)
+
+    def _open_directory(self) -> JobDirectory:
+        return JobDirectory.take_over(self._found.directory)
+
+    def _secret_file(self) -> Path:
+        return Path(self._found.facts.secret_file)
+
+    def _master_port(self, held: ExitStack) -> int:
+        del held  # rank 0 may listen there, so it cannot be held again
+        return self._found.facts.master_port
+
+    def _coordinator_port(self) -> int:
+        return split_address(self._found.facts.coordinator)[1]
+
+    def _start_all(self) -> None:
+        write_facts(self._directory.path, self._facts())
+        assert self._control is not None
+        for one in recorded(self._directory.path):
+            if one.is_alive:
+                self._adopt(one)
+            else:
+                self._gone.append(one.rank)
+
+    def _adopt(self, one: Record) -> None:
+        try:
+            process = AdoptedProcess(one.seat, one.pid, self._outlet(one.seat))
+        except ProcessLookupError:
+            self._gone.append(one.rank)
+            return
+        process.outlet.close_far()
+        self._crew.add(process, self._guard)
+        self._board.seat(one.seat)
+        self._know(process)
+
+    async def _attach(self) -> None:
+        await super()._attach()
+        assert self._control is not None
+        for rank in self._gone:
+            if self._was_in(rank):
+                self._control.report_end(rank, "it ended while nobody watched", by_signal=True)
+
+    def _on_end(self, process: RankProcess) -> None:
+        if process.status != UNKNOWN:
+            super()._on_end(process)
+        elif not self._is_ending:
+            self._crew.excuse(process)
+            self._spawn(self._settle_unknown(process))
+
+    async def _settle_unknown(self, process: RankProcess) -> None:
+        """Find out how a process ended that was not our child."""
+        deadline_s = time.monotonic() + _FAREWELL_S
+        while process.seat.rank not in self._left and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
+        await self._crew.drained([process.seat])
+        if self._crew.has_traceback(process):
+            process.status = ExitStatus(1)
+        elif process.seat.rank in self._left:
+            process.status = ExitStatus(0)
+        if process.status != UNKNOWN:
+            self._crew.blame(process)
+            super()._on_end(process)
+        else:
+            await self._settle_loss(process)
