@@ -87,7 +87,10 @@ async def _serve(options: argparse.Namespace) -> int:
     await coordinator.serve(listener)
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
-    await told.wait()
+    ends = [asyncio.ensure_future(one) for one in (told.wait(), coordinator.failed())]
+    done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for end in done:
+        end.result()  # a failure ends this process: the next one begins from the journal
     await coordinator.stop()
     return 0
 

@@ -113,6 +113,12 @@ class Coordinator:
         """Serve on a socket that listens already."""
         self._gate.open(listener)
         self._watch = asyncio.ensure_future(self._watch_members())
+        self._watch.add_done_callback(_complain)
+
+    async def failed(self) -> None:
+        """Wait until this coordinator cannot go on, by a bug of ours, and raise what it was."""
+        assert self._watch is not None
+        await asyncio.shield(self._watch)
 
     async def stop(self) -> None:
         """End all connections. Members go on without a coordinator."""
@@ -398,6 +404,11 @@ class Coordinator:
             else:
                 self.carry_out(self.roster.tick(now_s))
                 self._record.shorten()
+
+
+def _complain(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("the coordinator no longer watches its members", exc_info=task.exception())
 
 
 def _require_own_rank(peer: Peer, rank: int) -> None:
