@@ -82,9 +82,6 @@ class Arrivals:
         self._clocks.join(worker, left_at)
         return self._clocks.clock(worker)
 
-    def cancel(self, worker: int) -> None:
-        """Nobody waits to join."""
-
     def vacate(self, worker: int) -> None:
         """Keep the place of a worker that is gone."""
         self.discard(worker)

@@ -12,9 +12,11 @@ averages: that step is left out.
 A script may leave steps out (a GradScaler does, when it finds an infinite gradient): its workers
 then push the same step again, which begins the shard anew.
 
-A worker that JOINS takes part from the next step on; if no step is under way, that is at once. A
-lost worker's place may also stay VACANT until another one takes it over and repeats the step. What
-of that step counted already is then not counted again: pushes that are in an average, the commit.
+A worker that JOINS takes part at once, also in a step that is under way: shards that are averaged
+already go without it, which it is only told. (If it began with the next step, it would begin with
+another one on each server, for a step does not begin everywhere at once.) A lost worker's place may
+also stay VACANT until another one takes it over and repeats the step. What of that step counted
+already is then not counted again: pushes that are in an average, the commit.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class Barrier:
         self._notices: dict[int, str] = {}  # by shard: what was left out of its average
         self._converted: dict[tuple[int, int], torch.Tensor] = {}  # by shard and worker
         self._orphaned = ""  # why the step under way cannot be applied: its speaker is gone
-        self._joining: dict[int, dict[int, Push]] = {}  # by worker: what it pushed too early
-        self._counted: set[tuple[int, int]] = set()  # (worker, shard) that a successor will repeat
+        # (worker, shard): its next push comes too late, or for the second time.
+        self._counted: set[tuple[int, int]] = set()
         self._inherited: set[int] = set()  # workers whose commit a successor will repeat
         self._ended: dict[int, tuple[tuple[int, ...], str]] = {}  # by shard: see `last_average`
         self._last_clock = 0  # of the step that ended last
@@ -58,16 +60,11 @@ class Barrier:
 
     def next_clock(self, worker: int) -> int:
         """Return the number of the step that a worker has not ended yet."""
-        if worker in self._joining:
-            return self._begins_after() + 1
         has_ended = worker in self._committed and worker not in self._inherited
         return self._clocks.clock(worker) + 1 + has_ended
 
     def push(self, worker: int, number: int, push: Push) -> None:
         """Take a worker's part of an average."""
-        if worker in self._joining:
-            self._joining[worker][number] = push
-            return
         if (worker, number) in self._counted:
             self._counted.discard((worker, number))
             return
@@ -111,16 +108,14 @@ class Barrier:
     # -- workers that come --------------------------------------------------------------------
 
     def join(self, worker: int, _left_at: int | None) -> int:
-        """Take in a worker; return the clock of the last step that goes without it."""
-        clock = self._begins_after()
-        self._joining[worker] = {}
-        if not self._is_under_way:
-            self._let_in()
+        """Take in a worker; return the clock of the last step that ended without it."""
+        workers = self._clocks.workers
+        clock = self._clocks.clock(workers[0]) if workers else self._last_clock
+        self._clocks.join(worker, clock)
+        for number, pushes in enumerate(self._pushes):
+            if self._means[number] is not None and pushes:
+                self._counted.add((worker, number))
         return clock
-
-    def cancel(self, worker: int) -> None:
-        """Forget a worker that was about to join."""
-        self._joining.pop(worker, None)
 
     def vacate(self, worker: int) -> None:
         """Keep the place of a worker that is gone; what counts of its step will be repeated."""
@@ -134,23 +129,6 @@ class Barrier:
     def last_average(self, number: int) -> tuple[tuple[int, ...], str]:
         """Return what all lacked in the last step that ended, and its verdict."""
         return self._ended.get(number, ((), ""))
-
-    @property
-    def _is_under_way(self) -> bool:
-        return bool(self._committed) or any(self._pushes)
-
-    def _begins_after(self) -> int:
-        workers = self._clocks.workers
-        clock = self._clocks.clock(workers[0]) if workers else self._last_clock
-        return clock + (self._is_under_way and bool(workers))
-
-    def _let_in(self) -> None:
-        joining, self._joining = self._joining, {}
-        for worker in joining:
-            self._clocks.join(worker, self._last_clock)
-        for worker, pushes in joining.items():
-            for number, push in pushes.items():
-                self.push(worker, number, push)
 
     def _forget_repeats(self, worker: int) -> None:
         self._counted = {one for one in self._counted if one[0] != worker}
@@ -336,4 +314,3 @@ class Barrier:
         self._orphaned = ""
         for pushes in self._pushes:
             pushes.clear()
-        self._let_in()

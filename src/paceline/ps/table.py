@@ -132,7 +132,6 @@ class Table:
     def leave(self, worker: int) -> None:
         """Go on without a worker; what it pushed and did not commit is gone."""
         if worker not in self.clocks.workers:
-            self._way.cancel(worker)
             return
         self._forget(worker)
         self._left_at[worker] = self.clocks.clock(worker)
@@ -146,7 +145,6 @@ class Table:
         What it pushed and did not commit is gone; an average that is known stands.
         """
         if worker not in self.clocks.workers:
-            self._way.cancel(worker)
             return
         self._forget(worker)
         self.vacant.add(worker)
@@ -154,10 +152,7 @@ class Table:
         self._note_waits()
 
     def join(self, worker: int) -> int:
-        """Take in a worker, or let it take over; return the clock that it begins at.
-
-        In lockstep a step that is under way ends without it, and counts in that clock.
-        """
+        """Take in a worker, or let it take over; return the clock that it begins at."""
         if worker in self.clocks.workers and worker not in self.vacant:
             return self.clocks.clock(worker)
         self._may_repeat.add(worker)

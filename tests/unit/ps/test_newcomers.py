@@ -37,27 +37,54 @@ def test_between_steps_a_worker_joins_at_once() -> None:
     assert made.version == 2
 
 
-def test_the_step_under_way_ends_without_the_newcomer_and_the_next_one_waits_for_it() -> None:
+def test_a_newcomer_takes_part_in_the_step_under_way() -> None:
     made = fresh(LOCKSTEP)
     push(made, 0, noise(0))
-    assert made.join(2) == 1
-    assert made.clocks.workers == (0, 1)
-    push(made, 2, noise(2), clock=2)  # too early: it is kept
-    push(made, 1, noise(1))
-    assert made.is_reduced(0)
-    torch.testing.assert_close(
-        made.shards[0].average, parts(made, (noise(0) + noise(1)) / 2)[0], rtol=0, atol=1e-7
-    )
-    commit(made, 0)
-    commit(made, 1)
-    assert made.version == 1
+    assert made.join(2) == 0
     assert made.clocks.workers == (0, 1, 2)
-    push(made, 0, noise(3))
+    push(made, 1, noise(1))
     assert not made.is_reduced(0)
-    push(made, 1, noise(4))
-    assert made.is_reduced(0)
-    mean = (noise(3) + noise(4) + noise(2)) / 3
+    push(made, 2, noise(2))
+    mean = (noise(0) + noise(1) + noise(2)) / 3
     torch.testing.assert_close(made.shards[0].average, parts(made, mean)[0], rtol=0, atol=1e-6)
+    for worker in (0, 1, 2):
+        commit(made, worker)
+    assert made.version == 1
+
+
+def test_shards_that_are_averaged_already_go_without_the_newcomer() -> None:
+    made = fresh(LOCKSTEP)
+    for worker in (0, 1):
+        made.push(worker, 0, 1, parts(made, noise(worker))[0])
+    assert made.is_reduced(0) and not made.is_reduced(1)
+    assert made.join(2) == 0
+    for worker in (0, 1):
+        made.push(worker, 1, 1, parts(made, noise(worker))[1])
+    push(made, 2, noise(2))
+    means = ((noise(0) + noise(1)) / 2, (noise(0) + noise(1) + noise(2)) / 3)
+    for shard, mean in enumerate(means):
+        there = made.shards[shard].average
+        torch.testing.assert_close(there, parts(made, mean)[shard], rtol=0, atol=1e-6)
+    for worker in (0, 1):
+        commit(made, worker)
+    assert made.version == 0  # the newcomer's commit is waited for
+    commit(made, 2)
+    assert made.version == 1
+
+
+def test_a_newcomer_repeats_a_step_that_ended_on_this_server_only() -> None:
+    made = fresh(LOCKSTEP)
+    for worker in (0, 1):
+        step(made, worker, noise(worker))
+    before = values(made).clone()
+    assert made.join(2) == 1
+    for shard, grad in enumerate(parts(made, noise(2))):
+        assert not made.push(2, shard, 1, grad)
+    finish(made, 2, 1)
+    assert torch.equal(values(made), before) and made.version == 1
+    for worker in (0, 1, 2):
+        step(made, worker, noise(worker))
+    assert made.version == 2
 
 
 def test_a_newcomer_that_is_gone_before_its_step_holds_up_nobody() -> None:
@@ -76,7 +103,7 @@ def test_a_newcomer_goes_on_alone_when_all_others_are_gone() -> None:
     for worker in (0, 1):
         step(made, worker, noise(worker))
     push(made, 0, noise(0))
-    assert made.join(2) == 2
+    assert made.join(2) == 1
     made.leave(0)
     made.leave(1)
     assert made.clocks.workers == (2,)
