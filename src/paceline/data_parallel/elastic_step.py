@@ -53,8 +53,8 @@ class ElasticStep:
             result = self._run_resized(update, step)
         job.contribution.commit()
         if self._asks:
-            job.elastic.point(self._buffers.synchronise)
-            job.elastic.point(self._exchange_flags)
+            stops, changes = job.elastic.point(self._meet)
+            reducer.is_stop_agreed, reducer.is_change_agreed = stops > 0, changes > 0
         if not reducer.has_caught_up:
             count()
         reducer.has_caught_up = False
@@ -79,10 +79,13 @@ class ElasticStep:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
-    def _exchange_flags(self) -> None:
+    def _meet(self) -> list[float]:
+        """Agree on buffers, and on what follows; return the latter.
+
+        One point for each step: a newcomer's first step is then the one that the others are in.
+        """
+        self._buffers.synchronise()
         self._flags[0] = float(self._job.stopping.is_wanted())
         self._flags[1] = float(self._job.elastic.is_change_due)
         self._group.all_reduce(self._flags, "max")
-        stops, changes = self._flags.tolist()
-        self._reducer.is_stop_agreed = stops > 0
-        self._reducer.is_change_agreed = changes > 0
+        return self._flags.tolist()
