@@ -51,6 +51,7 @@ from paceline.launcher.spec import RunSpec
 from paceline.telemetry.events import Event, Happening, Progress
 
 _LOOK_S = 0.25
+_SETTLED_S = 5.0  # after they have met, workers of a script without reports are busy as usual
 _LEAVE_S = 10.0  # for one that is out of the job to end by itself
 _VERDICT_S = 3.0  # for the coordinator to say what follows from the last worker's loss
 
@@ -74,6 +75,7 @@ class ElasticJob(LocalJob):
         self._losses: list[RankResult] = []
         self._starting: set[tuple[bool, int]] = set()  # places for which no rank is reserved yet
         self._tasks: set[asyncio.Task[None]] = set()
+        self._warm_up_s = float("inf")  # when to start the template
         self._is_ending = False
         self._over = ""
 
@@ -214,6 +216,8 @@ class ElasticJob(LocalJob):
                 signs = self._signs[process.seat.rank]
                 signs.look(now_s)
                 self._control.report_seen(process.seat.rank, signs.stopped_for_s(now_s))
+            if self._chronicle.step or now_s > self._warm_up_s:
+                self._warm_up()
             for rank, insist_s in self._dismissed.items():
                 late = self._crew.find(rank)
                 if late is not None and late.is_running and now_s > insist_s:
@@ -363,7 +367,7 @@ class ElasticJob(LocalJob):
                 member.rank, Seat(member.rank, member.number, member.role == "server", True)
             )
         if before is None:
-            self._warm_up()
+            self._warm_up_s = time.monotonic() + _SETTLED_S
             return
         for loss in news.lost:
             self._evict(loss.rank, loss.why)
@@ -392,6 +396,10 @@ class ElasticJob(LocalJob):
             process.signal_group(signal.SIGKILL)
 
     def _warm_up(self) -> None:
+        """Start the template, once: not while the first processes still need all cores."""
+        self._warm_up_s = float("inf")
+        if self._nursery.template_pid is not None:
+            return
         environ = self._environ_of(next(iter(self._seats.values())))
         pid = self._nursery.warm_up(environ)
         if pid is not None:
