@@ -56,5 +56,6 @@ class LocalOptimizer(ServedUpdate):
             else:
                 outbox.copy_(bucket.params)
             self._exchange.push(bucket, []).wait()
+        self.committed_at = self.position()
         self._finish(self._exchange.commit(None).wait)
         return result

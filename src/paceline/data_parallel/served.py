@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,9 @@ class ServedUpdate:
         self._covered: set[Bucket] = set()  # whose averages the script wrote to before a step
         self._edited: list[HostTensor] = []  # parameters that it wrote to since the last step
         self.waited_s = 0.0
+        # Where all workers last met, and the same when this one last committed (serving.py).
+        self.position: Callable[[], int] = lambda: 0
+        self.committed_at = -1
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Update these from now on."""
@@ -93,6 +96,7 @@ class ServedUpdate:
         else:
             self._push_again()
         result = self._run_hooks_of(step)
+        self.committed_at = self.position()
         self._end_step()
         self._is_pushed = self._has_turn = False
         self._seen = {bucket: bucket.averaged._version for bucket in self._buckets}

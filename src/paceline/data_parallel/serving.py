@@ -84,11 +84,13 @@ class Serving:
         self.update = kind(
             optimizer, self.exchange, job.fabric.me.number, self.rule, len(membership.servers)
         )
+        self.update.position = lambda: job.elastic.passed
         self.state = (
             ServedState(optimizer, self.update.settle) if self.rule.push == "grad" else None
         )
         self.committed_steps = 0  # of this worker's number, when it took its seat
         self._seats: list[tuple[RemoteTable, Sequence[Bucket]]] = []  # to be taken by a newcomer
+        self._settled: list[int] = []  # by table: the last step before its first one
         if job.elastic.is_on:
             job.elastic.register(f"serving {self._name}", self)
 
@@ -167,23 +169,40 @@ class Serving:
         """Nothing has to be known before a change is decided."""
 
     def pack(self) -> Parcel:
-        """Return who speaks for all about changes to averages."""
-        return sorted(self.exchange.speakers), ()
+        """Return who speaks for all about changes to averages, and which steps are behind all.
+
+        A step that this worker has committed, but behind which not all have met yet, is not.
+        """
+        position = self._job.elastic.passed
+        settled = [
+            table.clock - (self.update.committed_at == position) for table in self.exchange.tables
+        ]
+        return [sorted(self.exchange.speakers), settled], ()
 
     def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
         """Take it over."""
-        self.exchange.speakers = {int(number) for number in plain}
+        speakers, settled = plain
+        self.exchange.speakers = {int(number) for number in speakers}
+        self._settled = [int(clock) for clock in settled]
 
-    def resume(self, change: Change) -> None:  # noqa: ARG002
+    def resume(self, change: Change) -> None:
         """Take the seats of a newcomer; the servers have noticed who is gone by themselves."""
-        seats, self._seats = self._seats, []
-        for table, buckets in seats:
+        for table, buckets in self._seats:
             table.open(self._job.fabric.membership.worker_numbers)
             table.pull().wait()
             self.update.begin_with_values(buckets)
-        if seats:
-            self.committed_steps = min(table.clock for table, _ in seats)
+        tables = [table for table, _ in self._seats]
+        if self.rule.aggregate:
+            # The first step is the one that the others are in, if they have committed it or not:
+            # servers that have ended it already only answer.
+            for table, clock in zip(tables, self._settled, strict=False):
+                table.clock = clock
+            if change.joined:
+                self._workers.barrier()  # nobody begins a step before all have their seats
+        if tables:
+            self.committed_steps = min(table.clock for table in tables)
             self._job.elastic.committed_steps = self.committed_steps
+        self._seats.clear()
 
     # -- what a table is made of --------------------------------------------------------------
 
