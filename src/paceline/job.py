@@ -187,6 +187,7 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
             fabric.link_neighbours()
         reporter = Reporter(env.rank, rendezvous.agent.report)
         elastic = Elastic(fabric, rendezvous.agent, env)
+        elastic.next_step = lambda: reporter.steps_done + 1
         if env.role == "server":  # it works with each worker, and with nobody as a group
             alone = Group(fabric, (env.rank,))
             return Job(env, rendezvous, fabric, alone, reporter, elastic)

@@ -53,6 +53,7 @@ class Elastic:
         self.is_candidate = self.is_on and env.is_newcomer
         self.is_lockstep = True
         self.on_loss = env.on_loss
+        self.next_step: Callable[[], int] = lambda: 0  # for messages: the step under way
         self.changes = 0  # adopted so far
         self.passed = 0  # points
         self.committed_steps: int | None = None  # free-running: of the number that was taken over
@@ -251,7 +252,7 @@ class Elastic:
         assert isinstance(self._agent, Agent)
         self._agent.adopted(change.generation)
         if self._fabric.rank == verdict.donor and not was_candidate:
-            text = _describe(change, time.monotonic() - started_s)
+            text = _describe(change, self.next_step(), time.monotonic() - started_s)
             self._agent.report(Note(self._fabric.rank, text))
 
     # -- newcomers ----------------------------------------------------------------------------
@@ -355,13 +356,10 @@ def _by_participant(statuses: Sequence[Status]) -> dict[str, list[Any]]:
     }
 
 
-def _describe(change: Change, took_s: float) -> str:
+def _describe(change: Change, step: int, took_s: float) -> str:
     """Say for people what a change has come to."""
     count = f"{len(change.after)} worker{'s' if len(change.after) != 1 else ''}"
-    parts = []
     if change.lost:
         names = ", ".join(str(loss.number) for loss in change.lost)
-        parts.append(f"going on with {count} after the loss of worker {names}")
-    if change.joined:
-        parts.append(f"{len(change.joined)} joined, now {count}")
-    return f"{'; '.join(parts) or f'now {count}'} ({took_s:.1f} s)"
+        return f"worker {names} lost: step {step} exchanged again with {count} ({took_s:.1f} s)"
+    return f"{count} from step {step} on ({took_s:.1f} s)"

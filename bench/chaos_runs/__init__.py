@@ -1,0 +1,1 @@
+"""What `bench/chaos.py` runs: a training, and somebody who kills its processes."""

@@ -1,0 +1,67 @@
+"""Kills processes of a running job at random: workers, servers and the coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+from paceline.cluster.operator import Operator
+from paceline.cluster.secret_file import load_secret
+from paceline.errors import PacelineError
+
+
+class Killer:
+    """Chooses among the processes that are members at the moment, each as likely as the other."""
+
+    def __init__(self, diary: Path, seed: int, roles: tuple[str, ...], coordinator: int) -> None:
+        address, secret_file, job_id = json.loads((diary / "job.json").read_text())
+        self._operator = Operator.connect(address, load_secret(secret_file), job_id)
+        self._chance = random.Random(seed)
+        self._roles = roles
+        self._launcher = coordinator
+        self.kills: list[tuple[float, str, int]] = []  # when, role, number
+
+    @property
+    def by_role(self) -> Counter[str]:
+        """How many of each role were killed."""
+        return Counter(role for _, role, _ in self.kills)
+
+    def pause(self, mean_s: float) -> float:
+        """Return how long to wait for the next kill."""
+        return self._chance.expovariate(1 / mean_s)
+
+    def kill(self) -> bool:
+        """Kill one process; false when the job could not be asked (its coordinator is away)."""
+        try:
+            membership = self._operator.status(timeout_s=2.0).membership
+        except PacelineError:
+            return False
+        if membership is None:
+            return False
+        targets = [(m.role, m.number, m.pid) for m in membership.members if m.role in self._roles]
+        if "coordinator" in self._roles:
+            targets += [("coordinator", 0, pid) for pid in _coordinators(self._launcher)]
+        role, number, pid = self._chance.choice(targets)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+            os.kill(pid, signal.SIGKILL)
+            self.kills.append((time.time(), role, number))
+        return True
+
+    def close(self) -> None:
+        self._operator.close()
+
+
+def _coordinators(launcher: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{launcher}/task").glob("*/children"):
+        for pid in map(int, task.read_text().split()):
+            with contextlib.suppress(OSError):
+                if b"paceline.coordinate" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+    return found
