@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, LaunchError
 from paceline.launcher.screen import LiveScreen, Picture, PlainScreen, Screen
 from paceline.launcher.seat import Seat
 
@@ -106,7 +106,13 @@ class Display:
 
     def start(self) -> None:
         """Start painting. Call after the ranks were forked: a fork must not see a second thread."""
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads
+            raise LaunchError(
+                f"the job could not be started: {error}; check the limits with `paceline doctor`"
+                " (processes)"
+            ) from error
 
     def output_line(self, seat: Seat, is_error: bool, text: str) -> None:
         """Show one line of a process."""
