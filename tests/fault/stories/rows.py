@@ -1,0 +1,255 @@
+"""The fault matrix: for each row the fault, what must follow, and the tests that show it.
+
+A test is named by file and function, or by the beginning of it: `test_row_01` means all tests
+whose names begin so. What no test can show yet is said in `open_end`: it appears in the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_STORIES = "tests/fault/stories"
+
+
+@dataclass(frozen=True)
+class Row:
+    number: int
+    fault: str
+    follows: str
+    tests: tuple[str, ...] = ()  # file::beginning of the name
+    open_end: str = ""  # what is not shown, or not met
+
+
+def _story(number: int, file: str) -> str:
+    return f"{_STORIES}/test_story_{file}.py::test_row_{number:02}_"
+
+
+ROWS = (
+    Row(
+        1,
+        "SIGKILL of a worker, all-reduce",
+        "survivors reduce the step again and commit it; a replacement joins from a peer",
+        (_story(1, "processes"), "tests/fault/test_elastic_training.py::test_"),
+    ),
+    Row(
+        2,
+        "the same over gloo or MPI",
+        "a typed error",
+        open_end="does not apply: Paceline has its own transport and does not train over these",
+    ),
+    Row(
+        3,
+        "SIGKILL of a worker, ps and ssp",
+        "the barrier shrinks; what it had half delivered is dropped whole",
+        (_story(3, "processes"), "tests/fault/test_ps_workers.py::test_the_others_go_on"),
+    ),
+    Row(
+        4,
+        "SIGKILL of a worker, async",
+        "the others do not pause",
+        (_story(4, "processes"),),
+    ),
+    Row(
+        5,
+        "SIGKILL of a server that has a backup",
+        "the backup takes over, requests are repeated; nothing acknowledged is lost or doubled",
+        (_story(5, "servers"),),
+    ),
+    Row(
+        6,
+        "SIGKILL of a backup",
+        "training goes on; a new backup is filled",
+        (_story(6, "servers"),),
+    ),
+    Row(
+        7,
+        "SIGKILL of all copies of some shards",
+        "the job ends and names them",
+        (_story(7, "servers"),),
+        "there are no checkpoints to fall back to yet",
+    ),
+    Row(
+        8,
+        "SIGKILL of the coordinator",
+        "training goes on; it comes back from its journal",
+        (_story(8, "processes"),),
+    ),
+    Row(
+        9,
+        "SIGKILL of the launcher",
+        "everything ends with it; a detached job stays and is attached to again",
+        (
+            _story(9, "processes"),
+            "tests/multiprocess/test_run_stop.py::test_nothing_survives_kill_9",
+            "tests/multiprocess/test_run_stop.py::test_ranks_die_with_the_launcher",
+        ),
+    ),
+    Row(
+        10,
+        "SIGKILL of everything at once",
+        "nothing is left; the job can be started again",
+        (_story(10, "processes"),),
+        "it begins from the start: checkpoints come later",
+    ),
+    Row(
+        11,
+        "SIGSTOP of a worker, 3 s and for ever",
+        "3 s: waited for; for ever: evicted and ended, so it cannot write when it wakes up",
+        (_story(11, "processes"), "tests/fault/test_peers_come_and_go.py::test_a_stopped"),
+    ),
+    Row(
+        12,
+        "SIGSTOP of a primary server, then SIGCONT",
+        "the backup takes over; the old primary can write nothing",
+        (_story(12, "servers"),),
+    ),
+    Row(
+        13,
+        "a worker holds the GIL for ever",
+        "it is called stuck, with its step and stacks, and not evicted before",
+        (_story(13, "processes"),),
+    ),
+    Row(
+        14,
+        "partition: a host is cut off",
+        "the majority goes on, the minority commits nothing",
+        (_story(14, "network"),),
+    ),
+    Row(
+        15,
+        "partition between the copies of a shard",
+        "one side serves, the other is fenced",
+        (_story(15, "network"),),
+    ),
+    Row(
+        16,
+        "one-way partition",
+        "noticed like a full one",
+        (_story(16, "network"),),
+    ),
+    Row(
+        17,
+        "links fail one by one and come back in another order",
+        "the job heals",
+        (_story(17, "network"),),
+    ),
+    Row(
+        18,
+        "a slow link; a worker with a tenth of a core",
+        "in lockstep the straggler is named; with async and ssp the others keep their rate",
+        (_story(18, "resources"),),
+    ),
+    Row(
+        19,
+        "a peer that stops reading",
+        "queues are bounded, the peer is dropped",
+        ("tests/fault/test_ps_wire.py::test_a_worker_that_never_reads",),
+    ),
+    Row(
+        20,
+        "damaged frames",
+        "noticed by checksum, never applied",
+        ("tests/fault/test_corruption.py::test_",),
+    ),
+    Row(
+        21,
+        "out of memory in a control group",
+        "as after SIGKILL, and the diagnosis names limit and cause",
+        (
+            _story(21, "resources"),
+            "tests/multiprocess/test_run_failure.py::test_out_of_memory",
+        ),
+    ),
+    Row(
+        25,
+        "SIGTERM of the launcher",
+        "all processes end within the grace time; the second signal does not wait",
+        (
+            _story(25, "processes"),
+            "tests/multiprocess/test_run_stop.py::test_signals_end_everything",
+            "tests/multiprocess/test_run_stop.py::test_the_second_ctrl_c",
+        ),
+        "no checkpoint is written at the agreed step: checkpoints come later",
+    ),
+    Row(
+        26,
+        "no memory for a segment",
+        "SharedMemoryError with sizes on all ranks, never SIGBUS",
+        ("tests/fault/test_memory.py::test_",),
+        "it does not fall back to TCP on one host",
+    ),
+    Row(
+        27,
+        "kills while attached to shared memory, again and again",
+        "no process, segment, descriptor, port or file is left",
+        (
+            "tests/fault/test_leaks.py::test_",
+            "tests/fault/test_ps_leaks.py::test_",
+            "tests/fault/test_peers_come_and_go.py::test_neighbours_come_and_go",
+            _story(27, "resources"),
+        ),
+    ),
+    Row(
+        29,
+        "NaN on one worker",
+        "one decision on all workers, which names worker, step and tensor",
+        (
+            "tests/fault/test_ps_bad_input.py::test_a_nan",
+            "tests/multiprocess/test_client_bad_input.py::test_a_push_that_is_not_finite",
+            _story(29, "numbers"),
+        ),
+    ),
+    Row(
+        30,
+        "a flipped bit in one replica's parameters",
+        "the consistency check finds it and names the culprit",
+        (
+            "tests/multiprocess/test_consistency.py::test_",
+            _story(30, "numbers"),
+        ),
+        "when pl.check_consistency is called: it is not called by itself every few steps",
+    ),
+    Row(
+        31,
+        "another collective on one worker",
+        "CollectiveMismatch on all, with ranks and operations; no hang",
+        ("tests/fault/test_mismatch.py::test_",),
+    ),
+    Row(
+        32,
+        "wall clocks an hour off, and stepped",
+        "no effect",
+        (_story(32, "numbers"),),
+    ),
+    Row(
+        33,
+        "four times more processes than cores, without a fault",
+        "nobody is evicted",
+        (_story(33, "resources"),),
+    ),
+    Row(
+        34,
+        "2, 6, 1, 4 workers during training",
+        "every step once, the same parameters everywhere, every sample as often as the others",
+        (_story(34, "scale"),),
+    ),
+    Row(
+        35,
+        "no descriptors or processes left",
+        "a clean error, no partial job",
+        ("tests/fault/test_memory.py::test_a_rank_that_cannot_join", _story(35, "resources")),
+    ),
+    Row(
+        37,
+        "kills of anybody, at random",
+        "training converges; nothing acknowledged is lost",
+        (_story(37, "chaos"),),
+        "efficiency and loss at given failure rates are measured by bench/chaos",
+    ),
+    Row(
+        38,
+        "no fault",
+        "what all this costs",
+        open_end="measured by bench/chaos, see docs/log.md",
+    ),
+)
