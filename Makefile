@@ -3,7 +3,7 @@
 #   make demo    train with two workers, then alone         make bench   compare with others
 #   make test    run the tests                              make fmt     format the code
 #   make check   lint, types, layers                        make data    fetch a book for the GPT
-#   make clean   remove what was built
+#   make chaos   break jobs in every way (as root, long)    make clean   remove what was built
 #
 # The first call sets up .venv and builds the core (minutes); later calls start in seconds. Each verb
 # is one line that also works by hand. ARGS is passed on: make test ARGS="-k launcher".
@@ -14,7 +14,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE  := pyproject.toml CMakeLists.txt constraints.txt $(shell find cpp -type f 2>/dev/null)
 
-.PHONY: demo test check fmt bench data clean
+.PHONY: demo test check chaos fmt bench data clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -25,6 +25,10 @@ test: $(STAMP)
 
 check: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+# Writes docs/failures.md. ARGS="--rows 1 3" runs some rows, ARGS=--quick leaves out the long tests.
+chaos: $(STAMP)
+	$(BIN)/python tests/fault/stories/table.py $(ARGS)
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
