@@ -1,4 +1,8 @@
-"""Kills processes of a running job at random: workers, servers and the coordinator."""
+"""Kills processes of a running job at random: workers, servers and the coordinator.
+
+One exception: whoever alone has the state of the training, the last worker of an all-reduce job or
+the only copy of a partition. After those a job needs a checkpoint, whatever it does.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +48,18 @@ class Killer:
             return False
         if membership is None:
             return False
-        targets = [(m.role, m.number, m.pid) for m in membership.members if m.role in self._roles]
+        needed = {holders[0] for holders in membership.partitions if len(holders) == 1}
+        if len(membership.workers) == 1:
+            needed.update(membership.workers)
+        targets = [
+            (m.role, m.number, m.pid)
+            for m in membership.members
+            if m.role in self._roles and m.rank not in needed
+        ]
         if "coordinator" in self._roles:
             targets += [("coordinator", 0, pid) for pid in _coordinators(self._launcher)]
+        if not targets:
+            return False
         role, number, pid = self._chance.choice(targets)
         with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
             os.kill(pid, signal.SIGKILL)
