@@ -44,8 +44,12 @@ def _summary(outcomes: list[Outcome], took_s: float) -> str:
     ends = Counter(
         "over" if outcome.end_of_job else "whole" for outcome in outcomes if not outcome.has_failed
     )
+    counted: Counter[str] = Counter()
+    for outcome in outcomes:
+        counted.update(outcome.counted)
+    happened = ", ".join(f"{count:,} {what}" for what, count in sorted(counted.items()))
     return (
-        f"{len(outcomes)} seeds, {sum(o.num_events for o in outcomes):,} events,"
+        f"{happened}\n{len(outcomes)} seeds, {sum(o.num_events for o in outcomes):,} events,"
         f" {sum(o.num_generations for o in outcomes):,} generations,"
         f" {sum(o.num_acked for o in outcomes):,} acknowledged additions in {took_s:.1f} s:"
         f" {ends['whole']} ended whole, {ends['over']} jobs were over (all copies or workers lost),"

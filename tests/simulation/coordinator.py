@@ -7,37 +7,62 @@ written.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from paceline.cluster import decisions as d
 from paceline.cluster import messages as m
+from paceline.cluster.journal import Entry, Journal, _framed, _replay
+from paceline.cluster.member import Member
 from paceline.cluster.policy import Policy
+from paceline.cluster.record import Record
 from paceline.cluster.roster import Roster
-from paceline.errors import PacelineError
+from paceline.cluster.store_service import StoreService
+from paceline.errors import PacelineError, RendezvousError
 from simulation.invariants import Oracle
 from simulation.network import End, Network
 from simulation.process import Process
 from simulation.world import World
 
-TICK_S = 0.25
+TICK_S = 0.2
+LAST_WORDS_S = 0.2  # a process that has ended is not believed to be lost before this
 
 
 class Disk:
-    """What is left of a journal when its writer crashes."""
+    """A file that outlives its writer."""
 
     def __init__(self) -> None:
-        self.entries: list[bytes] = []
-        self.torn = b""  # a part of an entry, at the end
+        self.fd = os.memfd_create("journal")
 
-    def append(self, entry: bytes) -> None:
-        self.torn = b""  # whoever replays a journal cuts it off
-        self.entries.append(entry)
+    def __del__(self) -> None:
+        os.close(self.fd)
 
-    def tear(self, entry: bytes, length: int) -> None:
-        self.torn = entry[:length]
+
+class SimJournal(Journal):
+    """The production journal on such a file."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.path = Path("journal")
+        self._fd = disk.fd
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        self.entries, size = _replay(self._fd, self.path)
+        os.ftruncate(self._fd, size)
+        os.lseek(self._fd, size, os.SEEK_SET)
+        self.tear_at: float | None = None  # end within the next write: when this part is written
+
+    def append(self, entry: Entry, *, sync: bool = True) -> None:
+        data = _framed(entry)
+        if self.tear_at is not None:
+            length = min(round(self.tear_at * len(data)), len(data))
+            os.write(self._fd, data[:length])
+            raise Torn(f"killed when {length} of {len(data)} bytes of its journal were written")
+        os.write(self._fd, data)
+
+
+class Torn(Exception):
+    """The writer of a journal was killed while it wrote."""
 
 
 class SimCoordinator(Process):
@@ -58,14 +83,13 @@ class SimCoordinator(Process):
         self.announces_first = False  # a mutant: see mutants.py
 
     def on_start(self) -> None:
-        state = None
-        if self.disk.entries:
-            state = msgspec.json.decode(self.disk.entries[-1], type=d.State)
-        self.roster = self._make(self.policy, state, self.world.now_s)
-        self._written = self.roster.state
+        self._journal = SimJournal(self.disk)
+        self._record = Record(self._journal, StoreService())
+        self.roster = self._make(self.policy, self._record.state, self.world.now_s)
+        if self._record.state is not None:
+            self.oracle.journaled(self._record.state)  # of a write that was torn at its very end
         self._lines: dict[int, End] = {}  # by rank
         self._ranks: dict[End, int] = {}
-        self._joining: dict[int, End] = {}  # newcomers and the first crowd, by rank
         self._launcher: End | None = None
         self.after(TICK_S, self._tick)
 
@@ -96,7 +120,6 @@ class SimCoordinator(Process):
         if rank is None or self._lines.get(rank) is not end:
             return  # another connection of the same member has taken its place
         del self._lines[rank]
-        self._joining.pop(rank, None)
         if self.roster.membership is None:
             self.roster.withdraw(rank)
         else:
@@ -106,27 +129,42 @@ class SimCoordinator(Process):
     def now(self) -> float:
         return self.world.now_s
 
-    def _on_join(self, end: End, member: Any) -> None:
-        self._seat(end, member.rank)
-        self._joining[member.rank] = end
-        self._carry_out(self.roster.join(member, self.now))
+    def _on_join(self, end: End, member: Member) -> None:
+        if self.roster.membership is not None and self._record.num_replayed:
+            # It had joined when the coordinator ended before it could say so.
+            decisions = self.roster.attached(member.rank, 1, self.now)
+            self._seat(end, member.rank)
+            end.send(("joined", self.roster.membership))
+        else:
+            decisions = self.roster.join(member, self.now)
+            self._seat(end, member.rank)
+        self._carry_out(decisions)
 
-    def _on_ready(self, end: End, member: Any) -> None:
+    def _on_ready(self, end: End, member: Member) -> None:
+        decisions = self.roster.ready(member, self.now)
         self._seat(end, member.rank)
+        self._carry_out(decisions)
         membership = self.roster.membership
-        if membership is not None and member.rank in membership.ranks:
-            # It was let in, but the coordinator ended before it could be told so.
-            end.send(("changed", m.Changed(membership)))
-            self._carry_out(self.roster.attached(member.rank, 0, self.now))
-            return
-        self._joining[member.rank] = end
-        self._carry_out(self.roster.ready(member, self.now))
+        if self.is_alive and membership is not None and member.rank in membership.ranks:
+            end.send(("joined", membership))  # perhaps by the coordinator before this one
 
-    def _on_attach(self, end: End, rank: int, generation: int) -> None:
-        decisions = self.roster.attached(rank, generation, self.now)
-        self._seat(end, rank)
-        if self.roster.membership is not None:
-            end.send(("changed", m.Changed(self.roster.membership)))
+    def _on_attach(self, end: End, rank: int, generation: int, known: int) -> None:
+        membership = self.roster.membership
+        if membership is None:
+            raise RendezvousError("the job is still forming")
+        missed = self._record.missed(membership, known)
+        decisions: list[d.Decision] = []
+        if rank in membership.ranks or not missed.is_known or rank in missed.lost:
+            decisions = self.roster.attached(rank, generation, self.now)
+            self._seat(end, rank)
+        if missed.changed is not None:
+            end.send(("changed", missed.changed))
+        for loss in self.roster.state.vacant:
+            end.send(("presence", m.Presence(loss.rank, "lost", loss.why)))
+        end.send(("joined", membership))
+        if self.roster.state.over:  # decided, but perhaps not told before a restart
+            self.oracle.over(self.roster.state.over)
+            end.send(("over", self.roster.state.over))
         self._carry_out(decisions)
 
     def _seat(self, end: End, rank: int) -> None:
@@ -172,6 +210,11 @@ class SimCoordinator(Process):
         self.roster.seen(rank, self.now, stopped_since_s=stopped_for_s)
 
     def _on_exited(self, end: End, rank: int, why: str) -> None:
+        self.after(LAST_WORDS_S if rank in self._lines else 0.0, self._believe, rank, why)
+
+    def _believe(self, rank: int, why: str) -> None:
+        if self.roster.membership is None:
+            self.roster.withdraw(rank)
         self._carry_out(self.roster.lost(rank, why, self.now))
 
     def _on_reserve(self, end: End, role: str, number: int | None) -> None:
@@ -189,29 +232,24 @@ class SimCoordinator(Process):
         if self.announces_first:
             before()
             self._perform_all(decisions)
-            self._journal()
-        elif self._journal():
+            self._keep(decisions)
+        elif self._keep(decisions):
             before()
             self._perform_all(decisions)
 
-    def _journal(self) -> bool:
+    def _keep(self, decisions: list[d.Decision]) -> bool:
         """Write the state if it changed; false: this process ended meanwhile."""
-        state = self.roster.state
-        if state is self._written or state == self._written:
-            return True
-        entry = msgspec.json.encode(state)
-        if self.tear_at is not None:
-            length, self.tear_at = round(self.tear_at * len(entry)), None
-            if length < len(entry):
-                self.disk.tear(entry, length)
-            else:
-                self.disk.append(entry)
-                self.oracle.journaled(state)
-            self.crash(f"killed when {length} of {len(entry)} bytes of its journal were written")
+        changes = tuple(one.changed for one in decisions if isinstance(one, d.Announce))
+        before = self._record.state
+        self._journal.tear_at = self.tear_at
+        try:
+            self._record.keep(self.roster.state, changes)
+        except Torn as torn:
+            self.tear_at = None
+            self.crash(str(torn))
             return False
-        self.disk.append(entry)
-        self._written = state
-        self.oracle.journaled(state)
+        if self._record.state is not before:
+            self.oracle.journaled(self.roster.state)
         return True
 
     def _perform_all(self, decisions: list[d.Decision]) -> None:
@@ -219,8 +257,7 @@ class SimCoordinator(Process):
             if isinstance(decision, d.Announce):
                 self._announce(decision.changed)
             elif isinstance(decision, d.Tell):
-                self.world.say(self.name, "tells that {}", decision.presence)
-                self._broadcast(("presence", decision.presence), but=decision.presence.rank)
+                self._tell(decision.presence)
             elif isinstance(decision, d.End):
                 self.world.say(self.name, "says that the job is over: {}", decision.why)
                 self.oracle.over(decision.why)
@@ -236,23 +273,29 @@ class SimCoordinator(Process):
     def _announce(self, changed: m.Changed) -> None:
         self.world.say(self.name, "announces {}", _Brief(changed))
         self.oracle.announced(changed)
-        for rank in changed.joined:
-            self._joining.pop(rank, None)
         self._broadcast(("changed", changed))
         if self._launcher is not None:
             self._launcher.send(("changed", changed))
-        for loss in changed.lost:
-            end = self._lines.pop(loss.rank, None)
+
+    def _tell(self, presence: m.Presence) -> None:
+        """Tell everybody how a member is; one that is lost hears it too, and is cut off."""
+        self.world.say(self.name, "tells that rank {} is {}: {}", *_parts(presence))
+        self._broadcast(("presence", presence), but=presence.rank)
+        if presence.state in ("lost", "left"):
+            end = self._lines.pop(presence.rank, None)
             if end is not None:
                 self._ranks.pop(end, None)
-                end.send(("changed", changed))
+                end.send(("presence", presence))
                 end.close()
 
     def _broadcast(self, message: tuple[Any, ...], but: int = -1) -> None:
-        assert self.roster.membership is not None
         for rank, end in list(self._lines.items()):
-            if rank != but and rank in self.roster.membership.ranks:
+            if rank != but:
                 end.send(message)
+
+
+def _parts(presence: m.Presence) -> tuple[Any, ...]:
+    return presence.rank, presence.state, presence.detail
 
 
 class _Brief:

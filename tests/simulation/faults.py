@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# How often each kind is drawn. Those of the second group need several hosts.
+# How often each kind is drawn; those of the second group need several hosts.
 KINDS = {
     "kill server": 5,
     "kill worker": 4,
@@ -37,6 +37,16 @@ KINDS = {
     "remove server": 2,
 }
 NETWORK_KINDS = {"cut": 4, "cut one way": 4, "isolate": 3, "split": 2, "swizzle": 2, "drop": 6}
+# What a plan may prefer: these are drawn as often as all others together.
+TASTES = (
+    (),
+    ("kill server",),
+    ("kill server", "add server", "remove server"),
+    ("kill coordinator", "tear journal"),
+    ("drop", "cut one way"),
+    ("swizzle", "split"),
+    ("stop server", "starve server"),
+)
 _WISHES = ("scale", "add server", "remove server")
 
 
@@ -57,12 +67,20 @@ class Fault:
 
 
 def draw(dice: random.Random, until_s: float, *, num: int, has_network: bool) -> list[Fault]:
-    """Draw a plan; everything is over (healed, continued) at `until_s`."""
-    kinds = KINDS | (NETWORK_KINDS if has_network else {})
-    plan = []
+    """Draw a plan; everything is over (healed, continued) at `until_s`.
+
+    Half of the faults follow shortly after the one before: when it is being dealt with.
+    """
+    weights = KINDS | (NETWORK_KINDS if has_network else {})
+    taste = [kind for kind in dice.choice(TASTES) if kind in weights]
+    total = sum(weights.values())
+    weights |= {kind: total // len(taste) for kind in taste}
+    plan: list[Fault] = []
     for _ in range(num):
         at_s = dice.uniform(1.0, until_s - 0.5)
-        kind = dice.choices(list(kinds), list(kinds.values()))[0]
+        if plan and dice.random() < 0.5:
+            at_s = min(plan[-1].at_s + dice.expovariate(1 / 0.5), until_s - 0.1)
+        kind = dice.choices(list(weights), list(weights.values()))[0]
         lasts_s = dice.choice([dice.uniform(0.05, 1.0), dice.uniform(1.0, 3.0), until_s])
         plan.append(Fault(at_s, kind, dice.random(), dice.random(), min(lasts_s, until_s - at_s)))
     return sorted(plan, key=lambda fault: fault.at_s)

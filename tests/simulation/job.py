@@ -43,6 +43,9 @@ class Cores:
     announces_first: bool = False
 
 
+PRODUCTION = Cores()
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that is drawn about a job before it starts."""
@@ -62,7 +65,7 @@ class Plan:
 def plan(seed: int) -> Plan:
     """Draw a job."""
     dice = World(seed).stream("plan")
-    num_servers = dice.choice([1, 2, 2, 3, 3, 4])
+    num_servers = dice.choice([1, 2, 3, 3, 4, 4, 5])
     num_workers = dice.choice([1, 2, 2, 3, 4])
     policy = Policy(
         num_workers=num_workers,
@@ -72,18 +75,19 @@ def plan(seed: int) -> Plan:
         max_workers=num_workers + 2,
         max_servers=num_servers + 2,
         on_loss=dice.choice(["shrink", "shrink", "replace"]),
-        replicas=dice.choice([r for r in (1, 2, 2, 2, 3) if r <= num_servers]),
+        replicas=dice.choice([r for r in (1, 2, 2, 2, 3, 3) if r <= num_servers]),
         num_partitions=dice.choice([0, 1, 2, 3]),
+        reserve_s=8.0,
     )
     is_spread = dice.random() < 0.6
-    hosts = ("home", *(f"host {n}" for n in range(1, dice.randint(2, 6)))) if is_spread else ("home",)
+    others = [f"host {n}" for n in range(1, dice.randint(2, 6))] if is_spread else []
     heal_s = dice.uniform(6.0, 15.0)
-    num = dice.choice([0, 1, 1, 2, 2, 3, 4, 6])
+    num = dice.choice([0, 1, 2, 3, 4, 5, 6, 8])
     return Plan(
         seed=seed,
         policy=policy,
         mode=dice.choice(["sync", "async", "ssp:0", "ssp:1", "ssp:3"]),
-        hosts=hosts,
+        hosts=("home", *others),
         reconnects=dice.random() < 0.5,
         heal_s=heal_s,
         faults=draw(dice, heal_s, num=num, has_network=is_spread),
@@ -93,7 +97,7 @@ def plan(seed: int) -> Plan:
 class SimJob:
     """Everything of one simulated job."""
 
-    def __init__(self, plan: Plan, cores: Cores = Cores()) -> None:
+    def __init__(self, plan: Plan, cores: Cores = PRODUCTION) -> None:
         self.plan, self.policy, self.mode = plan, plan.policy, plan.mode
         self.reconnects = plan.reconnects
         self.world = World(plan.seed)
@@ -171,6 +175,7 @@ class SimJob:
         roster = self.coordinator.roster
         now = roster.state.membership
         missing = [f"{w.role} {w.number} is wanted" for w in roster.wanted]
+        missing += [f"{p.role} {p.number} is on its way" for p in roster.state.reserved]
         missing += [f"rank {rank} was to leave" for rank in roster.unwanted]
         for rank in now.ranks:
             member = self.by_rank[rank]

@@ -1,4 +1,4 @@
-"""What workers and servers have in common: a line to the coordinator, which comes back by itself."""
+"""What workers and servers have in common: a connection to the coordinator, which comes back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulation.process import Process
 if TYPE_CHECKING:
     from simulation.job import SimJob
 
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 0.5
 RETRY_S = 0.2
 ACCUSE_S = 0.5
 
@@ -68,7 +68,7 @@ class SimMember(Process):
         if end.what == "control":
             self._control = end
             if self.membership is not None:
-                self.tell("attach", self.rank, self.adopted)
+                self.tell("attach", self.rank, self.adopted, self.membership.generation)
                 self.on_attached()
             else:
                 self.tell("ready" if self.is_newcomer else "join", self.me)
@@ -89,7 +89,9 @@ class SimMember(Process):
             return
         verb, *args = message
         if verb == "changed":
-            self._on_changed(args[0])
+            self._learn(args[0].membership)
+        elif verb == "joined":
+            self._learn(args[0])
         elif verb == "over":
             self.exit("the job is over")
         elif verb == "refused" and args[0] in ("Evicted", "RendezvousError"):
@@ -97,16 +99,23 @@ class SimMember(Process):
         elif verb == "unwanted":
             self.on_unwanted()
         elif verb == "presence":
-            self.on_presence(args[0])
+            self._on_presence(args[0])
 
-    def _on_changed(self, changed: m.Changed) -> None:
-        membership = changed.membership
+    def _on_presence(self, presence: m.Presence) -> None:
+        if presence.rank == self.rank:
+            self.exit(f"taken for lost: {presence.detail}")
+        else:
+            self.on_presence(presence)
+
+    def _learn(self, membership: Membership) -> None:
         if self.membership is not None and membership.generation <= self.membership.generation:
             return
         if self.rank not in membership.ranks:
             if self.membership is not None:
                 self.exit(f"not in generation {membership.generation} any more")
             return
+        if membership.generation == 1:
+            self.adopted = 1  # there is nothing older to be done with
         self.membership = membership
         self.on_membership(membership)
 
@@ -118,15 +127,15 @@ class SimMember(Process):
             self.tell("adopted", self.adopted)
 
     def accuse_later(self, rank: int, why: str) -> None:
-        """Accuse another member, unless the coordinator finds out by itself."""
-        assert self.membership is not None
-        self.after(ACCUSE_S, self._accuse, rank, why, self.membership.generation)
+        """Accuse another member, as long as it cannot be reached."""
+        self.after(ACCUSE_S, self._accuse, rank, why)
 
-    def _accuse(self, rank: int, why: str, generation: int) -> None:
+    def _accuse(self, rank: int, why: str) -> None:
         assert self.membership is not None
-        if self.membership.generation == generation and self.is_broken(rank):
+        if rank in self.membership.ranks and self.is_broken(rank):
             self.world.say(self.name, "accuses rank {}: {}", rank, why)
             self.tell("accuse", rank, why)
+            self.accuse_later(rank, why)
 
     def leave(self, *, is_finished: bool) -> None:
         """Go in good order."""

@@ -4,7 +4,8 @@ A CONNECTION has two ENDS, one in each process. What is sent at one end arrives 
 order, once, after a delay drawn anew for each message; nothing is said about two connections. When
 a connection breaks, what was under way is lost and each end learns of it in its own time, or, if
 nothing gets through, not at all: it is HALF-OPEN until it has sent something that nobody
-acknowledged for `vanish_s`.
+acknowledged for `vanish_s`. Connections that PULSE (those of the engine) send by themselves, so
+both of their ends notice after that time.
 
 A LINK leads from one host to another; the way back is another link. While it is cut, what is sent
 waits (TCP sends it again) and arrives when the link is healed, if the connection lives so long.
@@ -37,8 +38,9 @@ class Link:
 class End:
     """One process' end of a connection."""
 
-    def __init__(self, network: Network, owner: Process, what: str) -> None:
+    def __init__(self, network: Network, owner: Process, what: str, *, pulses: bool) -> None:
         self.network, self.owner, self.life, self.what = network, owner, owner.life, what
+        self.pulses = pulses
         self.peer: End | None = None
         self.is_open = False  # as far as the kernel of this end knows
         self.is_closed = False  # the owner wants nothing more from it
@@ -60,14 +62,16 @@ class End:
     def close(self) -> None:
         """End the connection in good order: what was sent arrives, then the end."""
         self.is_closed = True
-        if self.is_open:
+        if self.is_open and self.peer is None:
+            self.is_open = False
+        elif self.is_open:
             self.is_open = False
             self.network.carry(self, ("end", "closed"))
             self._forget()
 
     def abandon(self, *, is_clean: bool) -> None:
         """The owner is gone; its kernel closes, and may throw away what was not sent yet."""
-        if self.is_open:
+        if self.is_open and self.peer is not None:
             self.is_open = False
             if not is_clean and self.network.dice.random() < 0.5:
                 self.network.lose(self)
@@ -107,9 +111,9 @@ class Network:
 
     # -- connections --------------------------------------------------------------------------
 
-    def connect(self, caller: Process, listener: str, what: str) -> End:
+    def connect(self, caller: Process, listener: str, what: str, *, pulses: bool = False) -> End:
         """Ask for a connection; the caller is told of its opening (`on_open`) or end (`on_end`)."""
-        end = End(self, caller, what)
+        end = End(self, caller, what, pulses=pulses)
         end.is_open = True  # so that giving up is told
         self._travel(end, caller.host, self._host(listener), self._knock, end, listener)
         self.world.after(CONNECT_S, self._give_up, end)
@@ -126,10 +130,10 @@ class Network:
         if not process.is_alive:
             self._travel(*back, end.break_off, "refused")
             return
-        other = End(self, process, end.what)
+        other = End(self, process, end.what, pulses=end.pulses)
         other.peer, end.peer, other.is_open = end, other, True
         process.ends.append(other)
-        self._travel(*back, self._opened, end)
+        self.carry(other, ("opened", None))  # ahead of anything that is sent back
         process.perform(process.life, process.on_open, (other,))
 
     def _opened(self, end: End) -> None:
@@ -180,7 +184,9 @@ class Network:
         if end.is_severed or num_losses != end.num_losses:
             return
         kind, content = item
-        if not peer.is_open or peer.life != peer.owner.life:
+        if kind == "opened":
+            self._opened(peer)
+        elif not peer.is_open or peer.life != peer.owner.life:
             if kind == "message" and end.is_open:
                 self._travel(end, peer.owner.host, end.owner.host, end.break_off, "reset")
         elif kind == "end":
@@ -212,6 +218,8 @@ class Network:
         end.break_off("vanished")
         if peer is not None and peer.is_open:
             self._travel(end, end.owner.host, peer.owner.host, peer.break_off, "reset", once=True)
+            if peer.pulses:
+                self.world.after(self.vanish_s, peer.break_off, "vanished")
 
     def _travel(
         self, end: End, source: str, target: str, action: Any, *args: Any, once: bool = False
@@ -236,6 +244,17 @@ class Network:
             self.faulty_s = self.world.now_s
             link.is_cut, link.cut_s = True, self.world.now_s
             self.world.say("network", "{} -> {} is cut", source, target)
+            self.world.after(self.vanish_s, self._check_pulses, source, target, self.world.now_s)
+
+    def _check_pulses(self, source: str, target: str, since_s: float) -> None:
+        link = self.link(source, target)
+        if not link.is_cut or link.cut_s > since_s:
+            return
+        for process in self.processes.values():
+            for end in list(process.ends):
+                hosts = (process.host, end.peer.owner.host if end.peer is not None else "")
+                if end.pulses and hosts in ((source, target), (target, source)):
+                    self._reset(end)
 
     def heal(self, source: str, target: str) -> None:
         """Let everything through again: what waits arrives."""

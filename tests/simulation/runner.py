@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from simulation.job import Cores, Plan, SimJob, plan
+from simulation.job import PRODUCTION, Cores, Plan, SimJob, plan
 from simulation.world import Violation
 
 
@@ -19,6 +21,7 @@ class Outcome:
     num_acked: int
     num_generations: int
     end_of_job: str
+    counted: Mapping[str, int]
     story: str = ""
 
     @property
@@ -26,7 +29,7 @@ class Outcome:
         return bool(self.violation)
 
 
-def simulate(chosen: Plan | int, cores: Cores = Cores()) -> Outcome:
+def simulate(chosen: Plan | int, cores: Cores = PRODUCTION) -> Outcome:
     """Run one job; a program error counts as a violation too."""
     chosen = plan(chosen) if isinstance(chosen, int) else chosen
     job = SimJob(chosen, cores)
@@ -36,8 +39,6 @@ def simulate(chosen: Plan | int, cores: Cores = Cores()) -> Outcome:
     except Violation as error:
         violation = str(error)
     except Exception as error:  # whatever the cores raise that nobody has caught is a bug
-        import traceback
-
         violation = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"
     oracle = job.oracle
     return Outcome(
@@ -47,11 +48,12 @@ def simulate(chosen: Plan | int, cores: Cores = Cores()) -> Outcome:
         num_acked=oracle.num_acked,
         num_generations=max(oracle.memberships, default=0),
         end_of_job=oracle.end_of_job,
+        counted=dict(oracle.counted),
         story=job.world.story() if violation else "",
     )
 
 
-def shrink(seed: int, cores: Cores = Cores(), *, within_s: float = 20.0) -> tuple[Plan, Outcome]:
+def shrink(seed: int, cores: Cores = PRODUCTION, *, within_s: float = 20.0) -> tuple[Plan, Outcome]:
     """Leave out faults as long as something still goes wrong."""
     smallest = plan(seed)
     outcome = simulate(smallest, cores)
@@ -67,7 +69,7 @@ def shrink(seed: int, cores: Cores = Cores(), *, within_s: float = 20.0) -> tupl
     return smallest, outcome
 
 
-def tell(seed: int, cores: Cores = Cores(), *, last: int | None = 120) -> str:
+def tell(seed: int, cores: Cores = PRODUCTION, *, last: int | None = 120) -> str:
     """Tell the story of a failing seed."""
     smallest, outcome = shrink(seed, cores)
     lines = outcome.story.splitlines()

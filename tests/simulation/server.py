@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.member import Membership
 from paceline.ps.primary import Post, post_of
-from paceline.ps.replication import Entry, Message, Replica, Role
+from paceline.ps.replication import Entry, Message
 from simulation.member import RETRY_S, SimMember
 from simulation.network import End
-from simulation.table import Table
+from simulation.table import PARTS, Table
 
 if TYPE_CHECKING:
     from simulation.job import SimJob
@@ -29,6 +29,7 @@ class Copy:
         self.replica = server.job.make_replica(server.rank, self)
         self.lines: dict[int, End] = {}  # by the worker's rank
         self.waiting: list[tuple[int, int, Any]] = []  # requests for when it is open
+        self._fill = 0  # how many copies were filled from this one
 
     # -- what the replica asks for ------------------------------------------------------------
 
@@ -37,6 +38,7 @@ class Copy:
 
     def apply(self, entry: Entry) -> None:
         if entry.again:
+            self.server.oracle.counted["answers repeated"] += 1
             remembered = self.replica.remembered(entry.rank, entry.seq)
             self.table.again(entry.rank, entry.seq, remembered, self.replica.answer)
         else:
@@ -49,15 +51,40 @@ class Copy:
             self.lines[rank].send((seq, answer, extra))
 
     def fill(self, peer: int) -> None:
-        self.server.send_to(peer, (self.partition, self.table.snapshot()))
-        self.server.after(self.server.dice.uniform(0.0, 1.0), self._filled, peer)
+        self._fill += 1
+        self.replica.send_part(peer, self.table.skeleton())
+        self.server.after(self._pause_s(), self._fill_on, peer, self._fill, 0)
 
-    def _filled(self, peer: int) -> None:
-        self.replica.filled(peer)
-        self.server.settle(self)
+    def _pause_s(self) -> float:
+        return self.server.dice.uniform(0.0, 0.4)
+
+    def _fill_on(self, peer: int, fill: int, number: int) -> None:
+        """Send the next part, unless another copy is filled by now, or this one anew."""
+        if fill != self._fill:
+            return
+        if number == PARTS:
+            self.replica.filled(peer)
+            self.server.settle(self)
+        elif self.replica.send_part(peer, self.table.part(number)):
+            self.server.after(self._pause_s(), self._fill_on, peer, fill, number + 1)
+
+    def restore(self, content: Any) -> None:
+        if isinstance(content, Table):
+            self.table = content
+        else:
+            self.table.take_part(*content)
 
     def in_sync(self, generation: int) -> None:
         self.server.world.say(self.server.name, "has all of partition {}", self.partition)
+        self.server.oracle.require(
+            not self.table.absent,
+            "{} is in sync with partition {}, but lacks {}",
+            self.server.name,
+            self.partition,
+            self.table.absent,
+        )
+        self.server.oracle.counted["copies filled"] += 1
+        self.server.claims.add((self.partition, generation))
         self.server.tell("in_sync", self.partition, generation)
 
     # -- requests -----------------------------------------------------------------------------
@@ -83,6 +110,7 @@ class SimServer(SimMember):
     def __init__(self, job: SimJob, *args: Any, **kwargs: Any) -> None:
         super().__init__(job, *args, **kwargs)
         self.copies: dict[int, Copy] = {}
+        self.claims: set[tuple[int, int]] = set()  # said to be in sync, and not listed yet
         self._peers: dict[int, End] = {}  # lines to other servers, by rank
         self._calling: set[int] = set()
         self._posts: dict[int, Post | None] = {}  # of each partition, as adopted
@@ -92,13 +120,15 @@ class SimServer(SimMember):
 
     def on_membership(self, membership: Membership) -> None:
         for partition, holders in enumerate(membership.partitions):
+            if self.rank in holders:
+                self.claims = {claim for claim in self.claims if claim[0] != partition}
             copy = self._copy(partition)
             copy.replica.adopt(membership.generation, holders, membership.filling[partition])
             self._change_post(copy, post_of(membership, partition))
             for rank in [rank for rank in copy.lines if rank not in membership.ranks]:
                 copy.lines.pop(rank).close()
+        for copy in self.copies.values():
             self.settle(copy)
-        self.adopt()
         self._call_neighbours()
         early, self._early = self._early, {}
         for end, messages in early.items():
@@ -120,9 +150,8 @@ class SimServer(SimMember):
             copy.forget_lines()
 
     def on_attached(self) -> None:
-        for copy in self.copies.values():
-            if copy.replica.role is Role.FILLING and not copy.replica._is_partial:
-                copy.in_sync(copy.replica.generation)
+        for claim in sorted(self.claims):
+            self.tell("in_sync", *claim)
 
     def on_unwanted(self) -> None:
         assert self.membership is not None
@@ -140,17 +169,24 @@ class SimServer(SimMember):
         copy.take_requests()
         copy.replica.flush()
         self.oracle.look_at(self, copy)
+        if all(one.replica.is_settled for one in self.copies.values()):
+            self.adopt()
 
     # -- lines between servers ----------------------------------------------------------------
 
     def _call_neighbours(self) -> None:
-        """Connect to whoever is next to this server in some chain."""
+        """Connect to whoever is next to this server in some chain; of two the lower rank calls."""
         assert self.membership is not None
-        for copy in self.copies.values():
-            peer = copy.replica.downstream
-            if peer is not None and peer not in self._peers and peer not in self._calling:
-                self._calling.add(peer)
-                self.network.connect(self, self.job.by_rank[peer].name, f"servers {self.rank}")
+        for partition, holders in enumerate(self.membership.partitions):
+            chain = (*holders, *self.membership.filling[partition][:1])
+            if self.rank not in chain:
+                continue
+            place = chain.index(self.rank)
+            for peer in (*chain[max(0, place - 1) : place], *chain[place + 1 : place + 2]):
+                if self.rank < peer and peer not in self._peers and peer not in self._calling:
+                    self._calling.add(peer)
+                    name = self.job.by_rank[peer].name
+                    self.network.connect(self, name, f"servers {peer}", pulses=True)
 
     def send_to(self, peer: int, message: Any) -> None:
         if peer in self._peers:
@@ -166,12 +202,12 @@ class SimServer(SimMember):
         partition, since, rank, generation = map(int, end.what.split()[1:])
         if self.membership is None or self.membership.generation < generation:
             self._early[end] = []
-        elif self._posts.get(partition) != Post(self.rank, since):
-            end.close()
-        elif rank not in self.membership.ranks:
-            end.close()
-        else:
+        elif self._posts.get(partition) == Post(self.rank, since) and (
+            rank in self.membership.ranks
+        ):
             self.copies[partition].lines[rank] = end
+        else:
+            end.close()
 
     def _on_peer(self, end: End) -> None:
         assert end.peer is not None
@@ -195,18 +231,18 @@ class SimServer(SimMember):
             for copy in self.copies.values():
                 copy.lines = {r: line for r, line in copy.lines.items() if line is not end}
             return
-        if end.peer is None:  # it could not be made
-            self._calling.clear()
+        peer = int(end.what.split()[1])
+        if peer == self.rank:  # the other one has called
+            peer = end.peer.owner.rank  # type: ignore[union-attr]
+        if end.peer is None and peer in self._calling:  # it could not be made
+            self._calling.discard(peer)
             self.after(RETRY_S, self._call_neighbours)
-            return
-        peer = end.peer.owner.rank  # type: ignore[attr-defined]
-        if self._peers.get(peer) is end:
+        elif self._peers.get(peer) is end:
             del self._peers[peer]
             self._tell_copies("disconnected", peer)
             self.accuse_later(peer, f"the line is broken ({why})")
             if self.job.reconnects:
                 self.after(RETRY_S, self._call_neighbours)
-        self._calling.discard(peer)
 
     def on_line_message(self, end: End, message: Any) -> None:
         if end in self._early:
@@ -215,10 +251,7 @@ class SimServer(SimMember):
             partition, content = message
             copy = self._copy(partition)
             peer = end.peer.owner.rank  # type: ignore[union-attr]
-            if not isinstance(content, Table):
-                copy.replica.receive(peer, content)
-            elif copy.replica.upstream == peer and copy.replica._is_partial:
-                copy.table = content.snapshot()
+            copy.replica.receive(peer, content)
             if self.membership is not None:
                 self.settle(copy)
         else:

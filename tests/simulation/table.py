@@ -3,6 +3,9 @@
 Every client (a worker's rank) adds 1 to its own cell and 1 to the cell of that one addition; the
 second shows which ones were applied, and that none was twice. The production Clocks decide when an
 addition is answered: at once, when the others are near enough (`ssp`), or when all have committed.
+
+A new copy gets a SKELETON at once, which is all but the cells, and then the cells in PARTS, while
+operations go on: one on a cell that has not come yet does nothing, because the part has it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.ps.clock import Clocks
+
+PARTS = 3
 
 Answer = Callable[[int, int, Any, Any], None]  # rank, seq, answer, what follows it
 
@@ -29,11 +34,30 @@ class Table:
         self.left: dict[int, int] = {}  # the clocks of numbers that nobody has, or a newcomer
         self.joining: list[tuple[int, int]] = []  # workers that take part from the next step on
         self.parked: dict[int, tuple[int, int, int]] = {}  # by number: rank, seq, addition
+        self.absent: set[int] = set()  # parts that have not come yet
         self.digest = 0
 
-    def snapshot(self) -> Table:
-        """Return a copy for somebody else."""
-        return copy.deepcopy(self)
+    # -- for a new copy -----------------------------------------------------------------------
+
+    def skeleton(self) -> Table:
+        """Return everything but the cells, for somebody else."""
+        bare = copy.copy(self)
+        bare.counts, bare.cells, bare.absent = {}, {}, set(range(PARTS))
+        return copy.deepcopy(bare)
+
+    def part(self, number: int) -> tuple[int, dict[int, int], dict[tuple[int, int], int]]:
+        """Return some cells, as they are now."""
+        counts = {rank: n for rank, n in self.counts.items() if rank % PARTS == number}
+        return number, counts, {key: n for key, n in self.cells.items() if key[0] % PARTS == number}
+
+    def take_part(
+        self, number: int, counts: dict[int, int], cells: dict[tuple[int, int], int]
+    ) -> None:
+        self.counts |= counts
+        self.cells |= cells
+        self.absent.discard(number)
+
+    # -- operations ---------------------------------------------------------------------------
 
     def apply(self, rank: int, seq: int, op: tuple[Any, ...], answer: Answer) -> None:
         """Carry out an operation, and answer whatever can be answered then."""
@@ -52,14 +76,13 @@ class Table:
         """The clock of every worker, by number."""
         return {number: self.clocks.clock(number) for number in self.clocks.workers}
 
-    # -- operations ---------------------------------------------------------------------------
-
     def _open(self, rank: int, seq: int, answer: Answer, number: int) -> None:
         if self.mode == "sync" and self.parked and number not in self.clocks.workers:
             self.joining.append((rank, number))
         else:
             self._seat(rank, number)
-        self.counts.setdefault(rank, 0)
+        if rank % PARTS not in self.absent:
+            self.counts.setdefault(rank, 0)
         answer(rank, seq, "opened", self.values())
 
     def _seat(self, rank: int, number: int) -> None:
@@ -95,8 +118,9 @@ class Table:
 
     def _count(self, number: int) -> None:
         rank, _, addition = self.parked[number]
-        self.counts[rank] = self.counts.get(rank, 0) + 1
-        self.cells[rank, addition] = self.cells.get((rank, addition), 0) + 1
+        if rank % PARTS not in self.absent:
+            self.counts[rank] = self.counts.get(rank, 0) + 1
+            self.cells[rank, addition] = self.cells.get((rank, addition), 0) + 1
         self.clocks.applied([number])
         self.clocks.advance(number)
 
@@ -112,9 +136,8 @@ class Table:
     def _end_step(self, answer: Answer) -> None:
         while True:
             workers = self.clocks.workers
-            if not workers or any(number not in self.parked for number in workers):
-                if workers:
-                    return
+            if any(number not in self.parked for number in workers):
+                return
             for number in workers:
                 self._count(number)
             done = [self.parked.pop(number) for number in workers]

@@ -49,6 +49,7 @@ class Line:
             worker,
             server,
             f"line {self.partition} {found.post.since} {worker.rank} {membership.generation}",
+            pulses=True,
         )
 
     def on_open(self) -> None:
@@ -162,9 +163,7 @@ class SimWorker(SimMember):
             call = self.oracle.began(self.rank, partition, "add", self.world.now_s, 1)
             self.oracle.issued(self.rank, partition, self.additions)
 
-            def done(
-                answer: Any, extra: Any, call: int = call, partition: int = partition
-            ) -> None:
+            def done(answer: Any, extra: Any, call: int = call, partition: int = partition) -> None:
                 self.oracle.ended(call, self.world.now_s)
                 self.oracle.acked(self.rank, partition, self.additions)
                 values, sees, number = extra if isinstance(extra, tuple) else (extra, {}, None)
