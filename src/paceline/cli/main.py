@@ -177,6 +177,92 @@ def run(
     raise typer.Exit(verb.dry_run(spec) if dry_run else verb.run(spec))
 
 
+_Job = Annotated[
+    str | None, typer.Argument(metavar="[JOB]", help="Its name; default: the only one.")
+]
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    help="Run a script as one more worker of a job that is under way.",
+    epilog="Everything after the script's name belongs to the script.",
+)
+def join(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="[JOB] SCRIPT [ARGUMENTS]...", help="JOB: default the only one."),
+    ],
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT names a module.")] = False,
+    pace: Annotated[
+        str | None, typer.Option("--pace", metavar="PACE", help="Default: as the job's.")
+    ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option("--coordinator", metavar="HOST:PORT", help="Of a job on another host."),
+    ] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option("--secret-file", metavar="FILE", help="A copy of that job's (mode 0600)."),
+    ] = None,
+) -> None:
+    from paceline.cli import join as verb
+    from paceline.pace.parse import parse as parse_pace
+
+    code = verb.join(
+        words,
+        is_module=module,
+        pace=None if pace is None else parse_pace(pace),
+        coordinator=coordinator,
+        secret_file=secret_file,
+    )
+    raise typer.Exit(code)
+
+
+@app.command(help="Follow a job that was started with --detach; Ctrl-C leaves it running.")
+def attach(job: _Job = None) -> None:
+    from paceline.cli import background as verb
+
+    raise typer.Exit(verb.attach(job))
+
+
+@app.command(help="Say who is in a running job, and how it is.")
+def status(job: _Job = None) -> None:
+    from paceline.cli import steering as verb
+
+    raise typer.Exit(verb.status(job))
+
+
+@app.command(help="Change the number of workers of a running job, within its --min and --max.")
+def scale(
+    job: _Job = None,
+    num_workers: Annotated[
+        int, typer.Option("-n", "--workers", metavar="N", help="How many from now on.")
+    ] = ...,  # type: ignore[assignment]  # typer's way to say that it must be given
+) -> None:
+    from paceline.cli import steering as verb
+
+    raise typer.Exit(verb.scale(job, num_workers))
+
+
+@app.command(help="Show the servers of a running job and their load, or change their number.")
+def servers(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[JOB] [add [N] | remove K...]", help="Without: show the load."),
+    ] = None,
+) -> None:
+    from paceline.cli import steering as verb
+
+    raise typer.Exit(verb.servers(words or []))
+
+
+@app.command(help="End a running job, as Ctrl-C in its terminal does.")
+def stop(job: _Job = None) -> None:
+    from paceline.cli import steering as verb
+
+    raise typer.Exit(verb.stop(job))
+
+
 @app.command(help="Report on this machine and installation; paste it into a bug report.")
 def doctor(
     run: Annotated[

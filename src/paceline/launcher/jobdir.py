@@ -80,6 +80,14 @@ class JobDirectory:
         write_private(self.path / _KEPT, job_id.encode())
 
 
+def remove_abandoned(path: Path) -> bool:
+    """Remove one directory if nobody holds it; say whether that was so."""
+    is_abandoned = _is_abandoned(path, _READY)
+    if is_abandoned:
+        shutil.rmtree(path, ignore_errors=True)
+    return is_abandoned
+
+
 def sweep(base: Path) -> list[Path]:
     """Remove the job directories of this user's dead launchers; return what was removed."""
     removed = []

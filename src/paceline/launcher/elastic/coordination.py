@@ -87,7 +87,7 @@ class Coordination:
             with suppress(BlockingIOError):
                 data = os.read(fd, _READ_BYTES)
                 for line in splitter.feed(data) if data else splitter.finish():
-                    self._say(f"paceline: {line}")
+                    self._say(line)
                 if not data:
                     loop.remove_reader(fd)
                     pipe.close()
@@ -109,7 +109,7 @@ class Coordination:
                 f" last with {how}; the job is ended"
             )
         self._start()
-        self._say(f"paceline: the coordinator ended ({how}) and was started again in its place")
+        self._say(f"the coordinator ended ({how}) and was started again in its place")
 
     def end(self) -> None:
         """End it for good; its address is free again."""

@@ -41,6 +41,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     supervisor: int  # pid of the launcher, or of the keeper of a detached job
     cwd: str
     command: str  # for people
+    pace: str = ""  # if the launcher was given one
     log_dir: str = ""
     is_detached: bool = False
     grace_s: float

@@ -53,6 +53,7 @@ from paceline.telemetry.events import Event, Happening, Progress
 _LOOK_S = 0.25
 _SETTLED_S = 5.0  # after they have met, workers of a script without reports are busy as usual
 _LEAVE_S = 10.0  # for one that is out of the job to end by itself
+_SETTLE_S = 1.0  # for what was under way when the job was over
 _VERDICT_S = 3.0  # for the coordinator to say what follows from the last worker's loss
 
 
@@ -126,6 +127,7 @@ class ElasticJob(LocalJob):
             supervisor=os.getpid(),
             cwd=os.getcwd(),
             command=shlex.join((self._spec.target, *self._spec.arguments)),
+            pace=str(self._spec.pace or ""),
             log_dir=str(self._spec.log_dir.absolute()) if self._spec.log_dir else "",
             is_detached=self._spec.is_detached,
             grace_s=self._spec.grace_s,
@@ -152,6 +154,8 @@ class ElasticJob(LocalJob):
             place = await self._control.reserve("server" if is_server else "worker", number)
         finally:
             self._starting.discard((is_server, number))
+        if self._is_ending:
+            return
         seat = Seat(place.rank, number, is_server, is_newcomer=True)
         self._board.seat(seat)
         self._board.set_state(seat.rank, "starting")
@@ -186,10 +190,16 @@ class ElasticJob(LocalJob):
         finally:
             self._is_ending = True
             looking.cancel()
-            for task in self._tasks:
-                task.cancel()
+            await self._finish_tasks()
         if not self._over and not self._crew.failures() and not self._interrupts:
             await self._await_servers()
+
+    async def _finish_tasks(self) -> None:
+        """Let the last loss be settled, for the report; newcomers on their way come too late."""
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_SETTLE_S)
+            for task in late:
+                task.cancel()
 
     def _is_decided(self) -> bool:
         """Say whether the job is over: failed, interrupted, or all workers have finished."""
@@ -311,10 +321,13 @@ class ElasticJob(LocalJob):
     async def _await_verdict(self) -> None:
         """The last worker is lost: the coordinator says what that means, if it is there."""
         deadline_s = time.monotonic() + _VERDICT_S
-        while not self._over and not self._crew.workers and time.monotonic() < deadline_s:
+        while not self._is_settled() and time.monotonic() < deadline_s:
             await asyncio.sleep(0.05)
-        if not self._crew.workers and not self._over:
+        if not self._is_settled():
             self._end_job("no worker is left")
+
+    def _is_settled(self) -> bool:
+        return bool(self._over or self._crew.workers or self._is_ending)
 
     def _retire(self, process: RankProcess) -> RankResult:
         self._signs.pop(process.seat.rank, None)
@@ -380,7 +393,8 @@ class ElasticJob(LocalJob):
         if not self._was_in(news.rank):
             return
         if news.state == "lost":
-            self._evict(news.rank, news.detail)
+            where = self._chronicle.members[news.rank].where
+            self._evict(news.rank, news.detail.removeprefix(f"{where}: "))
         elif news.state == "left":
             self._left.add(news.rank)
         elif news.state in ("silent", "back"):

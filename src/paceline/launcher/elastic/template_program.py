@@ -69,7 +69,7 @@ def main(control_fd: int) -> Callable[[], None] | None:
         signal.signal(number, signal.SIG_IGN)  # the launcher's; newcomers get the usual ones back
     was_nice = os.getpriority(os.PRIO_PROCESS, 0)
     if _may_return_to(was_nice):
-        os.nice(10)  # the job has just begun: its own processes are in more of a hurry
+        os.nice(5)  # the job's own processes are in more of a hurry
     for name in _LOADED:
         importlib.import_module(name)
     gc.collect()

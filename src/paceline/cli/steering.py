@@ -1,0 +1,174 @@
+"""Commands that speak with a running job: status, scale, servers, stop.
+
+A job of this user on this host is found by its name (launcher/elastic/facts.py); the coordinator
+then answers, whoever started it. What cannot be done is said by the coordinator itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from paceline.cluster.member import Member
+from paceline.cluster.operator import Operator
+from paceline.cluster.operator_messages import Status
+from paceline.cluster.secret_file import load_secret
+from paceline.config import inherited_environ
+from paceline.errors import LaunchError, UsageError
+from paceline.launcher.elastic.facts import FoundJob, find_job, recorded
+from paceline.launcher.guard import end_processes
+from paceline.launcher.jobdir import is_held, remove_abandoned
+
+_AFTER_GRACE_S = 10.0  # after the job's own grace: for its end
+
+
+@contextmanager
+def operating(found: FoundJob) -> Iterator[Operator]:
+    """Speak with a job's coordinator."""
+    facts = found.facts
+    if not found.is_supervised:
+        raise LaunchError(
+            f"job {facts.name} runs, but its keeper is gone and with it the coordinator;"
+            f" `paceline attach {facts.name}` starts them again"
+        )
+    operator = Operator.connect(facts.coordinator, load_secret(facts.secret_file), facts.job_id)
+    try:
+        yield operator
+    finally:
+        operator.close()
+
+
+def status(name: str | None) -> int:
+    """Say who is in a job, who is on the way, and where its tables are."""
+    found = find_job(name, inherited_environ())
+    with operating(found) as operator:
+        told = operator.status()
+    facts = found.facts
+    under = "keeper" if facts.is_detached else "launcher"
+    lines = [
+        f"job {facts.name} (id {facts.job_id}, {under} pid {facts.supervisor}): {facts.command}"
+    ]
+    lines += [f"coordinator {facts.coordinator}, secret file {facts.secret_file}"]
+    if facts.log_dir:
+        lines.append(f"output in {facts.log_dir}")
+    _print([*lines, *describe(told)])
+    return 0
+
+
+def describe(told: Status) -> list[str]:
+    """Write a job's status for people."""
+    if told.over:
+        return [f"over: {told.over}"]
+    if told.membership is None:
+        return [f"forming: waits for ranks {', '.join(map(str, told.missing))}"]
+    policy = told.policy
+    bounds = f"{policy.min_workers} to {policy.max_workers} workers, on loss {policy.on_loss}"
+    lines = [f"generation {told.generation}; {bounds}"]
+    for member in _by_place(told.membership.members):
+        state = told.states.get(member.rank, "")
+        if not state and member.rank in told.not_adopted:
+            state = f"not yet in generation {told.generation}"
+        where = f"rank {member.rank}, host {member.hostname}, pid {member.pid}"
+        lines.append(f"  {member.role} {member.number} ({where}){': ' + state if state else ''}")
+    lines += [f"  {place.role} {place.number} is on its way" for place in told.reserved]
+    lines += [f"  {place.role} {place.number} is wanted" for place in told.wanted]
+    if told.degraded:
+        few = ", ".join(map(str, told.degraded))
+        lines.append(f"partitions {few} have fewer than {policy.replicas} copies")
+    return lines + (["finishing: who ends now is not replaced"] if told.is_finishing else [])
+
+
+def servers(words: Sequence[str]) -> int:
+    """Show the load of each server, or add or remove servers: [JOB] [add [N] | remove K ...]."""
+    given = list(words)
+    name = given.pop(0) if given and given[0] not in ("add", "remove") else None
+    found = find_job(name, inherited_environ())
+    with operating(found) as operator:
+        if not given:
+            _print(server_table(operator.status()))
+            return 0
+        verb, numbers = given[0], _numbers(given)
+        if verb == "add":
+            operator.servers_add(numbers[0] if numbers else 1)
+        elif verb == "remove" and numbers:
+            operator.servers_remove(numbers)
+        else:
+            raise UsageError("write paceline servers [JOB], or with add [N], or with remove K ...")
+        _print(["asked for; partitions move while training goes on. Now:"])
+        _print(server_table(operator.status()))
+    return 0
+
+
+def _numbers(words: Sequence[str]) -> list[int]:
+    try:
+        return [int(word) for word in words[1:]]
+    except ValueError:
+        raise UsageError(
+            f"servers {' '.join(words)[:60]}: expected whole numbers, for example servers add 1"
+        ) from None
+
+
+def server_table(told: Status) -> list[str]:
+    """Write which server holds and answers for which partitions, and how busy it was."""
+    if told.membership is None or not told.membership.servers:
+        return ["the job has no servers"]
+    updates = {number: 0 for number in range(0)}
+    for report in told.reports:
+        counted = sum(worker.updates for worker in report.workers)
+        updates[report.server] = updates.get(report.server, 0) + counted
+    total = sum(updates.values())
+    lines = ["server  answers for   backup of      updates   share"]
+    for member in _by_place(told.membership.members):
+        if member.role != "server":
+            continue
+        held = told.membership.holders
+        primary = [str(p) for p, ranks in enumerate(held) if ranks[:1] == (member.rank,)]
+        backup = [str(p) for p, ranks in enumerate(held) if member.rank in ranks[1:]]
+        count = updates.get(member.number, 0)
+        share = f"{100 * count / total:.0f} %" if total else "-"
+        lines.append(
+            f"{member.number:6}  {','.join(primary) or '-':12}  {','.join(backup) or '-':10}"
+            f"  {count:9}  {share:>6}"
+        )
+    return lines
+
+
+def scale(name: str | None, workers: int) -> int:
+    """Have that many workers from now on."""
+    found = find_job(name, inherited_environ())
+    with operating(found) as operator:
+        operator.scale(workers)
+    _print([f"job {found.facts.name}: {workers} worker{'s' if workers != 1 else ''} from now on"])
+    return 0
+
+
+def stop(name: str | None) -> int:
+    """End a job as SIGTERM to its launcher does, and wait for its end."""
+    found = find_job(name, inherited_environ())
+    facts = found.facts
+    if not found.is_supervised:
+        end_processes(facts.job_id, [one.pid for one in recorded(found.directory) if one.is_alive])
+        remove_abandoned(found.directory)
+        _print([f"job {facts.name} had no keeper; its processes were ended"])
+        return 0
+    os.kill(facts.supervisor, signal.SIGTERM)
+    deadline_s = time.monotonic() + facts.grace_s + _AFTER_GRACE_S
+    with suppress(OSError):  # the directory goes with the job
+        while is_held(found.directory):
+            if time.monotonic() > deadline_s:
+                raise LaunchError(f"job {facts.name} has not ended; see process {facts.supervisor}")
+            time.sleep(0.05)
+    _print([f"job {facts.name} has ended"])
+    return 0
+
+
+def _by_place(members: Sequence[Member]) -> list[Member]:
+    return sorted(members, key=lambda one: (one.role != "worker", one.number))
+
+
+def _print(lines: Sequence[str]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
