@@ -80,6 +80,7 @@ class Coordinator:
         self._store = StoreService()
         self._record = Record(journal, self._store)
         self.roster = Roster(policy, self._record.state, time.monotonic())
+        self._record.begin(self.roster.state)
         self._room = WaitingRoom(world_size, join_timeout_s)
         self._desk = Desk(self)
         self._gate = Gate(secret, job_id=job_id, listener=m.COORDINATOR, admit=self._admit)

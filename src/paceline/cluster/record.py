@@ -50,6 +50,10 @@ class Record:
         journal.entries.clear()
         store.note = lambda entry: journal.append(entry, sync=False)
 
+    def begin(self, state: State) -> None:
+        """Take the state with which a roster begins: it needs no writing."""
+        self.state = state
+
     def keep(self, state: State, changes: tuple[m.Changed, ...]) -> None:
         """Write down a state that is new, and what will be announced with it."""
         self.before = None if self.state is None else self.state.membership
