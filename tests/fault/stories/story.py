@@ -151,8 +151,28 @@ class Story:
         self._seen.update(found)
         return found[-1]
 
+    def pid_or_none(self, who: str) -> int | None:
+        assert self._launcher is not None
+        found = story_processes.find(who, self._launcher.pid, self.runtime)
+        return found[-1] if found else None
+
+    def note_processes(self, *who: str) -> None:
+        """Remember processes, to see later that they are gone."""
+        for one in who:
+            self.pid(one)
+
     def workers(self) -> list[story_diary.Worker]:
         return story_diary.read(self.diaries)
+
+    def world_size(self) -> int:
+        """How many workers took part in the newest step."""
+        done = [w.steps[-1] for w in self.workers() if w.steps]
+        return max(done, key=lambda step: step.at_s).world_size if done else 0
+
+    def rate_of(self, worker: story_diary.Worker, from_s: float, to_s: float) -> float:
+        """Count a worker's steps per second in a time relative to the fault."""
+        begin, end = self.fault_s + from_s, self.fault_s + to_s
+        return sum(begin <= step.at_s < end for step in worker.steps) / (to_s - from_s)
 
     def last_step(self) -> int:
         return max((w.steps[-1].number for w in self.workers() if w.steps), default=0)
@@ -160,6 +180,9 @@ class Story:
     def wait_for_step(self, step: int, within_s: float = START_S) -> None:
         """Wait until some worker has done that step."""
         self._wait(lambda: self.last_step() >= step, within_s, f"step {step}")
+
+    def until(self, is_true: Callable[[], bool], within_s: float) -> None:
+        self._wait(is_true, within_s, "what was waited for")
 
     # -- what must follow -----------------------------------------------------------------------
 
@@ -243,6 +266,16 @@ class Story:
     def expect_agreement(self) -> None:
         """Expect that every step was done once, and left the same parameters on all workers."""
         story_diary.require_agreement(self.workers())
+
+    def expect_every_sample_once(self, epochs: int) -> None:
+        """Expect that each sample of the first epochs counted once.
+
+        Only of a job without kills: a killed worker may not have noted its last step.
+        """
+        for epoch in range(epochs):
+            counts = story_diary.samples_of(self.workers(), epoch)
+            wrong = {sample: count for sample, count in counts.items() if count != 1}
+            assert not wrong, f"epoch {epoch}: {wrong}{self}"
 
     # -- plumbing -------------------------------------------------------------------------------
 
