@@ -9,7 +9,7 @@ import torch
 from paceline import _core, job
 from paceline.errors import UsageError
 from paceline.ps.grains import use_threads
-from paceline.ps.server import Server
+from paceline.ps.hosting import Host
 
 
 def main() -> int:
@@ -25,7 +25,9 @@ def main() -> int:
     use_threads(torch.get_num_threads())
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    Server(mine.fabric, mine.env.number, mine.rendezvous.agent.report).run()
+    if mine.env.is_newcomer:
+        mine.fabric.adopt(mine.rendezvous.agent.ready(mine.fabric.me))
+    Host(mine.fabric, mine.env, mine.rendezvous.agent).run()
     job.shutdown()
     return 0
 

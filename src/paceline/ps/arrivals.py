@@ -71,6 +71,10 @@ class Arrivals:
         """Forget what a worker pushed for the step under way."""
         self._pushes.pop(worker, None)
 
+    def pending(self, worker: int) -> dict[int, torch.Tensor]:
+        """Return what a worker has pushed and not committed, by shard."""
+        return {number: push.grad for number, push in self._pushes.get(worker, {}).items()}
+
     def leave(self, worker: int) -> None:
         """Go on without a worker, whose clock is gone already."""
         self.discard(worker)

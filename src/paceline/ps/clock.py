@@ -46,7 +46,9 @@ Unit = Literal["clock", "version"]
 
 
 @dataclass
-class _Worker:
+class WorkerClock:
+    """One worker's steps, and what it has read."""
+
     clock: int
     read: int  # the version that it has
     is_outstanding: bool = False
@@ -65,7 +67,7 @@ class Clocks:
         self.bound = bound
         self.unit = unit
         self.version = 0
-        self._live = {worker: _Worker(clock=0, read=0) for worker in sorted(workers)}
+        self._live = {worker: WorkerClock(clock=0, read=0) for worker in sorted(workers)}
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -157,17 +159,17 @@ class Clocks:
             raise UsageError(f"worker {worker} joins, but it is there already; let it leave first")
         if clock is None:
             clock = min((other.clock for other in self._live.values()), default=0)
-        self._live[worker] = _Worker(clock, read=self.version)
+        self._live[worker] = WorkerClock(clock, read=self.version)
         self._live = dict(sorted(self._live.items()))
 
-    def _outstanding(self, apart_from: int) -> dict[int, _Worker]:
+    def _outstanding(self, apart_from: int) -> dict[int, WorkerClock]:
         return {
             rank: other
             for rank, other in self._live.items()
             if other.is_outstanding and rank != apart_from
         }
 
-    def _of(self, worker: int) -> _Worker:
+    def _of(self, worker: int) -> WorkerClock:
         if worker not in self._live:
             raise UsageError(
                 f"worker {worker} has no clock here: it never joined, or has left; "

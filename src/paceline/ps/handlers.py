@@ -1,7 +1,8 @@
 """What a server does with each kind of request: state changes first, then who is answered.
 
-Every handler gets the server, the line that the request came on, the request, and its tensors,
-which are complete. A PacelineError becomes the answer.
+Every handler gets the server, who asks, the request, and its tensors, which are complete. A
+PacelineError becomes the answer. Backups run the same handlers on the same requests in the same
+order, so nothing here may depend on time, or on what has arrived (accounts and notices excepted).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 
 from paceline.errors import ShapeMismatch, UnknownKey, UsageError
 from paceline.ps import messages as m
+from paceline.ps.caller import Caller
 from paceline.ps.hosted import Parked
 from paceline.ps.ledger import Outcome
-from paceline.ps.line import Line
 from paceline.ps.spec import TableSpec
 from paceline.ps.state_wire import read_state, write_state
 
@@ -26,140 +27,169 @@ if TYPE_CHECKING:
     from paceline.ps.server import Server
 
 
-def on_open(server: Server, line: Line, request: m.Open, _: Sequence[torch.Tensor]) -> None:
+def on_open(server: Server, caller: Caller, request: m.Open, _: Sequence[torch.Tensor]) -> None:
     hosted = server.by_name.get(request.spec.name)
     is_new = hosted is None
     if hosted is None:
-        hosted = server.host(request, line.worker)
-    elif hosted.table.spec != request.spec:
-        raise _difference(hosted.table.spec, request.spec, line.worker)
-    hosted.take_seat(line.worker, request)
-    clocks = hosted.table.clocks
-    clock = clocks.clock(line.worker) if line.worker in clocks.workers else 0
-    server.answer(line, request.seq, table=hosted.number, is_new=is_new, clock=clock)
+        hosted = server.host(request, caller)
+    elif not server.is_same(hosted.table.spec, request.spec):
+        raise _difference(hosted.table.spec, request.spec, caller.worker)
+    hosted.take_seat(caller, request)
+    clock = server.join(hosted, caller, request)
+    server.answer(caller, request.seq, table=hosted.number, is_new=is_new, clock=clock)
+    server.release(hosted)
 
 
-def on_find(server: Server, line: Line, request: m.Find, _: Sequence[torch.Tensor]) -> None:
+def on_find(server: Server, caller: Caller, request: m.Find, _: Sequence[torch.Tensor]) -> None:
     hosted = server.by_name.get(request.name)
     if hosted is None:
         raise UnknownKey(f"server {server.index} has no key {request.name!r}")
-    server.answer(line, request.seq, table=hosted.number, spec=hosted.table.spec)
+    server.answer(caller, request.seq, table=hosted.number, spec=hosted.table.spec)
 
 
-def on_assign(server: Server, line: Line, request: m.Assign, given: Sequence[torch.Tensor]) -> None:
+def on_assign(
+    server: Server, caller: Caller, request: m.Assign, given: Sequence[torch.Tensor]
+) -> None:
     hosted = server.find(request.table)
     hosted.assign(request.shard, given[0], request.params)
-    server.answer(line, request.seq)
+    server.answer(caller, request.seq)
     server.release(hosted)
 
 
-def on_push(server: Server, line: Line, request: m.Push, given: Sequence[torch.Tensor]) -> None:
+def on_push(server: Server, caller: Caller, request: m.Push, given: Sequence[torch.Tensor]) -> None:
     hosted = server.find(request.table)
     table = hosted.table
-    table.push(line.worker, request.shard, request.clock, given[0], request.absent)
-    if table.spec.rule.aggregate:
-        parked = Parked(line, request.seq, time.monotonic())
-        hosted.pushes.setdefault(request.shard, []).append(parked)
-        server.release_averages(hosted)
+    counts = table.push(caller.worker, request.shard, request.clock, given[0], request.absent)
+    if server.keeps_origins:
+        hosted.origins["push", caller.worker, request.shard] = request.where
+    if not table.spec.rule.aggregate:
+        return
+    if not counts:  # a step that was applied; its average is there until there is another one
+        absent, notice = table.last_average(request.shard)
+        server.answer_average(hosted, caller, request, absent, notice)
+        return
+    parked = Parked(caller, request.seq, time.monotonic())
+    hosted.pushes.setdefault(request.shard, []).append(parked)
+    server.release_averages(hosted)
 
 
 def on_replace(
-    server: Server, line: Line, request: m.Replace, given: Sequence[torch.Tensor]
+    server: Server, caller: Caller, request: m.Replace, given: Sequence[torch.Tensor]
 ) -> None:
     hosted = server.find(request.table)
-    hosted.table.replace_average(request.shard, given[0], request.absent)
-    server.answer(line, request.seq)
+    if not hosted.table.is_repeating(caller.worker):
+        hosted.table.replace_average(request.shard, given[0], request.absent)
+        if server.keeps_origins:
+            hosted.origins["replace", 0, request.shard] = request.where
+    server.answer(caller, request.seq)
 
 
-def on_commit(server: Server, line: Line, request: m.Commit, _: Sequence[torch.Tensor]) -> None:
+def on_commit(server: Server, caller: Caller, request: m.Commit, _: Sequence[torch.Tensor]) -> None:
     hosted = server.find(request.table)
-    refusal = hosted.refusals.pop(line.worker, None)
+    refusal = hosted.refusals.pop(caller.worker, None)
     if refusal is not None:
-        hosted.table.discard(line.worker)
+        hosted.table.discard(caller.worker)
         raise refusal
     if not request.counts:
-        hosted.table.discard(line.worker)
-    hosted.commit(line.worker, request)
+        hosted.table.discard(caller.worker)
+    hosted.commit(caller, request)
     if request.reads or hosted.table.spec.rule.aggregate:
         now_s = time.monotonic()
-        hosted.readers.append(Parked(line, request.seq, now_s, request.reads, request.into))
+        hosted.readers.append(Parked(caller, request.seq, now_s, request.reads, request.into))
     else:
-        server.answer(line, request.seq, **ending(hosted.table.outcome(line.worker)))
+        server.answer(caller, request.seq, **ending(hosted.table.outcome(caller.worker)))
     server.release(hosted)
 
 
-def on_pull(server: Server, line: Line, request: m.Pull, _: Sequence[torch.Tensor]) -> None:
+def on_pull(server: Server, caller: Caller, request: m.Pull, _: Sequence[torch.Tensor]) -> None:
     hosted = server.find(request.table)
     if request.in_turn:
-        parked = Parked(line, request.seq, time.monotonic(), into=request.into)
+        parked = Parked(caller, request.seq, time.monotonic(), into=request.into)
         hosted.readers.append(parked)
         server.release(hosted)
         return
-    following = hosted.values_for(line.worker, request.into)
-    server.answer(line, request.seq, following, version=hosted.table.version)
+    following = hosted.values_for(caller, request.into)
+    server.answer(caller, request.seq, following, version=hosted.table.version)
 
 
-def on_peek(server: Server, line: Line, request: m.Peek, _: Sequence[torch.Tensor]) -> None:
+def on_peek(server: Server, caller: Caller, request: m.Peek, _: Sequence[torch.Tensor]) -> None:
     hosted = server.find(request.table)
-    following = hosted.look(line.worker, request.into)
-    server.answer(line, request.seq, following, version=hosted.table.version)
+    following = hosted.look(caller, request.into)
+    server.answer(caller, request.seq, following, version=hosted.table.version)
 
 
 def on_stand_aside(
-    server: Server, line: Line, request: m.StandAside, _: Sequence[torch.Tensor]
+    server: Server, caller: Caller, request: m.StandAside, _: Sequence[torch.Tensor]
 ) -> None:
     hosted = server.find(request.table)
-    hosted.table.leave(line.worker)
-    server.answer(line, request.seq, version=hosted.table.version)
+    hosted.table.leave(caller.worker)
+    server.answer(caller, request.seq, version=hosted.table.version)
     server.release_averages(hosted)
     server.release(hosted)
 
 
-def on_follow(server: Server, line: Line, request: m.Follow, _: Sequence[torch.Tensor]) -> None:
+def on_follow(server: Server, caller: Caller, request: m.Follow, _: Sequence[torch.Tensor]) -> None:
     hosted = server.find(request.table)
-    if sum(one.line is line for one in hosted.followers) >= _MAX_FOLLOWERS:
-        raise UsageError(f"worker {line.worker} follows {hosted.table.spec.name!r} too often")
+    if sum(one.caller is caller for one in hosted.followers) >= _MAX_FOLLOWERS:
+        raise UsageError(f"worker {caller.worker} follows {hosted.table.spec.name!r} too often")
     now_s, follower = time.monotonic(), request.follower
-    parked = Parked(line, request.seq, now_s, after=request.after, follower=follower)
+    parked = Parked(caller, request.seq, now_s, after=request.after, follower=follower)
     hosted.followers.append(parked)
     server.release(hosted)
 
 
-def on_unfollow(server: Server, line: Line, request: m.Unfollow, _: Sequence[torch.Tensor]) -> None:
-    hosted = server.find(request.table)
-    server.end_follow(hosted, lambda one: one.line is line and one.follower == request.follower)
-    server.answer(line, request.seq)
+def on_unfollow(
+    server: Server, caller: Caller, request: m.Unfollow, _: Sequence[torch.Tensor]
+) -> None:
+    hosted, follower = server.find(request.table), request.follower
+    server.end_follow(hosted, lambda one: one.caller is caller and one.follower == follower)
+    server.answer(caller, request.seq)
 
 
-def on_keys(server: Server, line: Line, request: m.Keys, _: Sequence[torch.Tensor]) -> None:
-    server.answer(line, request.seq, keys=server.keys())
+def on_keys(server: Server, caller: Caller, request: m.Keys, _: Sequence[torch.Tensor]) -> None:
+    server.answer(caller, request.seq, keys=server.keys())
 
 
 def on_fetch_state(
-    server: Server, line: Line, request: m.FetchState, _: Sequence[torch.Tensor]
+    server: Server, caller: Caller, request: m.FetchState, _: Sequence[torch.Tensor]
 ) -> None:
     hosted = server.find(request.table)
     entries, tensors = read_state(hosted.table, request.shard)
-    server.answer(line, request.seq, tensors, entries=entries)
+    server.answer(caller, request.seq, tensors, entries=entries)
 
 
 def on_load_state(
-    server: Server, line: Line, request: m.LoadState, given: Sequence[torch.Tensor]
+    server: Server, caller: Caller, request: m.LoadState, given: Sequence[torch.Tensor]
 ) -> None:
     write_state(server.find(request.table).table, request, given)
-    server.answer(line, request.seq)
+    server.answer(caller, request.seq)
 
 
-def on_stats(server: Server, line: Line, request: m.Stats, _: Sequence[torch.Tensor]) -> None:
+def on_stats(server: Server, caller: Caller, request: m.Stats, _: Sequence[torch.Tensor]) -> None:
     reports = tuple(hosted.table.report() for hosted in server.hosted)
-    server.answer(line, request.seq, reports=reports)
+    server.answer(caller, request.seq, reports=reports)
 
 
-def on_leave(server: Server, line: Line, request: m.Leave, _: Sequence[torch.Tensor]) -> None:
+def on_leave(server: Server, caller: Caller, request: m.Leave, _: Sequence[torch.Tensor]) -> None:
     for hosted in server.hosted:
-        server.end_follow(hosted, lambda one: one.line is line)
-    server.answer(line, request.seq)
-    server.drop(line, "it left")
+        server.end_follow(hosted, lambda one: one.caller is caller)
+    server.answer(caller, request.seq)
+    server.drop(caller, vacates=False)
+
+
+def again(server: Server, caller: Caller, request: m.AnyRequest, reply: m.Reply) -> None:
+    """Answer what was handled before, in the same words; values are brought as they are now."""
+    following: Sequence[torch.Tensor] = ()
+    if not reply.error and isinstance(request, m.Peek | m.FetchState):
+        HANDLERS[type(request)](server, caller, request, ())
+        return
+    if not reply.error and isinstance(request, m.Push):
+        following = server.find(request.table).average_for(caller, request.shard)
+    elif not reply.error and (
+        isinstance(request, m.Pull) or (isinstance(request, m.Commit) and request.reads)
+    ):
+        following = server.find(request.table).values_for(caller, request.into)
+    server.repeat(caller, reply, following)
 
 
 def ending(outcome: Outcome) -> dict[str, Any]:
@@ -173,7 +203,7 @@ def ending(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-HANDLERS: Mapping[type, Callable[[Any, Line, Any, Sequence[torch.Tensor]], None]] = {
+HANDLERS: Mapping[type, Callable[[Any, Caller, Any, Sequence[torch.Tensor]], None]] = {
     m.Open: on_open,
     m.Find: on_find,
     m.Assign: on_assign,

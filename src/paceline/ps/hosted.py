@@ -2,6 +2,8 @@
 
 The table itself knows no sockets and no processes; this is where its values meet the memory of the
 workers: those of this host are read and written in place, others get copies that follow replies.
+
+A backup does all that the primary does, except that it brings values to nobody (`brings`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from paceline import _core
 from paceline.collectives.memory import allocate
 from paceline.errors import UsageError
 from paceline.ps import messages as m
-from paceline.ps.line import Line
+from paceline.ps.caller import Caller
 from paceline.ps.spec import ShardSpec
 from paceline.ps.table import Table
 
@@ -32,7 +34,7 @@ _DTYPES = {
 class Parked:
     """A request that is answered later."""
 
-    line: Line
+    caller: Caller
     seq: int
     since_s: float
     reads: bool = True  # readers: answered with values
@@ -50,13 +52,22 @@ class Hosted:
     engine: _core.Engine
     has_homes: bool
     maker: int  # the worker that gives it its first values
+    brings: bool = True  # values to workers; a backup does not
     seats: dict[int, m.Open] = field(default_factory=dict)  # by worker
+    occupants: dict[int, int] = field(default_factory=dict)  # by worker: the rank that joined
+    # Where what was pushed or replaced lies, by ("push" or "replace", worker, shard).
+    origins: dict[tuple[str, int, int], m.Where | None] = field(default_factory=dict)
     pushes: dict[int, list[Parked]] = field(default_factory=dict)  # by shard: for its average
     readers: list[Parked] = field(default_factory=list)  # for fresh values
     followers: list[Parked] = field(default_factory=list)
     brought: dict[int, Collection[int]] = field(default_factory=dict)  # by worker: since its commit
     refusals: dict[int, Exception] = field(default_factory=dict)  # by worker: of its pushes
+    # By worker and shard: where what it pushed will be by its commit, on a copy elsewhere.
+    late: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _staging: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    _views: dict[tuple[str, int, int], tuple[m.Where, torch.dtype, torch.Tensor]] = field(
+        default_factory=dict
+    )
 
     def spec_of(self, shard: int) -> ShardSpec:
         """Return what a shard is."""
@@ -78,18 +89,34 @@ class Hosted:
             values = merged
         self.table.assign(shard, values)
 
-    def take_seat(self, worker: int, opened: m.Open) -> None:
+    def take_seat(self, caller: Caller, opened: m.Open) -> None:
         """Let a worker read and push, from and to these places."""
         self._require_places(opened.seats)
-        for seat, spec in zip(opened.seats, self.table.spec.shards, strict=True):
+        for number, (seat, spec) in enumerate(
+            zip(opened.seats, self.table.spec.shards, strict=True)
+        ):
             wire_dtype(opened, spec.dtype)
-            for where in filter(None, (seat.params, seat.average)):
-                self.view(worker, where, spec.count, dtype_of(spec.dtype))
-        self.seats[worker] = opened
+            for use, where in (("params", seat.params), ("average", seat.average)):
+                if where is not None and caller.is_here:
+                    self.view(use, caller, number, where, dtype_of(spec.dtype))
+        self.seats[caller.worker] = opened
 
-    def view(self, worker: int, where: m.Where, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of a worker of this host as a flat tensor."""
-        return view(self.engine, worker, where, count, dtype)
+    def view(
+        self, use: str, caller: Caller, shard: int, where: m.Where, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a worker's memory for a shard, on this host, as a flat tensor.
+
+        It is kept for the next time, which is most often about the same place; it then outlives the
+        worker, which may be gone before a backup has come to what it asked.
+        """
+        key = (use, caller.worker, shard)
+        known = self._views.get(key)
+        if known is not None and known[0] == where and known[1] is dtype:
+            return known[2]
+        count = self.table.spec.shards[shard].count
+        seen = view(self.engine, caller.rank, where, count, dtype)
+        self._views[key] = (where, dtype, seen)
+        return seen
 
     def staging(self, use: str, worker: int, shard: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of this server's own for a worker's part in a shard; always the same."""
@@ -99,57 +126,61 @@ class Hosted:
             self._staging[key] = allocate(self.engine, (count,), dtype)
         return self._staging[key]
 
-    def average_for(self, worker: int, shard: int) -> Sequence[torch.Tensor]:
+    def average_for(self, caller: Caller, shard: int) -> Sequence[torch.Tensor]:
         """Bring an average to a worker; return what has to follow the reply."""
-        opened = self._seat_of(worker)
-        if self.has_homes or not opened.wants_average:
+        opened = self._seat_of(caller.worker)
+        if self.has_homes or not opened.wants_average or not self.brings:
             return ()
-        average, seat = self.table.shards[shard].average, opened.seats[shard]
+        average, where = self.table.shards[shard].average, opened.seats[shard].average
         assert average is not None
-        if seat.average is not None:
-            self.view(worker, seat.average, average.numel(), average.dtype).copy_(average)
+        if where is not None and caller.is_here:
+            self.view("average", caller, shard, where, average.dtype).copy_(average)
             return ()
-        return (self._on_the_wire("average", worker, shard, average),)
+        return (self._on_the_wire("average", caller.worker, shard, average),)
 
-    def values_for(self, worker: int, into: Sequence[m.Where] = ()) -> Sequence[torch.Tensor]:
+    def values_for(self, caller: Caller, into: Sequence[m.Where] = ()) -> Sequence[torch.Tensor]:
         """Bring all values to a worker; return what has to follow the reply."""
-        wheres, following = self._wheres(worker, into), list[torch.Tensor]()
+        worker = caller.worker
+        wheres, following = self._wheres(caller, into), list[torch.Tensor]()
         brought = self.brought.pop(worker, ())
         for number in reversed(range(len(self.table.shards))):  # the first layers are last in line
-            if self.has_homes:
+            if self.has_homes or not self.brings:
                 self.table.read(worker, number, None)
                 continue
-            out = self._place_for(worker, number, wheres[number])
+            out = self._place_for(caller, number, wheres[number])
             self.table.read(worker, number, None if number in brought else out)
             if wheres[number] is None:
                 following.append(out)
         return following
 
-    def commit(self, worker: int, request: m.Commit) -> None:
+    def commit(self, caller: Caller, request: m.Commit) -> None:
         """End a worker's step; fresh values are brought to it on the way if it may have them."""
-        wheres = self._wheres(worker, request.into)
+        wheres = self._wheres(caller, request.into)
 
         def place(number: int) -> torch.Tensor:
-            return self._place_for(worker, number, wheres[number])
+            return self._place_for(caller, number, wheres[number])
 
-        outs = place if request.reads and not self.has_homes else None
-        self.brought[worker] = self.table.commit(worker, request.clock, request.settings, outs)
+        outs = place if request.reads and not self.has_homes and self.brings else None
+        self.brought[caller.worker] = self.table.commit(
+            caller.worker, request.clock, request.settings, outs
+        )
 
-    def _wheres(self, worker: int, into: Sequence[m.Where]) -> Sequence[m.Where | None]:
+    def _wheres(self, caller: Caller, into: Sequence[m.Where]) -> Sequence[m.Where | None]:
         """Return where a worker wants the values of each shard; None: they are sent to it."""
-        wheres: Sequence[m.Where | None] = into or [s.params for s in self._seat_of(worker).seats]
+        seats = self._seat_of(caller.worker).seats
+        wheres: Sequence[m.Where | None] = into or [seat.params for seat in seats]
         self._require_places(wheres)
-        return wheres
+        return wheres if caller.is_here else [None] * len(wheres)
 
-    def _place_for(self, worker: int, number: int, where: m.Where | None) -> torch.Tensor:
+    def _place_for(self, caller: Caller, number: int, where: m.Where | None) -> torch.Tensor:
         """Return where a shard's values are put for a worker: its own memory, or ours."""
         spec = self.table.spec.shards[number]
         if where is not None:
-            return self.view(worker, where, spec.count, dtype_of(spec.dtype))
-        dtype = wire_dtype(self._seat_of(worker), spec.dtype)
-        return self.staging("params", worker, number, dtype)
+            return self.view("params", caller, number, where, dtype_of(spec.dtype))
+        dtype = wire_dtype(self._seat_of(caller.worker), spec.dtype)
+        return self.staging("params", caller.worker, number, dtype)
 
-    def look(self, worker: int, into: Sequence[m.Where]) -> Sequence[torch.Tensor]:
+    def look(self, caller: Caller, into: Sequence[m.Where]) -> Sequence[torch.Tensor]:
         """Show all values to anybody; return what has to follow the reply."""
         following = []
         if into:
@@ -157,10 +188,12 @@ class Hosted:
         for number in reversed(range(len(self.table.shards))):
             shard, spec = self.table.shards[number], self.table.spec.shards[number]
             shard.require_values()
-            if into:
-                out = self.view(worker, into[number], spec.count, dtype_of(spec.dtype))
+            if not self.brings:
+                continue
+            if into and caller.is_here:
+                out = self.view("peek", caller, number, into[number], dtype_of(spec.dtype))
             else:
-                out = self.staging("peek", worker, number, dtype_of(spec.dtype))
+                out = self.staging("peek", caller.worker, number, dtype_of(spec.dtype))
                 following.append(out)
             shard.copy_to(out)
         return following
@@ -183,15 +216,17 @@ class Hosted:
         dtype = wire_dtype(self.seats[worker], self.table.spec.shards[shard].dtype)
         return self.staging(use, worker, shard, dtype).copy_(values)
 
-    def forget(self, worker: int) -> None:
+    def forget(self, caller: Caller) -> None:
         """Drop everything that a worker waits for; it is gone."""
-        self.readers = [one for one in self.readers if one.line.worker != worker]
+        worker = caller.worker
+        self.readers = [one for one in self.readers if one.caller is not caller]
         self.refusals.pop(worker, None)
         self.brought.pop(worker, None)
         for parked in self.pushes.values():
-            parked[:] = [one for one in parked if one.line.worker != worker]
-        self.followers = [one for one in self.followers if one.line.worker != worker]
+            parked[:] = [one for one in parked if one.caller is not caller]
+        self.followers = [one for one in self.followers if one.caller is not caller]
         self._staging = {key: value for key, value in self._staging.items() if key[1] != worker}
+        self._views = {key: value for key, value in self._views.items() if key[1] != worker}
 
 
 def wire_dtype(opened: m.Open, dtype: str) -> torch.dtype:
@@ -207,12 +242,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def view(
-    engine: _core.Engine, worker: int, where: m.Where, count: int, dtype: torch.dtype
+    engine: _core.Engine, rank: int, where: m.Where, count: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return memory of a worker of this host as a flat tensor."""
-    if where.rank != worker or where.offset % dtype.itemsize:
+    if where.rank != rank or where.offset % dtype.itemsize:
         raise UsageError(
-            f"worker {worker} names a place at offset {where.offset} in the memory of rank"
+            f"rank {rank} names a place at offset {where.offset} in the memory of rank"
             f" {where.rank}; it must be its own, and whole {dtype}s"
         )
     size = count * dtype.itemsize

@@ -3,10 +3,8 @@
 A receive for the next request is always posted; nothing here ever waits, because other workers want
 to be served meanwhile. Tensors that follow a request from another host are received where the
 server wants them while later requests may already be there; requests are handed out in order, each
-with its tensors complete. A worker that dies before that takes its half with it.
-
-A request that is sent again is answered again with the same words and not handed out: `_replies`
-remembers the newest answers by sequence number.
+with its tensors complete. A worker that dies before that takes its half with it. What is sent again
+is handed out again: replication.py knows what was answered.
 
 A worker that sends without end, or never reads its answers, must not fill the server's memory: the
 first is not listened to while it is too far ahead, the second is dropped. One that sends what
@@ -15,7 +13,7 @@ cannot be read is MUTED: whatever it says from then on, it is told why nobody li
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,13 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.collectives.topology import Fabric
+from paceline.collectives.group import Group
 from paceline.errors import PacelineError, PeerTimeout
 from paceline.ps import messages as m
-from paceline.ps.line_group import WORKER, form_line
+from paceline.ps.line_group import WORKER
 from paceline.work import Work
 
-_REMEMBERED = 64  # answers; a worker has fewer questions under way
 _AHEAD = 1024  # requests whose tensors have not come yet
 _TURN = 64  # requests that are taken before others have their turn
 _UNREAD = 4096  # messages that a worker has not taken
@@ -62,14 +59,11 @@ class Arrival:
 class Line:
     """One worker, as the server sees it. Used by the server's loop only."""
 
-    def __init__(self, fabric: Fabric, worker: int, partition: int) -> None:
-        self.worker = worker
-        here, there = (fabric.membership.member(rank) for rank in (fabric.rank, worker))
-        self.is_local = here.host_id == there.host_id
-        self._group = form_line(fabric, fabric.membership, partition, worker, fabric.rank)
+    def __init__(self, group: Group, rank: int) -> None:
+        self.rank = rank
+        self._group = group
         self._arrivals: deque[Arrival] = deque()
         self._last_seq = 0
-        self._replies: OrderedDict[int, m.Reply] = OrderedDict()
         self._unread: deque[Work[Any]] = deque()
         self._reading: tuple[np.ndarray, np.ndarray] | None = None  # a frame, and its rest to come
         self._reproach = ""  # muted: why
@@ -101,9 +95,6 @@ class Line:
 
     def reply(self, reply: m.Reply, deliveries: Sequence[torch.Tensor] = ()) -> None:
         """Answer a request; the deliveries must not change before they are sent."""
-        self._replies[reply.seq] = reply
-        if len(self._replies) > _REMEMBERED:
-            self._replies.popitem(last=False)
         self._send(reply)
         for number, tensor in enumerate(deliveries):
             self._put(tensor, m.delivery_tag(reply.seq, number))
@@ -146,11 +137,7 @@ class Line:
         request = m.read_request(frame, rest)
         self._reading = None
         self._post()
-        if request.seq <= self._last_seq:
-            if request.seq in self._replies:
-                self._send(self._replies[request.seq])
-            return
-        self._last_seq = request.seq
+        self._last_seq = max(self._last_seq, request.seq)
         self._arrivals.append(self._receive_tensors(request, find_landing))
 
     def _receive_tensors(self, request: m.AnyRequest, find_landing: FindLanding) -> Arrival:
@@ -183,5 +170,5 @@ class Line:
         self._unread.append(work)
         if len(self._unread) > _UNREAD:
             raise PeerTimeout(
-                f"worker {self.worker} asks, but has not taken {_UNREAD} messages", rank=self.worker
+                f"rank {self.rank} asks, but has not taken {_UNREAD} messages", rank=self.rank
             )

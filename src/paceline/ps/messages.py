@@ -254,7 +254,7 @@ _requests = msgspec.msgpack.Decoder(AnyRequest)
 _replies = msgspec.msgpack.Decoder(Reply)
 
 
-def to_frames(message: AnyRequest | Reply) -> tuple[np.ndarray, np.ndarray | None]:
+def to_frames(message: msgspec.Struct) -> tuple[np.ndarray, np.ndarray | None]:
     """Encode a message: the frame, and the rest if it does not fit."""
     data = _encoder.encode(message)
     frame = np.zeros(FRAME_BYTES, dtype=np.uint8)
@@ -275,14 +275,15 @@ def rest_bytes(frame: np.ndarray) -> int:
 
 
 def read_request(frame: np.ndarray, rest: np.ndarray | None) -> AnyRequest:
-    return _decode(_requests, frame, rest)  # type: ignore[no-any-return]
+    return decode(_requests, frame, rest)  # type: ignore[no-any-return]
 
 
 def read_reply(frame: np.ndarray, rest: np.ndarray | None) -> Reply:
-    return _decode(_replies, frame, rest)  # type: ignore[no-any-return]
+    return decode(_replies, frame, rest)  # type: ignore[no-any-return]
 
 
-def _decode(decoder: Any, frame: np.ndarray, rest: np.ndarray | None) -> Any:
+def decode(decoder: Any, frame: np.ndarray, rest: np.ndarray | None) -> Any:
+    """Decode with this decoder; BadFrame if it cannot."""
     length = int.from_bytes(frame[:4].tobytes(), "little")
     data = frame[_HEAD_BYTES : _HEAD_BYTES + length].tobytes()
     if rest is not None:

@@ -52,6 +52,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
+
 EMPTY = -1  # the index of a copy that has nothing
 REMEMBERED = 1024  # answers of one client
 HANDOVER = "handover"  # the op of the entry after which the order is another
@@ -67,8 +69,7 @@ class Role(Enum):
     LOST = "lost"  # it has to be the first, and does not have everything: nobody has
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """One operation, at its place in the order of all."""
 
     index: int
@@ -78,30 +79,26 @@ class Entry:
     again: bool = False  # it was applied before: only the answer is wanted, made anew
 
 
-@dataclass(frozen=True)
-class Begin:
+class Begin(msgspec.Struct, frozen=True):
     """Upstream: I pass entries on to you from now on, and am that far."""
 
     generation: int
     index: int
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """Downstream, to Begin: I am that far; EMPTY: I have nothing."""
 
     generation: int
     index: int
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(msgspec.Struct, frozen=True):
     generation: int
     entry: Entry
 
 
-@dataclass(frozen=True)
-class Ack:
+class Ack(msgspec.Struct, frozen=True):
     """Downstream: this copy and all behind it have applied everything up to the index."""
 
     generation: int
@@ -111,8 +108,7 @@ class Ack:
 Clients: TypeAlias = dict[int, tuple[int, list[tuple[int, Any]]]]  # rank: last seq, (seq, answer)
 
 
-@dataclass(frozen=True)
-class FillStart:
+class FillStart(msgspec.Struct, frozen=True):
     """Upstream: forget what you have; state as of the index follows, then entries behind it."""
 
     generation: int
@@ -120,16 +116,14 @@ class FillStart:
     clients: Clients
 
 
-@dataclass(frozen=True)
-class FillPart:
+class FillPart(msgspec.Struct, frozen=True):
     """Upstream: a part of the state, as it is after all entries that came before this."""
 
     generation: int
     content: Any  # the owner's
 
 
-@dataclass(frozen=True)
-class FillEnd:
+class FillEnd(msgspec.Struct, frozen=True):
     """Upstream: you have everything, and I wait for you with every answer."""
 
     generation: int

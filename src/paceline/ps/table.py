@@ -119,6 +119,10 @@ class Table:
         """Forget what a worker has pushed for the step under way."""
         self._way.discard(worker)
 
+    def pending(self, worker: int) -> dict[int, torch.Tensor]:
+        """Return what a free-running worker has pushed and not committed, by shard."""
+        return self._way.pending(worker)
+
     def has_committed(self, worker: int) -> bool:
         """Say whether a worker has committed and not read since."""
         return worker in self._unread

@@ -1,0 +1,308 @@
+"""The process of a parameter server: one loop over everything that can arrive.
+
+    wait for anything -> what other servers say -> what workers ask -> look around
+
+One thread decides everything. It holds a copy of some partitions (partition.py), with a line to
+each worker for those that it answers for, and a line to each other server. Who holds what comes
+from the membership; in a job that is not elastic that is one partition for each server, for good.
+
+In an elastic job lines are formed in helper threads (meeting.py), and memberships are handed over
+by the control thread; the loop takes both when it comes to it. There a worker is gone when the
+coordinator says so; otherwise also when its line is broken. The loop ends when all workers have
+left, or nobody needs this server any more.
+
+Threads: the loop's; `_on_changed` is called in the control thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from paceline import _core
+from paceline.cluster.agent import Agent
+from paceline.cluster.local_agent import LocalAgent
+from paceline.cluster.member import Membership
+from paceline.cluster.messages import Changed
+from paceline.collectives.group import Group
+from paceline.collectives.topology import Fabric
+from paceline.config import JobEnv
+from paceline.errors import BadFrame, PacelineError, PeerError
+from paceline.ps import peer_messages as p
+from paceline.ps.line import Line
+from paceline.ps.line_group import form_line
+from paceline.ps.meeting import Meetings
+from paceline.ps.partition import LEFT, Partition
+from paceline.ps.peer_line import PeerLine, form_peer_line
+from paceline.ps.replication import Role
+from paceline.telemetry.events import Note
+from paceline.work import Work
+
+_TICK_S = 0.25  # how soon a worker's end is noticed
+_ELASTIC_TICK_S = 0.02  # how soon a change of the membership is
+_REPORT_S = 1.0
+_AGAIN_S = 0.2  # until a line that could not be formed is tried again
+
+
+class Host:
+    """A server process."""
+
+    def __init__(self, fabric: Fabric, env: JobEnv, agent: Agent | LocalAgent) -> None:
+        self.rank, self.number, self.on_loss = fabric.rank, env.number, env.on_loss
+        self.is_elastic = env.is_elastic
+        self.engine = fabric.engine
+        self.partitions: dict[int, Partition] = {}
+        self._fabric, self._agent = fabric, agent
+        self._membership = fabric.membership
+        self._hosts = {member.rank: member.host_id for member in fabric.membership.members}
+        self._peers: dict[int, PeerLine] = {}
+        self._meetings = Meetings()
+        self._met: set[Hashable] = set()  # what is formed, or about to be
+        self._retry: list[tuple[float, Hashable]] = []
+        self._changes: deque[Changed] = deque()  # from the control thread
+        self._adopted = 0  # the generation that the coordinator was told
+        self._reported_s = 0.0
+
+    # -- the loop -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until every worker has left or was lost."""
+        if self.is_elastic:
+            assert isinstance(self._agent, Agent), "an elastic job has a coordinator"
+            self._agent.on_changed = self._on_changed
+        self._adopt(self._membership, ())
+        for partition in self.partitions.values():
+            partition.see(self._membership)
+        while not self._is_over():
+            _core.wait_any([work.handle for work in self._works()], self._tick_s())  # type: ignore[misc]
+            self._turn()
+        self._send_reports()
+        for peer in self._peers.values():
+            peer.close()
+
+    def _works(self) -> list[Work[Any]]:
+        works = [work for one in self.partitions.values() for work in one.works()]
+        for peer in self._peers.values():
+            works.extend(peer.works())
+        return works
+
+    def _tick_s(self) -> float:
+        if not self.is_elastic:
+            return _TICK_S
+        is_filling = any(one.is_filling for one in self.partitions.values())
+        return _ELASTIC_TICK_S / 4 if is_filling else _ELASTIC_TICK_S
+
+    def _turn(self) -> None:
+        for peer in list(self._peers.values()):
+            self._hear(peer)
+        for partition in self.partitions.values():
+            partition.serve()
+        self._look_around()
+        for partition in self.partitions.values():
+            partition.flush()
+
+    def _hear(self, peer: PeerLine) -> None:
+        try:
+            for message, tensors in peer.arrivals(self._find_landing):
+                self._partition(message.partition).hear(peer.peer, message, tensors)
+        except (PeerError, BadFrame) as error:
+            self._drop_peer(peer, error)
+
+    def _find_landing(self, message: p.AnyMessage) -> Sequence[torch.Tensor]:
+        return self._partition(message.partition).find_peer_landing(message)
+
+    def _is_over(self) -> bool:
+        if not self.is_elastic:
+            return not any(partition.lines for partition in self.partitions.values())
+        ending = getattr(self._agent, "ending", None)
+        if ending is not None:
+            raise ending
+        workers = self._membership.workers
+        return self.rank not in self._membership.ranks or all(
+            self.why_gone(rank) == LEFT for rank in workers
+        )
+
+    def _look_around(self) -> None:
+        now_s = time.monotonic()
+        if self.is_elastic:
+            self._adopt_changes()
+            self._take_lines(now_s)
+        for partition in self.partitions.values():
+            partition.see(self._membership)
+            partition.server.complain(now_s)
+        if self.is_elastic:
+            self._tell_adopted()
+        if now_s - self._reported_s >= _REPORT_S:
+            self._reported_s = now_s
+            self._send_reports()
+
+    # -- membership ---------------------------------------------------------------------------
+
+    def _on_changed(self, changed: Changed) -> None:
+        self._changes.append(changed)
+
+    def _adopt_changes(self) -> None:
+        while self._changes:
+            changed = self._changes.popleft()
+            lost = tuple(loss.rank for loss in changed.lost)
+            if changed.membership.generation > self._membership.generation:
+                self._adopt(changed.membership, lost)
+        newest = self._agent.membership
+        if newest is not None and newest.generation > self._membership.generation:
+            gone = set(self._membership.ranks) - set(newest.ranks)
+            self._adopt(newest, tuple(gone))  # told when the coordinator came back
+
+    def _adopt(self, membership: Membership, lost: Sequence[int]) -> None:
+        self._hosts |= {member.rank: member.host_id for member in membership.members}
+        if membership.generation > self._fabric.membership.generation:
+            self._fabric.adopt(membership, lost)
+        before, self._membership = self._membership, membership
+        for rank in [rank for rank in self._peers if rank not in membership.ranks]:
+            self._forget_peer(rank)
+        holders, filling = membership.holders, membership.filling
+        for index in range(len(holders)):
+            is_mine = self.rank in holders[index] or (filling and self.rank in filling[index])
+            if is_mine or index in self.partitions:
+                self._partition(index).adopt(membership)
+                if before.primary_since(index) != membership.primary_since(index):
+                    self._hang_up(index)
+        self._form_lines()
+
+    def _partition(self, index: int) -> Partition:
+        if index not in self.partitions:
+            made = self.partitions[index] = Partition(self, index)
+            made.server.num_workers = len(self._membership.workers)
+            for peer in self._peers:
+                made.replica.connected(peer)
+        return self.partitions[index]
+
+    def _tell_adopted(self) -> None:
+        generation = self._membership.generation
+        if generation > self._adopted and all(
+            partition.replica.is_settled for partition in self.partitions.values()
+        ):
+            self._adopted = generation
+            assert isinstance(self._agent, Agent)
+            self._agent.adopted(generation)
+
+    def why_gone(self, rank: int) -> str | None:
+        presence = self._fabric.presence.get(rank)
+        if presence is not None and presence.state in ("lost", "left"):
+            return presence.detail if presence.state == "lost" else LEFT
+        return None if rank in self._membership.ranks else "it is out of the job"
+
+    # -- lines --------------------------------------------------------------------------------
+
+    def _form_lines(self) -> None:
+        membership = self._membership
+        for index, partition in self.partitions.items():
+            if membership.holders[index][:1] != (self.rank,):
+                continue
+            for rank in membership.workers:
+                if self.is_elastic:
+                    self._meet(("worker", index, membership.primary_since(index), rank))
+                else:
+                    group = form_line(self._fabric, membership, index, rank, self.rank)
+                    partition.lines[rank] = Line(group, rank)
+        if self.is_elastic:
+            for rank in membership.servers:
+                if rank != self.rank:
+                    self._meet(("server", rank))
+
+    def _meet(self, key: tuple[Any, ...]) -> None:
+        rank, membership = key[-1], self._membership
+        if key in self._met or rank not in membership.ranks or self.why_gone(rank) is not None:
+            return
+        self._met.add(key)
+        form: Callable[[], Group]
+        if key[0] == "server":
+
+            def form() -> Group:
+                return form_peer_line(self._fabric, membership, rank)
+        else:
+
+            def form() -> Group:
+                return form_line(self._fabric, membership, key[1], rank, self.rank)
+
+        self._meetings.arrange(rank, key, form)
+
+    def _take_lines(self, now_s: float) -> None:
+        for key, formed in self._meetings.take():
+            if isinstance(formed, PacelineError):
+                self._retry.append((now_s + _AGAIN_S, key))
+            else:
+                self._take_line(key, formed)
+        due = [key for at_s, key in self._retry if at_s <= now_s]
+        self._retry = [one for one in self._retry if one[0] > now_s]
+        for key in due:
+            self._met.discard(key)
+            self._meet(key)  # type: ignore[arg-type]
+
+    def _take_line(self, key: Any, group: Group) -> None:
+        if key[-1] not in self._membership.ranks:
+            group.close()
+        elif key[0] == "server":
+            self._peers[key[1]] = PeerLine(group, key[1])
+            for partition in self.partitions.values():
+                partition.replica.connected(key[1])
+        else:
+            _, index, since, rank = key
+            is_current = self._membership.primary_since(index) == since
+            if is_current and self._membership.holders[index][:1] == (self.rank,):
+                self.partitions[index].lines[rank] = Line(group, rank)
+            else:
+                group.close()
+
+    def _hang_up(self, index: int) -> None:
+        """End the lines of a partition that has another primary, or the same one anew."""
+        for rank in list(self.partitions[index].lines):
+            self.partitions[index].hang_up(rank)
+
+    def _drop_peer(self, peer: PeerLine, error: PacelineError) -> None:
+        """Note that the line to another server is broken; the coordinator says what follows."""
+        self.say(f"the line to rank {peer.peer} is broken: {error}")
+        self._forget_peer(peer.peer)
+        assert isinstance(self._agent, Agent)
+        self._agent.accuse(peer.peer, str(error)[:300])
+
+    def _forget_peer(self, rank: int) -> None:
+        self._peers.pop(rank).close()
+        for partition in self.partitions.values():
+            partition.replica.disconnected(rank)
+
+    # -- what partitions ask for --------------------------------------------------------------
+
+    def is_here(self, rank: int) -> bool:
+        return self.is_neighbour(rank, self.rank)
+
+    def is_neighbour(self, one: int, other: int) -> bool:
+        return self._hosts.get(one) == self._hosts.get(other)
+
+    def post(self, peer: int, message: p.AnyMessage, tensors: Sequence[torch.Tensor]) -> None:
+        line = self._peers.get(peer)
+        if line is not None:
+            try:
+                line.send(message, tensors)
+            except PeerError:  # its receive will say so too
+                return
+
+    def backlog(self, peer: int) -> int:
+        line = self._peers.get(peer)
+        return line.backlog if line is not None else 0
+
+    def tell_in_sync(self, partition: int, generation: int) -> None:
+        assert isinstance(self._agent, Agent)
+        self._agent.in_sync(partition, generation)
+
+    def say(self, text: str) -> None:
+        self._agent.report(Note(self.rank, f"server {self.number}: {text}"))
+
+    def _send_reports(self) -> None:
+        for partition in self.partitions.values():
+            if partition.replica.role is Role.PRIMARY:
+                for hosted in partition.server.hosted:
+                    self._agent.report(hosted.table.report())

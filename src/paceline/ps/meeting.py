@@ -1,0 +1,53 @@
+"""Forms lines to other processes in helper threads, so that a slow one does not hold up the rest.
+
+Threads: one for each process that is being met, while it is; the loop asks and collects.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+
+from paceline.collectives.group import Group
+from paceline.errors import PacelineError
+
+
+class Meetings:
+    """Lines that are being formed, by whatever key the loop knows them."""
+
+    def __init__(self) -> None:
+        self._mu = threading.Lock()
+        self._queues: dict[int, deque[tuple[Hashable, Callable[[], Group]]]] = {}  # by rank
+        self._ready: deque[tuple[Hashable, Group | PacelineError]] = deque()
+
+    def arrange(self, rank: int, key: Hashable, form: Callable[[], Group]) -> None:
+        """Form a line to a process; those to one process are formed one after the other."""
+        with self._mu:
+            queue = self._queues.get(rank)
+            if queue is not None:
+                queue.append((key, form))
+                return
+            queue = self._queues[rank] = deque([(key, form)])
+        name = f"paceline-meet-{rank}"
+        threading.Thread(target=self._meet, args=(rank, queue), name=name, daemon=True).start()
+
+    def take(self) -> list[tuple[Hashable, Group | PacelineError]]:
+        """Return what has been formed since the last time, or why it could not be."""
+        taken = []
+        while self._ready:
+            taken.append(self._ready.popleft())
+        return taken
+
+    def _meet(self, rank: int, queue: deque[tuple[Hashable, Callable[[], Group]]]) -> None:
+        while True:
+            with self._mu:
+                if not queue:
+                    del self._queues[rank]
+                    return
+                key, form = queue.popleft()
+            try:
+                self._ready.append((key, form()))
+            except (PacelineError, KeyError) as error:  # KeyError: it is not a member any more
+                known = error if isinstance(error, PacelineError) else PacelineError(str(error))
+                self._ready.append((key, known))

@@ -1,0 +1,102 @@
+"""What servers say to each other about the copies of a partition, as typed values.
+
+The words are replication.py's; here they have the form in which they travel. Tensors follow a
+message where the other server cannot see the worker's memory, and with parts of a state.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from paceline.ps import messages as m
+from paceline.ps.snapshot_form import Part
+
+
+class Asked(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A worker's request."""
+
+    request: m.AnyRequest
+    error: str = ""  # it was refused before it was handled: a class in paceline.errors
+    text: str = ""
+    how: Literal["named", "sent", "late"] = "named"  # its tensors; see peer_wire.py
+    late: tuple[int, ...] = ()  # with a commit: shards whose pushes follow, as they are by now
+
+
+class Entered(msgspec.Struct, frozen=True, tag=True):
+    """A worker is in the job."""
+
+    rank: m.Rank
+    worker: int
+
+
+class Gone(msgspec.Struct, frozen=True, tag=True):
+    """A worker is not in the job any more; `vacates`: its place waits for another one."""
+
+    rank: m.Rank
+    vacates: bool = False
+
+
+class Closed(msgspec.Struct, frozen=True, tag=True):
+    """A place that was vacant will not be taken."""
+
+    worker: int
+
+
+class HandedOver(msgspec.Struct, frozen=True, tag=True):
+    """The order of the copies is another behind this."""
+
+
+Event: TypeAlias = Entered | Gone | Closed
+Op: TypeAlias = Asked | Entered | Gone | Closed | HandedOver
+
+
+class PeerMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Base of what a server says to another one."""
+
+    partition: int
+    generation: int
+
+
+class Begin(PeerMessage, frozen=True):
+    index: int
+
+
+class Standing(PeerMessage, frozen=True):
+    index: int
+
+
+class Ack(PeerMessage, frozen=True):
+    index: int
+
+
+class Forward(PeerMessage, frozen=True):
+    index: int
+    rank: int
+    seq: int
+    op: Op
+    again: bool = False
+
+
+class FillStart(PeerMessage, frozen=True):
+    index: int
+    clients: dict[int, tuple[int, list[tuple[int, m.Reply]]]]
+
+
+class FillPart(PeerMessage, frozen=True):
+    part: Part
+
+
+class FillEnd(PeerMessage, frozen=True):
+    pass
+
+
+AnyMessage: TypeAlias = Begin | Standing | Ack | Forward | FillStart | FillPart | FillEnd
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def read(frame: np.ndarray, rest: np.ndarray | None) -> AnyMessage:
+    """Decode a message; BadFrame if it is none."""
+    return m.decode(_decoder, frame, rest)  # type: ignore[no-any-return]

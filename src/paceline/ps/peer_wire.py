@@ -1,0 +1,131 @@
+"""Entries and other words of replication, turned into messages between servers and back.
+
+Tensors of a request are named, not sent, if the other server is on the worker's host and sees them
+where they lie. Otherwise they follow: at once, or, for a push of a free-running worker, LATE, with
+its commit. Until then the worker may still change them, and on its own host nobody would notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline import errors
+from paceline.ps import messages as m
+from paceline.ps import peer_messages as p
+from paceline.ps import replication as r
+from paceline.ps.server import Asked, Server
+
+Tensors = Sequence[torch.Tensor]
+
+
+def encode(
+    partition: int, message: r.Message, server: Server, *, sees_worker: bool
+) -> tuple[p.AnyMessage, Tensors]:
+    """Return a message, and the tensors that follow it. `sees_worker`: whose request it is."""
+    generation = message.generation
+    if isinstance(message, r.Forward):
+        entry = message.entry
+        op, tensors = _op(entry, server, sees_worker=sees_worker)
+        return (
+            p.Forward(partition, generation, entry.index, entry.rank, entry.seq, op, entry.again),
+            tensors,
+        )
+    if isinstance(message, r.FillPart):
+        part, tensors = message.content
+        return p.FillPart(partition, generation, part), tensors
+    if isinstance(message, r.FillStart):
+        return p.FillStart(partition, generation, message.index, message.clients), ()
+    if isinstance(message, r.FillEnd):
+        return p.FillEnd(partition, generation), ()
+    if isinstance(message, r.Ack):
+        return p.Ack(partition, generation, message.index), ()
+    if isinstance(message, r.Begin):
+        return p.Begin(partition, generation, message.index), ()
+    return p.Standing(partition, generation, message.index), ()
+
+
+def _op(entry: r.Entry, server: Server, *, sees_worker: bool) -> tuple[p.Op, Tensors]:
+    op = entry.op
+    if op == r.HANDOVER:
+        return p.HandedOver(), ()
+    if not isinstance(op, Asked):
+        return op, ()
+    request = op.request
+    if op.refusal is not None:
+        return p.Asked(request, type(op.refusal).__name__, str(op.refusal)), ()
+    if isinstance(request, m.LoadState):
+        return p.Asked(request, how="sent"), op.tensors
+    if isinstance(request, m.Assign | m.Push | m.Replace):
+        if request.where is not None and sees_worker:
+            return p.Asked(request), ()
+        if request.where is not None and isinstance(request, m.Push):
+            table = server.hosted[request.table].table
+            if not table.spec.rule.aggregate:
+                return p.Asked(request, how="late"), ()
+        return p.Asked(request, how="sent"), op.tensors
+    if op.late and not sees_worker:
+        late, tensors = zip(*op.late, strict=True)
+        return p.Asked(request, late=late), tensors
+    return p.Asked(request), ()
+
+
+def landing(message: p.AnyMessage, server: Server) -> Tensors:
+    """Return where the tensors that follow a message belong."""
+    if isinstance(message, p.FillPart):
+        return [
+            torch.empty(count, dtype=getattr(torch, dtype)) for dtype, count in message.part.shapes
+        ]
+    if not isinstance(message, p.Forward) or not isinstance(message.op, p.Asked):
+        return ()
+    op, caller = message.op, server.callers.get(message.rank)
+    if caller is None:
+        return ()
+    if op.how == "sent":
+        return server.find_landing(caller, op.request, is_sent=True).tensors
+    if op.late:
+        assert isinstance(op.request, m.Commit)
+        hosted = server.find(op.request.table)
+        return [hosted.late[caller.worker, shard] for shard in op.late]
+    return ()
+
+
+def decode(message: p.AnyMessage, tensors: Tensors) -> r.Message:
+    """Return what another server's message means."""
+    generation = message.generation
+    if isinstance(message, p.Forward):
+        entry = r.Entry(
+            message.index,
+            message.rank,
+            message.seq,
+            _asked(message, tensors),
+            message.again,
+        )
+        return r.Forward(generation, entry)
+    if isinstance(message, p.FillPart):
+        return r.FillPart(generation, (message.part, tensors))
+    if isinstance(message, p.FillStart):
+        return r.FillStart(generation, message.index, message.clients)
+    if isinstance(message, p.FillEnd):
+        return r.FillEnd(generation)
+    if isinstance(message, p.Ack):
+        return r.Ack(generation, message.index)
+    if isinstance(message, p.Begin):
+        return r.Begin(generation, message.index)
+    return r.Standing(generation, message.index)
+
+
+def _asked(message: p.Forward, tensors: Tensors) -> object:
+    op = message.op
+    if isinstance(op, p.HandedOver):
+        return r.HANDOVER
+    if not isinstance(op, p.Asked):
+        return op
+    if op.error:
+        return Asked(op.request, refusal=errors.named(op.error, op.text))
+    if op.how == "sent":
+        return Asked(op.request, tensors)
+    if op.late:
+        return Asked(op.request, late=tuple(zip(op.late, tensors, strict=True)))
+    return Asked(op.request, how=op.how)
