@@ -186,14 +186,15 @@ class LocalJob:
             self._start(seat, Outlet.pipes())
 
     def _start(self, seat: Seat, outlet: Outlet) -> RankProcess:
-        argv, environ = self._spec.argv(seat), self._environ_of(seat)
+        argv, environ = self._spec.argv(seat), self.environ_of(seat)
         process = RankProcess.start(
             seat, argv, environ, outlet, dies_with_launcher=not self._spec.is_detached
         )
         self._crew.add(process, self._guard)
         return process
 
-    def _environ_of(self, seat: Seat) -> dict[str, str]:
+    def environ_of(self, seat: Seat) -> dict[str, str]:
+        """Return the complete environment of one process."""
         cores = usable_cores()
         return process_environ(self._environ, self._spec, seat, self._where, cores=cores)
 

@@ -1,9 +1,12 @@
 """Jobs whose membership changes: processes are lost, replaced, added and taken away as they run.
 
-plan.py         what was asked for, checked: --min, --max, --on-loss, --max-servers
-job.py          the life of such a job; what it decides about ends and starts
-coordination.py the coordinator as a child process that is restarted in place
-template.py     a process that has imported torch and forks newcomers (template_program.py)
-watch.py        signs that a process is stopped, or was killed for its memory
-chronicle.py    every event as a line for people, and the closing summary
+plan.py          what was asked for, checked: --min, --max, --on-loss, --max-servers
+job.py           what the end of a process means, and what follows from the coordinator's news
+supervision.py   starting and looking at processes; the coordinator's start and end
+nursery.py       newcomers, forked from a template (template.py, template_program.py)
+control.py       the connection to the coordinator, which coordination.py restarts in place
+watch.py         signs that a process is stopped, or was killed for its memory
+chronicle.py     every event as a line for people, and the closing summary
+facts.py         what is written down so that commands find a job
+keeper.py        detached jobs, and how another keeper takes over
 """

@@ -8,6 +8,7 @@ was started; whoever takes over the supervision of a detached job reads them fro
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import msgspec
 from paceline.cluster.secret_file import write_private
 from paceline.config import process_start, runtime_dir
 from paceline.errors import LaunchError, UsageError
+from paceline.launcher.environment import JobAddresses
 from paceline.launcher.guard import job_processes
 from paceline.launcher.jobdir import directories, is_held
 from paceline.launcher.seat import Seat
@@ -78,6 +80,24 @@ class Record(msgspec.Struct, frozen=True):
         return self.born is not None and process_start(self.pid) == self.born
 
 
+def facts_of(spec: RunSpec, where: JobAddresses) -> JobFacts:
+    """Return the facts of the job that this process supervises."""
+    return JobFacts(
+        name=job_name(spec, where.job_id),
+        job_id=where.job_id,
+        coordinator=where.coordinator,
+        secret_file=where.secret_file,
+        master_port=where.master_port,
+        supervisor=os.getpid(),
+        cwd=os.getcwd(),
+        command=shlex.join((spec.target, *spec.arguments)),
+        pace=str(spec.pace or ""),
+        log_dir=str(spec.log_dir.absolute()) if spec.log_dir else "",
+        is_detached=spec.is_detached,
+        grace_s=spec.grace_s,
+    )
+
+
 def write_facts(directory: Path, facts: JobFacts) -> None:
     """Write or replace the facts, whole or not at all."""
     draft = directory / f"{_FACTS}.{os.getpid()}"
@@ -102,12 +122,13 @@ def record(directory: Path, seat: Seat, pid: int) -> None:
 
 
 def recorded(directory: Path) -> list[Record]:
-    """Return all processes that were started, in order."""
+    """Return all processes that were started, once each, in order."""
     try:
         lines = (directory / _PROCESSES).read_bytes().splitlines()
     except OSError:
         return []
-    return [msgspec.json.decode(line, type=Record) for line in lines]
+    found = [msgspec.json.decode(line, type=Record) for line in lines]
+    return list({one.rank: one for one in found}.values())
 
 
 class FoundJob(msgspec.Struct, frozen=True):

@@ -55,7 +55,7 @@ class DetachedJob(ElasticJob):
     def _facts(self) -> JobFacts:
         return super()._facts().with_plan(self._spec, self._environ)
 
-    def _outlet(self, seat: Seat) -> Outlet:
+    def outlet_of(self, seat: Seat) -> Outlet:
         assert self._spec.log_dir is not None, "the output of a detached job goes to files"
         return Outlet.file(self._spec.log_dir / seat.log_name)
 
@@ -92,7 +92,7 @@ class ResumedJob(DetachedJob):
 
     def _adopt(self, one: Record) -> None:
         try:
-            process = AdoptedProcess(one.seat, one.pid, self._outlet(one.seat))
+            process = AdoptedProcess(one.seat, one.pid, self.outlet_of(one.seat))
         except ProcessLookupError:
             self._gone.append(one.rank)
             return

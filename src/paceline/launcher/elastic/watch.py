@@ -8,6 +8,7 @@ control groups forgets an ended process at once). Pure reading; decides nothing.
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 
 from paceline.launcher.machine import (
     OomCount,
@@ -17,6 +18,33 @@ from paceline.launcher.machine import (
     oom_kills,
 )
 from paceline.launcher.process import ExitStatus, RankProcess, process_state
+
+
+class Lookout:
+    """What is known about every process of ours, by rank."""
+
+    def __init__(self) -> None:
+        self._signs: dict[int, Signs] = {}
+
+    def know(self, process: RankProcess) -> None:
+        """Begin to look at a process."""
+        self._signs[process.seat.rank] = Signs(process)
+
+    def forget(self, process: RankProcess) -> None:
+        self._signs.pop(process.seat.rank, None)
+
+    def look(self, processes: Iterable[RankProcess], now_s: float) -> dict[int, float | None]:
+        """Look at some; return by rank how long each has been stopped, None while it runs."""
+        seen: dict[int, float | None] = {}
+        for rank in (process.seat.rank for process in processes):
+            self._signs[rank].look(now_s)
+            seen[rank] = self._signs[rank].stopped_for_s(now_s)
+        return seen
+
+    def diagnosis(self, process: RankProcess) -> str:
+        """Say how a process ended, and for which reason as far as the kernel shows one."""
+        assert process.status is not None
+        return self._signs[process.seat.rank].diagnosis(process.status)
 
 
 class Signs:

@@ -1,0 +1,207 @@
+"""Supervision: what the launcher does for any elastic job, whatever becomes of its members.
+
+It starts the coordinator and the first processes, makes newcomers for places that lack one, and
+looks at every process a few times per second: is it stopped, has it ended? What an end means, and
+what follows from the coordinator's news, is decided in job.py.
+
+Threads: everything runs in the launcher's loop on the main thread, as in local.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from paceline import coordinate
+from paceline.cluster.decisions import Wanted
+from paceline.cluster.operator_messages import News
+from paceline.config import EngineConfig
+from paceline.errors import LaunchError, PacelineError
+from paceline.launcher.display import Display
+from paceline.launcher.elastic.chronicle import stamped
+from paceline.launcher.elastic.control import Control, policy_of
+from paceline.launcher.elastic.coordination import Coordination
+from paceline.launcher.elastic.facts import JobFacts, facts_of, record, write_facts
+from paceline.launcher.elastic.nursery import Nursery, Place
+from paceline.launcher.elastic.plan import ElasticPlan
+from paceline.launcher.elastic.template import adopt_orphans
+from paceline.launcher.elastic.watch import Lookout
+from paceline.launcher.environment import SERVER_PATIENCE_S
+from paceline.launcher.lifeline import Guard
+from paceline.launcher.lines import printable
+from paceline.launcher.local import LocalJob
+from paceline.launcher.outlet import Outlet
+from paceline.launcher.process import RankProcess
+from paceline.launcher.seat import Seat
+from paceline.launcher.spec import RunSpec
+
+_LOOK_S = 0.25
+_SETTLE_S = 1.0  # for what was under way when the job was over
+
+
+class SupervisedJob(LocalJob):
+    """The hands of an elastic job. `_on_news`, `_on_failed_start` and the rest are job.py's."""
+
+    def __init__(
+        self, spec: RunSpec, environ: Mapping[str, str], display: Display, job_id: str = ""
+    ) -> None:
+        super().__init__(spec, environ, display, job_id)
+        assert spec.elastic is not None
+        self._plan: ElasticPlan = spec.elastic
+        self._nursery = Nursery(spec, self, self._tell)
+        self._control: Control | None = None
+        self._lookout = Lookout()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._looking: asyncio.Task[None] | None = None
+        self._is_ending = False
+        self._over = ""
+
+    def _on_news(self, news: News) -> None:
+        raise NotImplementedError
+
+    def _on_failed_start(self, seat: Seat, why: str) -> None:
+        raise NotImplementedError
+
+    def _on_look(self, now_s: float) -> None:
+        """Called a few times per second, until the job ends."""
+
+    # -- start -------------------------------------------------------------------------------
+
+    async def _open_control(self, secret: bytes, config: EngineConfig) -> str:
+        adopt_orphans()
+        coordination = Coordination("127.0.0.1", self._coordinator_port(), self._tell)
+        self._control = Control(coordination, secret, self._job_id, self._on_news)
+        has_servers = bool(self._spec.num_servers)
+        arguments = coordinate.arguments(
+            job_id=self._job_id,
+            secret_file=str(self._secret_path),
+            journal=str(self._directory.path / "journal"),
+            policy=policy_of(self._spec, self._plan, config),
+            join_timeout_s=SERVER_PATIENCE_S if has_servers else config.join_timeout_s,
+        )
+        coordination.start(arguments, self._environ)
+        return coordination.address
+
+    def _coordinator_port(self) -> int:
+        return 0
+
+    async def _close_control(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        self._nursery.close()
+        if self._control is not None:
+            await self._control.close()
+
+    def _start_all(self) -> None:
+        write_facts(self._directory.path, self._facts())
+        for seat in self._spec.seats:
+            self._start(seat, self.outlet_of(seat))
+
+    def _facts(self) -> JobFacts:
+        return facts_of(self._spec, self._where)
+
+    def _start(self, seat: Seat, outlet: Outlet) -> RankProcess:
+        process = super()._start(seat, outlet)
+        self._know(process)
+        return process
+
+    def _know(self, process: RankProcess) -> None:
+        record(self._directory.path, process.seat, process.pid)
+        self._seats[process.seat.rank] = process.seat
+        self._lookout.know(process)
+
+    def outlet_of(self, seat: Seat) -> Outlet:
+        del seat  # of a detached job it names a file
+        return Outlet.pipes()
+
+    # -- newcomers ---------------------------------------------------------------------------
+
+    def _want(self, wanted: Wanted) -> None:
+        place = (wanted.role == "server", wanted.number)
+        if self._nursery.may_fill(place):
+            self._spawn(self._fill(place))
+
+    async def _fill(self, place: Place) -> None:
+        try:
+            await self._nursery.fill(place)
+        except LaunchError as error:
+            self._on_failed_start(Seat(-1, place[1], place[0]), str(error))
+
+    async def reserve(self, place: Place) -> int:
+        assert self._control is not None
+        role = "server" if place[0] else "worker"
+        return (await self._control.reserve(role, place[1])).rank
+
+    def take_in(self, process: RankProcess) -> None:
+        self._crew.add(process, self._guard)
+        self._know(process)
+        self._board.seat(process.seat)
+        self._board.set_state(process.seat.rank, "starting")
+        if self._is_ending:  # it comes too late for the others' SIGTERM
+            self._crew.tell_to_stop([process])
+
+    def _warm_up(self) -> None:
+        """Start the template, once: not while the first processes still need all cores."""
+        environ = self.environ_of(next(iter(self._seats.values())))
+        pid = self._nursery.warm_up(environ)
+        if pid is not None:
+            self._guard.watch(pid)
+
+    # -- look --------------------------------------------------------------------------------
+
+    async def _look_around(self) -> None:
+        """Look at every process a few times per second, and tell the coordinator."""
+        assert self._control is not None
+        while True:
+            self._on_child()
+            now_s = time.monotonic()
+            for rank, stopped_s in self._lookout.look(self._crew.running, now_s).items():
+                self._control.report_seen(rank, stopped_s)
+            if not self._is_ending:
+                self._on_look(now_s)
+            await asyncio.sleep(_LOOK_S)
+
+    def _on_child(self) -> None:
+        super()._on_child()
+        try:
+            if self._control is not None and not self._is_ending:
+                self._control.look()
+        except LaunchError as error:
+            self._end_job(str(error))
+        guard = self._guard.pid if isinstance(self._guard, Guard) else None
+        coordinator = None if self._control is None else self._control.pid
+        known = {*self._crew.pids, self._nursery.template_pid, guard, coordinator}
+        self._nursery.reap_orphans(known)
+
+    # -- tasks and words ---------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._changed.set()
+        if not task.cancelled() and isinstance(task.exception(), PacelineError):
+            self._tell(str(task.exception()))
+
+    async def _finish_tasks(self) -> None:
+        """Let the last loss be settled, for the report; newcomers on their way come too late."""
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_SETTLE_S)
+            for task in late:
+                task.cancel()
+
+    def _tell(self, text: str) -> None:
+        self._show(stamped(text))
+
+    def _show(self, line: str) -> None:
+        self._display.say(printable(line.encode()))
+
+    def _end_job(self, why: str) -> None:
+        if not self._is_ending:  # else it ends already, and this follows from that
+            self._over = self._over or why
+            self._changed.set()
