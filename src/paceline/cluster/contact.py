@@ -34,6 +34,7 @@ from paceline.errors import PeerLost, PeerTimeout
 ATTEMPT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
 _SLICE_S = 0.5
+_FAREWELL_S = 1.5
 
 M = TypeVar("M")
 
@@ -125,7 +126,10 @@ class Contact(Generic[M]):
             self._asked.pop(request_id, None)
 
     async def leave(self, farewell: Any) -> None:
-        """Say a last word and close the connection."""
+        """Say a last word and close the connection; one that is away is waited for, not long."""
+        deadline_s = time.monotonic() + _FAREWELL_S
+        while self._is_lasting and not self.is_attached and time.monotonic() < deadline_s:
+            await asyncio.sleep(_FIRST_PAUSE_S)
         self.tell(farewell)
         for task in self._tasks:
             task.cancel()

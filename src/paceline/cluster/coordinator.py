@@ -26,6 +26,7 @@ import msgspec
 
 from paceline.cluster import messages as m
 from paceline.cluster import operator_messages as o
+from paceline.cluster.audience import Audience
 from paceline.cluster.auth import Hello, Session
 from paceline.cluster.channel import Channel
 from paceline.cluster.decisions import Announce, Decision, End, Tell
@@ -44,11 +45,9 @@ from paceline.cluster.sockets import join_address, listen_tcp
 from paceline.cluster.store_service import StoreService
 from paceline.cluster.waiting_room import WaitingRoom
 from paceline.errors import PacelineError, RendezvousError
-from paceline.telemetry.events import CoordinatorBack, Event
-from paceline.telemetry.staleness import TableReport
+from paceline.telemetry.events import Event
 
 _CHECK_S = 0.2
-_LAST_WORDS_S = 0.2  # a process that has ended is not believed to be lost before this
 
 log = logging.getLogger("paceline.cluster")
 _decoder = msgspec.msgpack.Decoder(m.MemberMessage)
@@ -82,17 +81,11 @@ class Coordinator:
         self.roster = Roster(policy, self._record.state, time.monotonic())
         self._record.begin(self.roster.state)
         self._room = WaitingRoom(world_size, join_timeout_s)
-        self._desk = Desk(self)
         self._gate = Gate(secret, job_id=job_id, listener=m.COORDINATOR, admit=self._admit)
-        self._peers: set[Peer] = set()
-        self._of_rank: dict[int, Peer] = {}  # the connection that counts, of members and newcomers
+        self._audience = Audience()
+        self._desk = Desk(self.roster, self._record, self._audience, self.carry_out)
         self._watch: asyncio.Task[None] | None = None
         self._is_stopping = False
-        self._ends: dict[int, str] = {}  # by rank: what the launcher saw, not yet believed
-        self._states: dict[int, str] = {}  # by rank: what was last told about it
-        self._reports: dict[tuple[str, int], TableReport] = {}
-        self.left: set[int] = set()
-        self.lost: dict[int, str] = {}  # rank -> what is known about it
 
     @property
     def membership(self) -> Membership | None:
@@ -102,7 +95,17 @@ class Coordinator:
     @property
     def missing(self) -> tuple[int, ...]:
         """The ranks that have not joined yet."""
-        return self.roster.assembly.missing if self.membership is None else ()
+        return self.roster.missing
+
+    @property
+    def left(self) -> set[int]:
+        """The ranks that ended in good order."""
+        return self._audience.left
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """The ranks that were lost, and what is known about it."""
+        return self._audience.lost
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen and serve; return "host:port"."""
@@ -132,7 +135,7 @@ class Coordinator:
     async def wait_until_alone(self, timeout_s: float) -> None:
         """Wait until every member has left or was lost, at most so long."""
         deadline = time.monotonic() + timeout_s
-        while self._peers and time.monotonic() < deadline:
+        while self._audience.peers and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     # -- connections -------------------------------------------------------------------------
@@ -142,7 +145,7 @@ class Coordinator:
             await self._desk.serve(await Channel.over(sock, session, operator_decoder), caller)
             return
         peer = Peer(await Channel.over(sock, session, _decoder), caller)
-        self._peers.add(peer)
+        self._audience.peers.add(peer)
         reason = "its connection ended"
         try:
             while peer.farewell is None:
@@ -152,7 +155,7 @@ class Coordinator:
         except PacelineError as error:
             reason = str(error)
         finally:
-            self._peers.discard(peer)
+            self._audience.peers.discard(peer)
             peer.channel.close()
             self._dismiss(peer, reason)
 
@@ -161,24 +164,17 @@ class Coordinator:
         for forget in list(peer.waits.values()):
             forget()
         rank, now_s = peer.caller.rank, time.monotonic()
-        if self._of_rank.get(rank) is not peer or self._is_stopping:
+        if not self._audience.counts(peer) or self._is_stopping:
             return  # it never came in, or another connection of the same member took its place
-        del self._of_rank[rank]
+        self._audience.unseat(peer)
         if self.membership is None:
             self.roster.withdraw(rank)
         elif peer.farewell is not None:
             is_finished = peer.farewell.is_finished
             self.carry_out(self.roster.left(rank, now_s, is_finished=is_finished))
         else:
-            self.carry_out(self.roster.lost(rank, self._ends.pop(rank, reason), now_s))
-
-    def _seat(self, peer: Peer) -> None:
-        """Let this connection be the one that counts for its rank."""
-        before = self._of_rank.get(peer.caller.rank)
-        self._of_rank[peer.caller.rank] = peer
-        peer.is_following = True
-        if before is not None and before is not peer:
-            before.channel.close()
+            why = self._desk.words_about(rank) or reason
+            self.carry_out(self.roster.lost(rank, why, now_s))
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -194,7 +190,7 @@ class Coordinator:
                 self._on_request(peer, message, now_s)
             except PacelineError as error:
                 peer.answer(message.id, error)
-        elif self._of_rank.get(rank) is not peer:
+        elif not self._audience.counts(peer):
             return  # of those who are not in, only requests count
         elif isinstance(message, m.Adopted):
             self.carry_out(self.roster.adopted(rank, message.generation, now_s))
@@ -210,7 +206,7 @@ class Coordinator:
         elif isinstance(request, m.Ready):
             self._on_ready(peer, request, now_s)
         elif isinstance(request, m.Look):
-            self._seat(peer)
+            self._audience.seat(peer)
             peer.tell(m.Joined(request.id, self._require_membership()))
         elif isinstance(request, m.Attach):
             self._on_attach(peer, request, now_s)
@@ -230,12 +226,12 @@ class Coordinator:
             # It had joined when the coordinator ended before it could say so.
             self._require_same(request.member)
             self.carry_out(self.roster.attached(request.member.rank, 1, now_s))
-            self._seat(peer)
+            self._audience.seat(peer)
             peer.tell(m.Joined(request.id, self.membership))
             return
         is_first = len(self.missing) == self.roster.assembly.world_size
         decisions = self.roster.join(request.member, now_s)
-        self._seat(peer)
+        self._audience.seat(peer)
         peer.member, peer.join = request.member, request
         self._room.enter(request, now_s, is_first=is_first)
         self.carry_out(decisions)
@@ -243,7 +239,7 @@ class Coordinator:
     def _on_ready(self, peer: Peer, request: m.Ready, now_s: float) -> None:
         _require_own_rank(peer, request.member.rank)
         decisions = self.roster.ready(request.member, now_s)
-        self._seat(peer)
+        self._audience.seat(peer)
         peer.member, peer.join = request.member, request
         self.carry_out(decisions)
         membership = self._require_membership()
@@ -259,7 +255,7 @@ class Coordinator:
         if rank in membership.ranks or not missed.is_known or rank in missed.lost:
             self._require_same(request.member)
             decisions = self.roster.attached(rank, request.adopted, now_s)
-            self._seat(peer)
+            self._audience.seat(peer)
             peer.member = request.member
         else:
             decisions = []  # it was let go, and has not heard of it yet
@@ -287,8 +283,6 @@ class Coordinator:
             )
 
     def _pass_on(self, event: Event) -> None:
-        if isinstance(event, TableReport):
-            self._reports[event.table, event.server] = event
         self._desk.happened(event)
         try:
             if self._on_event is not None:
@@ -310,98 +304,23 @@ class Coordinator:
                 for event in happenings(before, decision.changed):
                     self._desk.happened(event)
                 before = decision.changed.membership
-                self._announce(decision.changed)
+                if before.generation == 1 and self.on_membership is not None:
+                    self.on_membership(before)
+                self._audience.announce(decision.changed)
             elif isinstance(decision, End):
-                over = m.Over(decision.why)
-                self._desk.publish(over)
-                for peer in self._of_rank.values():
-                    if peer.join is not None:
-                        peer.answer(peer.join.id, RendezvousError(f"the job is over: {over.why}"))
-                    peer.tell(over)
+                self._desk.publish(m.Over(decision.why))
+                self._audience.end(decision.why)
             elif isinstance(decision, Tell):
-                self._tell(decision.presence)
-
-    def _announce(self, changed: m.Changed) -> None:
-        membership = changed.membership
-        if membership.generation == 1 and self.on_membership is not None:
-            self.on_membership(membership)
-        for rank, peer in list(self._of_rank.items()):
-            if peer.join is not None and rank in membership.ranks:
-                request, peer.join = peer.join, None
-                peer.tell(m.Joined(request.id, membership))
-            elif peer.is_following:
-                peer.tell(changed)
-
-    def _tell(self, presence: m.Presence) -> None:
-        """Tell everybody how a member is; one that is lost hears it too, and is cut off."""
-        about = presence.rank
-        self._states[about] = f"{presence.state}: {presence.detail}"
-        if presence.state == "back":
-            self._states.pop(about)
-        elif presence.state == "left":
-            self.left.add(about)
-        elif presence.state == "lost":
-            self.lost[about] = presence.detail
-        for rank, peer in list(self._of_rank.items()):
-            if rank != about:
-                peer.tell(presence)
-        if presence.state in ("lost", "left"):
-            self._store.forget(about)
-            gone = self._of_rank.pop(about, None)
-            if gone is not None:
-                gone.tell(presence)
-                gone.channel.close()
-
-    # -- for operators -----------------------------------------------------------------------
-
-    def ended(self, rank: int, text: str) -> None:
-        """The launcher saw a process end. Its last words may still be unread."""
-        self._ends[rank] = text
-        grace_s = _LAST_WORDS_S if rank in self._of_rank else 0.0
-        asyncio.get_running_loop().call_later(grace_s, self._believe, rank)
-
-    def _believe(self, rank: int) -> None:
-        text = self._ends.pop(rank, None)
-        if text is None or self._is_stopping:
-            return
-        if self.membership is None:
-            self.roster.withdraw(rank)
-        self.carry_out(self.roster.lost(rank, text, time.monotonic()))
-
-    def status(self, request_id: int) -> o.Status:
-        """Say how the job is."""
-        roster, state = self.roster, self.roster.state
-        ranks = () if self.membership is None else self.membership.ranks
-        return o.Status(
-            request_id,
-            policy=roster.policy,
-            membership=self.membership,
-            missing=self.missing,
-            wanted=roster.wanted,
-            reserved=state.reserved,
-            states={rank: text for rank, text in self._states.items() if rank in ranks},
-            not_adopted=roster.not_adopted,
-            reports=tuple(self._reports.values()),
-            is_finishing=state.is_finishing,
-            over=state.over,
-        )
-
-    def welcome(self) -> Sequence[o.News]:
-        """What somebody who begins to watch must know."""
-        news: list[o.News] = list(self.roster.wanted)
-        if self._record.num_replayed:
-            generation = 0 if self.membership is None else self.membership.generation
-            news.append(o.Happened(CoordinatorBack(generation, self._record.num_replayed)))
-        if self.roster.state.over:
-            news.append(m.Over(self.roster.state.over))
-        return news
+                if decision.presence.state in ("lost", "left"):
+                    self._store.forget(decision.presence.rank)
+                self._audience.tell(decision.presence)
 
     async def _watch_members(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_S)
             now_s = time.monotonic()
             if self.membership is None:
-                self._room.check(now_s, self._peers, self.missing)
+                self._room.check(now_s, self._audience.peers, self.missing)
             else:
                 self.carry_out(self.roster.tick(now_s))
                 self._record.shorten()

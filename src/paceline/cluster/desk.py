@@ -9,34 +9,30 @@ Threads: everything runs in the coordinator's loop.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from paceline.cluster import messages as m
 from paceline.cluster import operator_messages as o
+from paceline.cluster.audience import Audience
 from paceline.cluster.auth import Hello
 from paceline.cluster.channel import Channel
 from paceline.cluster.decisions import Decision, Remark, Tell, Unwanted, Wanted
+from paceline.cluster.record import Record
 from paceline.cluster.roster import Roster
 from paceline.errors import PacelineError
+from paceline.telemetry.events import CoordinatorBack
+from paceline.telemetry.staleness import TableReport
+
+_LAST_WORDS_S = 0.2  # a process that has ended is not believed to be lost before this
 
 log = logging.getLogger("paceline.cluster")
 decoder: msgspec.msgpack.Decoder[o.OperatorMessage] = msgspec.msgpack.Decoder(o.OperatorMessage)
-
-
-class Office(Protocol):
-    """What the desk needs of the coordinator behind it."""
-
-    @property
-    def roster(self) -> Roster: ...
-    def carry_out(self, decisions: Sequence[Decision]) -> None: ...
-    def ended(self, rank: int, text: str) -> None: ...
-    def status(self, request_id: int) -> o.Status: ...
-    def welcome(self) -> Sequence[o.News]: ...
 
 
 class Visitor:
@@ -54,11 +50,20 @@ class Visitor:
 
 
 class Desk:
-    """Serves all operators of a job."""
+    """Serves all operators of a job; `carry_out` is the coordinator's."""
 
-    def __init__(self, office: Office) -> None:
-        self._office = office
+    def __init__(
+        self,
+        roster: Roster,
+        record: Record,
+        audience: Audience,
+        carry_out: Callable[[Sequence[Decision]], None],
+    ) -> None:
+        self._roster, self._record, self._audience = roster, record, audience
+        self._carry_out = carry_out
         self._visitors: set[Visitor] = set()
+        self._ends: dict[int, o.Ended] = {}  # by rank: what the launcher saw, not yet believed
+        self._reports: dict[tuple[str, int], TableReport] = {}
 
     async def serve(self, channel: Channel[o.OperatorMessage], caller: Hello) -> None:
         """Serve one operator until its connection ends."""
@@ -78,7 +83,7 @@ class Desk:
             self._visitors.discard(visitor)
             channel.close()
             if visitor.is_launcher and not any(one.is_launcher for one in self._visitors):
-                self._office.roster.launcher_heard(None)
+                self._roster.launcher_heard(None)
 
     def publish(self, decision: Decision | m.Over | m.Changed) -> None:
         """Tell those who watch."""
@@ -89,7 +94,14 @@ class Desk:
 
     def happened(self, event: Any) -> None:
         """Tell those who watch what a member reported, or what became of it."""
+        if isinstance(event, TableReport):
+            self._reports[event.table, event.server] = event
         self._broadcast(o.Happened(event))
+
+    def words_about(self, rank: int) -> str | None:
+        """Return what the launcher saw of a process whose connection has just ended."""
+        seen = self._ends.pop(rank, None)
+        return None if seen is None else seen.text
 
     def _broadcast(self, news: o.News) -> None:
         for visitor in self._visitors:
@@ -97,11 +109,11 @@ class Desk:
                 visitor.tell(news)
 
     def _on_message(self, visitor: Visitor, message: o.OperatorMessage) -> None:
-        roster, now_s = self._office.roster, time.monotonic()
+        roster, now_s = self._roster, time.monotonic()
         if visitor.is_launcher:
             roster.launcher_heard(now_s)
         if isinstance(message, o.Ended):
-            self._office.ended(message.rank, message.text)
+            self._on_end(message)
         elif isinstance(message, o.Seen):
             roster.seen(message.rank, now_s, stopped_since_s=message.stopped_for_s)
         elif isinstance(message, o.Ask):
@@ -111,14 +123,13 @@ class Desk:
                 visitor.tell(m.Failure(message.id, type(error).__name__, str(error)))
 
     def _answer(self, visitor: Visitor, ask: o.Ask, now_s: float) -> None:
-        office, roster = self._office, self._office.roster
+        roster = self._roster
         answer: m.Answer = m.Reply(ask.id)
         if isinstance(ask, o.Watch):
             visitor.is_watching, visitor.is_launcher = True, ask.is_launcher
             if ask.is_launcher:
                 roster.launcher_heard(now_s)
-            visitor.tell(office.status(ask.id))
-            for news in office.welcome():
+            for news in (self._status(ask.id), *self._welcome()):
                 visitor.tell(news)
             return
         if isinstance(ask, o.Reserve):
@@ -132,6 +143,50 @@ class Desk:
             decisions = roster.remove_servers(ask.numbers, now_s)
         else:
             assert isinstance(ask, o.AskStatus), ask
-            decisions, answer = [], office.status(ask.id)
-        office.carry_out(decisions)
+            decisions, answer = [], self._status(ask.id)
+        self._carry_out(decisions)
         visitor.tell(answer)
+
+    def _on_end(self, end: o.Ended) -> None:
+        """Take in that a process has ended; its last words may still be unread."""
+        self._ends[end.rank] = end
+        grace_s = _LAST_WORDS_S if end.rank in self._audience else 0.0
+        asyncio.get_running_loop().call_later(grace_s, self._believe, end.rank)
+
+    def _believe(self, rank: int) -> None:
+        end, roster, now_s = self._ends.pop(rank, None), self._roster, time.monotonic()
+        if end is None:
+            return
+        if roster.membership is None:
+            roster.withdraw(rank)
+        elif end.by_signal:
+            self._carry_out(roster.lost(rank, end.text, now_s))
+        else:  # it left in good order while nobody could hear it say so
+            self._carry_out(roster.left(rank, now_s))
+
+    def _status(self, request_id: int) -> o.Status:
+        """Say how the job is."""
+        roster, state = self._roster, self._roster.state
+        ranks = () if roster.membership is None else roster.membership.ranks
+        return o.Status(
+            request_id,
+            policy=roster.policy,
+            membership=roster.membership,
+            missing=roster.missing,
+            wanted=roster.wanted,
+            reserved=state.reserved,
+            states={r: text for r, text in self._audience.states.items() if r in ranks},
+            not_adopted=roster.not_adopted,
+            reports=tuple(self._reports.values()),
+            is_finishing=state.is_finishing,
+            over=state.over,
+        )
+
+    def _welcome(self) -> Sequence[o.News]:
+        """What somebody who begins to watch must know."""
+        membership, over = self._roster.membership, self._roster.state.over
+        news: list[o.News] = list(self._roster.wanted)
+        if self._record.num_replayed:
+            generation = 0 if membership is None else membership.generation
+            news.append(o.Happened(CoordinatorBack(generation, self._record.num_replayed)))
+        return [*news, m.Over(over)] if over else news

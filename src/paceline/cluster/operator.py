@@ -97,7 +97,10 @@ class Operator:
         return expect(answer, o.Placed).place
 
     def report_end(self, rank: int, text: str, *, by_signal: bool) -> None:
-        """Tell that a process has ended, and how, in words for people."""
+        """Tell that a process has ended, and how, in words for people.
+
+        Without `by_signal` it has ended in good order, whether or not it could say so itself.
+        """
         self._ended[rank] = o.Ended(rank, text, by_signal)
         self._seen.pop(rank, None)
         self._thread.post(self._contact.tell, self._ended[rank])

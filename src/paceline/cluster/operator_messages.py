@@ -60,7 +60,7 @@ class Ended(FromOperator, frozen=True):
 
     rank: int
     text: str
-    by_signal: bool
+    by_signal: bool  # else it ended in good order
 
 
 class Seen(FromOperator, frozen=True):

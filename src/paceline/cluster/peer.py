@@ -22,7 +22,6 @@ class Peer:
         self.channel, self.caller = channel, caller
         self.member: Member | None = None
         self.join: m.Join | m.Ready | None = None  # asked, and not answered yet
-        self.is_following = False  # it hears of memberships without being in one
         self.farewell: m.Leave | None = None
         self.waits: dict[int, Callable[[], None]] = {}  # request id -> forget it
 

@@ -88,6 +88,11 @@ class Roster:
         return self.state.membership
 
     @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks of the first crowd that have not come yet."""
+        return self.assembly.missing if self.membership is None else ()
+
+    @property
     def wanted(self) -> tuple[Wanted, ...]:
         """The places for which a process should be started, all of them."""
         return tuple(sorted(self._wanted, key=lambda w: (w.role, w.number)))

@@ -283,6 +283,7 @@ def test_accusations_reach_the_roster(job, eventually):
     job.agents[0].accuse(2, "connection refused")
     job.agents[1].accuse(2, "connection refused")
     eventually(lambda: job.membership.workers == (0, 1))
+    eventually(lambda: 2 in job.cluster.coordinator.lost)
     assert "ranks 0, 1 cannot reach it" in job.cluster.coordinator.lost[2]
 
 
