@@ -66,6 +66,15 @@ class Accounts:
         """Count versions of others that the values of a worker replaced."""
         self._accounts[worker].overwritten += versions
 
+    def restore(self, report: TableReport) -> None:
+        """Go on with what another copy has counted."""
+        for one in report.workers:
+            account = self._accounts[one.worker] = _Account()
+            account.staleness.update(one.staleness)
+            account.waited_s.update(one.waited_s)
+            account.dropped, account.skipped = one.dropped, one.skipped
+            account.overwritten = one.overwritten
+
     def report(self, table: str, server: int, version: int) -> TableReport:
         """Tell everything so far; a wait counts once it ends or is told again."""
         reports = tuple(

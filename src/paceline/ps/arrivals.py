@@ -7,7 +7,7 @@ are those of the worker whose update it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from paceline.ps.ledger import Ledger, Push
 from paceline.ps.optimizer import Settings
 from paceline.ps.precision import Scratch
 from paceline.ps.shard import Shard
+from paceline.ps.snapshot_form import ArrivalsForm
 from paceline.ps.spec import TableSpec
 
 Outs = Callable[[int], torch.Tensor] | None  # by shard: where a worker wants its values
@@ -105,6 +106,31 @@ class Arrivals:
     def on_read(self, worker: int, number: int) -> None:
         """Remember what a worker was given."""
         self._compensation.remember(worker, number)
+
+    # -- for another copy ---------------------------------------------------------------------
+
+    def outline(self) -> ArrivalsForm:
+        """Return everything but numbers and pushes."""
+        pooled, num_pooled = self._pool.outline()
+        settings = tuple(dict(group) for group in self._pool.settings)
+        return ArrivalsForm(self._compensation.outline(), pooled, num_pooled, settings)
+
+    def restore(self, form: ArrivalsForm) -> None:
+        """Take over from another copy; pushes are pushed again."""
+        self._compensation.restore(form.given)
+        self._pool.restore(form.pooled, form.num_pooled)
+        self._pool.settings = form.pool_settings
+
+    def pushed(self) -> Iterator[tuple[int, int, Push]]:
+        """Yield what is needed of what was pushed: worker, shard, gradient."""
+        for worker, pushes in self._pushes.items():
+            for number, push in pushes.items():
+                yield worker, number, push
+
+    def numbers(self, number: int, start: int, stop: int) -> list[torch.Tensor]:
+        """Return what is kept about a range of a shard's elements, where it lies."""
+        kept = self._compensation.numbers(number) + self._pool.numbers(number)
+        return [flat[start:stop] for flat in kept]
 
     # -- updates that do not count ------------------------------------------------------------
 

@@ -21,7 +21,7 @@ already is then not counted again: pushes that are in an average, the commit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -30,6 +30,7 @@ from paceline.ps import health
 from paceline.ps.ledger import Ledger, Push, common
 from paceline.ps.precision import Scratch
 from paceline.ps.shard import Shard
+from paceline.ps.snapshot_form import BarrierForm
 from paceline.ps.spec import TableSpec
 
 
@@ -167,6 +168,58 @@ class Barrier:
 
     def on_read(self, _worker: int, _number: int) -> None:
         """Nothing needs to be remembered: nobody computes from old values."""
+
+    # -- for another copy ---------------------------------------------------------------------
+
+    def outline(self) -> BarrierForm:
+        """Return everything but numbers and pushes."""
+        known = tuple(
+            (number, _sorted(mean.absent), {w: _sorted(p.absent) for w, p in pushes.items()})
+            for number, (mean, pushes) in enumerate(zip(self._means, self._pushes, strict=True))
+            if mean is not None
+        )
+        return BarrierForm(
+            known,
+            _sorted(self._committed),
+            self._verdicts,
+            self._notices,
+            self._orphaned,
+            tuple(sorted(self._counted)),
+            _sorted(self._inherited),
+            self._ended,
+            self._last_clock,
+        )
+
+    def restore(self, form: BarrierForm) -> None:
+        """Take over from another copy; pushes that are not in an average are pushed again."""
+        for number, absent, pushes in form.known:
+            average = self._shards[number].average
+            assert average is not None
+            self._means[number] = Push(average, frozenset(absent))
+            for worker, lacks in pushes.items():  # only who has pushed is needed by now
+                self._pushes[number][worker] = Push(average, frozenset(lacks))
+        self._committed = set(form.committed)
+        self._verdicts, self._notices = dict(form.verdicts), dict(form.notices)
+        self._orphaned, self._counted = form.orphaned, set(form.counted)
+        self._inherited, self._ended = set(form.inherited), dict(form.ended)
+        self._last_clock = form.last_clock
+
+    def pushed(self) -> Iterator[tuple[int, int, Push]]:
+        """Yield what is needed of what was pushed: worker, shard, gradient."""
+        for number, pushes in enumerate(self._pushes):
+            if self._means[number] is None:
+                for worker, push in pushes.items():
+                    yield worker, number, push
+
+    def replaced(self) -> Iterator[tuple[int, Push]]:
+        """Yield the gradients that took the places of averages, by shard."""
+        for number, mean in enumerate(self._means):
+            if mean is not None and mean.grad is not self._shards[number].average:
+                yield number, mean
+
+    def numbers(self, _number: int, _start: int, _stop: int) -> list[torch.Tensor]:
+        """The averages are the shards' own."""
+        return []
 
     # -- averages -----------------------------------------------------------------------------
 
@@ -318,3 +371,7 @@ class Barrier:
         self._orphaned = ""
         for pushes in self._pushes:
             pushes.clear()
+
+
+def _sorted(numbers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(numbers))

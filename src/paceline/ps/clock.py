@@ -162,6 +162,14 @@ class Clocks:
         self._live[worker] = WorkerClock(clock, read=self.version)
         self._live = dict(sorted(self._live.items()))
 
+    def outline(self) -> dict[int, WorkerClock]:
+        """Return the clocks, for another copy of the table; the version goes with them."""
+        return dict(self._live)
+
+    def restore(self, version: int, live: dict[int, WorkerClock]) -> None:
+        """Take over the clocks of another copy."""
+        self.version, self._live = version, dict(sorted(live.items()))
+
     def _outstanding(self, apart_from: int) -> dict[int, WorkerClock]:
         return {
             rank: other

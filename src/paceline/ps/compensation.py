@@ -13,7 +13,7 @@ whoever read last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -62,6 +62,19 @@ class DelayCompensation:
         moved.mul_(grad)
         return torch.addcmul(grad, moved, grad, value=self._strength, out=moved)
 
+    def outline(self) -> tuple[tuple[int, int], ...]:
+        """Name the copies, by worker and shard."""
+        return tuple(sorted(self._given))
+
+    def restore(self, given: Sequence[tuple[int, int]]) -> None:
+        """Make room for such copies."""
+        for worker, number in given:
+            self._given[worker, number] = torch.zeros_like(self._shards[number].params)
+
+    def numbers(self, number: int) -> list[torch.Tensor]:
+        """Return the copies of a shard's values, in order of workers."""
+        return [self._given[key] for key in sorted(self._given) if key[1] == number]
+
     def forget(self, worker: int) -> None:
         """Drop the copies of a worker that left."""
         self._given = {key: kept for key, kept in self._given.items() if key[0] != worker}
@@ -96,6 +109,22 @@ class Pool:
         else:
             torch.div(grad, divisor, out=self._sums[number])
             self._absent[number] = push.absent
+
+    def outline(self) -> tuple[dict[int, tuple[int, ...]], int]:
+        """Return what was pushed, by shard, and how many updates are in."""
+        return {n: tuple(sorted(lacks)) for n, lacks in self._absent.items()}, self._num_updates
+
+    def restore(self, absent: Mapping[int, Sequence[int]], num_updates: int) -> None:
+        """Make room for such updates."""
+        for number, lacks in absent.items():
+            shard = self._shards[number]
+            self._sums[number] = torch.zeros(shard.spec.count, dtype=shard.dtype)
+            self._absent[number] = frozenset(lacks)
+        self._num_updates = num_updates
+
+    def numbers(self, number: int) -> list[torch.Tensor]:
+        """Return the sum of a shard's updates, if there is one."""
+        return [self._sums[number]] if number in self._absent else []
 
     def close(self, settings: Settings) -> None:
         """End an update."""

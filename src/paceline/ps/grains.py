@@ -105,6 +105,41 @@ class GrainedOptimizer:
             for (number, key), values in sorted(found.items(), key=lambda item: item[0])
         ]
 
+    def outline(self) -> list[StateEntry]:
+        """Return what the optimizer remembers, without the numbers: large tensors are empty."""
+        found: dict[tuple[int, str], Any] = {}
+        for grain in self._grains:
+            for entry in grain.optimizer.state():
+                number, value = grain.numbers[entry.piece], entry.value
+                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                    is_cut = value.shape == torch.Size(grain.pieces[entry.piece].shape)
+                    shape = torch.Size(self._pieces[number].shape) if is_cut else value.shape
+                    value = torch.empty((), dtype=value.dtype).expand(shape)
+                found.setdefault((number, entry.key), value)
+        return [StateEntry(*key, found[key]) for key in sorted(found)]
+
+    def numbers(self, start: int, stop: int) -> list[torch.Tensor]:
+        """Return what the optimizer remembers about a range of elements, where it lies.
+
+        What does not belong to single elements goes with the first element of its piece.
+        """
+        found = []
+        for grain in self._grains:
+            if grain.stop <= start or stop <= grain.start:
+                continue
+            for entry in sorted(grain.optimizer.state(), key=lambda one: (one.piece, one.key)):
+                piece, value = grain.pieces[entry.piece], entry.value
+                if not isinstance(value, torch.Tensor) or (value.dim() == 0 and piece.shape):
+                    continue
+                flat, base = value.view(-1), grain.start + piece.start
+                if value.shape == torch.Size(piece.shape):
+                    first, last = max(start, base), min(stop, base + piece.count)
+                    if first < last:
+                        found.append(flat[first - base : last - base])
+                elif start <= base < stop:
+                    found.append(flat)
+        return found
+
     def load_state(self, entries: Sequence[StateEntry]) -> None:
         """Replace all that the optimizer remembers; tensors are copied."""
         for entry in entries:

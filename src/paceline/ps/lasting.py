@@ -83,6 +83,10 @@ class LastingLink(plain.ServerLink):
         return self._server.rank
 
     @property
+    def number(self) -> int:
+        return self._server.number
+
+    @property
     def is_local(self) -> bool:
         return self._server.host_id == self._fabric.me.host_id
 

@@ -60,6 +60,11 @@ class ServerLink:
         return self._wire.member.rank
 
     @property
+    def number(self) -> int:
+        """The server's, among servers."""
+        return self._wire.member.number
+
+    @property
     def is_local(self) -> bool:
         """Whether the server is on this host, and sees this worker's engine memory."""
         return self._wire.is_local

@@ -90,10 +90,10 @@ class Partition:
     def flush(self) -> None:
         """Everything that has come is handled: acknowledge it, and go on filling."""
         self.replica.flush()
-        if self._filler is not None and self._filler.is_due(time.monotonic()):
-            self._filler.send_some(time.monotonic())
-            if self._filler.is_over:
-                self._filler = None
+        filler, now_s = self._filler, time.monotonic()
+        if filler is not None and filler.is_due(now_s, self._house.backlog(filler.peer)):
+            filler.send_some(now_s)
+            self._filler = None if filler.is_over else filler
 
     @property
     def is_filling(self) -> bool:
@@ -266,7 +266,10 @@ class Partition:
         self._house.post(peer, *encoded)
 
     def fill(self, peer: int) -> None:
-        self._filler = Filler(self.server, self.replica, peer, self._house)
+        house = self._house
+        self._filler = Filler(
+            self.server, self.replica, peer, lambda rank: house.is_neighbour(peer, rank)
+        )
         self._filler.send_outline()
 
     def restore(self, content: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,11 +23,11 @@ from paceline.ps.link import ServerLink, no_landing
 from paceline.ps.placement import Part, balance, place
 from paceline.ps.spec import OptimizerSpec, Rule, ShardSpec, TableSpec
 from paceline.ps.together import Landed, Together
+from paceline.ps.transit import Incoming, Outgoing, Staging
 from paceline.ps.wire import Into
 from paceline.work import Work
 
 MakeAbout = Callable[[int, int, m.Where | None], m.AnyRequest]  # number, table, place
-WIRE = {"fp32": "", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class RemoteTable:
@@ -46,10 +47,9 @@ class RemoteTable:
     ) -> None:
         self.name, self.items, self.rule = name, items, rule
         self.clock = 0  # steps that this worker has committed
-        self._wire = WIRE[wire]
+        self._staging = Staging(wire)
         self._numbers: dict[int, int] = {}  # the table's number on each server
         self._stands_aside = False
-        self._staging: dict[tuple[str, int, int], torch.Tensor] = {}
         sizes = [item.params.numel() for item in items]
         self._itemsizes = [item.params.element_size() for item in items]
         cuts = None if cut_anywhere else [[h.start for h in item.held if h.start] for item in items]
@@ -76,7 +76,9 @@ class RemoteTable:
     @property
     def balance(self) -> str:
         """Say in one line who holds how much."""
-        return balance(self._parts, self._itemsizes, len(self._links))
+        owners = [link.number for link in self._links]
+        parts = [replace(part, server=owners[part.server]) for part in self._parts]
+        return balance(parts, self._itemsizes, max(owners) + 1)
 
     def shards(self) -> Iterator[tuple[ServerLink, int, ShardSpec, Part]]:
         """All shards: where each is, its number there, what it is."""
@@ -104,7 +106,7 @@ class RemoteTable:
             ) -> m.Open:
                 seats, homes = self._seats(shards), tuple(homes_of(self.items, shards))
                 wants_average = self.items[0].average is not None
-                return m.Open(seq, spec, seats, homes, wants_average, self._wire)
+                return m.Open(seq, spec, seats, homes, wants_average, self._staging.dtype)
 
             reply = link.ask(make).wait()
             self._numbers[index] = reply.table
@@ -122,7 +124,7 @@ class RemoteTable:
                 continue
             works.append(
                 self._ask(
-                    _Outgoing(shard, item.params),
+                    Outgoing(shard, item.params),
                     lambda seq, table, where, n=shard.number: m.Assign(  # type: ignore[misc]
                         seq, table, n, where, tuple(held)
                     ),
@@ -141,14 +143,14 @@ class RemoteTable:
         """
         item, works, clock = self.items[number], list[Any](), self.clock + 1
         for shard in self._shards[number]:
-            grad = _Outgoing(shard, item.grads, lambda s, t: self._cast("grad", s, t))
+            grad = Outgoing(shard, item.grads, self._staging)
 
             def make(
                 seq: int,
                 table: int,
                 where: m.Where | None,
                 shard: ShardOf = shard,
-                grad: _Outgoing = grad,
+                grad: Outgoing = grad,
             ) -> m.Push:
                 dtype = dtype_name(grad.tensor.dtype)
                 return m.Push(seq, table, shard.number, clock, where, dtype, tuple(absent))
@@ -156,16 +158,16 @@ class RemoteTable:
             if not self.rule.aggregate:
                 works += self._tell(grad, make)
                 continue
-            landing = _Landing(self, "average", [(shard, item.average)])
-            work = self._ask(grad, make, landing if item.average is not None else no_landing)
-            works.append(Landed(work, landing.pairs))
+            averages = [] if item.average is None else [(shard, shard.of(item.average))]
+            incoming = Incoming(self._staging, "average", averages)
+            works.append(Landed(self._ask(grad, make, incoming), incoming.pairs))
         return Together(works).work()
 
     def replace(self, number: int, absent: Sequence[int]) -> None:
         """Let what is in an item's `grads` now take the place of the average. Blocks."""
         works = [
             self._ask(
-                _Outgoing(shard, self.items[number].grads),
+                Outgoing(shard, self.items[number].grads),
                 lambda seq, table, where, n=shard.number: m.Replace(  # type: ignore[misc]
                     seq, table, n, where, tuple(absent)
                 ),
@@ -276,14 +278,13 @@ class RemoteTable:
         for index, number in self._numbers.items():
             # In the order in which the server sends them: the first layers' first.
             shards = reversed(self._on[index])
-            landing = _Landing(
-                self, "params", [(s, self.items[s.part.item].params) for s in shards]
-            )
+            targets = [(s, s.of(self.items[s.part.item].params)) for s in shards]
+            incoming = Incoming(self._staging, "params", targets)
             work = self._links[index].ask(
                 lambda seq, number=number, index=index: make(seq, number, index),  # type: ignore[misc]
-                into=landing,
+                into=incoming,
             )
-            works.append(Landed(work, landing.pairs))
+            works.append(Landed(work, incoming.pairs))
             if self._takes_turns:
                 works[-1].wait()
         return Together(works).work()
@@ -298,69 +299,21 @@ class RemoteTable:
         """
         return self.rule.unit == "version" and self.rule.bound is not None
 
-    def _ask(self, outgoing: _Outgoing, make: MakeAbout, into: Into = no_landing) -> Work[m.Reply]:
+    def _ask(self, outgoing: Outgoing, make: MakeAbout, into: Into = no_landing) -> Work[m.Reply]:
         link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]
         return link.ask(
             lambda seq: make(seq, table, outgoing.locate()), payload=outgoing.payload, into=into
         )
 
-    def _tell(self, outgoing: _Outgoing, make: MakeAbout) -> list[Work[None]]:
+    def _tell(self, outgoing: Outgoing, make: MakeAbout) -> list[Work[None]]:
         link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]
         return link.tell(lambda seq: make(seq, table, outgoing.locate()), payload=outgoing.payload)
-
-    def _cast(self, use: str, shard: ShardOf, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in the dtype of the wire; on one host nothing goes over a wire."""
-        landing = self.landing(use, shard, tensor)
-        return landing if landing is tensor else landing.copy_(tensor)
-
-    def landing(self, use: str, shard: ShardOf, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself, or memory of the same size in the dtype of the wire."""
-        if shard.link.is_local or not self._wire or self._wire == dtype_name(tensor.dtype):
-            return tensor
-        key = (use, shard.link.index, shard.number)
-        if key not in self._staging:
-            self._staging[key] = torch.empty(tensor.numel(), dtype=getattr(torch, self._wire))
-        return self._staging[key]
 
     def _seats(self, shards: Sequence[ShardOf]) -> tuple[m.Seat, ...]:
         return tuple(seat_of(self.items[shard.part.item], shard) for shard in shards)
 
     def _spec_of(self, shard: ShardOf) -> ShardSpec:
         return self._specs[shard.link.index].shards[shard.number]
-
-
-class _Outgoing:
-    """A shard's part of a flat tensor, on its way out: named where it lies, or sent after."""
-
-    def __init__(
-        self,
-        shard: ShardOf,
-        flat: torch.Tensor,
-        prepare: Callable[[ShardOf, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
-    ) -> None:
-        self.shard, self._flat, self._prepare = shard, flat, prepare
-
-    def locate(self) -> m.Where | None:
-        """Get it ready for whoever answers now, and say where it lies."""
-        self.tensor = self._prepare(self.shard, self.shard.of(self._flat))
-        return self.shard.link.locate(self.tensor)
-
-    def payload(self) -> Sequence[torch.Tensor]:
-        return () if self.shard.link.is_local else (self.tensor,)
-
-
-class _Landing:
-    """Where tensors land that follow a reply, and where they then belong."""
-
-    def __init__(self, table: RemoteTable, use: str, parts: Sequence[tuple[ShardOf, Any]]) -> None:
-        self._table, self._use, self._parts = table, use, parts
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __call__(self, _: m.Reply) -> Sequence[torch.Tensor]:
-        targets = [(shard, shard.of(flat)) for shard, flat in self._parts]
-        landed = [(self._table.landing(self._use, shard, to), to) for shard, to in targets]
-        self.pairs[:] = [(memory, to) for memory, to in landed if memory is not to]
-        return [memory for memory, _ in landed]
 
 
 def require_servers(links: Sequence[ServerLink], what: str) -> None:

@@ -227,9 +227,24 @@ class Server:
         for worker in request.spec.workers:
             if worker not in here:  # gone already: nobody waits for it
                 table.leave(worker)
-        hosted = Hosted(len(self.hosted), table, engine, bool(homes), maker.worker, self.brings)
+        return self._add(table, bool(homes), maker.worker)
+
+    def host_copy(self, spec: TableSpec, maker: int, *, is_named: bool) -> Hosted:
+        """Make a table as another copy has it, without its state."""
+
+        def memory(_shard: int, _use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+            return allocate(self.surroundings.engine, (count,), dtype)
+
+        hosted = self._add(Table(spec, memory, time.monotonic, server=self.index), False, maker)
+        if not is_named:
+            self.by_name.pop(spec.name)
+        return hosted
+
+    def _add(self, table: Table, has_homes: bool, maker: int) -> Hosted:
+        engine = self.surroundings.engine
+        hosted = Hosted(len(self.hosted), table, engine, has_homes, maker, self.brings)
         self.hosted.append(hosted)
-        self.by_name[request.spec.name] = hosted
+        self.by_name[table.spec.name] = hosted
         return hosted
 
     def _check_workers(self, request: m.Open) -> None:

@@ -156,6 +156,17 @@ class Shard:
         """Return what the optimizer remembers, by piece."""
         return self._optimizer.state() if self._optimizer is not None else []
 
+    def outline(self) -> list[StateEntry]:
+        """Return what the optimizer remembers, without the numbers."""
+        return self._optimizer.outline() if self._optimizer is not None else []
+
+    def numbers(self, start: int, stop: int) -> list[torch.Tensor]:
+        """Return everything that is kept about a range of elements, where it lies."""
+        found = [self.params[start:stop]]
+        if self.average is not None:
+            found.append(self.average[start:stop])
+        return found + (self._optimizer.numbers(start, stop) if self._optimizer else [])
+
     def load_state(self, entries: Sequence[StateEntry]) -> None:
         """Replace what the optimizer remembers."""
         if self._optimizer is None:

@@ -39,7 +39,6 @@ class BarrierForm(msgspec.Struct, frozen=True, tag=True):
     """A synchronous table's step under way."""
 
     known: tuple[tuple[int, Absent, dict[int, Absent]], ...]  # averages: shard, lacks, whose
-    replaced: tuple[PushForm, ...]  # averages that a worker has changed
     committed: tuple[int, ...]
     verdicts: dict[int, str]
     notices: dict[int, str]
@@ -74,7 +73,6 @@ class TableForm(msgspec.Struct, frozen=True):
     left_at: dict[int, int]
     may_repeat: tuple[int, ...]
     repeating: tuple[int, ...]
-    states: tuple[tuple[m.Entry, ...], ...]  # by shard: what the optimizer has; small ones follow
     way: BarrierForm | ArrivalsForm
     report: TableReport
 
@@ -94,12 +92,14 @@ class HostedForm(msgspec.Struct, frozen=True):
     """A table, and who uses it."""
 
     table: TableForm
+    states: tuple[tuple[m.Entry, ...], ...]  # by shard: what the optimizer has; small ones follow
     is_named: bool  # it can be found; its maker did not give up
     maker: int
     seats: dict[int, m.Open]
     occupants: dict[int, int]
     refusals: dict[int, tuple[str, str]]
-    pushes: tuple[PushForm, ...]  # all of them, in the order of workers and shards
+    pushes: tuple[PushForm, ...]  # those that are needed
+    replaced: tuple[PushForm, ...]  # what took the places of averages
     parked_pushes: dict[int, tuple[ParkedForm, ...]]  # by shard
     readers: tuple[ParkedForm, ...]
     followers: tuple[ParkedForm, ...]
@@ -109,6 +109,7 @@ class Outline(msgspec.Struct, frozen=True, tag=True):
     """Everything but the numbers."""
 
     callers: dict[int, int]  # rank: number
+    gone: tuple[int, ...]
     hosted: tuple[HostedForm, ...]
     shapes: tuple[tuple[str, Count], ...]  # of the tensors that follow: dtype, elements
 

@@ -18,7 +18,7 @@ Threads: none; the server's loop calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -33,6 +33,7 @@ from paceline.ps.ledger import Ledger, Outcome, Push
 from paceline.ps.optimizer import Settings, StateEntry
 from paceline.ps.precision import Scratch
 from paceline.ps.shard import Memory, Shard
+from paceline.ps.snapshot_form import TableForm
 from paceline.ps.spec import TableSpec
 from paceline.telemetry.staleness import TableReport
 
@@ -275,6 +276,57 @@ class Table:
     def load_state(self, shard: int, entries: Sequence[StateEntry]) -> None:
         """Replace what the optimizer remembers about a shard."""
         self._shard(shard).load_state(entries)
+
+    def outline(self) -> TableForm:
+        """Return everything but numbers and pushes, for another copy; small states are apart."""
+        ledger = self._ledger
+        return TableForm(
+            self.spec,
+            tuple(shard.is_assigned for shard in self.shards),
+            self.version,
+            self.clocks.outline(),
+            {w: tuple(dict(group) for group in groups) for w, groups in ledger.settings.items()},
+            dict(ledger.outcomes),
+            tuple(sorted(self._unread)),
+            {worker: tuple(sorted(shards)) for worker, shards in self._being_read.items()},
+            tuple(sorted(self.vacant)),
+            dict(self._left_at),
+            tuple(sorted(self._may_repeat)),
+            tuple(sorted(self._repeating)),
+            self._way.outline(),
+            self.report(),
+        )
+
+    def restore(self, form: TableForm) -> None:
+        """Take over from another copy; numbers, states and pushes follow."""
+        for shard, is_assigned in zip(self.shards, form.is_assigned, strict=True):
+            shard.is_assigned = is_assigned
+            shard.params.zero_()
+        self.clocks.restore(form.version, form.clocks)
+        self._ledger.settings.update(form.settings)
+        self._ledger.outcomes.update(form.outcomes)
+        self._ledger.accounts.restore(form.report)
+        self._unread, self.vacant = set(form.unread), set(form.vacant)
+        self._being_read = {worker: set(shards) for worker, shards in form.being_read.items()}
+        self._left_at = dict(form.left_at)
+        self._may_repeat, self._repeating = set(form.may_repeat), set(form.repeating)
+        self._way.restore(form.way)  # type: ignore[arg-type]
+
+    def pushed(self) -> Iterator[tuple[int, int, Push]]:
+        """Yield what is needed of what was pushed: worker, shard, gradient."""
+        return self._way.pushed()
+
+    def push_again(self, worker: int, shard: int, push: Push) -> None:
+        """Take over a push from another copy."""
+        self._way.push(worker, shard, push)
+
+    def replaced(self) -> Iterator[tuple[int, Push]]:
+        """Yield the gradients that took the places of averages, by shard."""
+        return self._way.replaced() if isinstance(self._way, Barrier) else iter(())
+
+    def numbers(self, shard: int, start: int, stop: int) -> list[torch.Tensor]:
+        """Return everything that is kept about a range of elements, where it lies."""
+        return self.shards[shard].numbers(start, stop) + self._way.numbers(shard, start, stop)
 
     def report(self) -> TableReport:
         """Return what was counted so far."""

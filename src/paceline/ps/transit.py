@@ -1,0 +1,73 @@
+"""Parts of flat tensors on their way between a worker and the servers.
+
+On one host a tensor is named where it lies, and values are written where they belong. Between hosts
+it travels, perhaps in a narrower dtype: then it is converted in memory that is kept for that. Which
+of the two it is may change with the server that answers, so it is decided when a request is sent,
+and when a reply is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.ps import messages as m
+from paceline.ps.items import ShardOf, dtype_name
+
+WIRE = {"fp32": "", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class Staging:
+    """A worker's memory for what travels in the dtype of the wire."""
+
+    def __init__(self, wire: str) -> None:
+        self.dtype = WIRE[wire]  # in messages; "" is the tensors' own
+        self._memory: dict[tuple[str, int, int], torch.Tensor] = {}  # by use, partition, shard
+
+    def cast(self, use: str, shard: ShardOf, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in the dtype of the wire; on one host nothing goes over a wire."""
+        memory = self.landing(use, shard, tensor)
+        return memory if memory is tensor else memory.copy_(tensor)
+
+    def landing(self, use: str, shard: ShardOf, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself, or memory of the same size in the dtype of the wire."""
+        if shard.link.is_local or not self.dtype or self.dtype == dtype_name(tensor.dtype):
+            return tensor
+        key = (use, shard.link.index, shard.number)
+        if key not in self._memory:
+            self._memory[key] = torch.empty(tensor.numel(), dtype=getattr(torch, self.dtype))
+        return self._memory[key]
+
+
+class Outgoing:
+    """A shard's part of a flat tensor that goes out: named where it lies, or sent after."""
+
+    def __init__(self, shard: ShardOf, flat: torch.Tensor, staging: Staging | None = None) -> None:
+        self.shard, self._flat, self._staging = shard, flat, staging
+
+    def locate(self) -> m.Where | None:
+        """Get it ready for whoever answers now, and say where it lies."""
+        self.tensor = self.shard.of(self._flat)
+        if self._staging is not None:
+            self.tensor = self._staging.cast("grad", self.shard, self.tensor)
+        return self.shard.link.locate(self.tensor)
+
+    def payload(self) -> Sequence[torch.Tensor]:
+        """Return what has to follow the request, which is made first."""
+        return () if self.shard.link.is_local else (self.tensor,)
+
+
+class Incoming:
+    """Where tensors land that follow a reply, and where they then belong."""
+
+    def __init__(
+        self, staging: Staging, use: str, targets: Sequence[tuple[ShardOf, torch.Tensor]]
+    ) -> None:
+        self._staging, self._use, self._targets = staging, use, targets
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # to be copied when all is there
+
+    def __call__(self, _: m.Reply) -> Sequence[torch.Tensor]:
+        landed = [(self._staging.landing(self._use, s, to), to) for s, to in self._targets]
+        self.pairs[:] = [(memory, to) for memory, to in landed if memory is not to]
+        return [memory for memory, _ in landed]
