@@ -1,0 +1,181 @@
+"""`paceline run --min ...`: real losses under the real launcher, told in lines that people read."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from run_support import Workbench, is_alive, wait_until
+
+_TRAIN = """
+    import os, pathlib, sys, time
+    import torch
+    import paceline as pl
+
+    job = pl.init()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    model, optimizer = pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    until = int(sys.argv[1])
+    while job.steps_done < until:
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if job.steps_done > 2:
+            pathlib.Path(f"pid-{job.env.number}").write_text(f"{os.getpid()}\\n")
+        if pathlib.Path("finish").exists():
+            until = 0
+        time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Workbench:
+    return Workbench(tmp_path)
+
+
+def _pid(bench: Workbench, number: int) -> int:
+    return int(bench.wait_for_files(f"pid-{number}")[0])
+
+
+def _replaced(bench: Workbench, number: int, old: int) -> int:
+    """Wait until another process works in a place."""
+    wait_until(lambda: _pid(bench, number) != old, within_s=40)
+    return _pid(bench, number)
+
+
+def _child(launcher: subprocess.Popen[str], program: str) -> int:
+    """Find a child of the launcher by the module that it runs."""
+    for entry in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        if program in Path(f"/proc/{entry}/cmdline").read_text().split("\0"):
+            return int(entry)
+    raise AssertionError(f"the launcher has no child that runs {program}")
+
+
+def _end(bench: Workbench, launcher: subprocess.Popen[str]) -> str:
+    """Let the script finish; return what the launcher said."""
+    (bench.path / "finish").touch()
+    _, errors = launcher.communicate(timeout=40)
+    assert launcher.returncode == 0, errors
+    assert bench.left_behind() == []
+    return errors
+
+
+def test_a_killed_worker_is_replaced_and_a_killed_coordinator_comes_back(bench: Workbench) -> None:
+    script = bench.script(_TRAIN)
+    with bench.started("run", "-n", "2", "--min", "1", script, "100000") as launcher:
+        first = _pid(bench, 1)
+        _pid(bench, 0)
+        os.kill(first, signal.SIGKILL)
+        second = _replaced(bench, 1, first)
+        os.kill(_child(launcher, "paceline.coordinate"), signal.SIGKILL)
+        time.sleep(0.5)
+        os.kill(second, signal.SIGKILL)  # nobody may be forgotten in the journal
+        third = _replaced(bench, 1, second)
+        said = _end(bench, launcher)
+    line = r"^\d\d:\d\d:\d\d worker 1 \(host \S+, pid {}\) "
+    assert re.search(
+        line.format(first) + "lost: killed by signal 9; 1 worker goes on", said, re.MULTILINE
+    )
+    assert re.search(line.format(second) + r"joined .*\d s after the loss", said, re.MULTILINE)
+    assert "the coordinator ended (killed by SIGKILL (killed)) and was started again" in said
+    assert re.search(line.format(third) + "joined", said, re.MULTILINE)
+    assert "paceline: 2 losses (worker 1 2 times), 2 replaced" in said
+    assert not any(is_alive(pid) for pid in (first, second, third))
+
+
+def test_a_stopped_worker_is_named_then_ended_and_replaced(bench: Workbench) -> None:
+    script = bench.script(_TRAIN)
+    with bench.started(
+        *("run", "-n", "2", "--on-loss", "replace", "--env", "PACELINE_LEASE_S=3"),
+        *(script, "100000"),
+    ) as launcher:
+        stopped = _pid(bench, 1)
+        _pid(bench, 0)
+        os.kill(stopped, signal.SIGSTOP)
+        _replaced(bench, 1, stopped)
+        assert not is_alive(stopped), "it must not wake up in memory that others use"
+        said = _end(bench, launcher)
+    assert re.search(rf"pid {stopped}\) is silent: .*its process is stopped", said)
+    assert re.search(rf"pid {stopped}\) lost: its process is stopped since [\d.]+ s; the oth", said)
+
+
+def test_too_few_workers_end_the_job_with_the_reason(bench: Workbench) -> None:
+    script = bench.script(_TRAIN)
+    with bench.started("run", "-n", "2", "--min", "2", script, "100000") as launcher:
+        pid = _pid(bench, 1)
+        _pid(bench, 0)
+        os.kill(pid, signal.SIGKILL)
+        _, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == 137
+    assert "paceline: the job ended: 1 worker is left, expected at least 2 (--min)" in errors
+    assert "the last loss was worker 1: killed by SIGKILL (killed) after" in errors
+    assert bench.left_behind() == []
+
+
+def test_a_script_that_fails_by_itself_ends_the_job(bench: Workbench) -> None:
+    script = bench.script("""
+        import sys, time
+        import paceline as pl
+        pl.init()
+        if pl.rank() == 1:
+            raise ValueError("no such file: weights.pt")
+        time.sleep(60)
+    """)
+    done = bench.run("run", "-n", "2", "--min", "1", script)
+    assert done.returncode == 1
+    assert "paceline: rank 1 failed first: exit code 1" in done.stderr
+    assert "lost" not in done.stderr and "joined" not in done.stderr
+
+
+def test_a_place_whose_newcomers_die_at_once_is_given_up(bench: Workbench) -> None:
+    script = bench.script("""
+        import os, pathlib, signal, sys, time
+        import paceline as pl
+        if os.environ.get("PACELINE_JOINS"):
+            sys.exit("this script cannot come later")
+        pl.init()
+        pathlib.Path(f"pid-{pl.rank()}").write_text(f"{os.getpid()}\\n")
+        time.sleep(100)
+    """)
+    with bench.started("run", "-n", "2", "--on-loss", "replace", script) as launcher:
+        pid = _pid(bench, 1)
+        _pid(bench, 0)
+        os.kill(pid, signal.SIGKILL)
+        _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode != 0
+    assert errors.count("worker 1 ended before it had joined: exit code 1") == 3
+    assert "3 newcomers in a row ended before they had joined as worker 1" in errors
+    assert "  | this script cannot come later" in errors
+
+
+def _limited(bench: Workbench, limit: int) -> subprocess.CompletedProcess[str]:
+    import resource
+    import sys
+
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+    script = bench.script("import time; time.sleep(30)")
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", "run", "-n", "8", "--min", "2", script],
+        cwd=bench.path,
+        env=bench.environ,
+        preexec_fn=few_files,
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+
+
+def test_without_descriptors_there_is_no_partial_job(bench: Workbench) -> None:
+    done = _limited(bench, 24)
+    assert done.returncode == 1
+    assert "LaunchError" in done.stderr and "open files" in done.stderr
+    assert bench.left_behind() == []
