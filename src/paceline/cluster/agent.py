@@ -148,15 +148,13 @@ class Agent(StoreCalls):
         """Say that another member cannot be reached; an empty `why` takes it back."""
         self.thread.post(self._contact.tell, m.Accuse(rank, why))
 
-    def in_sync(self, partition: int, generation: int | None = None) -> None:
+    def in_sync(self, partition: int, generation: int) -> None:
         """Say that this server, which was being filled, has everything of a partition.
 
         Only when the primary sends no reply any more before this server has acknowledged it: the
         next moment it may be the only one left. `generation`: in which that was agreed with the
-        primary; default: the newest known.
+        primary; what was agreed with an earlier primary does not count.
         """
-        if generation is None:
-            generation = self.membership.generation if self.membership else 0
         self._in_sync.add((partition, generation))
         self.thread.post(self._contact.tell, m.InSync(partition, generation))
 

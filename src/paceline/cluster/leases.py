@@ -27,7 +27,9 @@ from dataclasses import dataclass
 from paceline.cluster.policy import Policy
 
 _GAP_S = 1.0  # a longer pause between two checks was our own
-_WORD_S = 2.5  # so long the launcher's word holds without a sign of life from it
+# So long the launcher's word holds without a sign of life from it. It is on the coordinator's host:
+# starved rather than gone.
+_WORD_S = 10.0
 _FRESH_S = 1.5  # a heartbeat younger than this: not silent
 
 

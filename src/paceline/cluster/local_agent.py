@@ -51,7 +51,7 @@ class LocalAgent:
     def accuse(self, rank: int, why: str) -> None:
         """There is nobody to accuse."""
 
-    def in_sync(self, partition: int, generation: int | None = None) -> None:
+    def in_sync(self, partition: int, generation: int) -> None:
         """There is nobody to fill."""
 
     def wait_for_generation(self, above: int, timeout_s: float) -> Membership | None:

@@ -125,10 +125,12 @@ def _shed(layout: Layout, replicas: int, leaving: Collection[int]) -> Layout:
 
 def _move_one(layout: Layout, hosts: Mapping[int, str]) -> Layout:
     """Begin to move a copy from the server with most of them to the one with fewest."""
-    by_load = sorted(hosts, key=lambda r: (layout.load(r), layout.primaries(r)))
+    load = {rank: layout.load(rank) for rank in hosts}
+    primaries = {rank: layout.primaries(rank) for rank in hosts}
+    by_load = sorted(hosts, key=lambda r: (load[r], primaries[r]))
     for source in reversed(by_load):
         for target in by_load:
-            if layout.load(source) - layout.load(target) < 2:
+            if load[source] - load[target] < 2:
                 break
             movable = [
                 p
@@ -138,7 +140,7 @@ def _move_one(layout: Layout, hosts: Mapping[int, str]) -> Layout:
                 and not _loses_a_host(holders, source, target, hosts)
             ]
             if movable:
-                excess = layout.primaries(source) > layout.primaries(target)
+                excess = primaries[source] > primaries[target]
                 first = min(movable, key=lambda p: (layout.holders[p][0] == source) != excess)
                 return _fill(layout, first, target)
     return layout
@@ -146,10 +148,11 @@ def _move_one(layout: Layout, hosts: Mapping[int, str]) -> Layout:
 
 def _hand_one_over(layout: Layout, hosts: Mapping[int, str]) -> Layout:
     """Make a backup the primary where one server is primary of two more than another."""
-    by_primaries = sorted(hosts, key=lambda r: (layout.primaries(r), r))
+    primaries = {rank: layout.primaries(rank) for rank in hosts}
+    by_primaries = sorted(hosts, key=lambda r: (primaries[r], r))
     for target in by_primaries:
         for source in reversed(by_primaries):
-            if layout.primaries(source) - layout.primaries(target) < 2:
+            if primaries[source] - primaries[target] < 2:
                 break
             for partition, holders in enumerate(layout.holders):
                 if holders[0] == source and target in holders:

@@ -75,6 +75,7 @@ class Roster:
         self._losses: dict[int, m.Loss] = {}  # members that go in the next change: lost
         self._expiry_s = {place.rank: now_s + policy.reserve_s for place in self.state.reserved}
         self._wanted: set[Wanted] = set()
+        self._quiet: State | None = None  # for which nothing calm is to be done
         self._waiting_s: float | None = None  # since when a calm change waits
         if self.state.membership is not None:
             gone = {loss.rank for loss in self.state.vacant}
@@ -159,8 +160,9 @@ class Roster:
         self._require_elastic("nobody can join")
         if self._is_here(member.rank):  # let in before we were restarted, and not told so
             return self.attached(member.rank, 0, now_s)
-        if self.state.is_finishing:
-            raise RendezvousError(f"{who(member)} comes too late: the job is finishing")
+        if self.state.is_finishing or self.state.over:
+            why = self.state.over or "its workers are finishing"
+            raise RendezvousError(f"{who(member)} comes too late: the job is over: {why}")
         place = places.place_of(self.state, member.rank)
         if place is None or (place.role, place.number) != (member.role, member.number):
             raise RendezvousError(
@@ -308,7 +310,7 @@ class Roster:
         facts = (self._losses, self._left, self._candidates)
         following = changes.urgent(self.policy, self.state, *facts)
         if following is None and self.is_settled:
-            following = changes.calm(self.policy, self.state, self._candidates, self._synced)
+            following = self._calm()
         why = changes.verdict(self.policy, self.state, following)
         if why:
             self._remember(over=why)
@@ -319,6 +321,14 @@ class Roster:
         decisions += [one for one in wanted if one not in self._wanted]
         self._wanted = set(wanted)
         return decisions
+
+    def _calm(self) -> changes.Next | None:
+        if self.state is self._quiet and not self._candidates and not self._synced:
+            return None  # looked through before
+        following = changes.calm(self.policy, self.state, self._candidates, self._synced)
+        if following is None:
+            self._quiet = self.state
+        return following
 
     def _publish(self, following: changes.Next, now_s: float) -> list[Decision]:
         changed = following.changed

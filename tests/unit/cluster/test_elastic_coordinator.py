@@ -180,7 +180,7 @@ def test_a_lost_server_is_replaced_by_its_backup_and_filled_again(job, eventuall
     eventually(lambda: job.membership.fills(rank) == (0, 1))
     eventually(lambda: job.agents[rank].membership == job.membership)
     for partition in (0, 1):
-        job.agents[rank].in_sync(partition)
+        job.agents[rank].in_sync(partition, job.agents[rank].membership.generation)
     eventually(lambda: (job.adopt(), all(len(r) == 2 for r in job.membership.partitions))[1])
     assert job.operator.status().degraded == ()
     eventually(lambda: sum(len(e.partitions) for e in job.heard(Filled)) == 2)
@@ -304,5 +304,5 @@ def test_one_process_alone_has_the_same_surface():
     assert agent.wait_for_generation(1, 0.01) is None
     agent.adopted(1)
     agent.accuse(0, "nobody")
-    agent.in_sync(0)
+    agent.in_sync(0, 1)
     assert (agent.over, agent.is_attached, agent.unreachable_s) == (None, True, 0.0)
