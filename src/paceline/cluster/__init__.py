@@ -1,13 +1,18 @@
 """Who is in the job: rendezvous, membership, heartbeats, a small store, authenticated connections.
 
-      member process                                coordinator (in the launcher or in rank 0)
-      --------------                                ----------------------------------------
-      rendezvous.establish                          coordinator.Coordinator
-            |                                              |
+      member process                                coordinator (in the launcher, in rank 0, or in
+      --------------                                an elastic job a process of its own)
+      rendezvous.establish                          ----------------------------------------
+            |                                       coordinator.Coordinator - audience, desk
       agent.Agent ------ channel.Channel ------ gate.Gate -+- store.Store
-            |            (MACed frames)        (pre-auth limits)
+         (contact)       (MACed frames)        (pre-auth limits) +- roster.Roster: who is in
+            |                                                    +- record, journal: what is known
       links.LinkListener ==== authenticated file descriptors ==== another member's LinkListener
 
+      launcher, commands: operator.Operator ---------- desk.Desk
+
 `auth` holds the handshake and the keys without any I/O; everything that listens goes through
-`gate`.
+`gate`. What is decided about members is decided in pure modules: `roster` (what was learnt, and
+when), `changes` (the next membership), `partitions` (which server holds what), `places` (ranks and
+numbers), `leases` (silent or lost); the simulation in the tests runs the same.
 """

@@ -13,6 +13,7 @@ import msgspec
 
 from paceline.cluster import messages as m
 from paceline.cluster.decisions import State
+from paceline.cluster.leases import UNBEARABLE
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.partitions import Layout, filled, relieved
 from paceline.cluster.policy import Policy
@@ -115,6 +116,19 @@ def verdict(policy: Policy, state: State, after: Next | None) -> str:
         f"{alive} worker{' is' if alive == 1 else 's are'} left, expected at least {least}"
         f"{'' if policy.on_loss == 'replace' else ' (--min)'}: {gone}"
     )
+
+
+def cost(policy: Policy, state: State, rank: int) -> int:
+    """How bad the loss of a member would be, for choosing between two."""
+    now = _membership(state)
+    layout = layout_of(now)
+    if layout.without({rank}).lost:
+        return UNBEARABLE
+    workers = set(now.workers) - {loss.rank for loss in state.vacant}
+    least = 1 if policy.on_loss == "replace" else policy.min_workers
+    if rank in workers and len(workers) - 1 < least:
+        return UNBEARABLE
+    return layout.load(rank) + layout.primaries(rank)
 
 
 def is_held_open(policy: Policy, state: State, loss: m.Loss) -> bool:

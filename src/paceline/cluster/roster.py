@@ -50,7 +50,7 @@ from paceline.cluster.decisions import (
     Unwanted,
     Wanted,
 )
-from paceline.cluster.leases import UNBEARABLE, Finding, Leases
+from paceline.cluster.leases import Finding, Leases
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.partitions import spread
 from paceline.cluster.policy import Policy
@@ -268,7 +268,9 @@ class Roster:
         """Look at the clock; call this a few times per second."""
         decisions: list[Decision] = []
         if self.membership is not None and not self.state.over:
-            found = self._leases.check(now_s, self._cost)
+            found = self._leases.check(
+                now_s, lambda rank: changes.cost(self.policy, self.state, rank)
+            )
             decisions += self._tell(f for f in found if f.state != "lost")
             for finding in found:
                 if finding.state == "lost":
@@ -379,17 +381,6 @@ class Roster:
         if self._expiry_s.pop(rank, None) is not None:
             left = tuple(place for place in self.state.reserved if place.rank != rank)
             self._remember(reserved=left)
-
-    def _cost(self, rank: int) -> int:
-        """How bad the loss of a member would be, for choosing between two."""
-        assert self.membership is not None
-        layout = changes.layout_of(self.membership)
-        if layout.without({rank}).lost:
-            return UNBEARABLE
-        workers = [one for one in self.membership.workers if self._is_here(one)]
-        if rank in workers and len(workers) - 1 < self.policy.min_workers:
-            return UNBEARABLE
-        return layout.load(rank) + layout.primaries(rank)
 
     def _tell(self, found: Iterable[Finding]) -> list[Decision]:
         return [Tell(m.Presence(f.rank, f.state, f.detail)) for f in found]
