@@ -36,7 +36,16 @@ KINDS = {
     "add server": 2,
     "remove server": 2,
 }
-NETWORK_KINDS = {"cut": 4, "cut one way": 4, "isolate": 3, "split": 2, "swizzle": 2, "drop": 6}
+NETWORK_KINDS = {
+    "cut": 4,
+    "cut one way": 4,
+    "cut home": 3,
+    "isolate": 3,
+    "split": 2,
+    "swizzle": 2,
+    "drop": 6,
+    "far": 2,
+}
 # What a plan may prefer: these are drawn as often as all others together.
 TASTES = (
     (),
@@ -45,6 +54,7 @@ TASTES = (
     ("kill coordinator", "tear journal"),
     ("drop", "cut one way"),
     ("swizzle", "split"),
+    ("cut home", "isolate"),
     ("stop server", "starve server"),
 )
 _WISHES = ("scale", "add server", "remove server")
@@ -156,6 +166,23 @@ class Nemesis:
         pair = self._pair(fault)
         if pair is not None:
             self._cut_for([pair], fault.lasts_s)
+
+    def _cut_home(self, fault: Fault) -> None:
+        """Cut some hosts from the coordinator, but not from each other or from the rest."""
+        hosts = [host for host in self._job.hosts() if host != "home"]
+        dice = random.Random(fault.pick)
+        some = dice.sample(hosts, dice.randint(1, len(hosts)))
+        self._cut_for([p for o in some for p in (("home", o), (o, "home"))], fault.lasts_s)
+
+    def _far(self, fault: Fault) -> None:
+        """Let everything take long between two hosts."""
+        pair = self._pair(fault)
+        if pair is None:
+            return
+        self._world.say("network", "{} and {} are far from each other", *pair)
+        for link in (self._job.network.link(*pair), self._job.network.link(*pair[::-1])):
+            usual, link.delay_s = link.delay_s, (0.0, 0.3)
+            self._world.after(fault.lasts_s, setattr, link, "delay_s", usual)
 
     def _isolate(self, fault: Fault) -> None:
         one = _choose(self._job.hosts(), fault.pick)

@@ -82,7 +82,7 @@ def plan(seed: int) -> Plan:
     is_spread = dice.random() < 0.6
     others = [f"host {n}" for n in range(1, dice.randint(2, 6))] if is_spread else []
     heal_s = dice.uniform(6.0, 15.0)
-    num = dice.choice([0, 1, 2, 3, 4, 5, 6, 8])
+    num = dice.choice([0, 1, 2, 3, 3, 4, 5, 7])
     return Plan(
         seed=seed,
         policy=policy,

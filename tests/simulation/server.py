@@ -163,7 +163,8 @@ class SimServer(SimMember):
         assert self.membership is not None
         if copy.replica.is_open:
             here = {self.membership.member(rank).number for rank in self.membership.workers}
-            for rank, number in [*copy.table.numbers.items(), *copy.table.joining]:
+            joining = {rank: number for rank, (number, _) in copy.table.joining.items()}
+            for rank, number in (copy.table.numbers | joining).items():
                 if rank not in self.membership.ranks:
                     copy.replica.submit(rank, 0, ("gone", number in here))
         copy.take_requests()

@@ -32,7 +32,7 @@ class Table:
         self.cells: dict[tuple[int, int], int] = {}  # by rank and number of the addition
         self.numbers: dict[int, int] = {}  # of the workers that take part, by rank
         self.left: dict[int, int] = {}  # the clocks of numbers that nobody has, or a newcomer
-        self.joining: list[tuple[int, int]] = []  # workers that take part from the next step on
+        self.joining: dict[int, tuple[int, int]] = {}  # from the next step on: number and clock
         self.parked: dict[int, tuple[int, int, int]] = {}  # by number: rank, seq, addition
         self.absent: set[int] = set()  # parts that have not come yet
         self.digest = 0
@@ -78,22 +78,31 @@ class Table:
 
     def _open(self, rank: int, seq: int, answer: Answer, number: int) -> None:
         if self.mode == "sync" and self.parked and number not in self.clocks.workers:
-            self.joining.append((rank, number))
+            clock = max(self.sees().values(), default=0) + 1  # when the step under way has ended
+            self.joining[rank] = (number, clock)
         else:
-            self._seat(rank, number)
+            clock = self._seat(rank, number, self.left.get(number))
         if rank % PARTS not in self.absent:
             self.counts.setdefault(rank, 0)
-        answer(rank, seq, "opened", self.values())
+        answer(rank, seq, ("opened", clock), self.values())
 
-    def _seat(self, rank: int, number: int) -> None:
+    def _seat(self, rank: int, number: int, clock: int | None) -> int:
         if number not in self.clocks.workers:
-            self.clocks.join(number, self.left.pop(number, None))
+            self.clocks.join(number, clock)
+        self.left.pop(number, None)
         self.numbers[rank] = number
+        return self.clocks.clock(number)
 
-    def _add(self, rank: int, seq: int, answer: Answer, addition: int) -> None:
-        number = self.numbers.get(rank)
+    def _add(self, rank: int, seq: int, answer: Answer, addition: int, clock: int) -> None:
+        number, now = self.joining.get(rank, (None, 0))
         if number is None:
-            number = dict(self.joining)[rank]
+            number = self.numbers[rank]
+            now = self.clocks.clock(number)
+        if clock <= now:
+            # Whoever takes over a number begins where the slowest partition is.
+            answer(rank, seq, "repeated", self.values())
+            return
+        assert clock == now + 1, f"worker {number} adds at clock {clock}, expected {now + 1}"
         self.parked[number] = (rank, seq, addition)
         if self.mode != "sync":
             self._count(number)
@@ -104,7 +113,9 @@ class Table:
 
     def _gone(self, rank: int, seq: int, answer: Answer, is_replaced: bool) -> None:
         """A worker is out of the job. `is_replaced`: its number waits for a newcomer."""
-        self.joining = [one for one in self.joining if one[0] != rank]
+        number = self.joining.pop(rank, (None, 0))[0]
+        if number is not None:
+            self.parked.pop(number, None)
         number = self.numbers.pop(rank, None)
         if number is not None:
             if self.parked.get(number, (rank,))[0] == rank:
@@ -143,8 +154,8 @@ class Table:
             done = [self.parked.pop(number) for number in workers]
             for rank, seq, _ in done:
                 answer(rank, seq, "added", (self.values(), self.sees(), self.numbers[rank]))
-            joining, self.joining = self.joining, []
-            for rank, number in joining:
-                self._seat(rank, number)
+            joining, self.joining = self.joining, {}
+            for rank, (number, clock) in joining.items():
+                self._seat(rank, number, clock)
             if not joining:
                 return

@@ -1,11 +1,12 @@
 """A simulated worker: the production books of unanswered requests around a client that counts.
 
-It adds to its cells in all partitions, waits until all have answered, reads now and then, and does
-so again. What it asked and was told goes into a history.
+It adds to its cells in all partitions, waits until all have answered, and does so again; and it
+reads now and then, whatever else it waits for. What it asked and was told goes into a history.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from support.history import Sight
 
 if TYPE_CHECKING:
     from simulation.job import SimJob
+
+READ_S = 0.4
 
 OnAnswer = Callable[[Any, Any], None]  # the answer, and what follows it
 
@@ -91,8 +94,9 @@ class SimWorker(SimMember):
         super().__init__(job, *args, **kwargs)
         self.lines: dict[int, Line] = {}
         self.additions = 0
+        self._clock: int | None = None  # steps that its number has committed everywhere
         self._waits_for = 0
-        self._clocks: dict[int, int] = {}
+        self._reads = 0  # under way
         self._is_unwanted = False
 
     def on_membership(self, membership: Membership) -> None:
@@ -134,58 +138,58 @@ class SimWorker(SimMember):
         self._waits_for = len(self.lines)
         for line in self.lines.values():
             line.ask(("open", self.number), self._on_opened)
-        if not self.lines:
-            self._next()
 
     def _on_opened(self, answer: Any, extra: Any) -> None:
-        self._answered()
-
-    def _answered(self) -> None:
+        _, clock = answer
+        self._clock = clock if self._clock is None else min(clock, self._clock)
         self._waits_for -= 1
         if not self._waits_for:
-            self.after(self.dice.uniform(0.02, 0.2), self._next)
+            self._next()
+            self.after(self.dice.uniform(0.0, READ_S), self._read)
 
     def _next(self) -> None:
         if self._is_unwanted:
             self.leave(is_finished=False)
-        elif self.dice.random() < 0.25 and self.lines:
-            self._read()
         else:
-            self._add()
+            self.after(self.dice.uniform(0.02, 0.25), self._add)
 
     def _add(self) -> None:
+        assert self._clock is not None
         self.additions += 1
         self._waits_for = len(self.lines)
-        if not self.lines:
-            self._waits_for = 1
-            self._answered()
         for partition, line in self.lines.items():
             call = self.oracle.began(self.rank, partition, "add", self.world.now_s, 1)
             self.oracle.issued(self.rank, partition, self.additions)
+            on_answer = functools.partial(self._on_added, partition, call)
+            line.ask(("add", self.additions, self._clock + 1), on_answer)
 
-            def done(answer: Any, extra: Any, call: int = call, partition: int = partition) -> None:
-                self.oracle.ended(call, self.world.now_s)
-                self.oracle.acked(self.rank, partition, self.additions)
-                values, sees, number = extra if isinstance(extra, tuple) else (extra, {}, None)
-                if number is not None:
-                    started_s = self.oracle.history.calls[call].invoked_s
-                    self.oracle.saw(
-                        partition,
-                        Sight(number, sees[number], sees, started_s, self.world.now_s),
-                    )
-                self._answered()
-
-            line.ask(("add", self.additions), done)
+    def _on_added(self, partition: int, call: int, answer: Any, extra: Any) -> None:
+        if answer == "added":
+            self.oracle.ended(call, self.world.now_s)
+            self.oracle.acked(self.rank, partition, self.additions)
+            _, sees, number = extra if isinstance(extra, tuple) else (extra, {}, None)
+            if number is not None:  # else it was answered again, with nothing but values
+                started_s = self.oracle.history.calls[call].invoked_s
+                sight = Sight(number, sees[number], sees, started_s, self.world.now_s)
+                self.oracle.saw(partition, sight)
+        self._waits_for -= 1
+        if not self._waits_for:
+            assert self._clock is not None
+            self._clock += 1
+            self._next()
 
     def _read(self) -> None:
+        self.after(self.dice.uniform(0.5 * READ_S, 1.5 * READ_S), self._read)
+        if self._reads >= 3:
+            return
+        self._reads += 1
         partition = self.dice.choice(list(self.lines))
-        self._waits_for = 1
         ranks = self.oracle.readable(partition, self.dice)
         calls = {r: self.oracle.began(r, partition, "read", self.world.now_s) for r in ranks}
 
         def done(answer: Any, extra: Any) -> None:
+            self._reads -= 1
             for rank, call in calls.items():
                 self.oracle.ended(call, self.world.now_s, extra.get(rank, 0))
-            self._answered()
 
         self.lines[partition].ask(("read",), done)

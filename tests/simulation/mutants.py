@@ -1,0 +1,148 @@
+"""Broken variants of the cores. A simulation that does not find these would find nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from paceline.cluster.leases import Leases
+from paceline.cluster.member import Member
+from paceline.cluster.roster import Roster
+from paceline.ps.replication import Entry, FillStart, Message, Replica
+from paceline.ps.unanswered import Content, Numbered, Unanswered
+from simulation.job import Cores
+
+# -- replication --------------------------------------------------------------------------------
+
+
+class AnswersAtOnce(Replica):
+    """Acknowledges before the backups have it."""
+
+    def answer(self, rank: int, seq: int, answer: Any, extra: Any = None) -> None:
+        super().answer(rank, seq, answer, extra)
+        if self.is_open and self._deferred and self._deferred[-1][1:3] == (rank, seq):
+            self._deferred.pop()
+            self._owner.deliver(rank, seq, answer, extra)
+
+
+class AppliesAgain(Replica):
+    """Takes a request that is sent again for a new one."""
+
+    def submit(self, rank: int, seq: int, op: Any) -> bool:
+        self._append(Entry(self.index + 1, rank, seq, op))
+        return True
+
+
+class FillsWithoutAnswers(Replica):
+    """Gives a new copy the values, but not what was answered to whom."""
+
+    def _send_down(self, message: Message) -> None:
+        if isinstance(message, FillStart):
+            message = FillStart(message.generation, message.index, {})
+        super()._send_down(message)
+
+
+class ListensToAnybody(Replica):
+    """Takes entries from whoever sends them, also from a primary that was deposed."""
+
+    def _is_upstream(self, sender: int, message: Message) -> bool:
+        super()._is_upstream(sender, message)
+        self.upstream = sender
+        return True
+
+
+class ReadsAlone(Replica):
+    """Answers reads from what it has, without asking the other copies whether it still may."""
+
+    def submit(self, rank: int, seq: int, op: Any) -> bool:
+        if op != ("read",):
+            return super().submit(rank, seq, op)
+        self._owner.deliver(rank, seq, "values", self._owner.table.values())  # type: ignore[attr-defined]
+        return True
+
+
+class OpensAtOnce(Replica):
+    """Takes requests as soon as the membership says so, though the old primary may be ahead."""
+
+    def adopt(self, generation: int, holders: Sequence[int], filling: Sequence[int] = ()) -> None:
+        super().adopt(generation, holders, filling)
+        if self.is_open or self.role.value == "primary":
+            self._order = self._target
+
+
+class ForgetsOnLoss(Replica):
+    """Does not pass on once more what a lost neighbour may not have passed on."""
+
+    def _start(self, index: int) -> None:
+        self._kept.clear()
+        super()._start(max(index, self.index) if index >= 0 else index)
+
+
+# -- membership ---------------------------------------------------------------------------------
+
+
+class PromotesTheFilling(Roster):
+    """Believes that a copy is in sync as soon as it is asked to be."""
+
+    def _calm(self) -> Any:
+        assert self.membership is not None
+        for partition, ranks in enumerate(self.membership.filling):
+            self._synced |= {(partition, rank) for rank in ranks}
+        return super()._calm()
+
+
+class _Impatient(Leases):
+    def _verdict(self, lease: Any, now_s: float) -> str | None:
+        silent_s = now_s - lease.heard_s
+        return "silent" if silent_s > self._policy.silent_s else None
+
+
+class EvictsTheSilent(Roster):
+    """Takes everybody for lost who is silent, whatever the launcher sees."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._leases.__class__ = _Impatient
+
+
+class DoesNotWait(Roster):
+    """Makes calm changes before everybody works in the present generation."""
+
+    def _not_adopted(self) -> list[Member]:
+        return []
+
+
+# -- clients ------------------------------------------------------------------------------------
+
+
+class AsksUnderNewNumbers(Unanswered[Content]):
+    """Sends again what is unanswered, as if it were new."""
+
+    def __iter__(self) -> Iterator[Numbered[Content]]:
+        for asked in list(self._kept.values()):
+            self._last += 1
+            yield Numbered(self._last, asked.content)
+
+
+class GivesUp(Unanswered[Content]):
+    """Does not send again what was under way when a server was lost."""
+
+    def __iter__(self) -> Iterator[Numbered[Content]]:
+        return iter(())
+
+
+MUTANTS = {
+    "answers at once": Cores(replica=AnswersAtOnce),
+    "applies again": Cores(replica=AppliesAgain),
+    "fills without answers": Cores(replica=FillsWithoutAnswers),
+    "listens to anybody": Cores(replica=ListensToAnybody),
+    "reads alone": Cores(replica=ReadsAlone),
+    "opens at once": Cores(replica=OpensAtOnce),
+    "forgets on loss": Cores(replica=ForgetsOnLoss),
+    "promotes the filling": Cores(roster=PromotesTheFilling),
+    "evicts the silent": Cores(roster=EvictsTheSilent),
+    "does not wait": Cores(roster=DoesNotWait),
+    "asks under new numbers": Cores(books=AsksUnderNewNumbers),
+    "gives up": Cores(books=GivesUp),
+    "announces before it writes": Cores(announces_first=True),
+}
