@@ -78,11 +78,17 @@ class Host:
         for partition in self.partitions.values():
             partition.see(self._membership)
         while not self._is_over():
-            _core.wait_any([work.handle for work in self._works()], self._tick_s())  # type: ignore[misc]
+            self._wait([work.handle for work in self._works()])
             self._turn()
         self._send_reports()
         for peer in self._peers.values():
             peer.close()
+
+    def _wait(self, handles: list[Any]) -> None:
+        if handles:
+            _core.wait_any(handles, self._tick_s())
+        else:  # nobody is met yet
+            time.sleep(self._tick_s())
 
     def _works(self) -> list[Work[Any]]:
         works = [work for one in self.partitions.values() for work in one.works()]

@@ -1,0 +1,164 @@
+"""Servers are killed, stopped and replaced while workers count: what was acknowledged is there,
+once, and counting goes on.
+
+Every client adds 1 to all cells of its own stripe, and in a second table 1 to one cell for each
+update (oracle O1). The books about what was issued and acknowledged lie in a file.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ps_tables import Books, remote_table, wait_for
+
+from paceline.cluster.member import Membership
+from paceline.cluster.policy import Policy
+from paceline.collectives.group import Group
+from paceline.ps.spec import Rule
+from support import tell
+from support.elastic import ElasticJob, elastic_job
+
+WORKERS = 2
+STRIPE = 70_000  # elements: cut over several partitions
+SEQUENCE = 20_000
+RULES = {
+    "async": Rule(bound=None),
+    "ssp": Rule(bound=2),
+    "ps": Rule(bound=0, aggregate=True),
+}
+
+
+def count(group: Group, path: str, pace: str) -> dict[str, object]:
+    """Count until the test ends it; return both tables as they are then."""
+    books, me, rule = Books(path), group.rank, RULES[pace]
+    counters = remote_table("counters", STRIPE * WORKERS, rule)
+    sequence = remote_table("sequence", SEQUENCE * WORKERS, rule)
+    share = float(WORKERS if rule.aggregate else 1)  # lockstep applies the mean
+    mine, ones = slice(me * STRIPE, (me + 1) * STRIPE), sequence.items[0].grads
+    counters.items[0].grads[mine] = -share
+    tell("counting")
+    slowest_s = 0.0
+    while not _is_enough(books, rule):
+        cell = me * SEQUENCE + books.issued(me)
+        ones[cell] = -share
+        began_s = time.monotonic()
+        with books.update(me):
+            for table in (counters, sequence):
+                table.push(0).wait()
+            for work in [table.commit(None) for table in (counters, sequence)]:
+                work.wait()
+        slowest_s = max(slowest_s, time.monotonic() - began_s)
+        ones[cell] = 0.0
+        assert counters.items[0].params[mine].min() >= books.acked(me), "it does not see its own"
+    books.rows[me, Books.DONE] = 1
+    wait_for(lambda: all(books.rows[:WORKERS, Books.DONE]))
+    for table in (counters, sequence):
+        table.pull().wait()
+    found = [table.items[0].params.clone() for table in (counters, sequence)]
+    group.barrier()
+    return {"counters": found[0], "sequence": found[1], "slowest_s": slowest_s}
+
+
+def _is_enough(books: Books, rule: Rule) -> bool:
+    """In lockstep all make the same number of steps: the test says how many."""
+    limit = int(books.rows[-1, Books.ACKED])
+    if rule.aggregate:
+        done = [books.acked(worker) for worker in range(WORKERS)]
+        return bool(limit) and min(done) >= limit or max(done) >= SEQUENCE
+    return bool(limit)
+
+
+def end(books: Books) -> None:
+    """Let everybody stop, a little later: at the same step in lockstep."""
+    books.rows[-1, Books.ACKED] = max(books.acked(worker) for worker in range(WORKERS)) + 20
+
+
+def require_exact(books: Books, found: dict[str, torch.Tensor]) -> None:
+    sequence = found["sequence"]
+    assert set(sequence.unique().tolist()) <= {0.0, 1.0}
+    for client, cells in enumerate(found["counters"].chunk(WORKERS)):
+        assert cells.min() >= books.acked(client), f"client {client}: an acknowledged one is lost"
+        assert cells.max() <= books.issued(client), f"client {client}: one was applied twice"
+        assert cells.min() == cells.max()
+        flags = sequence[client * SEQUENCE :][:SEQUENCE]
+        assert flags[: books.acked(client)].all(), f"client {client}: an acknowledged one is lost"
+        assert not flags[books.issued(client) :].any()
+
+
+def policy(servers: int = 2, replicas: int = 2, partitions: int = 2, **changes) -> Policy:
+    return Policy(
+        num_workers=WORKERS,
+        is_elastic=True,
+        num_servers=servers,
+        replicas=replicas,
+        num_partitions=partitions,
+        **changes,
+    )
+
+
+class Counting:
+    """Workers that count, and the test's hand on them."""
+
+    def __init__(self, job: ElasticJob, path: Path, pace: str) -> None:
+        self.job, self.books = job, Books(path, WORKERS)
+        job.start(count, str(path), pace)
+        for worker in range(WORKERS):
+            job.ranks.hear(worker)
+
+    def progress(self, updates: int = 5, timeout_s: float = 20.0) -> float:
+        """Wait until every worker has so many more updates; return how long that took."""
+        began_s = time.monotonic()
+        before = [self.books.acked(worker) for worker in range(WORKERS)]
+        wait_for(
+            lambda: all(self.books.acked(w) >= before[w] + updates for w in range(WORKERS)),
+            timeout_s,
+        )
+        return time.monotonic() - began_s
+
+    def finish(self, timeout_s: float = 60.0) -> list[dict[str, object]]:
+        """Let the workers end, and check their books."""
+        end(self.books)
+        outcomes = self.job.ranks.wait(timeout_s, ranks=range(WORKERS))
+        values = [outcome.value for outcome in outcomes]
+        assert all(value is not None for value in values), "\n".join(map(str, outcomes))
+        for value in values:
+            require_exact(self.books, value)
+        return values
+
+    @property
+    def membership(self) -> Membership:
+        membership = self.job.operator.status().membership
+        assert membership is not None
+        return membership
+
+    def wait_for_copies(self, count: int, timeout_s: float = 20.0) -> None:
+        """Wait until every partition has so many complete copies."""
+
+        def are_there() -> bool:
+            now = self.membership
+            return all(len(holders) == count for holders in now.partitions)
+
+        wait_for(are_there, timeout_s)
+
+
+@pytest.mark.parametrize("pace", RULES)
+def test_a_backup_takes_over_and_a_new_one_is_filled(pace: str, tmp_path: Path) -> None:
+    with elastic_job(policy()) as job:
+        counting = Counting(job, tmp_path / "books", pace)
+        counting.progress()
+        job.ranks.kill(WORKERS)  # primary of one partition, backup of the other
+        assert counting.progress() < 5
+        assert counting.membership.partitions == ((WORKERS + 1,), (WORKERS + 1,))
+        new = job.add("server", 0)
+        counting.wait_for_copies(2)
+        counting.progress()
+        job.ranks.kill(WORKERS + 1)  # the old backup: the new one has everything
+        assert counting.progress() < 5
+        values = counting.finish()
+        assert job.processes[new].status is None or job.processes[new].status == 0
+        assert max(value["slowest_s"] for value in values) < 5
