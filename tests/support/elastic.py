@@ -26,7 +26,12 @@ class ElasticJob:
     """Processes are known by their rank, in the order in which they were started."""
 
     def __init__(
-        self, policy: Policy, directory: str, env: Mapping[str, str], on_event: Any
+        self,
+        policy: Policy,
+        directory: str,
+        env: Mapping[str, str],
+        on_event: Any,
+        bind: str = "127.0.0.1",
     ) -> None:
         self.policy = policy
         self.events: list[Event] = []
@@ -48,7 +53,7 @@ class ElasticJob:
             note,
             policy=policy,
         )
-        self._address = self.coordinator.start()
+        self._address = self.coordinator.start(bind)
         self.operator = Operator.connect(self._address, secret, self._job_id)
         self.processes: list[Rank] = []
         self.ranks = Ranks([])

@@ -16,9 +16,4 @@ def story(tmp_path: Path, record_property) -> Iterator[Story]:
         yield told
     finally:
         told.close()
-        figures = told.figures
-        for name, values in (("detection", figures.detection_s), ("resume", figures.resume_s)):
-            for value in values:
-                record_property(name, f"{value:.3f}")
-        for note in figures.notes:
-            record_property("note", note)
+        told.record(record_property)

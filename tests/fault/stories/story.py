@@ -32,6 +32,8 @@ import story_processes
 SCRIPT = Path(__file__).with_name("story_script.py")
 COMMAND = (sys.executable, "-m", "paceline")
 START_S = 60.0  # many processes import torch at once
+# A busy machine is no fault of the job: PACELINE_STORY_PATIENCE=3 makes all limits 3 times longer.
+PATIENCE = float(os.environ.get("PACELINE_STORY_PATIENCE", "1"))
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ class Story:
         self._wait(lambda: next_s() is not None, within_s + 5, "the next step")
         took_s = (next_s() or 0.0) - self.fault_s
         self.figures.resume_s.append(took_s)
-        assert took_s <= within_s, f"the next step took {took_s:.2f} s{self}"
+        assert took_s <= within_s * PATIENCE, f"the next step took {took_s:.2f} s{self}"
 
     def expect_end(self, code: int, within_s: float = START_S) -> None:
         """Expect the launcher to end with this code, and to leave nothing."""
@@ -284,7 +286,7 @@ class Story:
         return max((s.number for w in self.workers() for s in w.steps if s.at_s <= at_s), default=0)
 
     def _wait(self, is_true: Callable[[], bool], within_s: float, what: str) -> None:
-        deadline_s, has_ended = time.monotonic() + within_s, False
+        deadline_s, has_ended = time.monotonic() + within_s * PATIENCE, False
         while not is_true():
             if not has_ended and self._launcher is not None and self._launcher.poll() is not None:
                 has_ended = True  # but its last lines may still be on their way
@@ -297,6 +299,15 @@ class Story:
         with self._launcher.stdout as output:
             for data in output:
                 self.lines.append(Line(time.monotonic(), data.decode(errors="replace").rstrip()))
+
+    def record(self, record_property: Callable[[str, object], None]) -> None:
+        """Write what was measured into the test's report."""
+        figures = self.figures
+        for name, values in (("detection", figures.detection_s), ("resume", figures.resume_s)):
+            for value in values:
+                record_property(name, f"{value:.3f}")
+        for note in figures.notes:
+            record_property("note", note)
 
     def close(self) -> None:
         """End whatever is left of the job."""

@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="of each worker")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--pause", type=float, default=0.02, help="a step's computing, in seconds")
+    parser.add_argument("--pace", default="allreduce")
     parser.add_argument("--nonfinite", default="ignore")
     parser.add_argument("--check", type=int, default=0, help="consistency, every so many steps")
     parser.add_argument("--diary", type=Path, required=True)
@@ -92,7 +93,7 @@ def main() -> None:
     layers = [nn.Linear(given.width, given.width), nn.Tanh(), nn.Linear(given.width, 1)]
     model = nn.Sequential(*layers)
     made = torch.optim.Adam(model.parameters(), lr=1e-3)
-    model, optimizer = pl.distribute(model, made, nonfinite=given.nonfinite)
+    model, optimizer = pl.distribute(model, made, given.pace, nonfinite=given.nonfinite)
     loader = DataLoader(Samples(given.samples, given.width), given.batch, shuffle=True)
     order = given.diary / f"do-{job.env.number}"
     epoch = 0
