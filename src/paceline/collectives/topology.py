@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -66,6 +67,7 @@ class Fabric:
     newest: Callable[[], Membership | None] = lambda: None  # what the coordinator has announced
     _created: dict[tuple[int, ...], int] = field(default_factory=dict)
     _linked: set[int] = field(default_factory=set)  # neighbours
+    _link_mus: dict[int, threading.Lock] = field(default_factory=dict)  # by rank
     _followers: weakref.WeakSet[Follower] = field(default_factory=weakref.WeakSet)
 
     def link_neighbours(self) -> None:
@@ -83,13 +85,19 @@ class Fabric:
 
     def link(self, member: Member) -> None:
         """Link to a member of this host that came later; without effect if that is done."""
-        here = self.me.host_id
-        if member.host_id != here or member.rank in self._linked or member.rank == self.rank:
+        if member.host_id != self.me.host_id or member.rank == self.rank:
             return
-        ((rank, fd),) = self._link([member], "local", self.timeout_s, local=True)
-        self.engine.add_local_peer(rank, fd)
-        self._linked.add(rank)
-        self.engine.await_local_peers(self.timeout_s, [rank])
+        with self._link_mus.setdefault(member.rank, threading.Lock()):  # threads may meet here
+            if member.rank in self._linked:
+                return
+            ((rank, fd),) = self._link([member], "local", self.timeout_s, local=True)
+            self.engine.add_local_peer(rank, fd)
+            self.engine.await_local_peers(self.timeout_s, [rank])
+            self._linked.add(rank)
+
+    def is_linked(self, rank: int) -> bool:
+        """Say whether a process is of this host, and its memory can be seen."""
+        return rank in self._linked
 
     # -- changes of the membership ------------------------------------------------------------
 
@@ -107,11 +115,14 @@ class Fabric:
         """Let a group know of changes, for as long as it lives."""
         self._followers.add(group)
 
-    def adopt(self, membership: Membership, lost: Collection[int] = ()) -> None:
+    def adopt(
+        self, membership: Membership, lost: Collection[int] = (), *, forgets: bool = True
+    ) -> None:
         """Take over another membership; links to newcomers are made when they are needed.
 
         Those who are `lost`, and did not leave in good order, are ended if they are of this host:
-        one that was only stopped could still write to memory that we share.
+        one that was only stopped could still write to memory that we share. `forgets`: what is
+        held of those who are gone is dropped; otherwise `forget` does it later.
         """
         here = self.me.host_id
         gone = [m for m in self.membership.members if m.rank not in membership.ranks]
@@ -121,11 +132,15 @@ class Fabric:
         self.membership = membership
         for group in list(self._followers):
             group.follow(membership)
-        for member in gone:
-            if member.rank in self._linked:
-                self._linked.discard(member.rank)
-                self.engine.forget_peer(member.rank)
+        for member in gone if forgets else ():
+            self.forget(member.rank)
         self.engine.set_num_local(sum(m.host_id == here for m in membership.members))
+
+    def forget(self, rank: int) -> None:
+        """Drop what is held of a neighbour that is gone."""
+        if rank in self._linked:
+            self._linked.discard(rank)
+            self.engine.forget_peer(rank)
 
     def interrupt(self, rank: int, text: str) -> None:
         """End what waits for somebody who is lost. Called from the control thread."""

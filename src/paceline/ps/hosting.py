@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from paceline.work import Work
 _TICK_S = 0.25  # how soon a worker's end is noticed
 _ELASTIC_TICK_S = 0.02  # how soon a change of the membership is
 _REPORT_S = 1.0
+_FORGET_S = 10.0  # for so long the memory of lost workers is kept
 _AGAIN_S = 0.2  # until a line that could not be formed is tried again
 
 
@@ -58,8 +59,9 @@ class Host:
         self.partitions: dict[int, Partition] = {}
         self._fabric, self._agent = fabric, agent
         self._membership = fabric.membership
-        self._hosts = {member.rank: member.host_id for member in fabric.membership.members}
         self._peers: dict[int, PeerLine] = {}
+        self._seen_by: dict[int, set[int]] = {}  # by server: workers whose memory it sees
+        self._forgettable: list[tuple[float, set[int]]] = []  # when, whom
         self._meetings = Meetings()
         self._met: set[Hashable] = set()  # what is formed, or about to be
         self._retry: list[tuple[float, Hashable]] = []
@@ -114,11 +116,16 @@ class Host:
     def _hear(self, peer: PeerLine) -> None:
         try:
             for message, tensors in peer.arrivals(self._find_landing):
+                if isinstance(message, p.Sees):
+                    self._seen_by[peer.peer] = set(message.ranks)
+                    continue
                 self._partition(message.partition).hear(peer.peer, message, tensors)
         except (PeerError, BadFrame) as error:
             self._drop_peer(peer, error)
 
     def _find_landing(self, message: p.AnyMessage) -> Sequence[torch.Tensor]:
+        if isinstance(message, p.Sees):
+            return ()
         return self._partition(message.partition).find_peer_landing(message)
 
     def _is_over(self) -> bool:
@@ -142,6 +149,7 @@ class Host:
             partition.server.complain(now_s)
         if self.is_elastic:
             self._tell_adopted()
+            self._forget(now_s)
         if now_s - self._reported_s >= _REPORT_S:
             self._reported_s = now_s
             self._send_reports()
@@ -163,9 +171,10 @@ class Host:
             self._adopt(newest, tuple(gone))  # told when the coordinator came back
 
     def _adopt(self, membership: Membership, lost: Sequence[int]) -> None:
-        self._hosts |= {member.rank: member.host_id for member in membership.members}
         if membership.generation > self._fabric.membership.generation:
-            self._fabric.adopt(membership, lost)
+            gone = set(self._fabric.membership.ranks) - set(membership.ranks)
+            self._forgettable.append((time.monotonic() + _FORGET_S, gone))
+            self._fabric.adopt(membership, lost, forgets=False)
         before, self._membership = self._membership, membership
         for rank in [rank for rank in self._peers if rank not in membership.ranks]:
             self._forget_peer(rank)
@@ -195,6 +204,12 @@ class Host:
             assert isinstance(self._agent, Agent)
             self._agent.adopted(generation)
 
+    def _forget(self, now_s: float) -> None:
+        """Drop the memory of those who are gone, when no copy can still be told to look there."""
+        while self._forgettable and self._forgettable[0][0] <= now_s:
+            for rank in self._forgettable.pop(0)[1]:
+                self._fabric.forget(rank)
+
     def why_gone(self, rank: int) -> str | None:
         presence = self._fabric.presence.get(rank)
         if presence is not None and presence.state in ("lost", "left"):
@@ -218,14 +233,21 @@ class Host:
             for rank in membership.servers:
                 if rank != self.rank:
                     self._meet(("server", rank))
+            for rank in membership.workers:
+                if membership.member(rank).host_id == self._fabric.me.host_id:
+                    self._meet(("link", rank))
 
     def _meet(self, key: tuple[Any, ...]) -> None:
         rank, membership = key[-1], self._membership
         if key in self._met or rank not in membership.ranks or self.why_gone(rank) is not None:
             return
         self._met.add(key)
-        form: Callable[[], Group]
-        if key[0] == "server":
+        form: Callable[[], Group | None]
+        if key[0] == "link":
+
+            def form() -> None:
+                self._fabric.link(membership.member(rank))
+        elif key[0] == "server":
 
             def form() -> Group:
                 return form_peer_line(self._fabric, membership, rank)
@@ -248,11 +270,14 @@ class Host:
             self._met.discard(key)
             self._meet(key)  # type: ignore[arg-type]
 
-    def _take_line(self, key: Any, group: Group) -> None:
-        if key[-1] not in self._membership.ranks:
+    def _take_line(self, key: Any, group: Group | None) -> None:
+        if group is None:
+            self._on_linked(key[1])
+        elif key[-1] not in self._membership.ranks:
             group.close()
         elif key[0] == "server":
             self._peers[key[1]] = PeerLine(group, key[1])
+            self._tell_sight([key[1]])
             for partition in self.partitions.values():
                 partition.replica.connected(key[1])
         else:
@@ -262,6 +287,20 @@ class Host:
                 self.partitions[index].lines[rank] = Line(group, rank)
             else:
                 group.close()
+
+    def _on_linked(self, rank: int) -> None:
+        """A worker's memory can be seen from now on."""
+        for partition in self.partitions.values():
+            caller = partition.server.callers.get(rank)
+            if caller is not None:
+                caller.is_here = True
+        self._tell_sight(self._peers)
+
+    def _tell_sight(self, peers: Iterable[int]) -> None:
+        workers = self._membership.workers
+        seen = tuple(rank for rank in workers if self._fabric.is_linked(rank))
+        for peer in list(peers):
+            self.post(peer, p.Sees(-1, self._membership.generation, seen), ())
 
     def _hang_up(self, index: int) -> None:
         """End the lines of a partition that has another primary, or the same one anew."""
@@ -283,10 +322,10 @@ class Host:
     # -- what partitions ask for --------------------------------------------------------------
 
     def is_here(self, rank: int) -> bool:
-        return self.is_neighbour(rank, self.rank)
+        return self._fabric.is_linked(rank)
 
-    def is_neighbour(self, one: int, other: int) -> bool:
-        return self._hosts.get(one) == self._hosts.get(other)
+    def sees(self, peer: int, rank: int) -> bool:
+        return rank in self._seen_by.get(peer, ())
 
     def post(self, peer: int, message: p.AnyMessage, tensors: Sequence[torch.Tensor]) -> None:
         line = self._peers.get(peer)

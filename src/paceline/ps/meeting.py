@@ -18,11 +18,11 @@ class Meetings:
 
     def __init__(self) -> None:
         self._mu = threading.Lock()
-        self._queues: dict[int, deque[tuple[Hashable, Callable[[], Group]]]] = {}  # by rank
-        self._ready: deque[tuple[Hashable, Group | PacelineError]] = deque()
+        self._queues: dict[int, deque[tuple[Hashable, Callable[[], Group | None]]]] = {}  # by rank
+        self._ready: deque[tuple[Hashable, Group | None | PacelineError]] = deque()
 
-    def arrange(self, rank: int, key: Hashable, form: Callable[[], Group]) -> None:
-        """Form a line to a process; those to one process are formed one after the other."""
+    def arrange(self, rank: int, key: Hashable, form: Callable[[], Group | None]) -> None:
+        """Form a line to a process, or only link it; for one process one after the other."""
         with self._mu:
             queue = self._queues.get(rank)
             if queue is not None:
@@ -32,14 +32,14 @@ class Meetings:
         name = f"paceline-meet-{rank}"
         threading.Thread(target=self._meet, args=(rank, queue), name=name, daemon=True).start()
 
-    def take(self) -> list[tuple[Hashable, Group | PacelineError]]:
+    def take(self) -> list[tuple[Hashable, Group | None | PacelineError]]:
         """Return what has been formed since the last time, or why it could not be."""
         taken = []
         while self._ready:
             taken.append(self._ready.popleft())
         return taken
 
-    def _meet(self, rank: int, queue: deque[tuple[Hashable, Callable[[], Group]]]) -> None:
+    def _meet(self, rank: int, queue: deque[tuple[Hashable, Callable[[], Group | None]]]) -> None:
         while True:
             with self._mu:
                 if not queue:

@@ -37,8 +37,8 @@ class House(Surroundings, Protocol):
     rank: int
     on_loss: str
 
-    def is_neighbour(self, one: int, other: int) -> bool:
-        """Say whether two processes are on one host."""
+    def sees(self, peer: int, rank: int) -> bool:
+        """Say whether another server sees the memory of a worker."""
 
     def post(self, peer: int, message: p.AnyMessage, tensors: Sequence[torch.Tensor]) -> None:
         """Send to another server, if there is a line to it."""
@@ -261,15 +261,13 @@ class Partition:
 
     def send(self, peer: int, message: r.Message) -> None:
         worker = message.entry.rank if isinstance(message, r.Forward) else peer
-        sees_worker = self._house.is_neighbour(peer, worker)
+        sees_worker = self._house.sees(peer, worker)
         encoded = peer_wire.encode(self.index, message, self.server, sees_worker=sees_worker)
         self._house.post(peer, *encoded)
 
     def fill(self, peer: int) -> None:
         house = self._house
-        self._filler = Filler(
-            self.server, self.replica, peer, lambda rank: house.is_neighbour(peer, rank)
-        )
+        self._filler = Filler(self.server, self.replica, peer, lambda rank: house.sees(peer, rank))
         self._filler.send_outline()
 
     def restore(self, content: Any) -> None:

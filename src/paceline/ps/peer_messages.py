@@ -93,7 +93,13 @@ class FillEnd(PeerMessage, frozen=True):
     pass
 
 
-AnyMessage: TypeAlias = Begin | Standing | Ack | Forward | FillStart | FillPart | FillEnd
+class Sees(PeerMessage, frozen=True):
+    """This server sees the memory of these workers, and of no others."""
+
+    ranks: tuple[m.Rank, ...]
+
+
+AnyMessage: TypeAlias = Sees | Begin | Standing | Ack | Forward | FillStart | FillPart | FillEnd
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 

@@ -113,6 +113,7 @@ def decode(message: p.AnyMessage, tensors: Tensors) -> r.Message:
         return r.Ack(generation, message.index)
     if isinstance(message, p.Begin):
         return r.Begin(generation, message.index)
+    assert isinstance(message, p.Standing), message
     return r.Standing(generation, message.index)
 
 

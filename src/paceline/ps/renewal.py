@@ -10,6 +10,8 @@ Threads: none of its own; the link calls under its lock.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from typing import Protocol
 
@@ -47,6 +49,7 @@ class Renewal:
         self._broken: Post | None = None  # whose line broke last
         self._broke_s = 0.0
         self._accused_s = 0.0
+        self._greeted = 0  # the generation whose servers have been linked
 
     @property
     def newest(self) -> Membership:
@@ -67,6 +70,7 @@ class Renewal:
         if isinstance(self._news.ending, errors.Evicted):
             raise self._news.ending
         newest = self.newest
+        self._greet(newest)
         chosen = course(newest, self._partition, self._fabric.rank, self._used, self._broken)
         if isinstance(chosen, GiveUp) or self._news.over is not None:
             raise self.loss()
@@ -80,6 +84,21 @@ class Renewal:
             return False
         self._used, self.why = chosen.post, None
         return True
+
+    def _greet(self, newest: Membership) -> None:
+        """Let every copy of the partition on this host see this worker's memory."""
+        if newest.generation == self._greeted or self._fabric.rank not in newest.ranks:
+            return
+        self._greeted, index = newest.generation, self._partition
+        servers = newest.holders[index] + (newest.filling[index] if newest.filling else ())
+        for server in map(newest.member, servers):
+            is_here = server.host_id == self._fabric.me.host_id
+            if is_here and not self._fabric.is_linked(server.rank):
+                threading.Thread(target=self._link, args=(server,), daemon=True).start()
+
+    def _link(self, server: Member) -> None:
+        with contextlib.suppress(errors.PacelineError):  # gone again, as the next membership says
+            self._fabric.link(server)
 
     def on_broken(self, line: Wire, error: errors.PeerError) -> None:
         """Note that a line is of no use any more."""

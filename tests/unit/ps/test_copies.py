@@ -40,7 +40,7 @@ class House:
     def is_here(self, _rank: int) -> bool:
         return False
 
-    def is_neighbour(self, _one: int, _other: int) -> bool:
+    def sees(self, _peer: int, _rank: int) -> bool:
         return False
 
     def say(self, _text: str) -> None: ...
