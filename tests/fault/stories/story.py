@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import story_diary
+import story_inquiry
 import story_processes
 
 SCRIPT = Path(__file__).with_name("story_script.py")
@@ -84,15 +85,22 @@ class Story:
         of_script = [w for k, v in arguments.items() for w in (f"--{k}", str(v))]
         if script == SCRIPT:
             of_script += ["--diary", str(self.diaries)]
+        self._launch("run", *options, str(script), *of_script, env=env)
+
+    def attach(self) -> None:
+        """Follow a detached job from now on."""
+        self._launch("attach")
+
+    def _launch(self, *words: str, env: Mapping[str, str] | None = None) -> None:
         self._launcher = subprocess.Popen(
-            [*self.prefix, *COMMAND, "run", *options, str(script), *of_script],
+            [*self.prefix, *COMMAND, *words],
             cwd=self.directory,
             env={**self.environ, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(self._launcher,), daemon=True)
         self._reader.start()
 
     def command(self, *words: str, timeout_s: float = 30.0) -> str:
@@ -147,15 +155,14 @@ class Story:
 
     def pid(self, who: str) -> int:
         """Find a process by name: "worker 2", "server 0", "coordinator", "launcher"."""
-        assert self._launcher is not None
-        found = story_processes.find(who, self._launcher.pid, self.runtime)
-        assert found, f"there is no {who}{self}"
-        self._seen.update(found)
-        return found[-1]
+        found = self.pid_or_none(who)
+        assert found is not None, f"there is no {who}{self}"
+        self._seen.add(found)
+        return found
 
     def pid_or_none(self, who: str) -> int | None:
-        assert self._launcher is not None
-        found = story_processes.find(who, self._launcher.pid, self.runtime)
+        root = self._launcher.pid if self._launcher is not None else self.supervisor()
+        found = story_processes.find(who, root, self.runtime)
         return found[-1] if found else None
 
     def note_processes(self, *who: str) -> None:
@@ -163,8 +170,22 @@ class Story:
         for one in who:
             self.pid(one)
 
+    def supervisor(self) -> int:
+        """Return the pid of whoever supervises the job: the launcher, or a keeper."""
+        job = story_inquiry.facts(self.runtime)
+        assert job is not None, f"no job is written down{self}"
+        return job.supervisor
+
+    def is_complete(self, workers: int, servers: int) -> bool:
+        """Say whether the job has all its members and copies, and nothing is changing."""
+        return story_inquiry.is_complete(self.runtime, workers, servers)
+
     def workers(self) -> list[story_diary.Worker]:
         return story_diary.read(self.diaries)
+
+    def newest(self, number: int) -> story_diary.Worker:
+        """Return the diary of whoever is worker NUMBER now."""
+        return [worker for worker in self.workers() if worker.number == number][-1]
 
     def world_size(self) -> int:
         """How many workers took part in the newest step."""
@@ -237,6 +258,13 @@ class Story:
         found = self._end(within_s)
         assert found == code, f"it ended with {found}{self}"
 
+    def expect_end_of_launcher(self, code: int, within_s: float = START_S) -> None:
+        """Expect that it ends and the job stays."""
+        launcher = self._launcher
+        assert launcher is not None
+        assert launcher.wait(within_s) == code, f"it ended with {launcher.returncode}{self}"
+        self._launcher = None
+
     def expect_end_with_error(self, within_s: float = START_S) -> None:
         found = self._end(within_s)
         assert found > 0, f"it ended with {found}{self}"
@@ -294,9 +322,9 @@ class Story:
             assert time.monotonic() < deadline_s, f"{what} did not come in {within_s:g} s{self}"
             time.sleep(0.01)
 
-    def _read(self) -> None:
-        assert self._launcher is not None and self._launcher.stdout is not None
-        with self._launcher.stdout as output:
+    def _read(self, launcher: subprocess.Popen[bytes]) -> None:
+        assert launcher.stdout is not None
+        with launcher.stdout as output:
             for data in output:
                 self.lines.append(Line(time.monotonic(), data.decode(errors="replace").rstrip()))
 

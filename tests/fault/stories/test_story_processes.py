@@ -116,6 +116,25 @@ def test_row_09_everything_ends_with_the_launcher(story: Story) -> None:
 
 
 @pytest.mark.slow
+def test_row_09_a_detached_job_outlives_its_supervisor(story: Story) -> None:
+    """Nobody watches for a while; whoever attaches supervises again, and losses are seen again."""
+    story.start("-n", "2", *ELASTIC, "--detach", steps=1500)
+    story.expect_end_of_launcher(0)
+    story.wait_for_step(20)
+    story.happens()
+    os.kill(story.supervisor(), signal.SIGKILL)
+    story.expect_resume(KILLED_S)
+    story.attach()
+    story.wait_for_step(story.last_step() + 20)
+    story.kill("worker 1")
+    story.expect_detection(r"worker 1 .* lost", KILLED_S + 1)
+    story.expect_resume(KILLED_S + 1)
+    story.command("stop")
+    story.expect_no_process_left(within_s=15)
+    story.expect_agreement()
+
+
+@pytest.mark.slow
 def test_row_10_everything_is_killed_at_once(story: Story) -> None:
     everybody = ("launcher", "coordinator", "worker 0", "worker 1", "server 0")
     story.start("-n", "2", "-s", "1", "--pace", "ps", *ELASTIC, steps=5000)

@@ -1,0 +1,42 @@
+"""Row 37: anybody is killed at any time, again and again, and training comes to its end.
+
+How much of the computing was useful, and what the final loss is, bench/chaos measures.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from story import Story
+
+WAYS = {
+    "allreduce": (),
+    "ps": ("-s", "2", "--replicas", "2", "--pace", "ps"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", [1])
+def test_row_37_random_kills(story: Story, way: str, seed: int) -> None:
+    dice = random.Random(seed)
+    who = ["worker 0", "worker 1", "worker 2", "coordinator"]
+    who += ["server 0", "server 1"] if way == "ps" else []
+    story.start("-n", "3", *WAYS[way], "--min", "1", "--max", "3", steps=1500, pause=0.01)
+    story.wait_for_step(20)
+    kills = 0
+    while story.last_step() < 1200 and kills < 25:
+        victim = dice.choice(who)
+        # One fault at a time: copies are made again, and newcomers have joined.
+        if story.is_complete(workers=3, servers=2 if way == "ps" else 0):
+            story.kill(victim)
+            kills += 1
+            story.expect_resume(10)
+        time.sleep(dice.uniform(0.0, 0.5))
+    story.figures.notes.append(f"{kills} kills")
+    story.expect_success(within_s=120)
+    story.expect_agreement()
+    assert kills >= 5, kills
