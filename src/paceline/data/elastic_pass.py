@@ -92,17 +92,16 @@ class ElasticPass:
 def agree_in_line(
     job: Job, line: Line, problem: str | None, facts: dict[str, Any], aside: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """As `agree`, where a newcomer may come to a call or a pass that the others have behind them:
-    then it only compares with what they agreed on. Nor does anybody ask who runs free."""
+    """As `agree`, but only when a loader is given for the first time and when a pass begins: a
+    newcomer gives its loaders when the others have done so, and comes into a pass that is open.
+    Who runs free asks nobody."""
     is_call = facts.get("the epoch of this pass") is None
-    is_known = line.is_call_known if is_call else line.is_pass_known
+    is_known = bool(line.answers) if is_call else line.is_pass_known
     if not (job.elastic.is_candidate or is_known or not job.elastic.is_lockstep):
-        told = agree(job, problem, facts, aside)
+        told, first = agree(job, problem, facts, aside), line.answers
+        if first:
+            told[0]["seed"] = first[0]["seed"]  # the script may have seeded anew since
         line.answers = told
-    else:
-        if problem is not None:
-            raise UsageError(f"pl.shard: {problem}")
-        told = line.answers or [aside]
-    if is_call:
-        line.note_call()
-    return told
+    elif problem is not None:
+        raise UsageError(f"pl.shard: {problem}")
+    return line.answers or [aside]

@@ -34,11 +34,18 @@ class Loop:
         self._counts_steps = counts_steps
         self._has_committed = False
         self.index = 0  # item under way
-        self.place: dict[str, Any] = {}  # where the script was when that began
+        self._place: dict[str, Any] = {}  # where the script was when that began
+        self._given: list[str] = []  # loaders given since then, by the order of the first time
 
     def begin(self, index: int, place: dict[str, Any]) -> None:
         """Note that an item begins."""
-        self.index, self.place, self._has_committed = index, place, False
+        self.index, self._place, self._has_committed = index, place, False
+        self._given = []
+
+    def give(self, key: str) -> None:
+        """Note that a loader was given to pl.shard."""
+        if key not in self._given:
+            self._given.append(key)
 
     def commit(self) -> None:
         """Note that a step has counted."""
@@ -47,7 +54,8 @@ class Loop:
     def pack(self) -> list[Any]:
         """Return where a newcomer begins: an item and its place; None stands for here and now."""
         is_done = self._counts_steps and self._has_committed
-        return [self.number, self.index + is_done, None if is_done else self.place]
+        place = None if is_done else {**self._place, "given": self._given}
+        return [self.number, self.index + is_done, place]
 
 
 class Ledger:
@@ -61,7 +69,11 @@ class Ledger:
         self._loops: dict[int, Loop] = {}
         self._told_loops: dict[int, tuple[int, Any]] = {}
         self._num_loaders = self._num_loops = 0  # of this script
+        self._memories: dict[str, weakref.ref[Memory]] = {}  # of the loaders given here, by line
+        self._expected: list[str] = []  # loaders that come next, where a newcomer has skipped some
+        self._living: list[str] = []  # lines of loaders that the others still had then
         self._others = [0, 0]  # loaders and loops of those who have told
+        self._told_living: list[str] = []
         self._workers = _workers(job)
         self.script_seed = torch.initial_seed()  # before anybody has seeded anew
         job.contribution.watch_commits(self.on_commit)
@@ -76,9 +88,22 @@ class Ledger:
         if not is_remembered:
             return self._line(OTHERS)
         if memory.line is None:
-            memory.line = f"loader {self._num_loaders}"
-            self._num_loaders += 1
-        return self._line(memory.line)
+            memory.line = self._name_loader()
+            self._memories[memory.line] = weakref.ref(memory)
+        key = memory.line
+        self._expected = [other for other in self._expected if other != key]
+        for loop in self._loops.values():
+            loop.give(key)
+        return self._line(key)
+
+    def _name_loader(self) -> str:
+        """Return the line of a loader that comes for the first time. Where a newcomer has skipped
+        rounds of a loop, it is one that the others gave in this round, or had before it."""
+        for key in (*self._expected, *self._living):
+            if key not in self._memories:
+                return key
+        self._num_loaders += 1
+        return f"loader {self._num_loaders - 1}"
 
     def _line(self, key: str) -> Line:
         if key not in self._lines:
@@ -122,7 +147,7 @@ class Ledger:
     def begin_item(self, loop: Loop, index: int) -> None:
         """Note that an item of a loop begins."""
         place = {key: line.place for key, line in self._lines.items()}
-        loop.begin(index, {"lines": place, "loops": self._num_loops, "loaders": self._num_loaders})
+        loop.begin(index, {"lines": place, "loops": self._num_loops})
 
     def close_loop(self, loop: Loop) -> None:
         """End a loop."""
@@ -133,13 +158,15 @@ class Ledger:
         if place is None:
             self._catch_up()
             return
-        self._num_loops, self._num_loaders = place["loops"], place["loaders"]
+        self._num_loops, self._num_loaders = place["loops"], self._others[0]
+        self._expected, self._living = place["given"], self._told_living
         for key, where in place["lines"].items():
             self._line(key).go_to(where)
 
     def _catch_up(self) -> None:
         """As a newcomer: continue where the others are now."""
         self._num_loaders = max(self._num_loaders, self._others[0])
+        self._living = self._told_living
         self._num_loops = max(self._num_loops, self._others[1])
         for key in [*self._lines, *self._told_lines]:
             self._line(key).catch_up()
@@ -155,6 +182,7 @@ class Ledger:
             "lines": {key: line.pack() for key, line in self._lines.items()},
             "loops": [loop.pack() for loop in self._loops.values()],
             "made": [self._num_loaders, self._num_loops],
+            "living": [key for key, memory in self._memories.items() if memory() is not None],
             "workers": list(self._workers.items()),
         }
         return plain, []
@@ -169,7 +197,7 @@ class Ledger:
             else:
                 self._told_lines[key] = (told, [])
         if is_replay:
-            self._others = plain["made"]
+            self._others, self._told_living = plain["made"], plain["living"]
             self._told_loops = {number: (item, place) for number, item, place in plain["loops"]}
 
     def resume(self, change: Change) -> None:

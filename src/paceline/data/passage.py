@@ -1,13 +1,13 @@
 """Passages and lines: how far the passes over each loader are, here and on the other workers.
 
 A PASSAGE is one pass over a loader while it is under way. A LINE is all that is known about one
-loader (the k-th that the script gave to pl.shard): how often it was given, how many passes have
-begun, and the passages that are open.
+loader (the k-th that the script gave to pl.shard): what the workers agreed on when it was given,
+how many passes have begun, and the passages that are open.
 
 Two workers may be one point apart, and a newcomer's script begins at the top. So a line counts
-twice: what the foremost has done (`calls`, `passes`), and what this worker's own script has done
-(`my_calls`, `my_passes`). A newcomer's calls and passes that the others have behind them mean no
-exchange and give no batches; one that is open with them is continued where they are.
+twice: the passes that the foremost has begun, and those of this worker's own script (`my_passes`).
+A newcomer's passes that the others have behind them give no batches; one that is open with them is
+continued where they are.
 """
 
 from __future__ import annotations
@@ -145,9 +145,7 @@ class ToldPassage:
 class Line:
     """What is known about one loader."""
 
-    calls: int = 0
     passes: int = 0
-    my_calls: int = 0
     my_passes: int = 0
     next_epoch: int = 0  # mine
     answers: list[dict[str, Any]] = field(default_factory=list)  # what the workers told about it
@@ -156,16 +154,6 @@ class Line:
     replayed: int = 0  # passes that had begun when this worker came
     told_epoch: int = 0  # the next one of those who have told
     carried: dict[int, list[Any]] = field(default_factory=dict)  # see Course.carried
-
-    @property
-    def is_call_known(self) -> bool:
-        """Whether the others have made this worker's next call already."""
-        return self.my_calls < self.calls
-
-    def note_call(self) -> None:
-        """Count a call of pl.shard with this loader."""
-        self.my_calls += 1
-        self.calls = max(self.calls, self.my_calls)
 
     @property
     def is_pass_known(self) -> bool:
@@ -218,19 +206,18 @@ class Line:
 
     @property
     def place(self) -> list[int]:
-        """Where one who comes now would continue: calls, pass, epoch."""
+        """Where one who comes now would continue: pass, epoch."""
         if self.open:
             first = min(self.open)
-            return [self.calls, first, self.open[first].epoch]
-        return [self.calls, self.passes, self.next_epoch]
+            return [first, self.open[first].epoch]
+        return [self.passes, self.next_epoch]
 
     def go_to(self, place: list[int]) -> None:
         """As a newcomer: continue there."""
-        self.my_calls, self.my_passes, self.next_epoch = place
+        self.my_passes, self.next_epoch = place
 
     def catch_up(self) -> None:
         """As a newcomer: continue where the others are now."""
-        self.my_calls = self.calls
         if self.told:
             self.my_passes = min(self.told)
             self.next_epoch = self.told[self.my_passes].told["epoch"]
@@ -240,7 +227,6 @@ class Line:
     def pack(self) -> dict[str, Any]:
         """Return everything as plain data."""
         return {
-            "calls": self.calls,
             "passes": self.passes,
             "next_epoch": self.next_epoch,
             "answers": self.answers,
@@ -250,8 +236,7 @@ class Line:
 
     def load(self, told: Mapping[str, Any], *, is_replay: bool) -> None:
         """Take over what another worker packed; what this one has open, it keeps open."""
-        self.calls, self.passes = told["calls"], told["passes"]
-        self.answers = told["answers"]
+        self.passes, self.answers = told["passes"], told["answers"]
         self.carried = {rank: list(map(restored, units)) for rank, units in told["carried"]}
         self.told_epoch = told["next_epoch"]
         theirs = dict(told["open"])

@@ -130,7 +130,7 @@ class Reread:
         try:
             if elastic.is_free:
                 mine = self._reader.read(self._course.stages[0], elastic.seat)
-                yield from steps.run_free(mine or iter(()))
+                yield from steps.run_free(iter(()) if mine is None else mine)
                 return
             is_over = False
             while not is_over:
@@ -144,9 +144,9 @@ class Reread:
         stage = course.stage(passage.cursor)
         key = self._key(stage)
         index = stage.members.index(seat)
-        mine = self._reader.read(stage, index)
-        is_idle, mine = mine is None, mine or iter(())
-        mine = islice(mine, passage.cursor - stage.first, None)
+        read = self._reader.read(stage, index)
+        is_idle = read is None
+        mine = islice(iter(()) if read is None else read, passage.cursor - stage.first, None)
         while True:
             batch = next(mine, None)
             counts = steps.tell(_IDLE if is_idle else _ENDED if batch is None else batch[0])

@@ -1,0 +1,165 @@
+"""pl.shard while workers are killed and added: each sample of an epoch counts once (O4)."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+
+import paceline as pl
+from paceline.collectives.group import Group
+from paceline.data import order
+from support.counted import Learner, Log, policy
+from support.elastic import elastic_job
+
+
+def train(group: Group, samples: int, num_workers: int, resize: str) -> None:
+    learner = Learner(samples)
+    loader = DataLoader(
+        range(samples),
+        2,
+        shuffle=True,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0 and resize == "worker",
+    )
+    for epoch in range(1000):
+        for batch in pl.shard(loader, epoch=epoch, resize=resize):
+            learner.step(epoch, batch)
+
+
+@pytest.mark.parametrize(
+    ("kill", "num_workers", "resize"), [(1, 0, "global"), (0, 2, "global"), (2, 1, "worker")]
+)
+def test_each_sample_counts_once(kill: int, num_workers: int, resize: str) -> None:
+    with elastic_job(policy(3)) as job:
+        job.start(train, 151, num_workers, resize)
+        log = Log(job)
+        survivor = 1 if kill == 0 else 0
+        log.hear(survivor, more=8)
+        job.ranks.kill(kill)
+        log.hear(survivor, epoch=1, more=8)
+        newcomer = job.add()
+        log.hear(newcomer)
+        log.hear(newcomer, epoch=log.heard[newcomer][0] + 2)
+        log.stop(newcomer, killed=[kill])
+        log.require_once(151)
+        sizes = Counter(len(counted) for _, counted, _ in log.steps.values())
+        assert {size for _, _, size in log.steps.values()} == {2, 3}
+        if resize == "global":
+            assert sizes[6] > 0.8 * sizes.total() and max(sizes) == 6
+        else:
+            assert sizes[4] > 10 and sizes[6] > 10
+
+
+def accumulate(group: Group, samples: int) -> None:
+    learner = Learner(samples)
+    sampler = BatchSampler(range(samples), 3, drop_last=False)
+    loader = DataLoader(range(samples), batch_sampler=sampler)
+    for epoch in pl.epochs(1000):
+        batches = list[torch.Tensor]()
+        for batch in pl.shard(loader):
+            batches.append(batch)
+            if len(batches) == 3:
+                learner.step(epoch, *batches)
+                batches = []
+        if batches:
+            learner.step(epoch, *batches)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_batches_of_one_step_are_queued_again_together(seed: int) -> None:
+    chance = random.Random(seed)
+    with elastic_job(policy(3)) as job:
+        job.start(accumulate, 140)
+        log = Log(job)
+        log.hear(0, more=2)
+        time.sleep(chance.uniform(0, 0.02))
+        job.ranks.kill(1)
+        log.hear(0, more=5)
+        newcomer = job.add()
+        log.hear(newcomer)
+        log.hear(newcomer, epoch=log.heard[newcomer][0] + 2)
+        log.stop(0, killed=[1])
+        log.require_once(140)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_random_kills_and_joins(seed: int) -> None:
+    chance = random.Random(seed)
+
+    def busy(group: Group) -> None:
+        learner = Learner(200, pause_s=0.0)
+        loader = DataLoader(range(200), 1, shuffle=True)
+        for epoch in range(1000):
+            for batch in pl.shard(loader, epoch=epoch):
+                learner.step(epoch, batch)
+
+    with elastic_job(policy(3)) as job:
+        job.start(busy)
+        log = Log(job)
+        alive = [0, 1, 2]
+        for rank in alive:
+            log.hear(rank, more=5)
+        for _ in range(8):
+            time.sleep(chance.uniform(0.0, 0.2))
+            job.ranks.kill(alive.pop(chance.randrange(len(alive))))
+            alive.append(job.add())
+            log.hear(alive[-1])
+        log.hear(alive[-1], epoch=log.heard[alive[-1]][0] + 1)
+        log.stop(alive[0], killed=set(range(11)) - set(alive))
+        log.require_once(200)
+
+
+class Seeded(Sampler[int]):
+    """A sampler that is the same on all workers in the same epoch, or never the same."""
+
+    def __init__(self, samples: int, *, alike: bool) -> None:
+        self.samples, self.alike, self.epoch = samples, alike, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        seed = self.epoch if self.alike else time.time_ns()
+        shuffled = list(range(self.samples))
+        random.Random(seed).shuffle(shuffled)
+        return iter(shuffled)
+
+
+def train_told(group: Group, samples: int, alike: bool) -> None:
+    order.CHUNK = 30
+    learner = Learner(samples)
+    loader = DataLoader(range(samples), 2, sampler=Seeded(samples, alike=alike))
+    for epoch in pl.epochs(1000):
+        for batch in pl.shard(loader):
+            learner.step(epoch, batch)
+
+
+def test_another_worker_goes_on_with_the_sampler() -> None:
+    with elastic_job(policy(3)) as job:
+        job.start(train_told, 150, True)
+        log = Log(job)
+        log.hear(1, more=8)
+        job.ranks.kill(0)
+        log.hear(1, epoch=1)
+        newcomer = job.add()
+        log.hear(newcomer)
+        log.hear(newcomer, epoch=log.heard[newcomer][0] + 2)
+        log.stop(1, killed=[0])
+        log.require_once(150)
+
+
+def test_a_sampler_that_is_never_the_same_cannot_be_continued() -> None:
+    with elastic_job(policy(2)) as job:
+        job.start(train_told, 150, False)
+        log = Log(job)
+        log.hear(1, more=8)
+        job.ranks.kill(0)
+        outcome = job.ranks.wait(60)[1]
+        assert "Seeded) gives other indices; seed it alike" in str(outcome.error)
