@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from paceline.launcher.machine import cgroup_dirs
+
 COMMAND = [sys.executable, "-m", "paceline"]
 
 
@@ -72,7 +74,7 @@ class Workbench:
         def are_written() -> bool:
             return all(p.exists() and p.read_text().endswith("\n") for p in paths)
 
-        wait_until(are_written, within_s=40.0)  # torch may be imported many times at once
+        wait_until(are_written, within_s=60.0)  # torch may be imported many times at once
         return [p.read_text().strip() for p in paths]
 
     def left_behind(self) -> list[str]:
@@ -93,3 +95,19 @@ def is_alive(pid: int | str) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def memory_cgroup(limit_bytes: int) -> Path | None:
+    """Make a control group beside ours, in either version; None where that is not allowed."""
+    for directory in cgroup_dirs("memory"):
+        group = directory / f"paceline-test-{os.getpid()}"
+        try:
+            group.mkdir()
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                if (group / name).exists():
+                    (group / name).write_text(str(limit_bytes))
+                    return group
+            group.rmdir()
+        except OSError:
+            continue
+    return None

@@ -17,6 +17,10 @@ _TRAIN = """
     import torch
     import paceline as pl
 
+    def write(name, value):  # whole or not at all, also when we are killed at it
+        pathlib.Path(f"{name}.{os.getpid()}").write_text(f"{value}\\n")
+        os.rename(f"{name}.{os.getpid()}", name)
+
     job = pl.init()
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
@@ -27,7 +31,7 @@ _TRAIN = """
         optimizer.step()
         optimizer.zero_grad()
         if job.steps_done > 2:
-            pathlib.Path(f"pid-{job.env.number}").write_text(f"{os.getpid()}\\n")
+            write(f"pid-{job.env.number}", os.getpid())
         if pathlib.Path("finish").exists():
             until = 0
         time.sleep(0.02)

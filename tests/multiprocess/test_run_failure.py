@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from run_support import COMMAND, Workbench
-
-from paceline.launcher.machine import cgroup_dirs
+from run_support import COMMAND, Workbench, memory_cgroup
 
 
 @pytest.fixture
@@ -165,7 +162,7 @@ _EAT = """
 
 @pytest.mark.root
 def test_out_of_memory_is_said_with_evidence(bench: Workbench) -> None:
-    group = _memory_cgroup(limit_bytes=96 << 20)
+    group = memory_cgroup(limit_bytes=96 << 20)
     if group is None:
         pytest.skip("no writable memory control group here")
     command = [*COMMAND, "run", "-n", "1", bench.script(_EAT)]
@@ -186,19 +183,3 @@ def test_out_of_memory_is_said_with_evidence(bench: Workbench) -> None:
     assert done.returncode == 137
     assert "killed by SIGKILL" in done.stderr and "possibly out of memory" in done.stderr
     assert "limit 96.0 MB, peak 96.0 MB" in done.stderr
-
-
-def _memory_cgroup(limit_bytes: int) -> Path | None:
-    """Make a control group beside ours, in either version; None where that is not allowed."""
-    for directory in cgroup_dirs("memory"):
-        group = directory / f"paceline-test-{os.getpid()}"
-        try:
-            group.mkdir()
-            for name in ("memory.max", "memory.limit_in_bytes"):
-                if (group / name).exists():
-                    (group / name).write_text(str(limit_bytes))
-                    return group
-            group.rmdir()
-        except OSError:
-            continue
-    return None

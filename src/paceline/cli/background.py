@@ -10,15 +10,16 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.config import inherited_environ
+from paceline.config import inherited_environ, process_start
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.display import Display, Logs
-from paceline.launcher.elastic.facts import FoundJob, JobFacts, find_job, job_name
+from paceline.launcher.elastic.facts import FoundJob, find_job, job_name
 from paceline.launcher.elastic.keeper import (
     EXIT_CODE,
     JOB_LOG,
@@ -26,7 +27,6 @@ from paceline.launcher.elastic.keeper import (
     ResumedJob,
     default_log_dir,
 )
-from paceline.launcher.jobdir import is_held
 from paceline.launcher.local import LocalJob, new_job_id
 from paceline.launcher.spec import RunSpec
 
@@ -95,6 +95,8 @@ def _be_keeper(
         (log.parent / EXIT_CODE).write_text(f"{code}\n")
     except PacelineError as error:
         os.write(2, f"paceline: error: {error}\n".encode())
+    except Exception:  # a bug of ours: nothing above us would show it
+        os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)
 
@@ -116,8 +118,9 @@ def attach(name: str | None) -> int:
         )
     if not found.is_supervised:
         resume(found)
+        found = find_job(facts.job_id, inherited_environ())
     try:
-        return _follow(found, facts)
+        return _follow(found)
     except KeyboardInterrupt:
         sys.stderr.write(f"\npaceline: no longer attached; job {facts.name} goes on\n")
         return 0
@@ -132,16 +135,17 @@ def resume(found: FoundJob) -> None:
     sys.stderr.write(f"paceline: the keeper of job {facts.name} was gone; another has taken over\n")
 
 
-def _follow(found: FoundJob, facts: JobFacts) -> int:
-    """Copy job.log to standard output until the job has ended."""
-    log_dir = Path(facts.log_dir)
+def _follow(found: FoundJob) -> int:
+    """Copy job.log to standard output until the job has ended; return its exit code."""
+    log_dir, keeper = Path(found.facts.log_dir), found.facts.supervisor
+    born = process_start(keeper)
     with open(log_dir / JOB_LOG, "rb") as log:
         size = os.fstat(log.fileno()).st_size
         if size > _TAIL_BYTES:
             log.seek(size - _TAIL_BYTES)
             log.readline()
         while True:
-            is_last = not _is_supervised(found)
+            is_last = born is None or process_start(keeper) != born
             while data := log.read(1 << 16):
                 sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
@@ -151,14 +155,7 @@ def _follow(found: FoundJob, facts: JobFacts) -> int:
     try:
         return int((log_dir / EXIT_CODE).read_text())
     except (OSError, ValueError):
+        name = found.facts.name
         raise LaunchError(
-            f"the keeper of job {facts.name} was killed; `paceline attach {facts.name}` starts"
-            " another one"
+            f"the keeper of job {name} was killed; `paceline attach {name}` starts another one"
         ) from None
-
-
-def _is_supervised(found: FoundJob) -> bool:
-    try:
-        return is_held(found.directory)
-    except OSError:  # the directory is gone: the job has ended
-        return False

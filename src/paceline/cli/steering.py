@@ -10,19 +10,21 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from paceline.cluster.member import Member
 from paceline.cluster.operator import Operator
 from paceline.cluster.operator_messages import Status
 from paceline.cluster.secret_file import load_secret
-from paceline.config import inherited_environ
+from paceline.config import inherited_environ, natural_host_id
 from paceline.errors import LaunchError, UsageError
 from paceline.launcher.elastic.facts import FoundJob, find_job, recorded
 from paceline.launcher.guard import end_processes
 from paceline.launcher.jobdir import is_held, remove_abandoned
+from paceline.launcher.machine import processor_s
 
+_MEASURE_S = 1.0
 _AFTER_GRACE_S = 10.0  # after the job's own grace: for its end
 
 
@@ -88,8 +90,8 @@ def servers(words: Sequence[str]) -> int:
     name = given.pop(0) if given and given[0] not in ("add", "remove") else None
     found = find_job(name, inherited_environ())
     with operating(found) as operator:
+        _print(_servers_now(operator))
         if not given:
-            _print(server_table(operator.status()))
             return 0
         verb, numbers = given[0], _numbers(given)
         if verb == "add":
@@ -98,9 +100,13 @@ def servers(words: Sequence[str]) -> int:
             operator.servers_remove(numbers)
         else:
             raise UsageError("write paceline servers [JOB], or with add [N], or with remove K ...")
-        _print(["asked for; partitions move while training goes on. Now:"])
-        _print(server_table(operator.status()))
+        _print(["partitions move while training goes on; see `paceline servers` again"])
     return 0
+
+
+def _servers_now(operator: Operator) -> list[str]:
+    told = operator.status()
+    return server_table(told, measured_loads(told))
 
 
 def _numbers(words: Sequence[str]) -> list[int]:
@@ -112,29 +118,41 @@ def _numbers(words: Sequence[str]) -> list[int]:
         ) from None
 
 
-def server_table(told: Status) -> list[str]:
-    """Write which server holds and answers for which partitions, and how busy it was."""
+def server_table(told: Status, loads: Mapping[int, float]) -> list[str]:
+    """Write which server answers for which partitions, and its load: the part of a core it uses."""
     if told.membership is None or not told.membership.servers:
         return ["the job has no servers"]
-    updates = {number: 0 for number in range(0)}
-    for report in told.reports:
-        counted = sum(worker.updates for worker in report.workers)
-        updates[report.server] = updates.get(report.server, 0) + counted
-    total = sum(updates.values())
-    lines = ["server  answers for   backup of      updates   share"]
+    held = told.membership.holders
+    lines = ["server  load  answers for           backup of"]
     for member in _by_place(told.membership.members):
         if member.role != "server":
             continue
-        held = told.membership.holders
-        primary = [str(p) for p, ranks in enumerate(held) if ranks[:1] == (member.rank,)]
-        backup = [str(p) for p, ranks in enumerate(held) if member.rank in ranks[1:]]
-        count = updates.get(member.number, 0)
-        share = f"{100 * count / total:.0f} %" if total else "-"
-        lines.append(
-            f"{member.number:6}  {','.join(primary) or '-':12}  {','.join(backup) or '-':10}"
-            f"  {count:9}  {share:>6}"
-        )
+        primary = [p for p, ranks in enumerate(held) if ranks[:1] == (member.rank,)]
+        backup = [p for p, ranks in enumerate(held) if member.rank in ranks[1:]]
+        load = f"{100 * loads[member.rank]:.0f} %" if member.rank in loads else "-"
+        lines.append(f"{member.number:6} {load:>5}  {_list(primary):20}  {_list(backup)}")
     return lines
+
+
+def _list(partitions: Sequence[int]) -> str:
+    return ",".join(map(str, partitions)) or "-"
+
+
+def measured_loads(told: Status) -> dict[int, float]:
+    """Measure for a second what part of a core each server of this host uses, by rank."""
+    here = natural_host_id()
+    members = told.membership.members if told.membership is not None else ()
+    pids = {one.rank: one.pid for one in members if one.role == "server" and one.host_id == here}
+    before = {rank: processor_s(pid) for rank, pid in pids.items()}
+    if before:
+        time.sleep(_MEASURE_S)
+    after = {rank: processor_s(pid) for rank, pid in pids.items()}
+    loads: dict[int, float] = {}
+    for rank, first_s in before.items():
+        last_s = after[rank]
+        if first_s is not None and last_s is not None:
+            loads[rank] = (last_s - first_s) / _MEASURE_S
+    return loads
 
 
 def scale(name: str | None, workers: int) -> int:

@@ -72,6 +72,12 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, cores)
 
 
+def processor_s(pid: int, root: Path = Path("/")) -> float | None:
+    """Return how much processor time a process has used; None when it is gone."""
+    fields = (_read(root / f"proc/{pid}/stat") or "").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes of memory: of the machine, free now, and what the control group allows."""

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.messages import Presence
 from paceline.launcher.elastic.plan import ElasticPlan
 from paceline.launcher.servers import ServerPlan
 from paceline.telemetry.events import Filled, Happening, Moved, Promoted
+
+_HOT = 1.5  # times the share that would be fair
 
 
 class Chronicle:
@@ -116,6 +118,20 @@ class Chronicle:
         if self._added:
             lines.append(f"paceline: {self._added} joined beyond those that the job began with")
         return lines
+
+
+def hottest(busy_s: Mapping[int, float]) -> list[str]:
+    """Name the server that had most to do, of several, by its share of their processor time."""
+    total_s = sum(busy_s.values())
+    if len(busy_s) < 2 or not total_s:
+        return []
+    server = max(busy_s, key=lambda number: busy_s[number])
+    share = busy_s[server] / total_s
+    words = "hot" if share > _HOT / len(busy_s) else "busiest"
+    return [
+        f"paceline: {words} server: {server}, with {100 * share:.0f} % of the processor time of"
+        f" {len(busy_s)} servers"
+    ]
 
 
 def stamped(text: str) -> str:

@@ -25,7 +25,7 @@ from paceline.cluster import messages as m
 from paceline.cluster.decisions import Remark, Unwanted, Wanted
 from paceline.cluster.operator_messages import Happened, News
 from paceline.launcher.display import Display
-from paceline.launcher.elastic.chronicle import Chronicle
+from paceline.launcher.elastic.chronicle import Chronicle, hottest
 from paceline.launcher.elastic.nursery import MAX_FAILED_STARTS
 from paceline.launcher.elastic.supervision import SupervisedJob
 from paceline.launcher.outcome import Outcome
@@ -36,7 +36,7 @@ from paceline.launcher.spec import RunSpec
 from paceline.telemetry.events import Event, Happening, Progress
 
 _SETTLED_S = 5.0  # after they have met, workers of a script without reports are busy as usual
-_LEAVE_S = 10.0  # for one that is out of the job to end by itself
+_LEAVE_S = 30.0  # for one that is out of the job to end by itself, on a busy machine
 _VERDICT_S = 3.0  # for the coordinator to say what follows from the last worker's loss
 
 
@@ -59,7 +59,7 @@ class ElasticJob(SupervisedJob):
         return replace(outcome, over=self._over, lost=tuple(self._losses))
 
     def story(self) -> list[str]:
-        return self._chronicle.summary()
+        return [*self._chronicle.summary(), *hottest(self._lookout.busy_servers())]
 
     # -- watch -------------------------------------------------------------------------------
 
@@ -121,7 +121,8 @@ class ElasticJob(SupervisedJob):
         assert status is not None
         if self._is_ending or self._chronicle.membership is None:
             return  # a job that has not begun fails as any other
-        if status.is_success:
+        if status.is_success or rank in self._dismissed:
+            self._crew.excuse(process)
             self._spawn(self._settle_finished(process))
         elif status.signal is not None or rank in self._evicted or not self._was_in(rank):
             self._crew.excuse(process)

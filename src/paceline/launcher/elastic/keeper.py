@@ -121,9 +121,10 @@ class ResumedJob(DetachedJob):
         while process.seat.rank not in self._left and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
         await self._crew.drained([process.seat])
+        rank = process.seat.rank
         if self._crew.has_traceback(process):
             process.status = ExitStatus(1)
-        elif process.seat.rank in self._left:
+        elif rank in self._left or rank in self._dismissed:
             process.status = ExitStatus(0)
         if process.status != UNKNOWN:
             self._crew.blame(process)

@@ -16,8 +16,10 @@ from paceline.launcher.machine import (
     human_bytes,
     memory_limit,
     oom_kills,
+    processor_s,
 )
 from paceline.launcher.process import ExitStatus, RankProcess, process_state
+from paceline.launcher.seat import Seat
 
 
 class Lookout:
@@ -25,6 +27,7 @@ class Lookout:
 
     def __init__(self) -> None:
         self._signs: dict[int, Signs] = {}
+        self._busy_s: dict[Seat, float] = {}  # processor time, also of those that are gone
 
     def know(self, process: RankProcess) -> None:
         """Begin to look at a process."""
@@ -36,10 +39,21 @@ class Lookout:
     def look(self, processes: Iterable[RankProcess], now_s: float) -> dict[int, float | None]:
         """Look at some; return by rank how long each has been stopped, None while it runs."""
         seen: dict[int, float | None] = {}
-        for rank in (process.seat.rank for process in processes):
-            self._signs[rank].look(now_s)
-            seen[rank] = self._signs[rank].stopped_for_s(now_s)
+        for process in processes:
+            signs = self._signs[process.seat.rank]
+            signs.look(now_s)
+            seen[process.seat.rank] = signs.stopped_for_s(now_s)
+            busy_s = processor_s(process.pid) if process.seat.is_server else None
+            if busy_s is not None:
+                self._busy_s[process.seat] = busy_s
         return seen
+
+    def busy_servers(self) -> dict[int, float]:
+        """Return the processor time of each server, by number."""
+        busy: dict[int, float] = {}
+        for seat, busy_s in self._busy_s.items():
+            busy[seat.number] = busy.get(seat.number, 0.0) + busy_s
+        return busy
 
     def diagnosis(self, process: RankProcess) -> str:
         """Say how a process ended, and for which reason as far as the kernel shows one."""

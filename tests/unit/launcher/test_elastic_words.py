@@ -1,0 +1,180 @@
+"""What people read about an elastic job: lines, the summary, status, the table of servers."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+from paceline.cli.steering import describe, server_table
+from paceline.cluster.decisions import Place, Wanted
+from paceline.cluster.member import Member, Membership
+from paceline.cluster.messages import Presence
+from paceline.cluster.operator_messages import Status
+from paceline.cluster.policy import Policy
+from paceline.launcher.board import Board
+from paceline.launcher.elastic.chronicle import Chronicle, hottest
+from paceline.launcher.elastic.plan import ElasticPlan, plan_changes
+from paceline.launcher.machine import Memory, OomCount
+from paceline.launcher.outcome import Outcome
+from paceline.launcher.process import ExitStatus
+from paceline.launcher.report import RankResult
+from paceline.launcher.seat import Seat, seats
+from paceline.launcher.servers import ServerPlan
+from paceline.telemetry.events import Filled, Moved, Progress, Promoted
+
+
+def _member(rank: int, number: int, role: str = "worker", pid: int = 0) -> Member:
+    return Member(rank, role, "h", "b", pid or 4000 + rank, number, "", "", number)
+
+
+def _chronicle(**options: object) -> Chronicle:
+    servers = ServerPlan(count=2, replicas=2)
+    plan = plan_changes(num_workers=4, servers=servers, min_workers=2, **options)  # type: ignore[arg-type]
+    assert isinstance(plan, ElasticPlan)
+    chronicle = Chronicle(plan, servers)
+    workers = [_member(n, n) for n in range(4)]
+    chronicle.take(Membership(1, (*workers, _member(4, 0, "server"), _member(5, 1, "server"))))
+    return chronicle
+
+
+def _text(line: str | None) -> str:
+    assert line is not None
+    clock, _, text = line.partition(" ")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", clock)
+    return text
+
+
+def test_a_loss_and_its_replacement_are_two_lines() -> None:
+    chronicle = _chronicle()
+    chronicle.progressed(412, 9.0)
+    why = "killed by signal 9, memory cgroup limit 2.0 GB reached"
+    line = _text(chronicle.lost(3, why, 10.0))
+    assert line == f"worker 3 (host b, pid 4003) lost: {why}; 3 workers go on"
+    assert chronicle.lost(3, "its connection ended", 10.1) is None, "once is enough"
+    chronicle.progressed(412, 10.2)  # another worker's report of the same step
+    chronicle.progressed(415, 10.6)
+    workers = [_member(n, n) for n in range(3)]
+    chronicle.take(Membership(2, (*workers, _member(17, 3, pid=4242))))
+    joined = _text(chronicle.joined(17, 10.8))
+    assert joined == "worker 3 (host b, pid 4242) joined at step 415, 0.8 s after the loss"
+    assert chronicle.summary() == [
+        "paceline: 1 loss (worker 3), 1 replaced; 0.6 s until the next step, altogether"
+    ]
+
+
+def test_what_follows_is_said_only_where_it_is_certain() -> None:
+    replace = _chronicle(on_loss="replace")
+    assert "the others hold their step until" in _text(replace.lost(1, "x", 0.0))
+    shrink = _chronicle()
+    assert _text(shrink.lost(4, "x", 0.0)).endswith("; others have copies of its tables")
+    for rank in (0, 1):
+        assert "go on" in _text(shrink.lost(rank, "x", 0.0))
+    assert _text(shrink.lost(2, "x", 0.0)).endswith("lost: x"), "fewer than --min"
+    assert shrink.summary()[0].startswith("paceline: 4 losses (server 0, worker 0, worker 1, work")
+
+
+def test_silence_and_partitions_have_lines() -> None:
+    chronicle = _chronicle()
+    silent = Presence(2, "silent", "no heartbeat for 2.1 s: its process runs")
+    words = "worker 2 (host b, pid 4002) is silent: no heartbeat for 2.1 s: its process runs"
+    assert _text(chronicle.presence(silent)) == words
+    lines = [
+        _text(chronicle.happened(event))
+        for event in (Promoted(1, (0, 2), 2), Filled(2, (1,), 3), Moved(0, 2, (3, 1), 4))
+    ]
+    assert lines == [
+        "server 1 answers for partitions 0, 2 now",
+        "server 2 has a copy of partition 1",
+        "partitions 1, 3 moved from server 0 to server 2",
+    ]
+
+
+def _status(**more: object) -> Status:
+    members = (_member(0, 0), _member(7, 1), _member(2, 0, "server"), _member(3, 1, "server"))
+    membership = Membership(5, members, ((2, 3), (2, 3), (3, 2), (2,)))
+    policy = Policy(
+        num_workers=2, num_servers=2, is_elastic=True, replicas=2, num_partitions=4, max_workers=4
+    )
+    return Status(1, policy, membership, **more)  # type: ignore[arg-type]
+
+
+def test_the_status_names_everybody() -> None:
+    told = _status(
+        wanted=(Wanted("worker", 2),),
+        reserved=(Place(9, "worker", 3),),
+        states={7: "silent: no heartbeat for 3.0 s"},
+        not_adopted=(0,),
+    )
+    assert describe(told) == [
+        "generation 5; 1 to 4 workers, on loss shrink",
+        "  worker 0 (rank 0, host b, pid 4000): not yet in generation 5",
+        "  worker 1 (rank 7, host b, pid 4007): silent: no heartbeat for 3.0 s",
+        "  server 0 (rank 2, host b, pid 4002)",
+        "  server 1 (rank 3, host b, pid 4003)",
+        "  worker 3 is on its way",
+        "  worker 2 is wanted",
+        "partitions 3 have fewer than 2 copies",
+    ]
+    assert describe(_status(over="no worker is left")) == ["over: no worker is left"]
+    forming = Status(1, told.policy, None, (1, 3))
+    assert describe(forming) == ["forming: waits for ranks 1, 3"]
+
+
+def test_the_table_of_servers_shows_who_is_busy() -> None:
+    assert server_table(_status(), {2: 0.754}) == [
+        "server  load  answers for           backup of",
+        "     0  75 %  0,1,3                 2",
+        "     1     -  2                     0,1",
+    ]
+    assert hottest({0: 9.0}) == [] and hottest({0: 0.0, 1: 0.0}) == []
+    hot = "paceline: hot server: 2, with 80 % of the processor time of 3 servers"
+    assert hottest({0: 1.0, 1: 1.0, 2: 8.0}) == [hot]
+    assert hottest({0: 5.0, 1: 6.0})[0].startswith("paceline: busiest server: 1, with 55 %")
+
+
+def test_a_replacement_goes_on_in_the_row_of_its_predecessor() -> None:
+    board = Board(seats(2))
+    board.on_progress(Progress(1, 40, {"loss": 2.0}), 1.0)
+    board.set_state(1, "killed by SIGKILL (killed)")
+    board.seat(Seat(5, 1, is_newcomer=True))
+    board.on_progress(Progress(1, 99), 2.0)  # a late word of the dead
+    board.on_progress(Progress(5, 42), 2.0)
+    rows = board.rows(2.0)
+    assert [(row.label, row.step, row.state) for row in rows] == [
+        ("0", None, "running"),
+        ("1", 42, "running"),
+    ]
+    board.seat(Seat(6, 2, is_newcomer=True))
+    assert len(board.rows(2.0)) == 3
+    board.remove(Seat(6, 2, is_newcomer=True))
+    assert len(board.rows(2.0)) == 2
+
+
+def test_a_job_that_could_not_go_on_shows_its_last_loss() -> None:
+    last = RankResult(
+        seat=Seat(9, 1),
+        pid=4242,
+        status=ExitStatus(None, signal.SIGKILL),
+        ran_s=3.25,
+        stderr_tail=("last words",),
+    )
+    nothing = Memory(total_bytes=0, available_bytes=0, limit_bytes=None, peak_bytes=None)
+    outcome = Outcome(
+        results=[],
+        first=None,
+        interrupted_by=None,
+        wall_s=1.0,
+        oom_before=OomCount(0, 0),
+        oom_after=OomCount(0, 0),
+        memory=nothing,
+        over="1 worker is left, expected at least 2 (--min)",
+        lost=[last],
+    )
+    assert outcome.exit_code == 137 and "failed after" in outcome.closing_line()
+    assert outcome.failure_text(Path("logs")) == (
+        "paceline: the job ended: 1 worker is left, expected at least 2 (--min)\n"
+        "paceline: the last loss was worker 1: killed by SIGKILL (killed) after 3.2 s (pid 4242,"
+        " whole output in logs/rank-1.log)\n"
+        "  | last words"
+    )
