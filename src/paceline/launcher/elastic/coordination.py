@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -101,7 +102,8 @@ class Coordination:
         code = self._popen.returncode
         how = ExitStatus(code) if code >= 0 else ExitStatus(None, -code)
         now_s = time.monotonic()
-        self._ends.append(now_s)
+        if how.signal != signal.SIGKILL:  # else somebody killed it, which says nothing about it
+            self._ends.append(now_s)
         if len(self._ends) == _MOST_ENDS and now_s - self._ends[0] < _WITHIN_S:
             self._popen = None
             raise LaunchError(
