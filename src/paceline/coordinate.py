@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import ctypes
 import logging
+import os
 import signal
 import socket
 import sys
@@ -74,6 +75,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
 async def _serve(options: argparse.Namespace) -> int:
     policy = _policy(options.policy)
     journal = Journal(options.journal, options.job, policy)
+    journal.on_failure = _end
     coordinator = Coordinator(
         options.job,
         load_secret(options.secret_file),
@@ -93,6 +95,13 @@ async def _serve(options: argparse.Namespace) -> int:
         end.result()  # a failure ends this process: the next one begins from the journal
     await coordinator.stop()
     return 0
+
+
+def _end(why: str) -> None:
+    """End here and now: the next coordinator begins with what is written."""
+    sys.stderr.write(f"coordinator: {why}; free some space there\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _policy(text: str) -> Policy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -91,13 +92,20 @@ class Coordination:
         self.process: subprocess.Popen | None = None
         stack.callback(self.kill)
 
-    def start(self, dies: tuple[str, int] | None = None) -> None:
-        """Start it; `dies`: at which point of which write it kills itself."""
+    def start(self, dies: tuple[str, int] | None = None, room_bytes: int | None = None) -> None:
+        """Start it; `dies`: at which point of which write it kills itself.
+
+        `room_bytes`: so large its files may become, as if the disk were full then.
+        """
+        limit = (room_bytes, room_bytes)
         program = ["-m", "paceline.coordinate"] if dies is None else ["-c", DYING, *map(str, dies)]
         self.process = subprocess.Popen(
             [sys.executable, *program, *self._words, str(self._fd)],
             pass_fds=(self._fd,),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stderr=subprocess.PIPE if room_bytes else None,
+            text=True,
+            preexec_fn=room_bytes and (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)),
         )
 
     def kill(self) -> None:

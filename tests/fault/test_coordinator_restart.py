@@ -241,7 +241,21 @@ def test_wanted_places_are_told_again_to_a_launcher_that_comes_back(coordination
     assert not [n for n in news if isinstance(n, o.Unwanted)]
 
 
-def test_it_dies_with_its_parent_and_ends_on_sigterm(coordination):
+def test_a_full_disk_ends_it_before_it_says_what_it_could_not_write(coordination):
+    job = coordination(3, absent_s=1.0)
+    job.start(room_bytes=1200)
+    agents = job.join_all()
+    lose(agents.pop(2))
+    assert job.process.wait(20) == 1
+    assert "journal" in job.process.stderr.read()
+    job.process.stderr.close()
+    assert agents[0].membership.generation == 1
+    job.start()
+    eventually(lambda: agents[0].membership.workers == (0, 1))
+    assert agents[0].membership.generation == 2
+
+
+def test_it_ends_on_sigterm_and_not_on_ctrl_c(coordination):
     job = coordination(1)
     job.start()
     agents = job.join_all()

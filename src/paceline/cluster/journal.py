@@ -8,6 +8,9 @@ anywhere else is an error, because then something that was announced would be fo
 What the members' store holds is written too, but not synced: a killed process loses nothing that it
 has written, and the store is of no use on another machine than the members' own coordinator's.
 
+A coordinator that cannot write must not say another word (`on_failure`): it ends, and the next one
+cuts off what it half wrote.
+
 The file belongs to one coordinator at a time: it holds a lock on it, which ends with its process.
 It begins with what the job is, is private (0600), and is written anew, in short, when it has grown
 long.
@@ -20,7 +23,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -88,6 +91,7 @@ class Journal:
 
     def __init__(self, path: Path, job_id: str, policy: Policy) -> None:
         self.path = path
+        self.on_failure: Callable[[str], None] = lambda _: None  # nothing may be announced any more
         self._header = Header(VERSION, job_id, policy)
         self._fd = _open(path)
         try:
@@ -109,9 +113,16 @@ class Journal:
 
     def append(self, entry: Entry, *, sync: bool = True) -> None:
         """Write an entry; when this returns, with `sync`, it survives the machine."""
-        _write(self._fd, _framed(entry))
-        if sync:
-            os.fsync(self._fd)
+        try:
+            _write(self._fd, _framed(entry))
+            if sync:
+                os.fsync(self._fd)
+        except OSError as error:
+            # Half an entry may be there, and nothing may be written behind it.
+            self.close()
+            text = f"journal {self.path} cannot be written: {error.strerror}"
+            self.on_failure(text)
+            raise SetupError(text) from error
 
     def rewrite(self, entries: Iterable[Entry]) -> None:
         """Begin anew with these entries; the old file stays until the new one is complete."""

@@ -257,6 +257,7 @@ def test_a_last_word_that_was_not_read_yet_is_no_loss(job, eventually):
     job.operator.report_end(1, "exited with code 0", by_signal=False)
     job.agents[1].leave()
     eventually(lambda: job.membership.workers == (0, 2))
+    eventually(lambda: 1 in job.agents[0].presence)
     assert job.agents[0].presence[1].state == "left"
     eventually(lambda: job.heard(m.Changed))
     assert job.heard(m.Changed)[-1].lost == ()
