@@ -78,8 +78,8 @@ def scaled(policy: Policy, state: State, workers: int) -> State:
     """Want so many workers: the smallest numbers stay."""
     if not policy.min_workers <= workers <= policy.max_workers:
         raise UsageError(
-            f"{workers} workers: this job may have {policy.min_workers} to"
-            f" {policy.max_workers} (--min, --max)"
+            f"-n {workers}: this job may have {policy.min_workers} to {policy.max_workers} workers"
+            " (--min, --max)"
         )
     kept = state.workers[:workers]
     while len(kept) < workers:
@@ -89,13 +89,13 @@ def scaled(policy: Policy, state: State, workers: int) -> State:
 
 def more_servers(policy: Policy, state: State, count: int) -> State:
     """Want more servers."""
-    if count < 1 or len(state.servers) + count > policy.max_servers:
-        raise UsageError(
-            f"{count} more servers: this job has {len(state.servers)} and may have up to"
-            f" {policy.max_servers} (--max-servers)"
-        )
     if not state.servers:
         raise UsageError("this job has no servers; start it with -s 1 to have some")
+    if count < 1 or len(state.servers) + count > policy.max_servers:
+        raise UsageError(
+            f"servers add {count}: this job has {len(state.servers)} and may have up to"
+            f" {policy.max_servers} (--max-servers)"
+        )
     taken = {*_taken(state, "server"), *state.servers}
     for _ in range(count):
         number = _smallest_free(taken)
