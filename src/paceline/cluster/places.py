@@ -78,7 +78,7 @@ def scaled(policy: Policy, state: State, workers: int) -> State:
     """Want so many workers: the smallest numbers stay."""
     if not policy.min_workers <= workers <= policy.max_workers:
         raise UsageError(
-            f"-n {workers}: this job may have {policy.min_workers} to {policy.max_workers} workers"
+            f"-n {workers}: this job may have {policy.min_workers} to {policy.max_workers}"
             " (--min, --max)"
         )
     kept = state.workers[:workers]
