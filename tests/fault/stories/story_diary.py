@@ -32,23 +32,38 @@ class Worker:
     end: str = ""  # digest of the parameters, once it has finished
 
 
-def read(directory: Path) -> list[Worker]:
-    """Read all diaries, in the order of the ranks."""
-    workers = []
-    for path in directory.glob("*.diary"):
-        worker = Worker(int(path.stem))
-        for line in path.read_text().splitlines():
-            at, kind, *words = line.split()
-            if kind == "born":
-                worker.rank, worker.number, worker.born_s = int(words[0]), int(words[1]), float(at)
-            elif kind == "step":
-                number, size, epoch = map(int, words[:3])
-                samples = tuple(map(int, words[4].split(",")))
-                worker.steps.append(Step(float(at), number, size, epoch, words[3], samples))
-            elif kind == "end":
-                worker.end = words[1]
-        workers.append(worker)
-    return sorted(workers, key=lambda worker: worker.rank)
+class Diaries:
+    """All diaries in a directory; each line is read once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._workers: dict[Path, Worker] = {}
+        self._read_bytes: dict[Path, int] = {}
+
+    def read(self) -> list[Worker]:
+        """Take in what was written meanwhile; return the workers in the order of their ranks."""
+        for path in self._directory.glob("*.diary"):
+            worker = self._workers.setdefault(path, Worker(int(path.stem)))
+            with path.open("rb") as file:
+                file.seek(self._read_bytes.get(path, 0))
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self._read_bytes[path] = self._read_bytes.get(path, 0) + len(whole) + 1
+                for line in whole.decode().splitlines():
+                    _take_in(worker, line)
+        return sorted(self._workers.values(), key=lambda worker: worker.rank)
+
+
+def _take_in(worker: Worker, line: str) -> None:
+    at, kind, *words = line.split()
+    if kind == "born":
+        worker.rank, worker.number, worker.born_s = int(words[0]), int(words[1]), float(at)
+    elif kind == "step":
+        number, size, epoch = map(int, words[:3])
+        samples = tuple(map(int, words[4].split(",")))
+        worker.steps.append(Step(float(at), number, size, epoch, words[3], samples))
+    elif kind == "end":
+        worker.end = words[1]
 
 
 def require_agreement(workers: Sequence[Worker]) -> None:

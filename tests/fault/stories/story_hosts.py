@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import story_diary
-from story import START_S, Line, Story
+from story import Story
+from story_job import START_S, Line
 from story_wires import Wires
 
 from paceline.cluster import messages as m
