@@ -53,8 +53,9 @@ class ElasticStep:
             result = self._run_resized(update, step)
         job.contribution.commit()
         if self._asks:
-            stops, changes = job.elastic.point(self._meet)
-            reducer.is_stop_agreed, reducer.is_change_agreed = stops > 0, changes > 0
+            late: list[bool] = []  # this worker has gone along with what the others agreed on
+            stops, changes = job.elastic.point(self._meet, lambda: late.append(True))
+            reducer.is_stop_agreed, reducer.is_change_agreed = stops > 0, changes > 0 and not late
         if not reducer.has_caught_up:
             count()
         reducer.has_caught_up = False

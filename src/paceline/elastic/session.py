@@ -131,10 +131,17 @@ class Elastic:
             self._adopt(None)
 
     def interrupt_wait(self) -> None:
-        """Called in long waits for a server: the other workers may be about to adopt a change,
-        because somebody is lost, and wait for this one."""
+        """Called in long waits for a server: others may wait for this worker meanwhile.
+
+        In lockstep they are about to adopt a change, because somebody is lost; free-running, it may
+        be the newcomer without whom the server does not answer.
+        """
         newest = self._agent.membership
-        if not self.is_lockstep or newest is None:
+        if newest is None:
+            return
+        if not self.is_lockstep:
+            if self._fabric.rank in newest.ranks:  # who is to leave does so behind its step
+                self._adopt_alone()
             return
         workers = self._fabric.membership.workers
         if any(rank not in newest.ranks and rank in self._losses for rank in workers):
