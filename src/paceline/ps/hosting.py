@@ -45,6 +45,7 @@ from paceline.work import Work
 _TICK_S = 0.25  # how soon a worker's end is noticed
 _ELASTIC_TICK_S = 0.02  # how soon a change of the membership is
 _REPORT_S = 1.0
+_ACCUSE_S = 0.5  # how often a server is accused that cannot be reached
 _FORGET_S = 10.0  # for so long the memory of lost workers is kept
 _AGAIN_S = 0.2  # until a line that could not be formed is tried again
 
@@ -60,6 +61,8 @@ class Host:
         self._fabric, self._agent = fabric, agent
         self._membership = fabric.membership
         self._peers: dict[int, PeerLine] = {}
+        self._broken: dict[int, str] = {}  # servers whose line broke, and why
+        self._accused_s = 0.0
         self._seen_by: dict[int, set[int]] = {}  # by server: workers whose memory it sees
         self._forgettable: list[tuple[float, set[int]]] = []  # when, whom
         self._meetings = Meetings()
@@ -115,13 +118,31 @@ class Host:
 
     def _hear(self, peer: PeerLine) -> None:
         try:
-            for message, tensors in peer.arrivals(self._find_landing):
+            for message, tensors in peer.arrivals(self._is_due, self._find_landing):
                 if isinstance(message, p.Sees):
                     self._seen_by[peer.peer] = set(message.ranks)
                     continue
-                self._partition(message.partition).hear(peer.peer, message, tensors)
+                self._hear_about(self._partition(message.partition), peer.peer, message, tensors)
         except (PeerError, BadFrame) as error:
             self._drop_peer(peer, error)
+
+    def _hear_about(
+        self,
+        partition: Partition,
+        peer: int,
+        message: p.AnyMessage,
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        was_open = partition.replica.is_open
+        partition.hear(peer, message, tensors)
+        if partition.replica.is_open and not was_open:
+            # A worker that came with the change which made this server the primary has to be
+            # known before it is listened to.
+            partition.see(self._membership)
+
+    def _is_due(self, message: p.AnyMessage) -> bool:
+        """Say whether this server knows the membership that another one speaks of."""
+        return message.generation <= self._membership.generation
 
     def _find_landing(self, message: p.AnyMessage) -> Sequence[torch.Tensor]:
         if isinstance(message, p.Sees):
@@ -149,6 +170,7 @@ class Host:
             partition.server.complain(now_s)
         if self.is_elastic:
             self._tell_adopted()
+            self._accuse(now_s)
             self._forget(now_s)
         if now_s - self._reported_s >= _REPORT_S:
             self._reported_s = now_s
@@ -311,8 +333,18 @@ class Host:
         """Note that the line to another server is broken; the coordinator says what follows."""
         self.say(f"the line to rank {peer.peer} is broken: {error}")
         self._forget_peer(peer.peer)
-        assert isinstance(self._agent, Agent)
-        self._agent.accuse(peer.peer, str(error)[:300])
+        self._broken[peer.peer] = str(error)[:300]
+        self._accused_s = 0.0
+
+    def _accuse(self, now_s: float) -> None:
+        """Name those who cannot be reached, over and over: the coordinator forgets it with every
+        generation that this server adopts, and when it is restarted."""
+        self._broken = {r: why for r, why in self._broken.items() if r in self._membership.ranks}
+        if now_s - self._accused_s >= _ACCUSE_S:
+            self._accused_s = now_s
+            assert isinstance(self._agent, Agent)
+            for rank, why in self._broken.items():
+                self._agent.accuse(rank, why)
 
     def _forget_peer(self, rank: int) -> None:
         self._peers.pop(rank).close()
