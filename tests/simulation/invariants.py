@@ -85,7 +85,7 @@ class Oracle:
             return
         if member.paused_for_s >= 0.75 * self.job.policy.lease_s and member.state != "starved":
             return
-        if len(self.job.plan.hosts) > 1 and (
+        if len(self.job.hosts()) > 1 and (
             member.paused_s > self.world.now_s - EXCUSE_S
             or self.job.network.faulty_s > self.world.now_s - EXCUSE_S
             or self.job.coordinator.paused_s > self.world.now_s - EXCUSE_S

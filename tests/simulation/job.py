@@ -10,6 +10,7 @@ all members work in the newest generation, and the workers get on.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,7 +54,7 @@ class Plan:
     seed: int
     policy: Policy
     mode: str
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # of the ranks, in turn
     reconnects: bool
     heal_s: float
     faults: Sequence[Fault] = field(default=())
@@ -63,8 +64,41 @@ class Plan:
 
 
 def plan(seed: int) -> Plan:
-    """Draw a job."""
+    """Draw a job; one in ten is about fencing."""
     dice = World(seed).stream("plan")
+    return _draw_fencing(seed, dice) if seed % 10 == 9 else _draw_any(seed, dice)
+
+
+def _draw_fencing(seed: int, dice: random.Random) -> Plan:
+    """A primary and a worker are cut from the coordinator, but not from a backup.
+
+    Whatever else is drawn, both are taken for lost after a while, and do not know it.
+    """
+    policy = Policy(
+        num_workers=2,
+        num_servers=dice.choice([2, 2, 3]),
+        is_elastic=True,
+        max_workers=4,
+        max_servers=4,
+        replicas=2,
+        num_partitions=1,
+        reserve_s=8.0,
+    )
+    heal_s = dice.uniform(8.0, 12.0)
+    start_s = dice.uniform(1.0, 3.0)
+    faults = draw(dice, heal_s, num=dice.choice([0, 0, 1, 2]), has_network=True)
+    return Plan(
+        seed=seed,
+        policy=policy,
+        mode=dice.choice(["async", "async", "ssp:3"]),
+        hosts=("home", "host 1", "host 1", "host 2"),
+        reconnects=dice.random() < 0.5,
+        heal_s=heal_s,
+        faults=[Fault(start_s, "cut home", 0.1, 0.0, heal_s - start_s), *faults],
+    )
+
+
+def _draw_any(seed: int, dice: random.Random) -> Plan:
     num_servers = dice.choice([1, 2, 3, 3, 4, 4, 5])
     num_workers = dice.choice([1, 2, 2, 3, 4])
     policy = Policy(
@@ -126,7 +160,7 @@ class SimJob:
         return [member for member in self.by_rank.values() if member.is_alive]
 
     def hosts(self) -> list[str]:
-        return list(self.plan.hosts)
+        return list(dict.fromkeys(self.plan.hosts))
 
     # -- from start to end --------------------------------------------------------------------
 
@@ -149,8 +183,8 @@ class SimJob:
     def _heal(self) -> None:
         self.world.say("--", "from here on nothing goes wrong")
         self.coordinator.tear_at = None
-        for source in self.plan.hosts:
-            for target in self.plan.hosts:
+        for source in self.hosts():
+            for target in self.hosts():
                 if source != target:
                     self.network.heal(source, target)
         for process in [*self.living(), self.coordinator]:

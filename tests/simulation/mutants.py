@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from paceline.cluster.leases import Leases
-from paceline.cluster.member import Member
 from paceline.cluster.roster import Roster
 from paceline.ps.replication import Entry, FillStart, Message, Replica
 from paceline.ps.unanswered import Content, Numbered, Unanswered
@@ -43,7 +44,10 @@ class FillsWithoutAnswers(Replica):
 
 
 class ListensToAnybody(Replica):
-    """Takes entries from whoever sends them, also from a primary that was deposed."""
+    """Looks at nobody's generation: takes entries from a primary that was deposed."""
+
+    def receive(self, sender: int, message: Message) -> None:
+        super().receive(sender, msgspec.structs.replace(message, generation=self.generation))
 
     def _is_upstream(self, sender: int, message: Message) -> bool:
         super()._is_upstream(sender, message)
@@ -105,13 +109,6 @@ class EvictsTheSilent(Roster):
         self._leases.__class__ = _Impatient
 
 
-class DoesNotWait(Roster):
-    """Makes calm changes before everybody works in the present generation."""
-
-    def _not_adopted(self) -> list[Member]:
-        return []
-
-
 # -- clients ------------------------------------------------------------------------------------
 
 
@@ -141,7 +138,6 @@ MUTANTS = {
     "forgets on loss": Cores(replica=ForgetsOnLoss),
     "promotes the filling": Cores(roster=PromotesTheFilling),
     "evicts the silent": Cores(roster=EvictsTheSilent),
-    "does not wait": Cores(roster=DoesNotWait),
     "asks under new numbers": Cores(books=AsksUnderNewNumbers),
     "gives up": Cores(books=GivesUp),
     "announces before it writes": Cores(announces_first=True),

@@ -82,7 +82,7 @@ def tell(seed: int, cores: Cores = PRODUCTION, *, last: int | None = 120) -> str
             f"seed {seed}: {outcome.violation}",
             f"{policy.num_workers} workers, {policy.num_servers} servers, {policy.replicas} copies"
             f" of {policy.partitions} partitions, {smallest.mode}, on_loss={policy.on_loss},"
-            f" {len(smallest.hosts)} hosts; replay: python -m simulation --seed {seed}",
+            f" {len(set(smallest.hosts))} hosts; replay: python -m simulation --seed {seed}",
             "faults that it takes:",
             *(faults or ["  none"]),
             *lines,
