@@ -161,7 +161,7 @@ class Elastic:
 
     def _await_change(self, error: PeerError | None) -> Membership:
         """Wait for a membership with other workers than ours."""
-        started_s, accused = time.monotonic(), False
+        started_s = accused_s = time.monotonic()
         notice = WaitNotice(f"rank {self._fabric.rank} waits for the job's next membership")
         agent, fabric = self._agent, self._fabric
         assert isinstance(agent, Agent)
@@ -173,11 +173,11 @@ class Elastic:
                 if fabric.rank not in newest.ranks:
                     self._retire()
                 return newest
-            waited_s = time.monotonic() - started_s
-            self._require_contact(waited_s, error)
+            now_s = time.monotonic()
+            self._require_contact(now_s - started_s, error)
             culprit = getattr(error, "rank", None)
-            if culprit is not None and culprit >= 0 and not accused and waited_s > _ACCUSE_S:
-                accused = True
+            if culprit is not None and culprit >= 0 and now_s - accused_s > _ACCUSE_S:
+                accused_s = now_s  # over and over: a coordinator that is restarted forgets it
                 agent.accuse(culprit, str(error)[:300])
             agent.wait_for_generation(newest.generation if newest is not None else 0, _SLICE_S)
             notice.check()
