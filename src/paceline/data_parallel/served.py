@@ -153,7 +153,9 @@ class ServedUpdate:
     @property
     def _speaks(self) -> bool:
         """Whether this worker tells what it has changed; in lockstep one does, for all."""
-        return not self._rule.aggregate or self._number in self._exchange.speakers
+        if not self._rule.aggregate or self._rule.all_speak:
+            return True
+        return self._number in self._exchange.speakers
 
     def _settings(self) -> list[dict[str, Any]] | None:
         """Return the settings of the param groups; None when they are as before."""

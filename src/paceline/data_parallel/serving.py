@@ -63,7 +63,7 @@ class Serving:
         self._optimizer = optimizer
         self._wire = options.wire
         self._name = next(_names)
-        self.rule = _rule(pace, options)
+        self.rule = _rule(pace, options, all_speak=job.elastic.is_on)
         can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
         self.shares_memory = (
             can_see_edits
@@ -246,7 +246,7 @@ class Serving:
         return Held(slot.name, group, slot.place.start, slot.place.count, shape)
 
 
-def _rule(pace: PaceSpec, options: Options) -> Rule:
+def _rule(pace: PaceSpec, options: Options, *, all_speak: bool) -> Rule:
     return rule_of(
         pace,
         unit=options.unit,
@@ -259,6 +259,7 @@ def _rule(pace: PaceSpec, options: Options) -> Rule:
         nonfinite=options.nonfinite,
         server_dtype=options.server_dtype,
         seed=int(options.seed),
+        all_speak=all_speak,
     )
 
 

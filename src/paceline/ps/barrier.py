@@ -7,7 +7,8 @@ average is known already.
 
 The first worker is the SPEAKER: all clip the same averages in the same way, and it tells the server
 how. If it leaves between an average and its commit, nobody knows what the others have made of the
-averages: that step is left out.
+averages: that step is left out. In an elastic job all speak (and say the same), so that nothing
+depends on one.
 
 A script may leave steps out (a GradScaler does, when it finds an infinite gradient): its workers
 then push the same step again, which begins the shard anew.
@@ -94,6 +95,9 @@ class Barrier:
         """A commit makes nothing count that was not read before."""
         return {}
 
+    def renew(self, _worker: int, _number: int, _grad: torch.Tensor) -> None:
+        """Averages are made of what was pushed."""
+
     def leave(self, worker: int) -> None:
         """Go on without a worker, whose clock is gone already."""
         if self._is_speaker_needed(worker):
@@ -140,6 +144,8 @@ class Barrier:
         self._inherited.discard(worker)
 
     def _is_speaker_needed(self, worker: int) -> bool:
+        if self._spec.rule.all_speak:
+            return False
         was_first = all(worker < other for other in self._clocks.workers)
         has_averages = any(
             mean is not None and pushes
