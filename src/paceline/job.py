@@ -164,7 +164,8 @@ def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: Engi
 
 
 def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
-    listener = _listen(env, rendezvous) if env.num_processes > 1 else None
+    has_peers = env.num_processes > 1 or env.is_elastic  # in an elastic job they may come
+    listener = _listen(env, rendezvous) if has_peers else None
     try:
         me = Member(
             rank=env.rank,
