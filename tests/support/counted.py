@@ -43,11 +43,10 @@ class Table(nn.Module):
 class Learner:
     """Trains the table, and tells after each step which samples have counted."""
 
-    def __init__(self, samples: int, pause_s: float = 0.01) -> None:
+    def __init__(self, samples: int, pause_s: float = 0.01, pace: str = "allreduce") -> None:
         table = Table(samples)
-        self.model, self.optimizer = pl.distribute(
-            table, torch.optim.SGD(table.parameters(), lr=1.0)
-        )
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        self.model, self.optimizer = pl.distribute(table, optimizer, pace=pace)
         self.pause_s = pause_s
 
     def step(self, epoch: int, *batches: torch.Tensor) -> None:
@@ -89,10 +88,14 @@ class Log:
         for number, outcome in enumerate(outcomes):
             expected = -signal.SIGKILL if number in killed else 0
             assert outcome.status == expected, "\n".join(map(str, outcomes))
+        self.hear_rest()
+        return outcomes
+
+    def hear_rest(self) -> None:
+        """Take in what has been told and not heard yet."""
         for number, process in enumerate(self.job.processes):
             for told in process.told:
                 self._note(number, told)
-        return outcomes
 
     def _note(self, rank: int, told: Any) -> None:
         done, epoch, counted, size = told

@@ -7,6 +7,10 @@ later, such as lists), and the loops of pl.steps and pl.epochs that are under wa
 
 A newcomer's script begins at the top. Where it comes to a loop or a pass that the others have open,
 it goes on from there, and from then on counts as they do.
+
+A step COUNTS once it is behind all workers: its gradients were exchanged between them, at a point
+of training (elastic/session.py), before it was committed; or (with servers, which exchange nothing
+between workers) they have met since.
 """
 
 from __future__ import annotations
@@ -74,6 +78,8 @@ class Ledger:
         self._living: list[str] = []  # lines of loaders that the others still had then
         self._others = [0, 0]  # loaders and loops of those who have told
         self._told_living: list[str] = []
+        self._taken_at = -1  # points that had been passed when this worker last began to compute
+        self._committed_at: int | None = None  # the same at a commit that does not count yet
         self._workers = _workers(job)
         self.script_seed = torch.initial_seed()  # before anybody has seeded anew
         job.contribution.watch_commits(self.on_commit)
@@ -122,12 +128,34 @@ class Ledger:
         if is_newcomers:
             self._catch_up()
 
+    def note_take(self) -> None:
+        """This worker begins to compute something for the next step."""
+        self._settle()
+        self._taken_at = self._passed
+
     def on_commit(self) -> None:
-        """A step has counted."""
+        """This worker has done a step."""
+        if self._passed > self._taken_at:
+            self._count_step()
+        else:
+            self._committed_at = self._passed
+
+    def _settle(self) -> None:
+        """Let the last step count, if it is behind all by now."""
+        if self._committed_at is not None and self._passed > self._committed_at:
+            self._count_step()
+
+    def _count_step(self) -> None:
+        self._committed_at = None
         for line in self._lines.values():
             line.commit()
         for loop in self._loops.values():
             loop.commit()
+
+    @property
+    def _passed(self) -> int:
+        job = self._job()
+        return 0 if job is None else job.elastic.passed
 
     # -- loops --------------------------------------------------------------------------------
 
@@ -146,6 +174,7 @@ class Ledger:
 
     def begin_item(self, loop: Loop, index: int) -> None:
         """Note that an item of a loop begins."""
+        self.note_take()
         place = {key: line.place for key, line in self._lines.items()}
         loop.begin(index, {"lines": place, "loops": self._num_loops})
 
@@ -178,6 +207,7 @@ class Ledger:
 
     def pack(self) -> Parcel:
         """Return everything that a newcomer, or one who is behind, must know."""
+        self._settle()
         plain = {
             "lines": {key: line.pack() for key, line in self._lines.items()},
             "loops": [loop.pack() for loop in self._loops.values()],
@@ -209,6 +239,7 @@ class Ledger:
         self._turn(job, uncounted=change.uncounted)
 
     def _turn(self, job: Job, *, uncounted: bool) -> None:
+        self._settle()
         before, now = self._workers, _workers(job)
         replaced = {}
         if not uncounted:

@@ -134,6 +134,7 @@ class Recut:
                 passage.cursor = parts.end
                 course.take(parts.end - 1)
                 return
+            elastic.ledger.note_take()
             number, weight = parts.asked.popleft()
             passage.cursor = number + 1
             course.take(number)

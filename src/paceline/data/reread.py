@@ -215,6 +215,7 @@ class InStep:
 
     def give(self, batch: Tagged | None, counts: list[int]) -> Iterator[Any]:
         """Yield this worker's batch of a step, with its weight announced; or its last one."""
+        self._elastic.ledger.note_take()
         number = self._passage.cursor
         self._passage.cursor = number + 1
         if batch is not None:
