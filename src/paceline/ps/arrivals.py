@@ -76,6 +76,12 @@ class Arrivals:
         """Return what a worker has pushed and not committed, by shard."""
         return {number: push.grad for number, push in self._pushes.get(worker, {}).items()}
 
+    def renew(self, worker: int, number: int, grad: torch.Tensor) -> None:
+        """Use this gradient instead of the one that a worker pushed."""
+        pushes = self._pushes.get(worker, {})
+        if number in pushes:
+            pushes[number] = Push(grad, pushes[number].absent)
+
     def leave(self, worker: int) -> None:
         """Go on without a worker, whose clock is gone already."""
         self.discard(worker)

@@ -62,8 +62,6 @@ class Hosted:
     followers: list[Parked] = field(default_factory=list)
     brought: dict[int, Collection[int]] = field(default_factory=dict)  # by worker: since its commit
     refusals: dict[int, Exception] = field(default_factory=dict)  # by worker: of its pushes
-    # By worker and shard: where what it pushed will be by its commit, on a copy elsewhere.
-    late: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _staging: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
     _views: dict[tuple[str, int, int], tuple[m.Where, torch.dtype, torch.Tensor]] = field(
         default_factory=dict

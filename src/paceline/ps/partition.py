@@ -169,7 +169,7 @@ class Partition:
 
     def find_peer_landing(self, message: p.AnyMessage) -> Sequence[torch.Tensor]:
         """Say where the tensors belong that follow a message of another server."""
-        return peer_wire.landing(message, self.server)
+        return peer_wire.landing(message, self.server, self.replica.index)
 
     # -- who is there -------------------------------------------------------------------------
 

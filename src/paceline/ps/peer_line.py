@@ -48,7 +48,8 @@ class PeerLine:
         self._sent = self._taken = 0  # messages, so that their tensors have tags of their own
         self._unread: deque[Work[Any]] = deque()
         self._reading: tuple[np.ndarray, np.ndarray] | None = None  # a frame, and its rest to come
-        self._message: p.AnyMessage | None = None  # whose tensors are on their way
+        self._message: p.AnyMessage | None = None  # the next one
+        self._is_landing = False  # its tensors are on their way
         self._tensors: Sequence[torch.Tensor] = ()
         self._receiving: list[Work[Any]] = []
         self._frame: np.ndarray
@@ -64,18 +65,24 @@ class PeerLine:
                 yield work
 
     def arrivals(
-        self, find_landing: FindLanding
+        self, is_due: Callable[[p.AnyMessage], bool], find_landing: FindLanding
     ) -> Iterator[tuple[p.AnyMessage, Sequence[torch.Tensor]]]:
-        """Hand out what has arrived completely. PeerError: the line is broken."""
+        """Hand out what has arrived completely, when it is due. PeerError: the line is broken."""
         while True:
-            if self._message is None and not self._take(find_landing):
+            if self._message is None and not self._take():
                 return
+            assert self._message is not None
+            if not self._is_landing:
+                if not is_due(self._message):
+                    return
+                self._receive_tensors(find_landing(self._message))
             if not all(work.done() for work in self._receiving):
                 return
             for work in self._receiving:
                 work.wait()
             message, self._message, self._receiving = self._message, None, []
-            assert message is not None
+            self._is_landing = False
+            self._post()
             yield message, self._tensors
 
     def send(self, message: p.AnyMessage, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -98,7 +105,7 @@ class PeerLine:
     def close(self) -> None:
         self._group.close()
 
-    def _take(self, find_landing: FindLanding) -> bool:
+    def _take(self) -> bool:
         if not self._receive.done():
             return False
         self._receive.wait()
@@ -106,17 +113,18 @@ class PeerLine:
         if rest is None and (size := m.rest_bytes(frame)):
             self._reading = (frame, np.empty(size, dtype=np.uint8))
             self._receive = self._get(self._reading[1], m.REQUEST_REST)
-            return self._take(find_landing)
+            return self._take()
         self._message = p.read(frame, rest)
         self._reading = None
-        self._tensors = find_landing(self._message)
+        return True
+
+    def _receive_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._is_landing, self._tensors = True, tensors
         self._receiving = [
             self._get(tensor, m.payload_tag(self._taken, number), background=True)
-            for number, tensor in enumerate(self._tensors)
+            for number, tensor in enumerate(tensors)
         ]
         self._taken += 1
-        self._post()
-        return True
 
     def _post(self) -> None:
         self._frame = np.empty(m.FRAME_BYTES, dtype=np.uint8)

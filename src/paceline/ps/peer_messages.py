@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from paceline.ps import messages as m
-from paceline.ps.snapshot_form import Part
+from paceline.ps.snapshot_form import Part, Shapes
 
 
 class Asked(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -78,6 +78,7 @@ class Forward(PeerMessage, frozen=True):
     seq: int
     op: Op
     again: bool = False
+    shapes: Shapes = ()  # of the tensors that follow
 
 
 class FillStart(PeerMessage, frozen=True):

@@ -16,6 +16,7 @@ from paceline.ps import messages as m
 from paceline.ps import peer_messages as p
 from paceline.ps import replication as r
 from paceline.ps.server import Asked, Server
+from paceline.ps.snapshot_form import Shapes
 
 Tensors = Sequence[torch.Tensor]
 
@@ -28,10 +29,17 @@ def encode(
     if isinstance(message, r.Forward):
         entry = message.entry
         op, tensors = _op(entry, server, sees_worker=sees_worker)
-        return (
-            p.Forward(partition, generation, entry.index, entry.rank, entry.seq, op, entry.again),
-            tensors,
+        forward = p.Forward(
+            partition,
+            generation,
+            entry.index,
+            entry.rank,
+            entry.seq,
+            op,
+            entry.again,
+            shapes_of(tensors),
         )
+        return forward, tensors
     if isinstance(message, r.FillPart):
         part, tensors = message.content
         return p.FillPart(partition, generation, part), tensors
@@ -71,24 +79,31 @@ def _op(entry: r.Entry, server: Server, *, sees_worker: bool) -> tuple[p.Op, Ten
     return p.Asked(request), ()
 
 
-def landing(message: p.AnyMessage, server: Server) -> Tensors:
-    """Return where the tensors that follow a message belong."""
+def landing(message: p.AnyMessage, server: Server, index: int) -> Tensors:
+    """Return where the tensors that follow a message are received; `index`: applied so far."""
     if isinstance(message, p.FillPart):
-        return [
-            torch.empty(count, dtype=getattr(torch, dtype)) for dtype, count in message.part.shapes
-        ]
-    if not isinstance(message, p.Forward) or not isinstance(message.op, p.Asked):
+        return _room(message.part.shapes)
+    if not isinstance(message, p.Forward) or not message.shapes:
         return ()
     op, caller = message.op, server.callers.get(message.rank)
-    if caller is None:
-        return ()
-    if op.how == "sent":
-        return server.find_landing(caller, op.request, is_sent=True).tensors
-    if op.late:
-        assert isinstance(op.request, m.Commit)
-        hosted = server.find(op.request.table)
-        return [hosted.late[caller.worker, shard] for shard in op.late]
-    return ()
+    is_next = message.index == index + 1  # what comes again must not disturb anything
+    if isinstance(op, p.Asked) and op.how == "sent" and is_next and caller is not None:
+        try:
+            found = server.find_landing(caller, op.request, is_sent=True).tensors
+        except errors.PacelineError:  # it will be refused when it is its turn
+            found = ()
+        if shapes_of(found) == message.shapes:
+            return found
+    return _room(message.shapes)
+
+
+def _room(shapes: Shapes) -> Tensors:
+    return [torch.empty(count, dtype=getattr(torch, dtype)) for dtype, count in shapes]
+
+
+def shapes_of(tensors: Tensors) -> Shapes:
+    """Describe tensors that follow a message."""
+    return tuple((str(one.dtype).removeprefix("torch."), one.numel()) for one in tensors)
 
 
 def decode(message: p.AnyMessage, tensors: Tensors) -> r.Message:

@@ -148,15 +148,13 @@ class Server:
 
     def find_tensors(self, caller: Caller, asked: Asked) -> None:
         """On a backup, when it is a request's turn: get hold of what was not sent with it."""
-        how, asked.how = asked.how, ""
-        if not how:
-            return
-        request = asked.request
-        asked.tensors = self.find_landing(caller, request, is_sent=how == "late").tensors
-        if how == "late":
-            assert isinstance(request, m.Push)
-            hosted = self.find(request.table)
-            hosted.late[caller.worker, request.shard] = asked.tensors[0]
+        how, asked.how, request = asked.how, "", asked.request
+        if how:
+            asked.tensors = self.find_landing(caller, request, is_sent=how == "late").tensors
+        if asked.late and isinstance(request, m.Commit) and not self.brings:
+            table = self.find(request.table).table
+            for shard, grad in asked.late:
+                table.renew(caller.worker, shard, grad)
 
     def handle_again(self, caller: Caller, asked: Asked, reply: m.Reply) -> None:
         """Answer what was handled before."""

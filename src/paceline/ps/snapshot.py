@@ -17,6 +17,7 @@ from paceline.ps import messages as m
 from paceline.ps.hosted import Hosted, Parked, dtype_of
 from paceline.ps.ledger import Push
 from paceline.ps.optimizer import StateEntry
+from paceline.ps.peer_wire import shapes_of
 from paceline.ps.placement import ELEMENTWISE
 from paceline.ps.replication import Replica
 from paceline.ps.server import Server
@@ -48,7 +49,7 @@ class Filler:
         hosted = tuple(self._form(one, tensors) for one in self._server.hosted)
         callers = {caller.rank: caller.worker for caller in self._server.callers.values()}
         gone = tuple(sorted(self._server.gone))
-        self._send(Outline(callers, gone, hosted, _shapes(tensors)), tensors)
+        self._send(Outline(callers, gone, hosted, shapes_of(tensors)), tensors)
 
     def is_due(self, now_s: float, backlog: int) -> bool:
         """Say whether it is time for the next part."""
@@ -65,7 +66,7 @@ class Filler:
         table, shard, start, stop = found
         numbers = self._server.hosted[table].table.numbers(shard, start, stop)
         copied = [flat.clone() for flat in numbers]  # others go on with their updates
-        self._send(Range(table, shard, start, stop, _shapes(copied)), copied)
+        self._send(Range(table, shard, start, stop, shapes_of(copied)), copied)
 
     def _send(self, part: Part, tensors: Tensors) -> None:
         self.is_over = not self._replica.send_part(self.peer, (part, tensors))
@@ -223,7 +224,3 @@ def _ranges(server: Server) -> Iterator[tuple[int, int, int, int]]:
 
 def _is_elementwise(spec: TableSpec) -> bool:
     return spec.rule.push != "grad" or spec.optimizer.name in ELEMENTWISE
-
-
-def _shapes(tensors: Tensors) -> tuple[tuple[str, int], ...]:
-    return tuple((str(one.dtype).removeprefix("torch."), one.numel()) for one in tensors)

@@ -22,6 +22,7 @@ from paceline.ps.spec import Count, TableSpec
 from paceline.telemetry.staleness import TableReport
 
 Absent: TypeAlias = tuple[int, ...]
+Shapes: TypeAlias = tuple[tuple[str, Count], ...]  # dtype, elements
 
 
 class PushForm(msgspec.Struct, frozen=True, array_like=True):
@@ -111,7 +112,7 @@ class Outline(msgspec.Struct, frozen=True, tag=True):
     callers: dict[int, int]  # rank: number
     gone: tuple[int, ...]
     hosted: tuple[HostedForm, ...]
-    shapes: tuple[tuple[str, Count], ...]  # of the tensors that follow: dtype, elements
+    shapes: Shapes  # of the tensors that follow
 
 
 class Range(msgspec.Struct, frozen=True, tag=True):
@@ -121,7 +122,7 @@ class Range(msgspec.Struct, frozen=True, tag=True):
     shard: int
     start: Count
     stop: Count
-    shapes: tuple[tuple[str, Count], ...]  # of the tensors that follow: dtype, elements
+    shapes: Shapes  # of the tensors that follow
 
 
 Part: TypeAlias = Outline | Range

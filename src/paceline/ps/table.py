@@ -124,6 +124,10 @@ class Table:
         """Return what a free-running worker has pushed and not committed, by shard."""
         return self._way.pending(worker)
 
+    def renew(self, worker: int, shard: int, grad: torch.Tensor) -> None:
+        """Use this gradient instead of what a free-running worker pushed: it is its newest form."""
+        self._way.renew(worker, shard, grad)
+
     def has_committed(self, worker: int) -> bool:
         """Say whether a worker has committed and not read since."""
         return worker in self._unread
