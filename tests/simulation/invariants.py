@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.cluster import messages as m
 from paceline.cluster.decisions import State
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from simulation.job import SimJob
     from simulation.server import Copy, SimServer
 
+_HOLDERS = (Role.PRIMARY, Role.BACKUP)
 EXCUSE_S = 12.0  # so long after a fault of the network somebody may still be lost because of it
 
 
@@ -116,24 +117,22 @@ class Oracle:
     def look_at(self, server: SimServer, copy: Copy) -> None:
         """Compare a copy with the others of its generation."""
         mine = copy.replica
-        if mine.role not in (Role.PRIMARY, Role.BACKUP) or copy.table.absent:
+        if mine.role not in _HOLDERS or copy.table.absent or server.membership is None:
             return
-        for other in self.job.living():
-            theirs = getattr(other, "copies", {}).get(copy.partition)
+        for rank in server.membership.partitions[copy.partition]:
+            other: Any = self.job.by_rank[rank]
+            theirs = other.copies.get(copy.partition) if other.is_alive else None
             if theirs is None or theirs is copy or theirs.table.absent:
                 continue
             replica = theirs.replica
-            if replica.generation != mine.generation or replica.index != mine.index:
+            if (replica.generation, replica.index) != (mine.generation, mine.index):
                 continue
-            if replica.role in (Role.PRIMARY, Role.BACKUP):
-                self.require(
-                    (theirs.table.digest, theirs.table.counts)
-                    == (copy.table.digest, copy.table.counts),
-                    "{} and {} differ in partition {} at index {}",
-                    server.name,
-                    other.name,
-                    copy.partition,
-                    mine.index,
+            if replica.role in _HOLDERS and (
+                theirs.table.digest != copy.table.digest or theirs.table.counts != copy.table.counts
+            ):
+                raise Violation(
+                    f"{server.name} and {other.name} differ in partition {copy.partition} at index"
+                    f" {mine.index}"
                 )
 
     # -- the clients --------------------------------------------------------------------------

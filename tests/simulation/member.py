@@ -31,7 +31,8 @@ class SimMember(Process):
         self.is_newcomer = is_newcomer
         self.dice = job.world.stream(name)
         self.membership: Membership | None = None  # the newest
-        self.adopted = 0  # generation
+        self.generation = 0  # of the newest
+        self.adopted = 0  # the generation that it works in
         self._control: End | None = None
         self._is_leaving = False
 
@@ -116,7 +117,7 @@ class SimMember(Process):
             return
         if membership.generation == 1:
             self.adopted = 1  # there is nothing older to be done with
-        self.membership = membership
+        self.membership, self.generation = membership, membership.generation
         self.on_membership(membership)
 
     def adopt(self) -> None:

@@ -29,6 +29,7 @@ class Copy:
         self.replica = server.job.make_replica(server.rank, self)
         self.lines: dict[int, End] = {}  # by the worker's rank
         self.waiting: list[tuple[int, int, Any]] = []  # requests for when it is open
+        self.reviewed = 0  # the generation whose workers the table knows
         self._fill = 0  # how many copies were filled from this one
 
     # -- what the replica asks for ------------------------------------------------------------
@@ -160,18 +161,23 @@ class SimServer(SimMember):
 
     def settle(self, copy: Copy) -> None:
         """After anything has happened to a copy: who is gone, who waits, what is acknowledged."""
-        assert self.membership is not None
-        if copy.replica.is_open:
-            here = {self.membership.member(rank).number for rank in self.membership.workers}
-            joining = {rank: number for rank, (number, _) in copy.table.joining.items()}
-            for rank, number in (copy.table.numbers | joining).items():
-                if rank not in self.membership.ranks:
-                    copy.replica.submit(rank, 0, ("gone", number in here))
+        if copy.replica.is_open and copy.reviewed != self.generation:
+            self._review_workers(copy)
         copy.take_requests()
         copy.replica.flush()
         self.oracle.look_at(self, copy)
         if all(one.replica.is_settled for one in self.copies.values()):
             self.adopt()
+
+    def _review_workers(self, copy: Copy) -> None:
+        """Let the table know who is gone; only a primary notices."""
+        assert self.membership is not None
+        copy.reviewed = self.generation
+        here = {self.membership.member(rank).number for rank in self.membership.workers}
+        joining = {rank: number for rank, (number, _) in copy.table.joining.items()}
+        for rank, number in (copy.table.numbers | joining).items():
+            if rank not in self.membership.ranks:
+                copy.replica.submit(rank, 0, ("gone", number in here))
 
     # -- lines between servers ----------------------------------------------------------------
 
