@@ -31,7 +31,7 @@ class Chronicle:
         self.membership: Membership | None = None
         self.step = 0  # the highest that was reported
         self._lost: list[Member] = []
-        self._gone: set[int] = set()  # ranks whose loss was told
+        self.gone: set[int] = set()  # ranks whose loss was told
         self._lost_s: dict[tuple[str, int], float] = {}  # by place: when, until it is taken again
         self._gap: tuple[float, int] | None = None  # from a loss, at that step, to the next step
         self._still_s = 0.0
@@ -48,10 +48,10 @@ class Chronicle:
 
     def lost(self, rank: int, why: str, now_s: float) -> str | None:
         """Tell of a member's loss and what becomes of the job; None when that was told before."""
-        if rank in self._gone:
+        if rank in self.gone:
             return None
         member = self.members[rank]
-        self._gone.add(rank)
+        self.gone.add(rank)
         self._lost.append(member)
         self._lost_s[member.role, member.number] = now_s
         self._gap = self._gap or (now_s, self.step)
@@ -65,7 +65,7 @@ class Chronicle:
         if self._plan.on_loss == "replace":
             return "the others hold their step until another has taken its place"
         workers = self.membership.workers if self.membership is not None else ()
-        left = len(set(workers) - self._gone)
+        left = len(set(workers) - self.gone)
         if left < self._plan.min_workers:
             return ""
         return f"{left} worker{' goes' if left == 1 else 's go'} on"

@@ -82,7 +82,14 @@ class ElasticJob(SupervisedJob):
         """Say whether the job is over: failed, interrupted, or all workers have finished."""
         if self._interrupts or self._over or self._crew.failures():
             return True
-        return not self._crew.workers and not self._tasks
+        return not self._crew.workers and not self._tasks and not self._guests()
+
+    def _guests(self) -> set[int]:
+        """The workers that joined by hand, and are still there: the job is theirs too."""
+        membership = self._chronicle.membership
+        workers = membership.workers if membership is not None else ()
+        ours = {rank for rank in workers if rank in self._started}
+        return set(workers) - ours - self._left - self._chronicle.gone
 
     async def _attach(self) -> None:
         """Hear what the coordinator says; one that was restarted may know of members already."""

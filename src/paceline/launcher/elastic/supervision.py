@@ -53,6 +53,7 @@ class SupervisedJob(LocalJob):
         self._nursery = Nursery(spec, self, self._tell)
         self._control: Control | None = None
         self._lookout = Lookout()
+        self._started: set[int] = set()  # ranks of all processes of ours
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._is_ending = False
@@ -109,6 +110,7 @@ class SupervisedJob(LocalJob):
 
     def _know(self, process: RankProcess) -> None:
         record(self._directory.path, process.seat, process.pid)
+        self._started.add(process.seat.rank)
         self._seats[process.seat.rank] = process.seat
         self._lookout.know(process)
 
