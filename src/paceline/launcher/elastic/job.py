@@ -37,6 +37,7 @@ from paceline.telemetry.events import Event, Happening, Progress
 
 _SETTLED_S = 5.0  # after they have met, workers of a script without reports are busy as usual
 _LEAVE_S = 30.0  # for one that is out of the job to end by itself, on a busy machine
+_STUCK_S = 8.0  # silent for so long: not for lack of processor time alone
 _VERDICT_S = 3.0  # for the coordinator to say what follows from the last worker's loss
 
 
@@ -50,6 +51,7 @@ class ElasticJob(SupervisedJob):
         self._chronicle = Chronicle(self._plan, spec.servers)
         self._evicted: dict[int, str] = {}  # ranks of ours that we kill, and why
         self._dismissed: dict[int, float] = {}  # no longer in the job: when to insist
+        self._silent_s: dict[int, float] = {}  # since when some are silent, though they run
         self._left: set[int] = set()  # ranks that have said goodbye
         self._losses: list[RankResult] = []
         self._warm_up_s = float("inf")  # when to start the template
@@ -103,6 +105,7 @@ class ElasticJob(SupervisedJob):
     def _on_look(self, now_s: float) -> None:
         if self._chronicle.step or now_s > self._warm_up_s:
             self._warm_up()
+        self._name_stuck(now_s)
         self._insist(now_s)
 
     def _insist(self, now_s: float) -> None:
@@ -118,7 +121,8 @@ class ElasticJob(SupervisedJob):
             self._chronicle.progressed(event.step, time.monotonic())
 
     def _on_note(self, seat: Seat, text: str) -> None:
-        self._tell(f"{seat.role} {seat.number}: {text}")
+        name = f"{seat.role} {seat.number}: "
+        self._tell(name + text.removeprefix(name))
 
     # -- ends --------------------------------------------------------------------------------
 
@@ -192,6 +196,7 @@ class ElasticJob(SupervisedJob):
         return self._crew.retire(process, self._guard)
 
     def _tell_loss(self, rank: int, why: str) -> None:
+        self._silent_s.pop(rank, None)
         line = self._chronicle.lost(rank, why, time.monotonic())
         if line is not None:
             self._show(line)
@@ -248,8 +253,27 @@ class ElasticJob(SupervisedJob):
             self._evict(news.rank, news.detail.removeprefix(f"{where}: "))
         elif news.state == "left":
             self._left.add(news.rank)
-        elif news.state in ("silent", "back"):
+        else:
+            self._on_silence(news)
+
+    def _on_silence(self, news: m.Presence) -> None:
+        """Tell of a stopped process at once, of one that runs only when it stays silent."""
+        process = self._crew.find(news.rank)
+        if news.state == "back":
+            if self._silent_s.pop(news.rank, None) is None:
+                self._show(self._chronicle.presence(news))
+        elif process is None or process.is_frozen():
             self._show(self._chronicle.presence(news))
+        else:
+            self._silent_s[news.rank] = time.monotonic()
+
+    def _name_stuck(self, now_s: float) -> None:
+        """Name those that run but have said nothing for long: a busy machine explains no more."""
+        for rank, since_s in list(self._silent_s.items()):
+            if now_s - since_s > _STUCK_S:
+                del self._silent_s[rank]
+                words = f"has sent no heartbeat for {now_s - since_s:.0f} s, though its process"
+                self._tell(f"{self._chronicle.name(rank)} {words} runs: it may be stuck")
 
     def _evict(self, rank: int, why: str) -> None:
         """End a process that the job has given up; its line comes with its diagnosis."""

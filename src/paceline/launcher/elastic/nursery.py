@@ -95,7 +95,7 @@ class Nursery:
         self, seat: Seat, environ: dict[str, str], outlet: Outlet
     ) -> RankProcess | None:
         """Fork from the template; None: it has to start plainly."""
-        if self._template is None or not self._template.is_warm:
+        if self._template is None or not await self._template.hurry():
             return None
         dies = not self._spec.is_detached
         process = await self._template.fork(seat, self._spec, environ, outlet, dies=dies)

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 import msgspec
 
@@ -27,6 +28,7 @@ from paceline.launcher.seat import Seat
 from paceline.launcher.spec import RunSpec
 
 _PR_SET_CHILD_SUBREAPER = 36
+_WARM_S = 30.0  # a fresh start would take as long on a machine that is so busy
 _ANSWER_S = 5.0  # two forks take hundredths; this is for a machine in distress
 
 
@@ -67,6 +69,14 @@ class Template:
 
     async def _warm_up(self) -> None:
         self.is_warm = (await self._hear()) is not None
+
+    async def hurry(self) -> bool:
+        """Wait until it is warm, which is sooner than a fresh start; false when that is in vain."""
+        if not self._warming.done():
+            with suppress(OSError):  # not every user may give a process more priority
+                os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0))
+            await asyncio.wait({self._warming}, timeout=_WARM_S)
+        return self.is_warm
 
     async def fork(
         self, seat: Seat, spec: RunSpec, environ: dict[str, str], outlet: Outlet, *, dies: bool
