@@ -52,11 +52,11 @@ class ElasticStep:
         if not reducer.has_caught_up:  # else the state that was received has this step in it
             result = self._run_resized(update, step)
         job.contribution.commit()
+        late: list[bool] = []  # this worker has gone along with what the others agreed on
         if self._asks:
-            late: list[bool] = []  # this worker has gone along with what the others agreed on
             stops, changes = job.elastic.point(self._meet, lambda: late.append(True))
             reducer.is_stop_agreed, reducer.is_change_agreed = stops > 0, changes > 0 and not late
-        if not reducer.has_caught_up:
+        if not (reducer.has_caught_up or late):  # else those who were further have counted it
             count()
         reducer.has_caught_up = False
         is_agreed, reducer.is_change_agreed = reducer.is_change_agreed, False
