@@ -49,6 +49,13 @@ class Learner:
         self.model, self.optimizer = pl.distribute(table, optimizer, pace=pace)
         self.pause_s = pause_s
 
+    def train_alone(self, batch: torch.Tensor) -> None:
+        """Take a step and tell nothing."""
+        self.model(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        time.sleep(self.pause_s)
+
     def step(self, epoch: int, *batches: torch.Tensor) -> None:
         """Take a step; leaves by itself when the test asks for the end."""
         before = self.model.w.detach().clone()

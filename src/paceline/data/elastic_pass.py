@@ -64,7 +64,9 @@ class ElasticPass:
         passage = Passage(line.my_passes, self.epoch, self.pad, course, order)
         if self.is_free:
             line.told.clear()  # the others' places are not ours
-        self.ledger.begin(line, passage)
+            line.begin(passage)
+        else:
+            self.ledger.begin(line, passage)
         return passage
 
     def close(self, passage: Passage) -> None:

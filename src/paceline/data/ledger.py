@@ -83,8 +83,9 @@ class Ledger:
         self._workers = _workers(job)
         self.script_seed = torch.initial_seed()  # before anybody has seeded anew
         job.contribution.watch_commits(self.on_commit)
+        self._has_heard = False
         job.elastic.register("data", self)
-        if job.env.is_newcomer and not self._is_new:  # the change that admitted it is over
+        if self._has_heard:  # of a change that was over before this worker's script came here
             self._turn(job, uncounted=job.env.on_loss == "shrink")
 
     # -- lines --------------------------------------------------------------------------------
@@ -220,6 +221,7 @@ class Ledger:
     def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
         """Take over what a peer packed."""
         is_replay, self._is_new = self._is_new, False
+        self._has_heard = True
         self._workers = dict(plain["workers"])
         for key, told in plain["lines"].items():
             if key in self._lines:
