@@ -22,6 +22,7 @@ _WINDOW_S = 8.0
 # Of the script's own values; more do not fit beside each other. The shares come in addition.
 MAX_COLUMNS = 5
 SHARES = (COMPUTE_SHARE, COMM_SHARE)
+_WAITING = 40.0  # percent of the time that others must lose before a straggler is named
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,24 @@ class Board:
                 words.append(_words(name, values))
         if len(told) < len(workers):
             words.append(f"{len(told)} of {len(workers)} ranks reporting")
+        straggler = self.straggler()
+        if straggler is not None:
+            words.append(f"the others wait for rank {straggler}")
         return ", ".join(words)
+
+    def straggler(self) -> str | None:
+        """Name the worker that all others wait for; None when no one stands out.
+
+        In lockstep whoever comes last to an exchange hardly waits in it, and everybody else does.
+        """
+        shares = sorted(
+            (rank.values[COMM_SHARE], rank.seat.label)
+            for rank in self._ranks
+            if COMM_SHARE in rank.values and not rank.seat.is_server and rank.state == "running"
+        )
+        if len(shares) < 2 or shares[1][0] < _WAITING or shares[0][0] > shares[1][0] / 2:
+            return None
+        return shares[0][1]
 
 
 def _rate(rank: _Rank, now_s: float) -> float | None:

@@ -38,11 +38,11 @@ def test_row_18_a_starved_worker_holds_up_nobody_else(story: Story, pace: str) -
 @pytest.mark.root
 def test_row_18_a_straggler_is_named(story: Story) -> None:
     with control_group("cpu", cfs_period_us=100_000, cfs_quota_us=10_000) as group:
-        story.start("-n", "3", *ELASTIC, steps=60)
+        story.start("-n", "2", *ELASTIC, steps=150, pause=0, width=512, batch=64)
         story.wait_for_step(10)
         enter(group, story.pid("worker 1"))
         story.happens()
-        story.expect_detection(r"(rank|worker) 1\b.*", within_s=20)
+        story.expect_detection(r"the others wait for rank 1\b", within_s=20)
         story.expect_success(within_s=90)
         story.expect_no_line(r"lost:")
 

@@ -49,6 +49,15 @@ def test_a_line_gives_the_span_of_the_shares() -> None:
     assert board.line(0.0) == "steps 7 to 9, loss 0.25, compute 71 to 83 %, comm 9 %"
 
 
+def test_a_line_names_whom_the_others_wait_for() -> None:
+    board = Board(seats(3))
+    for rank, share in enumerate((71.0, 4.0, 66.0)):
+        board.on_progress(Progress(rank, 7, {"compute %": 100 - share, "comm %": share}), 0.0)
+    assert board.line(0.0).endswith("comm 4 to 71 %, the others wait for rank 1")
+    board.on_progress(Progress(2, 8, {"comm %": 10.0}), 0.0)
+    assert board.straggler() is None, "two of three compute as long"
+
+
 def test_the_rate_is_measured_from_step_to_step() -> None:
     board = Board(seats(1))
     for step in range(11):
