@@ -27,7 +27,7 @@ from paceline import _core
 from paceline.cluster.agent import Agent
 from paceline.cluster.local_agent import LocalAgent
 from paceline.cluster.member import Membership
-from paceline.cluster.messages import Changed
+from paceline.cluster.messages import Changed, Presence
 from paceline.collectives.group import Group
 from paceline.collectives.topology import Fabric
 from paceline.config import JobEnv
@@ -69,6 +69,10 @@ class Host:
         self._met: set[Hashable] = set()  # what is formed, or about to be
         self._retry: list[tuple[float, Hashable]] = []
         self._changes: deque[Changed] = deque()  # from the control thread
+        self._presence: dict[int, Presence] = {}  # as partitions have seen it
+        self._ranks: frozenset[int] = frozenset()  # of the membership; as the next, for speed
+        self._workers: tuple[int, ...] = ()
+        self._news = 0  # counts what partitions have to look at
         self._adopted = 0  # the generation that the coordinator was told
         self._reported_s = 0.0
 
@@ -80,8 +84,7 @@ class Host:
             assert isinstance(self._agent, Agent), "an elastic job has a coordinator"
             self._agent.on_changed = self._on_changed
         self._adopt(self._membership, ())
-        for partition in self.partitions.values():
-            partition.see(self._membership)
+        self._see()
         while not self._is_over():
             self._wait([work.handle for work in self._works()])
             self._turn()
@@ -155,9 +158,8 @@ class Host:
         ending = getattr(self._agent, "ending", None)
         if ending is not None:
             raise ending
-        workers = self._membership.workers
-        return self.rank not in self._membership.ranks or all(
-            self.why_gone(rank) == LEFT for rank in workers
+        return self.rank not in self._ranks or all(
+            self.why_gone(rank) == LEFT for rank in self._workers
         )
 
     def _look_around(self) -> None:
@@ -165,8 +167,8 @@ class Host:
         if self.is_elastic:
             self._adopt_changes()
             self._take_lines(now_s)
+        self._see()
         for partition in self.partitions.values():
-            partition.see(self._membership)
             partition.server.complain(now_s)
         if self.is_elastic:
             self._tell_adopted()
@@ -177,6 +179,17 @@ class Host:
             self._send_reports()
 
     # -- membership ---------------------------------------------------------------------------
+
+    def _see(self) -> None:
+        """Let partitions look at who is there, if anything can have changed for them."""
+        if self._fabric.presence != self._presence:
+            self._presence = dict(self._fabric.presence)
+            self._news += 1
+        for partition in self.partitions.values():
+            state = (self._news, partition.replica.is_open)
+            if partition.seen != state:
+                partition.seen = state
+                partition.see(self._membership)
 
     def _on_changed(self, changed: Changed) -> None:
         self._changes.append(changed)
@@ -198,6 +211,8 @@ class Host:
             self._forgettable.append((time.monotonic() + _FORGET_S, gone))
             self._fabric.adopt(membership, lost, forgets=False)
         before, self._membership = self._membership, membership
+        self._ranks, self._workers = frozenset(membership.ranks), membership.workers
+        self._news += 1
         for rank in [rank for rank in self._peers if rank not in membership.ranks]:
             self._forget_peer(rank)
         holders, filling = membership.holders, membership.filling
@@ -236,7 +251,7 @@ class Host:
         presence = self._fabric.presence.get(rank)
         if presence is not None and presence.state in ("lost", "left"):
             return presence.detail if presence.state == "lost" else LEFT
-        return None if rank in self._membership.ranks else "it is out of the job"
+        return None if rank in self._ranks else "it is out of the job"
 
     # -- lines --------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ class Partition:
         self.index = index
         self.lines: dict[int, Line] = {}  # by the worker's rank
         self.load = Load()
+        self.seen: tuple[int, bool] | None = None  # the state of things that it last looked at
         self._house = house
         self.replica = r.Replica(house.rank, self)
         self.server = Server(index, house, self.replica.answer)
@@ -187,7 +188,9 @@ class Partition:
         if not self.replica.is_open:
             return
         numbers = membership.worker_numbers
-        for rank in list(self.server.callers):
+        for rank in sorted(
+            {*self.server.callers, *self.lines}
+        ):  # one that was muted has only a line
             why = self._house.why_gone(rank)
             if why is not None:
                 if rank in self.lines:
