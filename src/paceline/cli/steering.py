@@ -123,14 +123,19 @@ def server_table(told: Status, loads: Mapping[int, float]) -> list[str]:
     if told.membership is None or not told.membership.servers:
         return ["the job has no servers"]
     held = told.membership.holders
-    lines = ["server  load  answers for           backup of"]
+    asked = {load.rank: load for load in told.loads}
+    lines = ["server  load  answers for           backup of" + ("  asked" if asked else "")]
     for member in _by_place(told.membership.members):
         if member.role != "server":
             continue
         primary = [p for p, ranks in enumerate(held) if ranks[:1] == (member.rank,)]
         backup = [p for p, ranks in enumerate(held) if member.rank in ranks[1:]]
         load = f"{100 * loads[member.rank]:.0f} %" if member.rank in loads else "-"
-        lines.append(f"{member.number:6} {load:>5}  {_list(primary):20}  {_list(backup)}")
+        line = f"{member.number:6} {load:>5}  {_list(primary):20}  {_list(backup)}"
+        if member.rank in asked:
+            rate = asked[member.rank]
+            line = f"{line:48} {rate.requests_s:5.0f}/s, {rate.bytes_s / 1e6:.1f} MB/s"
+        lines.append(line)
     return lines
 
 

@@ -26,7 +26,7 @@ from paceline.cluster.decisions import Decision, Remark, Tell, Unwanted, Wanted
 from paceline.cluster.record import Record
 from paceline.cluster.roster import Roster
 from paceline.errors import PacelineError
-from paceline.telemetry.events import CoordinatorBack
+from paceline.telemetry.events import CoordinatorBack, ServerLoad
 from paceline.telemetry.staleness import TableReport
 
 _LAST_WORDS_S = 0.2  # a process that has ended is not believed to be lost before this
@@ -64,6 +64,7 @@ class Desk:
         self._visitors: set[Visitor] = set()
         self._ends: dict[int, o.Ended] = {}  # by rank: what the launcher saw, not yet believed
         self._reports: dict[tuple[str, int], TableReport] = {}
+        self._loads: dict[int, ServerLoad] = {}  # by rank
 
     async def serve(self, channel: Channel[o.OperatorMessage], caller: Hello) -> None:
         """Serve one operator until its connection ends."""
@@ -96,6 +97,8 @@ class Desk:
         """Tell those who watch what a member reported, or what became of it."""
         if isinstance(event, TableReport):
             self._reports[event.table, event.server] = event
+        elif isinstance(event, ServerLoad):
+            self._loads[event.rank] = event
         self._broadcast(o.Happened(event))
 
     def words_about(self, rank: int) -> str | None:
@@ -178,6 +181,7 @@ class Desk:
             states={r: text for r, text in self._audience.states.items() if r in ranks},
             not_adopted=roster.not_adopted,
             reports=tuple(self._reports.values()),
+            loads=tuple(load for rank, load in self._loads.items() if rank in ranks),
             is_finishing=state.is_finishing,
             over=state.over,
         )

@@ -10,7 +10,7 @@ from paceline.cluster import messages as m
 from paceline.cluster.decisions import Place, Remark, Unwanted, Wanted
 from paceline.cluster.member import Membership
 from paceline.cluster.policy import Policy
-from paceline.telemetry.events import Event, Happening
+from paceline.telemetry.events import Event, Happening, ServerLoad
 from paceline.telemetry.staleness import TableReport
 
 ROLE = "operator"  # in the handshake
@@ -85,6 +85,7 @@ class Status(m.Answer, frozen=True):
     states: dict[int, str] = {}  # by rank: "silent: ..." and the like, if there is something to say
     not_adopted: tuple[int, ...] = ()  # ranks that do not work in this generation yet
     reports: tuple[TableReport, ...] = ()  # the last word of each server about each table
+    loads: tuple[ServerLoad, ...] = ()  # the same about what it has to do
     is_finishing: bool = False
     over: str = ""
 

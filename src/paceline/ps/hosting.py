@@ -35,11 +35,12 @@ from paceline.errors import BadFrame, PacelineError, PeerError
 from paceline.ps import peer_messages as p
 from paceline.ps.line import Line
 from paceline.ps.line_group import form_line
+from paceline.ps.load import Load
 from paceline.ps.meeting import Meetings
 from paceline.ps.partition import LEFT, Partition
 from paceline.ps.peer_line import PeerLine, form_peer_line
 from paceline.ps.replication import Role
-from paceline.telemetry.events import Note
+from paceline.telemetry.events import Note, ServerLoad
 from paceline.work import Work
 
 _TICK_S = 0.25  # how soon a worker's end is noticed
@@ -47,6 +48,7 @@ _ELASTIC_TICK_S = 0.02  # how soon a change of the membership is
 _REPORT_S = 1.0
 _ACCUSE_S = 0.5  # how often a server is accused that cannot be reached
 _FORGET_S = 10.0  # for so long the memory of lost workers is kept
+_RETIRE_S = 30.0  # for so long a worker that was asked to leave may take part in its last step
 _AGAIN_S = 0.2  # until a line that could not be formed is tried again
 
 
@@ -70,11 +72,13 @@ class Host:
         self._retry: list[tuple[float, Hashable]] = []
         self._changes: deque[Changed] = deque()  # from the control thread
         self._presence: dict[int, Presence] = {}  # as partitions have seen it
+        self._retiring: dict[int, float] = {}  # workers in their last step, and until when
         self._ranks: frozenset[int] = frozenset()  # of the membership; as the next, for speed
         self._workers: tuple[int, ...] = ()
         self._news = 0  # counts what partitions have to look at
         self._adopted = 0  # the generation that the coordinator was told
-        self._reported_s = 0.0
+        self._reported_s = time.monotonic()
+        self._load = Load()  # told so far
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -175,6 +179,7 @@ class Host:
             self._accuse(now_s)
             self._forget(now_s)
         if now_s - self._reported_s >= _REPORT_S:
+            self._report_load(now_s - self._reported_s)
             self._reported_s = now_s
             self._send_reports()
 
@@ -182,6 +187,9 @@ class Host:
 
     def _see(self) -> None:
         """Let partitions look at who is there, if anything can have changed for them."""
+        for rank in [r for r, until_s in self._retiring.items() if time.monotonic() >= until_s]:
+            del self._retiring[rank]
+            self._news += 1
         if self._fabric.presence != self._presence:
             self._presence = dict(self._fabric.presence)
             self._news += 1
@@ -208,9 +216,12 @@ class Host:
     def _adopt(self, membership: Membership, lost: Sequence[int]) -> None:
         if membership.generation > self._fabric.membership.generation:
             gone = set(self._fabric.membership.ranks) - set(membership.ranks)
-            self._forgettable.append((time.monotonic() + _FORGET_S, gone))
+            self._forgettable.append((time.monotonic() + _RETIRE_S + _FORGET_S, gone))
             self._fabric.adopt(membership, lost, forgets=False)
         before, self._membership = self._membership, membership
+        for rank in before.workers:
+            if rank not in membership.ranks and rank not in lost:
+                self._retiring[rank] = time.monotonic() + _RETIRE_S
         self._ranks, self._workers = frozenset(membership.ranks), membership.workers
         self._news += 1
         for rank in [rank for rank in self._peers if rank not in membership.ranks]:
@@ -251,7 +262,8 @@ class Host:
         presence = self._fabric.presence.get(rank)
         if presence is not None and presence.state in ("lost", "left"):
             return presence.detail if presence.state == "lost" else LEFT
-        return None if rank in self._ranks else "it is out of the job"
+        is_here = rank in self._ranks or rank in self._retiring
+        return None if is_here else "it is out of the job"
 
     # -- lines --------------------------------------------------------------------------------
 
@@ -392,6 +404,19 @@ class Host:
 
     def say(self, text: str) -> None:
         self._agent.report(Note(self.rank, f"server {self.number}: {text}"))
+
+    def _report_load(self, seconds: float) -> None:
+        total = sum((partition.load for partition in self.partitions.values()), Load())
+        lately, self._load = total - self._load, total
+        self._agent.report(
+            ServerLoad(
+                self.rank,
+                self.number,
+                lately.requests / seconds,
+                lately.num_bytes / seconds,
+                lately.busy_s / seconds,
+            )
+        )
 
     def _send_reports(self) -> None:
         for partition in self.partitions.values():

@@ -152,5 +152,8 @@ class Renewal:
         if line is not None:
             old = line.member.rank
         self.drop()
-        if old is not None and old not in newest.ranks:
-            self._fabric.engine.end_peer(old)
+        # Whoever left in good order may still be about to end.
+        presence = self._fabric.presence.get(old) if old is not None else None
+        if old is not None and old not in newest.ranks and presence is not None:
+            if presence.state == "lost":
+                self._fabric.engine.end_peer(old)

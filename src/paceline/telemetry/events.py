@@ -46,7 +46,17 @@ class Note(msgspec.Struct, frozen=True, tag_field="type", tag="note"):
     text: str
 
 
-Event: TypeAlias = Progress | Note | TableReport
+class ServerLoad(msgspec.Struct, frozen=True, tag_field="type", tag="load"):
+    """What a server had to do lately, for the partitions that it answers for."""
+
+    rank: int
+    server: int  # its number
+    requests_s: float  # per second, as the next
+    bytes_s: float  # of tensors that came with them
+    busy: float  # share of the time that went into requests
+
+
+Event: TypeAlias = Progress | Note | TableReport | ServerLoad
 
 
 class MemberLost(msgspec.Struct, frozen=True, tag_field="type", tag="lost"):
