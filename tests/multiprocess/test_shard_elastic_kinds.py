@@ -44,7 +44,14 @@ def train_stream(group: Group, kind: str, samples: int) -> None:
             learner.step(epoch, batch)
 
 
-@pytest.mark.parametrize("kind", ["plain", "processes", "list", "iterator"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "processes",
+        "iterator",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("plain", "list")),
+    ],
+)
 def test_samples_of_a_stream_count_once(kind: str) -> None:
     samples = 100 if kind in ("list", "iterator") else 180
     with elastic_job(policy(3)) as job:
@@ -55,7 +62,7 @@ def test_samples_of_a_stream_count_once(kind: str) -> None:
         log.hear(0, epoch=1, more=8)
         newcomer = job.add()
         log.hear(newcomer)
-        log.hear(newcomer, epoch=log.heard[newcomer][0] + 2)
+        log.hear(newcomer, epoch=log.heard[newcomer][0] + 1)
         log.stop(0, killed=[1])
         log.require_once(samples)
 
@@ -183,7 +190,7 @@ def train_with_noise(group: Group, num_workers: int, stops: dict[Any, int]) -> l
     return [value for p in model.parameters() for value in p.detach().flatten().tolist()]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_replacement_draws_the_same_random_numbers(num_workers: int) -> None:
     """Killed before the others have its gradient, and after; in the first epoch and later."""
     with elastic_job(policy(3, on_loss="replace")) as job:
