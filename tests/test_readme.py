@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "guides" / "three-lines.md").read_text()
 SERVER_GUIDE = (ROOT / "docs" / "guides" / "parameter-server.md").read_text()
+ELASTIC_GUIDE = (ROOT / "docs" / "guides" / "elastic.md").read_text()
 CLIENT_GUIDE = (ROOT / "docs" / "guides" / "neutral-client.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = re.findall(r"^(paceline [a-z].*?)\s*(?:#.*)?$", README, re.MULTILINE)
@@ -92,6 +93,31 @@ def test_the_server_guide_has_every_option_of_the_server_paces():
         for pace in (NEEDS_SERVERS if paces == "all" else re.findall(r"`(\w+)`", paces))
     }
     assert told == {(pace, name) for pace in NEEDS_SERVERS for name in KNOWN[pace].options}
+
+
+def test_python_of_the_elastic_guide_is_one_script_that_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", ELASTIC_GUIDE, re.DOTALL)
+    (tmp_path / "script.py").write_text("".join(blocks) + "\nprint(pl.check_consistency(model))\n")
+    out = paceline("run", "-n", "2", "--min", "1", "script.py", cwd=tmp_path)
+    ends = re.findall(r"^\[\d\] (\w{16})$", out, re.MULTILINE)
+    assert len(ends) == 2 and ends[0] == ends[1], out
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_commands_of_the_elastic_guide_are_understood(tmp_path):
+    (tmp_path / "train.py").touch()
+    for command in re.findall(r"^paceline run (.*?)\s*(?:#.*)?$", ELASTIC_GUIDE, re.MULTILINE):
+        assert paceline("run", "--dry-run", *command.split(), cwd=tmp_path)
+    verbs = re.findall(r"^\| `paceline (\w+)", ELASTIC_GUIDE, re.MULTILINE)
+    assert len(verbs) >= 6
+    for verb in verbs:
+        assert paceline(verb, "--help", cwd=tmp_path)
+
+
+def test_the_elastic_guide_has_every_option(tmp_path):
+    told = set(re.findall(r"^\| `(--[a-z-]+)", ELASTIC_GUIDE, re.MULTILINE))
+    known = paceline("run", "--help", cwd=tmp_path)
+    assert len(told) == 6 and all(option in known for option in told)
 
 
 def test_the_guide_shows_the_lines_that_the_example_changes():
