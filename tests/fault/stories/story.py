@@ -1,6 +1,6 @@
 """A story: a real `paceline run` job, something that happens to it, and what must follow.
 
-    story.start("-n", "3", "--min", "1", steps=200)
+    story.start("-n", "3", "--min", "1")
     story.wait_for_step(20)
     story.kill("worker 1")
     story.expect_detection(r"worker 1 .* lost: killed by signal 9", within_s=2)
@@ -133,6 +133,8 @@ class Story(Job):
         assert not left, f"left behind: {left}{self}"
 
     def expect_success(self, within_s: float = START_S) -> None:
+        """Let the job come to its end now, and expect that it is a good one."""
+        self.finish()
         self.expect_end(0, within_s)
 
     def expect_end_with_error(self, within_s: float = START_S) -> None:

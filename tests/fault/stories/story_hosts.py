@@ -130,6 +130,7 @@ class HostsStory(Story):
     def expect_survivors_to_finish(self, *ranks: int, within_s: float = START_S) -> None:
         """Expect that these workers finish; the others may have ended in any way."""
         assert self._job is not None
+        self.finish()
         for outcome in self._job.ranks.wait(within_s, list(ranks)):
             assert outcome.status == 0, f"{outcome}{self}"
 

@@ -23,6 +23,7 @@ START_S = 60.0  # many processes import torch at once
 # A busy machine is no fault of the job: PACELINE_STORY_PATIENCE=3 makes all limits 3 times longer.
 PATIENCE = float(os.environ.get("PACELINE_STORY_PATIENCE", "1"))
 _LOOK_S = 0.02
+_STEPS_TO_END = 40  # all must hear of the end before they are there
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Job:
         env: Mapping[str, str] | None = None,
         **arguments: object,
     ) -> None:
-        """Start the job; `steps=200` becomes --steps 200 of the script."""
+        """Start the job; `pause=0` becomes --pause 0 of the script."""
         of_script = [w for k, v in arguments.items() for w in (f"--{k}", str(v))]
         of_script += ["--diary", str(self.diaries)]
         self._launch("run", *options, str(SCRIPT), *of_script, env=env)
@@ -96,6 +97,12 @@ class Job:
         )
         assert done.returncode == 0, f"paceline {words}: {done.stdout}{done.stderr}{self}"
         return done.stdout + done.stderr
+
+    def finish(self) -> None:
+        """Have all workers end in good order, some steps from now."""
+        draft = self.diaries / "finish-draft"
+        draft.write_text(str(self.last_step() + _STEPS_TO_END))
+        draft.rename(self.diaries / "finish")
 
     def wait_for_end(self, within_s: float, *, of_all: bool = True) -> int:
         """Wait for the launcher, and for all that it started; return its exit code."""

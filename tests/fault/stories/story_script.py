@@ -5,7 +5,7 @@
 Every process writes what it does into a file of its own, line by line, with the time of the clock
 that all processes of a machine share; so the diaries of the killed can be read as well. After each
 step it looks whether the story wants it to do something strange: a file `do-NUMBER` in the
-directory says what.
+directory says what; and a file `finish` says behind which step all shall end.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def obey(order: str, model: nn.Module) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--samples", type=int, default=960)
     parser.add_argument("--batch", type=int, default=8, help="of each worker")
     parser.add_argument("--width", type=int, default=64)
@@ -96,8 +96,8 @@ def main() -> None:
     model, optimizer = pl.distribute(model, made, given.pace, nonfinite=given.nonfinite)
     loader = DataLoader(Samples(given.samples, given.width), given.batch, shuffle=True)
     order = given.diary / f"do-{job.env.number}"
-    epoch = 0
-    while job.steps_done < given.steps:
+    ending, last, epoch = given.diary / "finish", given.steps, 0
+    while job.steps_done < last:
         for ids, x in pl.shard(loader, epoch=epoch, seed=0):
             loss = model(x).pow(2).mean()
             loss.backward()
@@ -113,7 +113,9 @@ def main() -> None:
                 told = order.read_text()
                 order.unlink()
                 obey(told, model)
-            if job.steps_done >= given.steps:
+            if ending.exists():  # the story is over behind that step, which is still to come
+                last = min(given.steps, int(ending.read_text()))
+            if job.steps_done >= last:
                 break
         epoch += 1
     diary.note("end", job.steps_done, digest(model))

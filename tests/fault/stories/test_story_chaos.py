@@ -11,6 +11,7 @@ import time
 import pytest
 from story import Story
 
+KILLS = 12
 WAYS = {
     "allreduce": (),
     "ps": ("-s", "2", "--replicas", "2", "--pace", "ps"),
@@ -18,25 +19,21 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", [1])
 def test_row_37_random_kills(story: Story, way: str, seed: int) -> None:
     dice = random.Random(seed)
     who = ["worker 0", "worker 1", "worker 2", "coordinator"]
     who += ["server 0", "server 1"] if way == "ps" else []
-    story.start("-n", "3", *WAYS[way], "--min", "1", "--max", "3", steps=1500, pause=0.01)
+    story.start("-n", "3", *WAYS[way], "--min", "1", "--max", "3", pause=0.01)
     story.wait_for_step(20)
-    kills = 0
-    while story.last_step() < 1200 and kills < 25:
-        victim = dice.choice(who)
+    servers = 2 if way == "ps" else 0
+    for _ in range(KILLS):
         # One fault at a time: copies are made again, and newcomers have joined.
-        if story.is_complete(workers=3, servers=2 if way == "ps" else 0):
-            story.kill(victim)
-            kills += 1
-            story.expect_resume(10)
+        story.until(lambda: story.is_complete(3, servers), 60, "a complete job")
         time.sleep(dice.uniform(0.0, 0.5))
-    story.figures.notes.append(f"{kills} kills")
+        story.kill(dice.choice(who))
+        story.expect_resume(5)
     story.expect_success(within_s=120)
     story.expect_agreement()
-    assert kills >= 5, kills

@@ -49,7 +49,7 @@ time_t time(time_t* out) {
 
 
 def test_row_29_one_worker_computes_nan(story: Story) -> None:
-    story.start("-n", "3", steps=200, nonfinite="raise")
+    story.start("-n", "3", nonfinite="raise")
     story.wait_for_step(10)
     story.tell(1, "poison")
     story.expect_detection(r"NonFiniteGradient: step \d+: .*rank 1: 0\.weight", within_s=5)
@@ -58,7 +58,7 @@ def test_row_29_one_worker_computes_nan(story: Story) -> None:
 
 
 def test_row_29_or_leaves_that_step_out(story: Story) -> None:
-    story.start("-n", "3", steps=60, nonfinite="skip")
+    story.start("-n", "3", nonfinite="skip")
     story.wait_for_step(10)
     story.tell(1, "poison")
     story.expect_detection(r"step \d+: a gradient is NaN .*rank 1: 0\.weight.*left out", 5)
@@ -67,7 +67,7 @@ def test_row_29_or_leaves_that_step_out(story: Story) -> None:
 
 
 def test_row_30_a_bit_flips_in_one_replica(story: Story) -> None:
-    story.start("-n", "3", "--pace", "allreduce[update=replicated]", steps=200, check=5)
+    story.start("-n", "3", "--pace", "allreduce[update=replicated]", check=5)
     story.wait_for_step(10)
     story.tell(2, "flip")
     story.expect_detection(r"ranks 0, 1 against rank 2 .*at flat index 0", within_s=10)
@@ -82,7 +82,7 @@ def test_row_32_clocks_go_wrong(story: Story, tmp_path: Path, options: tuple[str
     source, library = tmp_path / "clock.c", tmp_path / "clock.so"
     source.write_text(CLOCK)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    story.start("-n", "3", *options, env={"LD_PRELOAD": str(library)}, steps=150, pause=0.04)
+    story.start("-n", "3", *options, env={"LD_PRELOAD": str(library)}, pause=0.04)
     story.wait_for_step(10)
     story.happens()
     story.expect_resume(within_s=2)

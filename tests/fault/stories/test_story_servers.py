@@ -20,7 +20,7 @@ def expect_right(story: Story, pace: str) -> None:
 @pytest.mark.parametrize("pace", ["ps", "ssp:3", "async"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_row_05_a_server_is_killed(story: Story, pace: str, victim: int) -> None:
-    story.start("-n", "3", *REPLICATED, "--pace", pace, steps=400)
+    story.start("-n", "3", *REPLICATED, "--pace", pace)
     story.wait_for_step(30)
     story.kill(f"server {victim}")
     story.expect_detection(rf"server {victim} .* lost: killed by signal 9", KILLED_S)
@@ -29,10 +29,10 @@ def test_row_05_a_server_is_killed(story: Story, pace: str, victim: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_row_05_both_servers_one_after_the_other(story: Story) -> None:
     """The second one dies when the first one's replacement holds a copy of everything."""
-    story.start("-n", "2", *REPLICATED, "--pace", "ps", steps=2500)
+    story.start("-n", "2", *REPLICATED, "--pace", "ps")
     story.wait_for_step(30)
     for victim in (0, 1, 0):
         story.kill(f"server {victim}")
@@ -45,7 +45,7 @@ def test_row_05_both_servers_one_after_the_other(story: Story) -> None:
 @pytest.mark.slow
 def test_row_06_a_backup_is_killed(story: Story) -> None:
     """Of two servers each is the backup of the other's tables: with three, one is a backup only."""
-    story.start("-n", "2", "-s", "3", "--replicas", "2", "--pace", "ps", steps=400)
+    story.start("-n", "2", "-s", "3", "--replicas", "2", "--pace", "ps")
     story.wait_for_step(30)
     story.kill("server 2")
     story.expect_detection(r"server 2 .* lost: killed by signal 9", KILLED_S)
@@ -55,7 +55,7 @@ def test_row_06_a_backup_is_killed(story: Story) -> None:
 
 @pytest.mark.slow
 def test_row_07_all_copies_are_lost(story: Story) -> None:
-    story.start("-n", "2", *REPLICATED, "--pace", "ps", steps=5000)
+    story.start("-n", "2", *REPLICATED, "--pace", "ps")
     story.wait_for_step(20)
     story.kill("server 0", "server 1")
     story.expect_detection(r"(partition|shard|part)s? .*\d", KILLED_S + 3)
@@ -64,7 +64,7 @@ def test_row_07_all_copies_are_lost(story: Story) -> None:
 
 @pytest.mark.slow
 def test_row_12_a_primary_is_stopped_and_wakes_up_deposed(story: Story) -> None:
-    story.start("-n", "2", *REPLICATED, "--pace", "ps", steps=500)
+    story.start("-n", "2", *REPLICATED, "--pace", "ps")
     story.wait_for_step(20)
     pid = story.stop("server 0")
     story.expect_detection(r"server 0 .* lost", STOPPED_S)
