@@ -4,6 +4,7 @@
 #   make test    run the tests                              make fmt     format the code
 #   make check   lint, types, layers                        make data    fetch a book for the GPT
 #   make chaos   break jobs in every way (as root, long)    make clean   remove what was built
+#   make simulate  break simulated jobs, many of them (SEEDS=10000, minutes)
 #
 # The first call sets up .venv and builds the core (minutes); later calls start in seconds. Each verb
 # is one line that also works by hand. ARGS is passed on: make test ARGS="-k launcher".
@@ -14,7 +15,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE  := pyproject.toml CMakeLists.txt constraints.txt $(shell find cpp -type f 2>/dev/null)
 
-.PHONY: demo test check chaos fmt bench data clean
+.PHONY: demo test check chaos simulate fmt bench data clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -29,6 +30,10 @@ check: $(STAMP)
 # Writes docs/failures.md. ARGS="--rows 1 3" runs some rows, ARGS=--quick leaves out the long tests.
 chaos: $(STAMP)
 	$(BIN)/python tests/fault/stories/table.py $(ARGS)
+
+SEEDS ?= 10000
+simulate: $(STAMP)
+	cd tests && ../$(BIN)/python -m simulation --seeds $(SEEDS) $(ARGS)
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

@@ -39,6 +39,7 @@ class Oracle:
         self._answering: dict[tuple[int, int], int] = {}  # (partition, generation): rank
         self._issued: Counter[tuple[int, int]] = Counter()  # (partition, rank)
         self._acked: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self._results: dict[tuple[int, int], frozenset[Any]] = {}
         self._sights: dict[int, list[Sight]] = defaultdict(list)
         self._network_s = -EXCUSE_S  # when the network was last at fault
 
@@ -153,6 +154,22 @@ class Oracle:
 
     def saw(self, partition: int, sight: Sight) -> None:
         self._sights[partition].append(sight)
+
+    def passed(self, since: int, point: int, result: frozenset[Any]) -> None:
+        """A worker in lockstep has passed a point: with the same result as all others."""
+        self.counted["points passed"] += 1
+        before = self._results.setdefault((since, point), result)
+        self.require(before == result, "point {} was passed as {} and as {}", point, before, result)
+
+    def check_logs(self) -> None:
+        """Every point was passed by all who are left in the same way, and is there once."""
+        assert self.job.coordinator.roster.membership is not None
+        logs = [self.job.by_rank[r].log for r in self.job.coordinator.roster.membership.workers]  # type: ignore[attr-defined]
+        lengths = [len(log) for log in logs]
+        self.require(max(lengths) - min(lengths) <= 1, "workers are apart: {}", lengths)
+        for point in range(min(lengths)):
+            found = {log[point] for log in logs}
+            self.require(len(found) == 1, "workers differ at point {}: {}", point, found)
 
     def readable(self, partition: int, dice: random.Random) -> list[int]:
         """Choose clients whose cells to read."""

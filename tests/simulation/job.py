@@ -18,12 +18,14 @@ from typing import Any
 from paceline.cluster.decisions import Place
 from paceline.cluster.policy import Policy
 from paceline.cluster.roster import Roster
+from paceline.elastic.verdict import judge
 from paceline.ps.replication import Replica, Role
 from paceline.ps.unanswered import Unanswered
 from simulation.coordinator import SimCoordinator
 from simulation.faults import Fault, Nemesis, draw
 from simulation.invariants import Oracle
 from simulation.launcher import Launcher
+from simulation.lockstep import LockstepWorker
 from simulation.member import SimMember
 from simulation.network import Network
 from simulation.server import SimServer
@@ -41,7 +43,9 @@ class Cores:
     roster: Any = Roster
     replica: Any = Replica
     books: Any = Unanswered
+    judge: Any = judge
     announces_first: bool = False
+    accuses_once: bool = False
 
 
 PRODUCTION = Cores()
@@ -64,9 +68,39 @@ class Plan:
 
 
 def plan(seed: int) -> Plan:
-    """Draw a job; one in ten is about fencing."""
+    """Draw a job; one in ten is about fencing, and one in ten about workers without servers."""
     dice = World(seed).stream("plan")
-    return _draw_fencing(seed, dice) if seed % 10 == 9 else _draw_any(seed, dice)
+    if seed % 5 == 4:
+        return _draw_fencing(seed, dice) if seed % 10 == 9 else _draw_lockstep(seed, dice)
+    return _draw_any(seed, dice)
+
+
+def _draw_lockstep(seed: int, dice: random.Random) -> Plan:
+    """Workers that train together, without servers."""
+    num_workers = dice.choice([2, 3, 4, 5])
+    is_spread = dice.random() < 0.6
+    heal_s = dice.uniform(6.0, 15.0)
+    faults = draw(dice, heal_s, num=dice.choice([1, 2, 3, 4, 6]), has_network=is_spread)
+    return Plan(
+        seed=seed,
+        policy=Policy(
+            num_workers=num_workers,
+            is_elastic=True,
+            max_workers=num_workers + 2,
+            on_loss=dice.choice(["shrink", "replace"]),
+            reserve_s=8.0,
+        ),
+        mode="lockstep",
+        hosts=("home", "host 1", "host 2", "host 3") if is_spread else ("home",),
+        reconnects=False,
+        heal_s=heal_s,
+        faults=[_among_workers(fault) for fault in faults],
+    )
+
+
+def _among_workers(fault: Fault) -> Fault:
+    kind = fault.kind.replace("server", "worker")
+    return replace(fault, kind="scale" if kind in ("add worker", "remove worker") else kind)
 
 
 def _draw_fencing(seed: int, dice: random.Random) -> Plan:
@@ -137,7 +171,7 @@ class SimJob:
         self.world = World(plan.seed)
         self.network = Network(self.world)
         self.oracle = Oracle(self)
-        self.make_replica, self.make_books = cores.replica, cores.books
+        self.cores = cores
         self.coordinator = SimCoordinator(
             self.world, self.network, self.policy, self.oracle, cores.roster
         )
@@ -148,7 +182,9 @@ class SimJob:
         self.is_whole_since: float | None = None
 
     def make_member(self, place: Place, *, is_newcomer: bool) -> SimMember:
-        make = SimWorker if place.role == "worker" else SimServer
+        make: type[SimMember] = SimWorker if place.role == "worker" else SimServer
+        if self.mode == "lockstep":
+            make = LockstepWorker
         host = self.plan.hosts[place.rank % len(self.plan.hosts)]
         if is_newcomer:
             host = self._dice.choice(self.plan.hosts)
@@ -178,6 +214,8 @@ class SimJob:
                 not missing, "{} s after the last fault {}", LIVENESS_S, "; ".join(missing)
             )
             self.oracle.check_counts()
+            if self.mode == "lockstep":
+                self.oracle.check_logs()
         self.oracle.check_history()
 
     def _heal(self) -> None:

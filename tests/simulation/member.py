@@ -90,6 +90,7 @@ class SimMember(Process):
             return
         verb, *args = message
         if verb == "changed":
+            self.on_changed(args[0])
             self._learn(args[0].membership)
         elif verb == "joined":
             self._learn(args[0])
@@ -136,7 +137,8 @@ class SimMember(Process):
         if rank in self.membership.ranks and self.is_broken(rank):
             self.world.say(self.name, "accuses rank {}: {}", rank, why)
             self.tell("accuse", rank, why)
-            self.accuse_later(rank, why)
+            if not self.job.cores.accuses_once:
+                self.accuse_later(rank, why)
 
     def leave(self, *, is_finished: bool) -> None:
         """Go in good order."""
@@ -148,6 +150,7 @@ class SimMember(Process):
     # -- for workers and servers --------------------------------------------------------------
 
     def on_membership(self, membership: Membership) -> None: ...
+    def on_changed(self, changed: m.Changed) -> None: ...
     def on_attached(self) -> None: ...
     def on_unwanted(self) -> None: ...
     def on_presence(self, presence: m.Presence) -> None: ...

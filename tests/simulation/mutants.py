@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from paceline.cluster.leases import Leases
+from paceline.cluster.leases import Finding, Leases
 from paceline.cluster.roster import Roster
+from paceline.elastic.verdict import Status, Verdict, judge
 from paceline.ps.replication import Entry, FillStart, Message, Replica
 from paceline.ps.unanswered import Content, Numbered, Unanswered
 from simulation.job import Cores
@@ -101,6 +103,24 @@ class _Impatient(Leases):
         return "silent" if silent_s > self._policy.silent_s else None
 
 
+class _Credulous(Leases):
+    def heard(self, rank: int, now_s: float) -> list[Finding]:
+        lease = self._leases.get(rank)
+        stopped_s = None if lease is None else lease.stopped_s
+        found = super().heard(rank, now_s)
+        if lease is not None and stopped_s is not None and now_s - stopped_s > self._policy.lease_s:
+            lease.heard_s = stopped_s
+        return found
+
+
+class BelievesAnOldLook(Roster):
+    """Believes that a process is stopped, though it has been heard since."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._leases.__class__ = _Credulous
+
+
 class EvictsTheSilent(Roster):
     """Takes everybody for lost who is silent, whatever the launcher sees."""
 
@@ -128,17 +148,36 @@ class GivesUp(Unanswered[Content]):
         return iter(())
 
 
+# -- lockstep -----------------------------------------------------------------------------------
+
+
+def leaves_behind(statuses: Sequence[Status]) -> Verdict:
+    """Let those who are behind take a point alone that others have passed."""
+    return msgspec.structs.replace(judge(statuses), behind=())
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Broken cores, and a seed that is known to find them."""
+
+    cores: Cores
+    seed: int
+
+
 MUTANTS = {
-    "answers at once": Cores(replica=AnswersAtOnce),
-    "applies again": Cores(replica=AppliesAgain),
-    "fills without answers": Cores(replica=FillsWithoutAnswers),
-    "listens to anybody": Cores(replica=ListensToAnybody),
-    "reads alone": Cores(replica=ReadsAlone),
-    "opens at once": Cores(replica=OpensAtOnce),
-    "forgets on loss": Cores(replica=ForgetsOnLoss),
-    "promotes the filling": Cores(roster=PromotesTheFilling),
-    "evicts the silent": Cores(roster=EvictsTheSilent),
-    "asks under new numbers": Cores(books=AsksUnderNewNumbers),
-    "gives up": Cores(books=GivesUp),
-    "announces before it writes": Cores(announces_first=True),
+    "answers at once": Mutant(Cores(replica=AnswersAtOnce), 9),
+    "applies again": Mutant(Cores(replica=AppliesAgain), 10),
+    "fills without answers": Mutant(Cores(replica=FillsWithoutAnswers), 147),
+    "listens to anybody": Mutant(Cores(replica=ListensToAnybody), 9),
+    "reads alone": Mutant(Cores(replica=ReadsAlone), 9),
+    "opens at once": Mutant(Cores(replica=OpensAtOnce), 207),
+    "forgets on loss": Mutant(Cores(replica=ForgetsOnLoss), 0),
+    "promotes the filling": Mutant(Cores(roster=PromotesTheFilling), 0),
+    "evicts the silent": Mutant(Cores(roster=EvictsTheSilent), 11),
+    "believes an old look": Mutant(Cores(roster=BelievesAnOldLook), 205),
+    "announces before it writes": Mutant(Cores(announces_first=True), 0),
+    "asks under new numbers": Mutant(Cores(books=AsksUnderNewNumbers), 0),
+    "gives up": Mutant(Cores(books=GivesUp), 0),
+    "accuses once": Mutant(Cores(accuses_once=True), 87),
+    "leaves behind": Mutant(Cores(judge=leaves_behind), 384),
 }

@@ -26,7 +26,7 @@ class Copy:
     def __init__(self, server: SimServer, partition: int) -> None:
         self.server, self.partition = server, partition
         self.table = Table(server.job.mode)
-        self.replica = server.job.make_replica(server.rank, self)
+        self.replica = server.job.cores.replica(server.rank, self)
         self.lines: dict[int, End] = {}  # by the worker's rank
         self.waiting: list[tuple[int, int, Any]] = []  # requests for when it is open
         self.reviewed = 0  # the generation whose workers the table knows

@@ -33,6 +33,7 @@ class Table:
         self.numbers: dict[int, int] = {}  # of the workers that take part, by rank
         self.left: dict[int, int] = {}  # the clocks of numbers that nobody has, or a newcomer
         self.joining: dict[int, tuple[int, int]] = {}  # from the next step on: number and clock
+        self.may_repeat: set[int] = set()  # newcomers: a step that their number has done before
         self.parked: dict[int, tuple[int, int, int]] = {}  # by number: rank, seq, addition
         self.absent: set[int] = set()  # parts that have not come yet
         self.digest = 0
@@ -82,6 +83,8 @@ class Table:
             self.joining[rank] = (number, clock)
         else:
             clock = self._seat(rank, number, self.left.get(number))
+        if clock:
+            self.may_repeat.add(rank)
         if rank % PARTS not in self.absent:
             self.counts.setdefault(rank, 0)
         answer(rank, seq, ("opened", clock), self.values())
@@ -98,11 +101,12 @@ class Table:
         if number is None:
             number = self.numbers[rank]
             now = self.clocks.clock(number)
-        if clock <= now:
+        if clock <= now and rank in self.may_repeat:
             # Whoever takes over a number begins where the slowest partition is.
             answer(rank, seq, "repeated", self.values())
             return
         assert clock == now + 1, f"worker {number} adds at clock {clock}, expected {now + 1}"
+        self.may_repeat.discard(rank)
         self.parked[number] = (rank, seq, addition)
         if self.mode != "sync":
             self._count(number)

@@ -30,7 +30,7 @@ class Line:
 
     def __init__(self, worker: SimWorker, partition: int) -> None:
         self.worker, self.partition = worker, partition
-        self.books: Unanswered[tuple[Any, OnAnswer]] = worker.job.make_books()
+        self.books: Unanswered[tuple[Any, OnAnswer]] = worker.job.cores.books()
         self.used: Post | None = None
         self.broken: Post | None = None
         self._asked: dict[int, Numbered[tuple[Any, OnAnswer]]] = {}

@@ -1,0 +1,20 @@
+"""The simulation can fail: it finds cores that are broken on purpose."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+
+from simulation.found import found
+from simulation.mutants import MUTANTS
+from simulation.runner import simulate
+
+MANY = 300  # seeds, if the one that is known to find it does not any more
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(name: str) -> None:
+    kept = [one.plan for one in found() if one.mutant == name]
+    plans = chain(kept, [MUTANTS[name].seed], range(MANY))
+    assert any(simulate(plan, MUTANTS[name].cores).has_failed for plan in plans)
