@@ -8,8 +8,11 @@ update (oracle O1). The books about what was issued and acknowledged lie in a fi
 from __future__ import annotations
 
 import random
+import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -102,7 +105,8 @@ def policy(servers: int = 2, replicas: int = 2, partitions: int = 2, **changes) 
 class Counting:
     """Workers that count, and the test's hand on them."""
 
-    def __init__(self, job: ElasticJob, path: Path, pace: str) -> None:
+    def __init__(self, job: ElasticJob, path: Path, pace: str, hosts: Sequence[int] = ()) -> None:
+        job.hosts = hosts
         self.job, self.books = job, Books(path, WORKERS)
         job.start(count, str(path), pace)
         for worker in range(WORKERS):
@@ -226,5 +230,59 @@ def test_servers_are_killed_at_random_instants(seed: int, pace: str, tmp_path: P
             victim = chosen.choice([0, 1])
             job.ranks.kill(servers[victim])
             servers[victim] = job.add("server", victim)
+            counting.wait_for_copies(2)
+        counting.finish()
+
+
+HOSTS = {  # of the workers, the servers, and the new server
+    "servers elsewhere": [0, 0, 1, 2, 1],
+    "each worker beside a server": [0, 1, 0, 1, 0],
+    "workers on two hosts": [0, 1, 0, 0, 1],
+}
+
+
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+@pytest.mark.parametrize("pace", ["async", "ps"])
+@pytest.mark.slow
+def test_copies_on_several_hosts(pace: str, hosts: list[int], tmp_path: Path) -> None:
+    """Tensors are sent where a server does not see them; a new primary may be anywhere."""
+    with elastic_job(policy()) as job:
+        counting = Counting(job, tmp_path / "books", pace, hosts)
+        counting.progress()
+        job.ranks.kill(WORKERS)
+        assert counting.progress() < 5
+        job.add("server", 0)
+        counting.wait_for_copies(2)
+        counting.progress()
+        job.ranks.kill(WORKERS + 1)
+        assert counting.progress() < 5
+        counting.finish()
+
+
+def kill_at_call(pid: int, number: int) -> None:
+    """Kill a process at the beginning of a thread's n-th system call from now on."""
+    subprocess.run(
+        ["strace", "-f", "-qq", "-o", "/dev/null", "-p", str(pid)]
+        + ["-e", "trace=all", "-e", f"inject=all:signal=SIGKILL:when={number}"],
+        check=False,  # it ends as its victim does
+        timeout=30,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.parametrize("pace", ["ps", "async"])
+@pytest.mark.parametrize("first", [1, 6, 11])
+def test_the_primary_is_killed_at_every_system_call(pace: str, first: int, tmp_path: Path) -> None:
+    """A turn of its loop has a few: what it has applied, sent on or answered by then differs."""
+    with elastic_job(policy(partitions=1)) as job:
+        counting = Counting(job, tmp_path / "books", pace)
+        for number in range(first, first + 5):
+            counting.progress(2)
+            ((primary, _),) = counting.membership.partitions
+            server = counting.membership.member(primary)
+            kill_at_call(server.pid, number)
+            counting.progress(2)
+            job.add("server", server.number)
             counting.wait_for_copies(2)
         counting.finish()

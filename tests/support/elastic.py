@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class ElasticJob:
         bind: str = "127.0.0.1",
     ) -> None:
         self.policy = policy
+        self.hosts: Sequence[int] = ()  # of each rank; nothing: one host
         self.events: list[Event] = []
         self._directory, self._env = directory, dict(env)
         self._secret_file = create_secret_file(Path(directory))
@@ -92,6 +93,8 @@ class ElasticJob:
 
     def _start(self, what: tuple[Any, Any], env: Mapping[str, str]) -> None:
         policy = self.policy
+        place = len(self.processes)
+        host = {"PACELINE_HOST_ID": f"h{self.hosts[place]}"} if self.hosts else {}
         environ = {
             **base_environ(self._directory),
             "PACELINE_COORDINATOR": self._address,
@@ -110,6 +113,7 @@ class ElasticJob:
                 else {}
             ),
             **env,
+            **host,
             **self._env,
         }
         self.processes.append(ForkServer.get().start(*what, environ))
