@@ -29,7 +29,7 @@ def test_a_scheduler_goes_on_where_another_was():
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
-    (optimizer, old), (other, new) = schedule(), schedule()
+    (optimizer, old), (_, new) = schedule(), schedule()
     for _ in range(3):
         optimizer.step()
         old.step()
