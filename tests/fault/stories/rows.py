@@ -29,7 +29,12 @@ ROWS = (
         1,
         "SIGKILL of a worker, all-reduce",
         "survivors reduce the step again and commit it; a replacement joins from a peer",
-        (_story(1, "processes"), "tests/fault/test_elastic_training.py::test_"),
+        (
+            _story(1, "processes"),
+            "tests/fault/test_elastic_training.py::test_",
+            "tests/multiprocess/test_run_elastic.py::test_a_killed_worker",
+            "tests/multiprocess/test_shard_elastic.py::test_each_sample_counts_once",
+        ),
     ),
     Row(
         2,
@@ -53,13 +58,18 @@ ROWS = (
         5,
         "SIGKILL of a server that has a backup",
         "the backup takes over, requests are repeated; nothing acknowledged is lost or doubled",
-        (_story(5, "servers"),),
+        (
+            _story(5, "servers"),
+            "tests/fault/test_ps_failover.py::test_a_backup_takes_over",
+            "tests/fault/test_ps_failover.py::test_servers_are_killed_at_random",
+            "tests/fault/test_ps_failover.py::test_the_primary_is_killed_at_every",
+        ),
     ),
     Row(
         6,
         "SIGKILL of a backup",
         "training goes on; a new backup is filled",
-        (_story(6, "servers"),),
+        (_story(6, "servers"), "tests/fault/test_ps_failover.py::test_a_backup_that_is_killed"),
     ),
     Row(
         7,
@@ -72,7 +82,7 @@ ROWS = (
         8,
         "SIGKILL of the coordinator",
         "training goes on; it comes back from its journal",
-        (_story(8, "processes"),),
+        (_story(8, "processes"), "tests/fault/test_coordinator_restart.py::test_"),
     ),
     Row(
         9,
@@ -95,13 +105,17 @@ ROWS = (
         11,
         "SIGSTOP of a worker, 3 s and for ever",
         "3 s: waited for; for ever: evicted and ended, so it cannot write when it wakes up",
-        (_story(11, "processes"), "tests/fault/test_peers_come_and_go.py::test_a_stopped"),
+        (
+            _story(11, "processes"),
+            "tests/fault/test_peers_come_and_go.py::test_a_stopped",
+            "tests/multiprocess/test_run_elastic.py::test_a_stopped_worker",
+        ),
     ),
     Row(
         12,
         "SIGSTOP of a primary server, then SIGCONT",
         "the backup takes over; the old primary can write nothing",
-        (_story(12, "servers"),),
+        (_story(12, "servers"), "tests/fault/test_ps_failover.py::test_a_stopped_primary"),
     ),
     Row(
         13,
@@ -166,6 +180,7 @@ ROWS = (
         "all processes end within the grace time; the second signal does not wait",
         (
             _story(25, "processes"),
+            "tests/fault/test_elastic_training.py::test_a_signal_to_one_worker",
             "tests/multiprocess/test_run_stop.py::test_signals_end_everything",
             "tests/multiprocess/test_run_stop.py::test_the_second_ctrl_c",
         ),
@@ -231,13 +246,21 @@ ROWS = (
         34,
         "2, 6, 1, 4 workers during training",
         "every step once, the same parameters everywhere, every sample as often as the others",
-        (_story(34, "scale"),),
+        (
+            _story(34, "scale"),
+            "tests/fault/test_ps_failover.py::test_servers_are_added_and_removed",
+            "tests/multiprocess/test_shard_elastic.py::test_random_kills_and_joins",
+        ),
     ),
     Row(
         35,
         "no descriptors or processes left",
         "a clean error, no partial job",
-        ("tests/fault/test_memory.py::test_a_rank_that_cannot_join", _story(35, "resources")),
+        (
+            "tests/fault/test_memory.py::test_a_rank_that_cannot_join",
+            "tests/multiprocess/test_run_elastic.py::test_without_descriptors",
+            _story(35, "resources"),
+        ),
     ),
     Row(
         37,

@@ -57,6 +57,7 @@ def test_row_29_one_worker_computes_nan(story: Story) -> None:
     story.expect_agreement()  # nobody took the poisoned step
 
 
+@pytest.mark.slow
 def test_row_29_or_leaves_that_step_out(story: Story) -> None:
     story.start("-n", "3", nonfinite="skip")
     story.wait_for_step(10)
@@ -66,6 +67,7 @@ def test_row_29_or_leaves_that_step_out(story: Story) -> None:
     story.expect_agreement()
 
 
+@pytest.mark.slow
 def test_row_30_a_bit_flips_in_one_replica(story: Story) -> None:
     story.start("-n", "3", "--pace", "allreduce[update=replicated]", check=5)
     story.wait_for_step(10)
@@ -74,6 +76,7 @@ def test_row_30_a_bit_flips_in_one_replica(story: Story) -> None:
     story.expect_end(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("-s", "1", "--pace", "ps")], ids=["allreduce", "ps"])
 def test_row_32_clocks_go_wrong(story: Story, tmp_path: Path, options: tuple[str, ...]) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")

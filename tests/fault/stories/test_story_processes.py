@@ -196,6 +196,7 @@ def test_row_25_the_launcher_is_asked_to_end(story: Story, kind: str) -> None:
     story.expect_end(128 + number, within_s=10)
 
 
+@pytest.mark.slow
 def test_names_of_processes_are_right(story: Story) -> None:
     story.start("-n", "2", "-s", "1", "--pace", "ps")
     story.wait_for_step(5)

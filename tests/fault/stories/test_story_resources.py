@@ -90,6 +90,7 @@ def test_row_33_four_times_more_work_than_cores(story: Story, pace: str) -> None
     story.expect_agreement()
 
 
+@pytest.mark.slow
 def test_row_35_no_process_can_be_started_any_more(story: Story) -> None:
     """A limit that the launcher meets in the middle of starting: no half job stays."""
     with control_group("pids", max=14) as group:
@@ -100,6 +101,7 @@ def test_row_35_no_process_can_be_started_any_more(story: Story) -> None:
         story.expect_end_with_error(within_s=60)
 
 
+@pytest.mark.slow
 def test_row_35_no_descriptor_is_left(story: Story) -> None:
     story.prefix = ["prlimit", "--nofile=24:24"]
     story.start("-n", "8", steps=10)
