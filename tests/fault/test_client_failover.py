@@ -119,7 +119,9 @@ def require_exact(books: Books, found: dict[str, object]) -> None:
     assert found["seen"] == sorted(found["seen"])  # what a worker has pushed does not go away
 
 
-@pytest.mark.parametrize("pace", RULES)
+@pytest.mark.parametrize(
+    "pace", ["async", *(pytest.param(pace, marks=pytest.mark.slow) for pace in ("ssp", "ps"))]
+)
 def test_a_client_goes_on_when_a_server_is_lost(tmp_path: Path, pace: str) -> None:
     run(tmp_path / "books", pace, losses=1, seed=3)
 

@@ -19,6 +19,8 @@ from support import tell
 from support.elastic import ElasticJob, elastic_job
 
 STEPS = 60
+SLOW = pytest.mark.slow
+PACES = ["ps", pytest.param("ssp:2", marks=SLOW), pytest.param("async", marks=SLOW)]
 
 
 def policy(workers: int = 2, servers: int = 2, **changes: object) -> Policy:
@@ -124,7 +126,7 @@ def test_the_loss_of_a_server_changes_no_bit_in_lockstep() -> None:
     assert diary.states() == expected
 
 
-@pytest.mark.parametrize("pace", ["ssp:2", "async"])
+@pytest.mark.parametrize("pace", [pytest.param("ssp:2", marks=SLOW), "async"])
 def test_free_running_workers_go_on_when_a_server_is_lost(pace: str) -> None:
     with elastic_job(policy()) as job:
         job.start(train, pace)
@@ -138,7 +140,7 @@ def test_free_running_workers_go_on_when_a_server_is_lost(pace: str) -> None:
         assert job.processes[new].status in (None, 0)
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("lost", [0, *(pytest.param(n, marks=SLOW) for n in (1, 2))])
 def test_survivors_go_on_without_a_worker_in_lockstep(lost: int) -> None:
     with elastic_job(policy(3)) as job:
         job.start(train, "ps")
@@ -152,7 +154,7 @@ def test_survivors_go_on_without_a_worker_in_lockstep(lost: int) -> None:
     assert diary.steps[(lost + 1) % 3][STEPS][0] == 2
 
 
-@pytest.mark.parametrize("pace", ["ps", "ssp:2", "async"])
+@pytest.mark.parametrize("pace", PACES)
 def test_a_newcomer_reads_from_the_servers_and_takes_part(pace: str) -> None:
     with elastic_job(policy()) as job:
         job.start(train, pace, 120)
@@ -168,7 +170,7 @@ def test_a_newcomer_reads_from_the_servers_and_takes_part(pace: str) -> None:
         assert min(diary.steps[newcomer]) > 10
 
 
-@pytest.mark.parametrize("pace", ["ps", "ssp:2", "async"])
+@pytest.mark.parametrize("pace", PACES)
 def test_a_replacement_goes_on_where_the_lost_worker_was(pace: str) -> None:
     expected = undisturbed("ps") if pace == "ps" else {}
     with elastic_job(policy(on_loss="replace")) as job:
@@ -181,6 +183,22 @@ def test_a_replacement_goes_on_where_the_lost_worker_was(pace: str) -> None:
         diary.hear_rest()
     if pace == "ps":
         assert diary.states() == expected
+
+
+@pytest.mark.parametrize("pace", PACES)
+def test_a_worker_leaves_when_it_is_asked_to(pace: str) -> None:
+    with elastic_job(policy(3)) as job:
+        job.start(train, pace)
+        diary = Diary(job)
+        diary.hear_until(0, 10)
+        job.operator.scale(2)
+        end_of(job, [0, 1])
+        outcome = job.ranks.wait(20, [2])[0]
+        diary.hear_rest()
+    assert outcome.status == 0, outcome
+    assert max(diary.steps[2]) < STEPS
+    if pace == "ps":
+        diary.states()
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import paceline as pl
 from paceline import job
 from paceline.cluster.member import Membership
 from paceline.collectives.group import Group
-from paceline.errors import PacelineError, PeerTimeout, ServerLost
+from paceline.errors import PacelineError, PeerTimeout, ServerLost, UsageError
 from paceline.ps import messages as m
 from paceline.ps.lasting import LastingLink
 from paceline.ps.line_group import WORKER, form_line
@@ -276,3 +276,19 @@ def test_a_request_that_cannot_be_made_concerns_nobody_else() -> None:
         return "no error"
 
     assert run_ranks(3, body)[CLIENT] == "nonsense"
+
+
+def test_a_newcomer_is_told_that_it_comes_too_early() -> None:
+    def body(group: Group) -> str:
+        if group.rank == CLIENT:
+            news, fabric = News(), job.current().fabric
+            link = link_of(news)
+            fabric.membership = memberships()[0].without([CLIENT])
+            news.known.append(fabric.membership)
+            try:
+                link.ask(m.Keys)
+            except UsageError as error:
+                return str(error)
+        return ""
+
+    assert "has been let in" in run_ranks(3, body)[CLIENT]

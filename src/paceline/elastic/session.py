@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 _SLICE_S = 0.25
 _ACCUSE_S = 0.5  # a peer that cannot be reached, but has not been missed by the coordinator
+_LAST_STEP_S = 35.0  # servers wait for the last step of one who is to leave, but not for ever
 _CUT_OFF_S = 20.0  # without the coordinator nobody knows who goes on: not us
 
 
@@ -64,6 +65,7 @@ class Elastic:
         self._result: Any = None  # of the last point passed
         self._losses: dict[int, Loss] = {}  # by rank: announced, and not adopted yet
         self._settled = fabric.membership  # the last one that was adopted whole
+        self._out_since_s = 0.0  # when this worker saw in a wait that it is to leave
         if not self.is_on:
             return
         self._control = fabric.worker_group("elastic")
@@ -139,9 +141,13 @@ class Elastic:
         newest = self._agent.membership
         if newest is None:
             return
+        if self._fabric.rank not in newest.ranks:  # who is to leave does so behind its step
+            self._out_since_s = self._out_since_s or time.monotonic()
+            if time.monotonic() - self._out_since_s > _LAST_STEP_S:
+                self._retire()  # which nobody waits for any more
+            return
         if not self.is_lockstep:
-            if self._fabric.rank in newest.ranks:  # who is to leave does so behind its step
-                self._adopt_alone()
+            self._adopt_alone()
             return
         workers = self._fabric.membership.workers
         if any(rank not in newest.ranks and rank in self._losses for rank in workers):

@@ -171,6 +171,7 @@ class LastingLink(plain.ServerLink):
         """Go over to another server if there is one; what is unanswered goes along."""
         if self._has_left:
             return
+        self._require_admission()
         try:
             is_new = self._renewal.renew()
         except errors.ServerLost as error:
@@ -180,6 +181,14 @@ class LastingLink(plain.ServerLink):
                 incoming = asked.content.incoming
                 if incoming is None or not incoming.is_whole:
                     self._send(asked)
+
+    def _require_admission(self) -> None:
+        rank, fabric = self.worker, self._fabric
+        if rank not in self._renewal.newest.ranks and rank not in fabric.membership.ranks:
+            raise errors.UsageError(
+                f"rank {rank}: a newcomer cannot ask servers before it has been let in; do so"
+                " inside `for step in pl.steps(n)`, or after the first forward pass of the model"
+            )
 
     def _take_whole_answers(self) -> None:
         """Read answers that are there: servers remember a limited number of them."""

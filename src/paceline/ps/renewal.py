@@ -153,7 +153,7 @@ class Renewal:
             old = line.member.rank
         self.drop()
         # Whoever left in good order may still be about to end.
-        presence = self._fabric.presence.get(old) if old is not None else None
-        if old is not None and old not in newest.ranks and presence is not None:
-            if presence.state == "lost":
-                self._fabric.engine.end_peer(old)
+        presence = self._fabric.presence.get(-1 if old is None else old)
+        is_lost = presence is not None and presence.state == "lost"
+        if old is not None and old not in newest.ranks and is_lost:
+            self._fabric.engine.end_peer(old)
