@@ -265,6 +265,11 @@ class Partition:
     def send(self, peer: int, message: r.Message) -> None:
         worker = message.entry.rank if isinstance(message, r.Forward) else peer
         sees_worker = self._house.sees(peer, worker)
+        if isinstance(message, r.Forward) and isinstance(message.entry.op, Asked):
+            # It is passed on before it is applied here, to a copy that may not see the worker.
+            caller = self.server.callers.get(worker)
+            if caller is not None and not sees_worker:
+                self.server.find_tensors(caller, message.entry.op)
         encoded = peer_wire.encode(self.index, message, self.server, sees_worker=sees_worker)
         self._house.post(peer, *encoded)
 
