@@ -26,6 +26,7 @@ from paceline.ps.spec import TableSpec
 
 _PART_BYTES = 2 << 20  # of values; as much again for each thing that the optimizer remembers
 _GAP_S = 0.006  # from part to part
+_AT_ONCE = 4  # parts, when the loop had much else to do in between
 _FEW = 8  # messages that may be under way when the next part is sent
 
 Tensors = list[torch.Tensor]
@@ -40,7 +41,7 @@ class Filler:
         """`sees(rank)`: whether the other server sees the memory of a worker."""
         self._server, self._replica, self.peer, self._sees = server, replica, peer, sees
         self._ranges = _ranges(server)
-        self._next_s = 0.0
+        self._last_s = time.monotonic()
         self.is_over = False
 
     def send_outline(self) -> None:
@@ -53,11 +54,17 @@ class Filler:
 
     def is_due(self, now_s: float, backlog: int) -> bool:
         """Say whether it is time for the next part."""
-        return now_s >= self._next_s and backlog <= _FEW
+        return now_s >= self._last_s + _GAP_S and backlog <= _FEW
 
     def send_some(self, now_s: float) -> None:
-        """Send the next part, or the end."""
-        self._next_s = now_s + _GAP_S
+        """Send the next parts, as many as the time allows, or the end."""
+        num_parts = min(int((now_s - self._last_s) / _GAP_S), _AT_ONCE)
+        self._last_s = now_s
+        for _ in range(max(num_parts, 1)):
+            if not self.is_over:
+                self._send_range()
+
+    def _send_range(self) -> None:
         found = next(self._ranges, None)
         if found is None:
             self._replica.filled(self.peer)

@@ -259,7 +259,8 @@ def test_a_backup_is_equal_to_the_bit_after_every_request(case: str) -> None:
 @pytest.mark.parametrize("begin", [1, 6])
 def test_a_copy_that_was_filled_in_between_is_equal(case: str, begin: int, monkeypatch) -> None:
     monkeypatch.setattr(snapshot, "_PART_BYTES", 200)
-    monkeypatch.setattr(snapshot, "_GAP_S", 0.0)
+    monkeypatch.setattr(snapshot, "_GAP_S", 1e-9)
+    monkeypatch.setattr(snapshot, "_AT_ONCE", 1)
     net = Net(2)
     net.adopt((100,))
     script = Script(net, case)
