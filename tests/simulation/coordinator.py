@@ -81,6 +81,7 @@ class SimCoordinator(Process):
         self.disk = Disk()
         self.tear_at: float | None = None  # crash at the next write: this part of it is on disk
         self.announces_first = False  # a mutant: see mutants.py
+        self.heard_s: dict[int, float] = {}  # by rank: its last sign of life; for the oracle
 
     def on_start(self) -> None:
         self._journal = SimJournal(self.disk)
@@ -105,6 +106,7 @@ class SimCoordinator(Process):
             self.roster.launcher_heard(self.world.now_s)
         rank = self._ranks.get(end)
         if rank is not None:
+            self.heard_s[rank] = self.now
             self._carry_out(self.roster.heard(rank, self.world.now_s))
         try:
             getattr(self, f"_on_{verb}")(end, *args)
@@ -169,7 +171,7 @@ class SimCoordinator(Process):
 
     def _seat(self, end: End, rank: int) -> None:
         old = self._lines.get(rank)
-        self._lines[rank], self._ranks[end] = end, rank
+        self._lines[rank], self._ranks[end], self.heard_s[rank] = end, rank, self.now
         if old is not None and old is not end:
             self._ranks.pop(old, None)
             old.close()

@@ -85,8 +85,12 @@ class Oracle:
         member = self.job.by_rank[loss.rank]
         if not member.is_alive or member.life > 1 or loss.rank in self._left:
             return
-        if member.paused_for_s >= 0.75 * self.job.policy.lease_s and member.state != "starved":
+        long_s = 0.75 * self.job.policy.lease_s
+        if member.paused_for_s >= long_s and member.state != "starved":
             return
+        heard_s = self.job.coordinator.heard_s.get(loss.rank, 0.0)
+        if member.last_pause_s >= long_s and heard_s < member.paused_s:
+            return  # it has continued, but nobody could know
         if len(self.job.hosts()) > 1 and (
             member.paused_s > self.world.now_s - EXCUSE_S
             or self.job.network.faulty_s > self.world.now_s - EXCUSE_S

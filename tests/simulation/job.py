@@ -216,7 +216,26 @@ class SimJob:
             self.oracle.check_counts()
             if self.mode == "lockstep":
                 self.oracle.check_logs()
+            else:
+                self._finish()
         self.oracle.check_history()
+
+    def _finish(self) -> None:
+        """Let the workers end one after the other, as when the work is done; one is killed then.
+
+        Nobody is missed any more.
+        """
+        self.world.say("--", "the work is done")
+        before = dict(self.by_rank)
+        first, *others = [member for member in self.living() if member.role == "worker"]
+        first.leave(is_finished=True)
+        for worker in others:
+            self.world.after(self._dice.uniform(0.05, 1.0), worker.finish)
+        if others:
+            self.world.after(0.3, others[-1].crash)
+        self.world.run(self.world.now_s + 3.0)
+        self.oracle.require(self.by_rank == before, "somebody was started after the end")
+        self.oracle.require(not self.oracle.end_of_job, "{}", self.oracle.end_of_job)
 
     def _heal(self) -> None:
         self.world.say("--", "from here on nothing goes wrong")

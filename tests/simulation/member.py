@@ -147,6 +147,11 @@ class SimMember(Process):
         self.oracle.left(self.rank)
         self.exit("left")
 
+    def finish(self) -> None:
+        """Go because the work is done, unless this member is gone already."""
+        if self.is_alive:
+            self.leave(is_finished=True)
+
     # -- for workers and servers --------------------------------------------------------------
 
     def on_membership(self, membership: Membership) -> None: ...

@@ -32,6 +32,7 @@ class Process:
         self.lag_s = 0.0  # how long everything takes it
         self.ends: list[End] = []  # of its connections
         self._backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self.last_pause_s = 0.0  # how long the last pause was that has ended
         self._pause_s = 0.0
         self._free_s = 0.0  # when it is done with what it has begun
         self.paused_s = -math.inf  # when it was last stopped or starved, and did not do anything
@@ -90,6 +91,7 @@ class Process:
         if self.state in ("stopped", "starved"):
             self.world.say(self.name, "continues, with {} things to do", len(self._backlog))
             self.state = "running"
+            self.last_pause_s = self.world.now_s - self._pause_s
             self.paused_s = self.world.now_s
             self._drain()
 

@@ -44,6 +44,8 @@ class Copy:
             self.table.again(entry.rank, entry.seq, remembered, self.replica.answer)
         else:
             self.table.apply(entry.rank, entry.seq, entry.op, self.replica.answer)
+            if entry.op[0] == "gone":
+                self.replica.forget(entry.rank)
 
     def deliver(self, rank: int, seq: int, answer: Any, extra: Any) -> None:
         generation = self.replica.generation

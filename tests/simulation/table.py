@@ -36,6 +36,7 @@ class Table:
         self.may_repeat: set[int] = set()  # newcomers: a step that their number has done before
         self.parked: dict[int, tuple[int, int, int]] = {}  # by number: rank, seq, addition
         self.absent: set[int] = set()  # parts that have not come yet
+        self.step = 0  # how many steps have ended, where all take them together
         self.digest = 0
 
     # -- for a new copy -----------------------------------------------------------------------
@@ -79,10 +80,11 @@ class Table:
 
     def _open(self, rank: int, seq: int, answer: Answer, number: int) -> None:
         if self.mode == "sync" and self.parked and number not in self.clocks.workers:
-            clock = max(self.sees().values(), default=0) + 1  # when the step under way has ended
+            clock = self.step + 1  # when the step under way has ended
             self.joining[rank] = (number, clock)
         else:
-            clock = self._seat(rank, number, self.left.get(number))
+            at = self.step if self.mode == "sync" else self.left.get(number)
+            clock = self._seat(rank, number, at)
         if clock:
             self.may_repeat.add(rank)
         if rank % PARTS not in self.absent:
@@ -153,6 +155,7 @@ class Table:
             workers = self.clocks.workers
             if any(number not in self.parked for number in workers):
                 return
+            self.step += bool(workers)
             for number in workers:
                 self._count(number)
             done = [self.parked.pop(number) for number in workers]
