@@ -90,6 +90,16 @@ def peek_status(pid: int) -> ExitStatus | None:
     return ExitStatus(info.si_status) if by_itself else ExitStatus(None, info.si_status)
 
 
+def _status(pid: int) -> dict[str, str]:
+    """What the kernel says about a process, by name; nothing when it is gone."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
 def _stat(pid: int) -> list[str]:
     """Return what the kernel says about a process, beginning with its state; "X": it is gone."""
     with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
@@ -182,6 +192,13 @@ class RankProcess:
         """Tell whether the process is on its way out, also when its end is not seen yet."""
         stat = _stat(self.pid)
         return stat[0] in "ZX" or bool(int(stat[6]) & _PF_EXITING)
+
+    def ask_for_stacks(self) -> None:
+        """Have the rank print where its threads are; one that does not know how is left alone."""
+        caught = _status(self.pid).get("SigCgt", "0")
+        if int(caught, 16) >> (signal.SIGUSR2 - 1) & 1:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGUSR2)
 
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to the rank and to what it started in its process group."""

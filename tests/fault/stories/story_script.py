@@ -58,7 +58,9 @@ def obey(order: str, model: nn.Module) -> None:
     """Do something that no training does."""
     what, _, amount = order.partition(" ")
     if what == "hold-the-gil":
-        ctypes.PyDLL(None).sleep(int(amount))  # PyDLL keeps the GIL
+        lock, holding = ctypes.create_string_buffer(64), ctypes.PyDLL(None)  # which keeps the GIL
+        for _ in range(2):
+            holding.pthread_mutex_lock(lock)  # the second time for ever
     elif what == "eat":
         hoard = bytearray(int(amount) << 20)
         hoard[::4096] = b"x" * len(hoard[::4096])

@@ -52,6 +52,7 @@ class ElasticJob(SupervisedJob):
         self._evicted: dict[int, str] = {}  # ranks of ours that we kill, and why
         self._dismissed: dict[int, float] = {}  # no longer in the job: when to insist
         self._silent_s: dict[int, float] = {}  # since when some are silent, though they run
+        self._stuck: set[int] = set()  # ranks that were called stuck
         self._left: set[int] = set()  # ranks that have said goodbye
         self._losses: list[RankResult] = []
         self._warm_up_s = float("inf")  # when to start the template
@@ -156,6 +157,8 @@ class ElasticJob(SupervisedJob):
         assert self._control is not None and process.status is not None
         seat = process.seat
         why = self._lookout.diagnosis(process)
+        if seat.rank in self._stuck:
+            why = f"stuck without a heartbeat, then {why}"
         self._control.report_end(seat.rank, why, by_signal=True)
         if self._was_in(seat.rank):
             self._tell_loss(seat.rank, self._evicted.get(seat.rank, why))
@@ -260,6 +263,7 @@ class ElasticJob(SupervisedJob):
         """Tell of a stopped process at once, of one that runs only when it stays silent."""
         process = self._crew.find(news.rank)
         if news.state == "back":
+            self._stuck.discard(news.rank)
             if self._silent_s.pop(news.rank, None) is None:
                 self._show(self._chronicle.presence(news))
         elif process is None or process.is_frozen():
@@ -274,6 +278,10 @@ class ElasticJob(SupervisedJob):
                 del self._silent_s[rank]
                 words = f"has sent no heartbeat for {now_s - since_s:.0f} s, though its process"
                 self._tell(f"{self._chronicle.name(rank)} {words} runs: it may be stuck")
+                self._stuck.add(rank)
+                process = self._crew.find(rank)
+                if process is not None:
+                    process.ask_for_stacks()
 
     def _evict(self, rank: int, why: str) -> None:
         """End a process that the job has given up; its line comes with its diagnosis."""
