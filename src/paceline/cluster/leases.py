@@ -14,14 +14,15 @@ which the coordinator was stopped or starved is nobody's fault: `check` notices 
 checks and excuses all.
 
 An ACCUSATION says that a peer cannot be reached although it sends heartbeats: the network between
-two members is broken. After `accused_s` one of the two has to go. Whoever more members accuse; of
-two equals, the one whose loss costs less (`cost`). The accused one that is silent is left to its
-lease.
+two members is broken. After `accused_s` one of the two has to go: whoever has trouble with more
+members, on whichever side of an accusation; of two equals, the one whose loss costs less (`cost`).
+So one worker that is cut off does not take server after server with it. The accused one that is
+silent is left to its lease.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from paceline.cluster.policy import Policy
@@ -163,28 +164,36 @@ class Leases:
 
     def _judge(self, now_s: float, cost: Callable[[int], int]) -> list[Finding]:
         """Decide between members that cannot reach each other."""
-        standing = {
-            pair: why
-            for pair, (since_s, why) in self._accusations.items()
-            if now_s - since_s >= self._policy.accused_s and self._is_heard(pair, now_s)
-        }
+        heard = [pair for pair in self._accusations if self._is_heard(pair, now_s)]
+        standing = [p for p in heard if now_s - self._accusations[p][0] >= self._policy.accused_s]
         if not standing or not self._policy.is_elastic:
             return []
-        parties = {rank for pair in standing for rank in pair}
-        votes = {rank: sum(of == rank for _, of in standing) for rank in parties}
-        # A member without accuser is only spared when the loss of the accused one can be borne.
-        worst = max(parties, key=lambda r: (-_unbearable(cost(r)), votes[r], -cost(r), r))
-        accusers = sorted(by for by, of in standing if of == worst)
+        # Newer ones count too: of several that lost sight of one member, somebody was the first.
+        trouble = {
+            rank: {other for pair in heard if rank in pair for other in pair if other != rank}
+            for pair in standing
+            for rank in pair
+        }
+        votes = {rank: sum(of == rank for _, of in heard) for rank in trouble}
+        worst = max(
+            trouble,
+            key=lambda r: (-_unbearable(cost(r)), len(trouble[r]), -cost(r), votes[r], r),
+        )
+        accusers = sorted(by for by, of in heard if of == worst)
         if not accusers:
-            return [Finding(worst, "lost", "it cannot reach a member that is needed more")]
-        whom = f"rank{'s' if len(accusers) > 1 else ''} {', '.join(map(str, accusers))}"
-        return [Finding(worst, "lost", f"{whom} cannot reach it: {standing[accusers[0], worst]}")]
+            return [Finding(worst, "lost", f"it cannot reach {_ranks(trouble[worst])}")]
+        why = self._accusations[accusers[0], worst][1]
+        return [Finding(worst, "lost", f"{_ranks(accusers)} cannot reach it: {why}")]
 
     def _is_heard(self, pair: tuple[int, int], now_s: float) -> bool:
         return all(
             not self._leases[rank].is_absent and now_s - self._leases[rank].heard_s <= _FRESH_S
             for rank in pair
         )
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _unbearable(cost: int) -> int:

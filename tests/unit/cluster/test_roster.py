@@ -467,7 +467,25 @@ def test_a_worker_goes_rather_than_the_last_copy():
     story.roster.accused(1, 2, "no route", story.now_s)
     story.wait(2)
     assert story.now.ranks == (0, 2)
-    assert story.changed.lost[0].why == "it cannot reach a member that is needed more"
+    assert story.changed.lost[0].why == "it cannot reach rank 2"
+
+
+def test_a_worker_that_is_cut_off_takes_no_server_with_it():
+    story = Story(3, 3, replicas=2)
+    for server in (3, 4):
+        story.roster.accused(1, server, "no route", story.now_s)
+    story.wait(2)
+    assert story.now.ranks == (0, 2, 3, 4, 5)
+    assert story.changed.lost[0].why == "it cannot reach ranks 3, 4"
+
+
+def test_a_server_that_nobody_reaches_has_to_go():
+    story = Story(3, 3, replicas=2)
+    story.roster.accused(1, 4, "no route", story.now_s)
+    story.wait(0.5)
+    story.roster.accused(2, 4, "no route", story.now_s)
+    story.wait(1)
+    assert story.now.ranks == (0, 1, 2, 3, 5)
 
 
 def test_an_accusation_can_be_taken_back():
