@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from paceline.cluster.leases import Finding, Leases
+from paceline.cluster.leases import UNBEARABLE, Finding, Leases
 from paceline.cluster.roster import Roster
 from paceline.elastic.verdict import Status, Verdict, judge
 from paceline.ps.replication import Entry, FillStart, Message, Replica
@@ -121,6 +121,28 @@ class BelievesAnOldLook(Roster):
         self._leases.__class__ = _Credulous
 
 
+class _Voters(Leases):
+    def _judge(self, now_s: float, cost: Callable[[int], int]) -> list[Finding]:
+        standing = [
+            pair
+            for pair, (since_s, _) in self._accusations.items()
+            if now_s - since_s >= self._policy.accused_s and self._is_heard(pair, now_s)
+        ]
+        if not standing:
+            return []
+        votes = {rank: sum(of == rank for _, of in standing) for pair in standing for rank in pair}
+        worst = max(votes, key=lambda r: (cost(r) < UNBEARABLE, votes[r], -cost(r), r))
+        return [Finding(worst, "lost", "it is accused most")]
+
+
+class CountsAccusers(Roster):
+    """Takes those for lost who are accused, however many the accuser accuses."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._leases.__class__ = _Voters
+
+
 class EvictsTheSilent(Roster):
     """Takes everybody for lost who is silent, whatever the launcher sees."""
 
@@ -175,6 +197,7 @@ MUTANTS = {
     "promotes the filling": Mutant(Cores(roster=PromotesTheFilling), 0),
     "evicts the silent": Mutant(Cores(roster=EvictsTheSilent), 11),
     "believes an old look": Mutant(Cores(roster=BelievesAnOldLook), 205),
+    "counts accusers": Mutant(Cores(roster=CountsAccusers), 2180),
     "announces before it writes": Mutant(Cores(announces_first=True), 0),
     "asks under new numbers": Mutant(Cores(books=AsksUnderNewNumbers), 0),
     "gives up": Mutant(Cores(books=GivesUp), 0),
