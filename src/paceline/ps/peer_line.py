@@ -133,7 +133,8 @@ class PeerLine:
     def _get(
         self, target: np.ndarray | torch.Tensor, tag: int, *, background: bool = False
     ) -> Work[int]:
-        receive = self._group.recv(target, None, tag=tag, async_op=True, background=background)
+        # By name: a server that falls silent without a farewell is missed, in time.
+        receive = self._group.recv(target, self._to, tag=tag, async_op=True, background=background)
         assert isinstance(receive, Work)
         return receive
 
