@@ -239,6 +239,8 @@ def shutdown() -> None:
         job.world.close()
         if job.fabric.listener is not None:
             job.fabric.listener.close()
+        # A script that ended with an error has not done its work: the job may want another.
+        job.rendezvous.agent.leave(is_finished=not hasattr(sys, "last_value"))
         job.rendezvous.close()
 
 
@@ -329,18 +331,17 @@ def new_group(ranks: Sequence[int]) -> Group:
     job, chosen = current(), tuple(ranks)
     if len(set(chosen)) != len(chosen) or not chosen:
         raise UsageError(f"new_group({list(chosen)}): name each rank once, and at least one")
-    missing = [r for r in chosen if r not in job.fabric.membership.workers]
+    missing = [r for r in chosen if r not in range(job.world.size)]
     if missing:
         raise UsageError(
             f"new_group({list(chosen)}): {missing} are not ranks of this job (0 to"
             f" {world_size() - 1})"
         )
-    if job.env.rank not in chosen:
+    if rank() not in chosen:
         raise UsageError(
-            f"new_group({list(chosen)}): rank {job.env.rank} is not in it;"
-            " call it on its members only"
+            f"new_group({list(chosen)}): rank {rank()} is not in it; call it on its members only"
         )
-    return Group(job.fabric, chosen)
+    return Group(job.fabric, [job.world.ranks[r] for r in chosen])
 
 
 def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

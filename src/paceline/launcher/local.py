@@ -289,7 +289,7 @@ class LocalJob:
         await self._await_end(lambda: crew.running, deadline_s, heard=heard)
         if crew.running and len(self._interrupts) == heard:
             left = names(process.seat for process in crew.running)
-            self._display.say(f"paceline: {left} did not end on SIGTERM: killing it")
+            self._display.say(f"paceline: {left} did not end on SIGTERM: killed now")
 
     async def _clean_up(self) -> None:
         """Leave nothing behind; runs also when starting failed half-way."""
