@@ -201,7 +201,7 @@ def _state_form(state: Sequence[StateEntry], tensors: Tensors) -> tuple[m.Entry,
             entries.append(m.Entry(entry.piece, entry.key, value))
             continue
         if value.numel() == 1:
-            tensors.append(value.reshape(-1))
+            tensors.append(value.reshape(-1).clone())  # the next step changes it
         dtype = str(value.dtype).removeprefix("torch.")
         entries.append(m.Entry(entry.piece, entry.key, None, dtype, tuple(value.shape)))
     return tuple(entries)
