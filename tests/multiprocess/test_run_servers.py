@@ -179,7 +179,6 @@ def test_dry_run_shows_servers(bench: Workbench) -> None:
         (["-s", "-1"], "-s -1: expected a number from 0 to 1024"),
         (["-s", "many"], "-s many: expected a number or colocated"),
         (["-s", "1", "--replicas", "2"], "replicas 2 > servers 1: "),
-        (["-s", "2", "--replicas", "2"], "replication is not in this version"),
         (["-s", "2", "--replicas", "0"], "--replicas 0: expected a number of at least 1"),
         (["-s", "1", "--threads-per-server", "0"], "--threads-per-server 0"),
         (["--threads-per-server", "2"], "--threads-per-server without servers"),
