@@ -31,14 +31,15 @@ from paceline.cluster.messages import Changed, Presence
 from paceline.collectives.group import Group
 from paceline.collectives.topology import Fabric
 from paceline.config import JobEnv
-from paceline.errors import BadFrame, PacelineError, PeerError
+from paceline.errors import PacelineError
 from paceline.ps import peer_messages as p
 from paceline.ps.line import Line
 from paceline.ps.line_group import form_line
 from paceline.ps.load import Load
 from paceline.ps.meeting import Meetings
 from paceline.ps.partition import LEFT, Partition
-from paceline.ps.peer_line import PeerLine, form_peer_line
+from paceline.ps.peer_line import form_peer_line
+from paceline.ps.peers import Peers
 from paceline.ps.replication import Role
 from paceline.telemetry.events import Note, ServerLoad
 from paceline.work import Work
@@ -46,7 +47,6 @@ from paceline.work import Work
 _TICK_S = 0.25  # how soon a worker's end is noticed
 _ELASTIC_TICK_S = 0.02  # how soon a change of the membership is
 _REPORT_S = 1.0
-_ACCUSE_S = 0.5  # how often a server is accused that cannot be reached
 _FORGET_S = 10.0  # for so long the memory of lost workers is kept
 _RETIRE_S = 30.0  # for so long a worker that was asked to leave may take part in its last step
 _AGAIN_S = 0.2  # until a line that could not be formed is tried again
@@ -62,10 +62,7 @@ class Host:
         self.partitions: dict[int, Partition] = {}
         self._fabric, self._agent = fabric, agent
         self._membership = fabric.membership
-        self._peers: dict[int, PeerLine] = {}
-        self._broken: dict[int, str] = {}  # servers whose line broke, and why
-        self._accused_s = 0.0
-        self._seen_by: dict[int, set[int]] = {}  # by server: workers whose memory it sees
+        self._peers = Peers(self._on_broken)
         self._forgettable: list[tuple[float, set[int]]] = []  # when, whom
         self._meetings = Meetings()
         self._met: set[Hashable] = set()  # what is formed, or about to be
@@ -93,8 +90,7 @@ class Host:
             self._wait([work.handle for work in self._works()])
             self._turn()
         self._send_reports()
-        for peer in self._peers.values():
-            peer.close()
+        self._peers.close()
 
     def _wait(self, handles: list[Any]) -> None:
         if handles:
@@ -104,8 +100,7 @@ class Host:
 
     def _works(self) -> list[Work[Any]]:
         works = [work for one in self.partitions.values() for work in one.works()]
-        for peer in self._peers.values():
-            works.extend(peer.works())
+        works.extend(self._peers.works())
         return works
 
     def _tick_s(self) -> float:
@@ -115,31 +110,16 @@ class Host:
         return _ELASTIC_TICK_S / 4 if is_filling else _ELASTIC_TICK_S
 
     def _turn(self) -> None:
-        for peer in list(self._peers.values()):
-            self._hear(peer)
+        for peer, message, tensors in self._peers.hear(self._is_due, self._find_landing):
+            self._hear(peer, message, tensors)
         for partition in self.partitions.values():
             partition.serve()
         self._look_around()
         for partition in self.partitions.values():
             partition.flush()
 
-    def _hear(self, peer: PeerLine) -> None:
-        try:
-            for message, tensors in peer.arrivals(self._is_due, self._find_landing):
-                if isinstance(message, p.Sees):
-                    self._seen_by[peer.peer] = set(message.ranks)
-                    continue
-                self._hear_about(self._partition(message.partition), peer.peer, message, tensors)
-        except (PeerError, BadFrame) as error:
-            self._drop_peer(peer, error)
-
-    def _hear_about(
-        self,
-        partition: Partition,
-        peer: int,
-        message: p.AnyMessage,
-        tensors: Sequence[torch.Tensor],
-    ) -> None:
+    def _hear(self, peer: int, message: p.AnyMessage, tensors: Sequence[torch.Tensor]) -> None:
+        partition = self._partition(message.partition)
         was_open = partition.replica.is_open
         partition.hear(peer, message, tensors)
         if partition.replica.is_open and not was_open:
@@ -176,7 +156,8 @@ class Host:
             partition.server.complain(now_s)
         if self.is_elastic:
             self._tell_adopted()
-            self._accuse(now_s)
+            for rank, why in self._peers.accused(now_s, self._ranks):
+                self._agent.accuse(rank, why)
             self._forget(now_s)
         if now_s - self._reported_s >= _REPORT_S:
             self._report_load(now_s - self._reported_s)
@@ -224,8 +205,10 @@ class Host:
                 self._retiring[rank] = time.monotonic() + _RETIRE_S
         self._ranks, self._workers = frozenset(membership.ranks), membership.workers
         self._news += 1
-        for rank in [rank for rank in self._peers if rank not in membership.ranks]:
-            self._forget_peer(rank)
+        for rank in self._peers:
+            if rank not in self._ranks:
+                self._peers.remove(rank)
+                self._disconnect(rank)
         holders, filling = membership.holders, membership.filling
         for index in range(len(holders)):
             is_mine = self.rank in holders[index] or (filling and self.rank in filling[index])
@@ -325,7 +308,7 @@ class Host:
         elif key[-1] not in self._membership.ranks:
             group.close()
         elif key[0] == "server":
-            self._peers[key[1]] = PeerLine(group, key[1])
+            self._peers.add(key[1], group)
             self._tell_sight([key[1]])
             for partition in self.partitions.values():
                 partition.replica.connected(key[1])
@@ -346,37 +329,21 @@ class Host:
         self._tell_sight(self._peers)
 
     def _tell_sight(self, peers: Iterable[int]) -> None:
-        workers = self._membership.workers
-        seen = tuple(rank for rank in workers if self._fabric.is_linked(rank))
-        for peer in list(peers):
-            self.post(peer, p.Sees(-1, self._membership.generation, seen), ())
+        seen = tuple(rank for rank in self._workers if self._fabric.is_linked(rank))
+        self._peers.tell_sight(peers, self._membership.generation, seen)
 
     def _hang_up(self, index: int) -> None:
         """End the lines of a partition that has another primary, or the same one anew."""
         for rank in list(self.partitions[index].lines):
             self.partitions[index].hang_up(rank)
 
-    def _drop_peer(self, peer: PeerLine, error: PacelineError) -> None:
-        """Note that the line to another server is broken; the coordinator says what follows."""
-        self.say(f"the line to rank {peer.peer} is broken: {error}")
-        self._forget_peer(peer.peer)
-        self._broken[peer.peer] = str(error)[:300]
-        self._accused_s = 0.0
+    def _on_broken(self, peer: int, why: str) -> None:
+        self.say(f"the line to rank {peer} is broken: {why}")
+        self._disconnect(peer)
 
-    def _accuse(self, now_s: float) -> None:
-        """Name those who cannot be reached, over and over: the coordinator forgets it with every
-        generation that this server adopts, and when it is restarted."""
-        self._broken = {r: why for r, why in self._broken.items() if r in self._membership.ranks}
-        if now_s - self._accused_s >= _ACCUSE_S:
-            self._accused_s = now_s
-            assert isinstance(self._agent, Agent)
-            for rank, why in self._broken.items():
-                self._agent.accuse(rank, why)
-
-    def _forget_peer(self, rank: int) -> None:
-        self._peers.pop(rank).close()
+    def _disconnect(self, peer: int) -> None:
         for partition in self.partitions.values():
-            partition.replica.disconnected(rank)
+            partition.replica.disconnected(peer)
 
     # -- what partitions ask for --------------------------------------------------------------
 
@@ -384,19 +351,13 @@ class Host:
         return self._fabric.is_linked(rank)
 
     def sees(self, peer: int, rank: int) -> bool:
-        return rank in self._seen_by.get(peer, ())
+        return self._peers.sees(peer, rank)
 
     def post(self, peer: int, message: p.AnyMessage, tensors: Sequence[torch.Tensor]) -> None:
-        line = self._peers.get(peer)
-        if line is not None:
-            try:
-                line.send(message, tensors)
-            except PeerError:  # its receive will say so too
-                return
+        self._peers.post(peer, message, tensors)
 
     def backlog(self, peer: int) -> int:
-        line = self._peers.get(peer)
-        return line.backlog if line is not None else 0
+        return self._peers.backlog(peer)
 
     def tell_in_sync(self, partition: int, generation: int) -> None:
         assert isinstance(self._agent, Agent)

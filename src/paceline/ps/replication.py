@@ -207,8 +207,7 @@ class Replica:
         self.generation, self._holders = generation, tuple(holders)
         self._target = (*holders, *filling[:1])
         before = self._order
-        staying = [rank for rank in before if rank in self._target]
-        self._order = (*staying, *(rank for rank in self._target if rank not in staying))
+        self._order = self._order_after(before)
         self._take_role(filling, is_fresh)
         self._link(before)
         if self._down is _Down.FOLLOWS and self.downstream not in self._holders:
@@ -243,6 +242,16 @@ class Replica:
         if peer == self.downstream:
             self._down, self._counts = _Down.GREETED, self._counts and self._is_told
             self._settle()
+
+    def _order_after(self, before: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the order that is in effect until a handover, if there has to be one.
+
+        Only those who were in the chain take part in it: newcomers have nothing to hand over, and
+        come with the new order.
+        """
+        staying = tuple(rank for rank in before if rank in self._target)
+        is_same = staying == tuple(rank for rank in self._target if rank in staying)
+        return self._target if is_same or self.me not in before else staying
 
     def _take_role(self, filling: Sequence[int], is_fresh: bool) -> None:
         self.role = Role.NONE
