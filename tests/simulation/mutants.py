@@ -76,6 +76,14 @@ class OpensAtOnce(Replica):
             self._order = self._target
 
 
+class HandsOverToNewcomers(Replica):
+    """Lets a copy that has nothing take part in a handover."""
+
+    def _order_after(self, before: tuple[int, ...]) -> tuple[int, ...]:
+        staying = tuple(rank for rank in before if rank in self._target)
+        return (*staying, *(rank for rank in self._target if rank not in staying))
+
+
 class ForgetsOnLoss(Replica):
     """Does not pass on once more what a lost neighbour may not have passed on."""
 
@@ -194,6 +202,7 @@ MUTANTS = {
     "reads alone": Mutant(Cores(replica=ReadsAlone), 9),
     "opens at once": Mutant(Cores(replica=OpensAtOnce), 207),
     "forgets on loss": Mutant(Cores(replica=ForgetsOnLoss), 0),
+    "hands over to newcomers": Mutant(Cores(replica=HandsOverToNewcomers), 3166),
     "promotes the filling": Mutant(Cores(roster=PromotesTheFilling), 0),
     "evicts the silent": Mutant(Cores(roster=EvictsTheSilent), 11),
     "believes an old look": Mutant(Cores(roster=BelievesAnOldLook), 205),
