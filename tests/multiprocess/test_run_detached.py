@@ -55,6 +55,7 @@ def _size(bench: Workbench) -> str:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_detached_job_outlives_its_keeper_and_can_be_changed(bench: Workbench) -> None:
     script = bench.script(_TRAIN)
     started = bench.run("run", "-n", "2", "--min", "1", "--max", "3", "--detach", script)
@@ -135,6 +136,7 @@ def test_a_job_that_cannot_start_in_the_background_says_why(bench: Workbench) ->
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_worker_joins_by_hand(bench: Workbench) -> None:
     script = bench.script(_TRAIN)
     with bench.started("run", "-n", "1", "--max", "2", script) as launcher:

@@ -93,6 +93,7 @@ def test_a_killed_worker_is_replaced_and_a_killed_coordinator_comes_back(bench: 
     assert not any(is_alive(pid) for pid in (first, second, third))
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_named_then_ended_and_replaced(bench: Workbench) -> None:
     script = bench.script(_TRAIN)
     with bench.started(
@@ -137,6 +138,7 @@ def test_a_script_that_fails_by_itself_ends_the_job(bench: Workbench) -> None:
     assert "lost" not in done.stderr and "joined" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_place_whose_newcomers_die_at_once_is_given_up(bench: Workbench) -> None:
     script = bench.script("""
         import os, pathlib, signal, sys, time
