@@ -10,6 +10,8 @@
 namespace paceline {
 namespace {
 constexpr double kGoodbye_s = 1.0;  // how long a closing group waits for the others to close theirs
+constexpr double kWatched_s = 0.5;  // so recently a group must have listened to know that somebody is silent
+constexpr double kSilent_s = 2.5;   // without a heartbeat, which come every second
 
 std::exception_ptr make_error(ErrorKind kind, const std::string& text, int rank) {
   return std::make_exception_ptr(Error(kind, text, rank));
@@ -56,15 +58,20 @@ Group::~Group() {
   if (engine_->in_forked_child()) return;
   close();
   engine_->detach(this);
-  if (!is_broken_) {
-    take_leave();
-    return;
-  }
-  // Nobody waits for members of a group that has failed: some of them may never answer.
+  // Nobody waits for members of a group that has failed, nor for one that has fallen silent: they may never answer.
+  bool was_watched = now_s() - watched_s_ < kWatched_s;
   std::vector<std::unique_ptr<Port>> ports;
-  for (auto& [key, port] : ports_)
-    if (!is_local(key.first)) ports.push_back(std::move(port));
+  for (auto it = ports_.begin(); it != ports_.end();) {
+    bool is_silent = was_watched && now_s() - it->second->heard_s() > kSilent_s;
+    if (is_local(it->first.first) || !(is_broken_ || is_silent)) {
+      ++it;
+      continue;
+    }
+    ports.push_back(std::move(it->second));
+    it = ports_.erase(it);
+  }
   engine_->take_leave(std::move(ports));
+  take_leave();
 }
 
 // All channels at once, because the other members close theirs in another order.

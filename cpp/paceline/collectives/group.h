@@ -153,6 +153,7 @@ class Group final : public Pollable {
   std::list<Announced> announced_;
   uint64_t number_ = 0;
   double beat_s_ = 0;
+  double watched_s_ = 0;    // when somebody last waited here, and so listened to the others
   bool is_broken_ = false;  // failed, not just closed
   std::atomic<bool> has_inbox_{false};
   std::atomic<uint64_t> bytes_sent_{0};

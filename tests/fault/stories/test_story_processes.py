@@ -54,7 +54,7 @@ def test_row_01_a_replacement_computes_the_same_bits(tmp_path_factory, pace: str
                 story.wait_for_step(20 * count)
                 story.kill(f"worker {victim}")
                 story.expect_line(rf"worker {victim} .* joined", 30)
-            story.expect_success()
+            story.expect_end(0)
             ends.append({worker.end for worker in story.workers() if worker.end})
         finally:
             story.close()
