@@ -46,6 +46,9 @@ One machine shares its fate (power, kernel), so "host" here means a network name
 """
 
 
+Cases = dict[tuple[str, str], ElementTree.Element]
+
+
 @dataclass
 class Result:
     """What came out of a row's tests."""
@@ -84,29 +87,34 @@ def run_row(row: Row, *, is_quick: bool, arguments: Sequence[str]) -> Result:
             command += [f"--junitxml={report.name}", "-o", "junit_family=xunit1", *arguments]
             subprocess.run(command, cwd=ROOT, check=False)
             if Path(report.name).stat().st_size:
-                _take_in(result, file, beginnings, Path(report.name))
+                _take_in(result, file, beginnings, read_cases([Path(report.name)]))
             else:
                 result.failed.append(f"{file}: no report")
     return result
 
 
-def read_row(row: Row, reports: Sequence[Path]) -> Result:
+def read_row(row: Row, cases: Cases) -> Result:
     """Take the outcome of a row's tests from reports."""
     result = Result(date=time.strftime("%Y-%m-%d"))
     for test in row.tests:
         file, _, beginning = test.partition("::")
-        for report in reports:
-            _take_in(result, file, [beginning], report)
+        _take_in(result, file, [beginning], cases)
     return result
 
 
-def _take_in(result: Result, file: str, beginnings: Iterable[str], report: Path) -> None:
+def read_cases(reports: Iterable[Path]) -> Cases:
+    """Read reports by module and test; of a test that is in several, the last one counts."""
+    return {
+        (case.get("classname", ""), case.get("name", "")): case
+        for report in reports
+        for case in ElementTree.parse(report).iter("testcase")
+    }
+
+
+def _take_in(result: Result, file: str, beginnings: Iterable[str], cases: Cases) -> None:
     module = file.removesuffix(".py").replace("/", ".")
-    for case in ElementTree.parse(report).iter("testcase"):
-        name = case.get("name", "")
-        if not any(name.startswith(beginning) for beginning in beginnings):
-            continue
-        if case.get("classname", "") != module:
+    for (where, name), case in cases.items():
+        if where != module or not any(name.startswith(beginning) for beginning in beginnings):
             continue
         if case.find("skipped") is not None:
             result.skipped += 1
@@ -169,6 +177,7 @@ def main() -> int:
     parser.add_argument("--only-write", action="store_true", help="run nothing")
     parser.add_argument("--reports", type=Path, nargs="*", default=[])
     given, more = parser.parse_known_args()
+    reported = read_cases(given.reports)
     results: dict[int, Result] = {}
     if RESULTS.exists():
         known = json.loads(RESULTS.read_text())
@@ -177,7 +186,7 @@ def main() -> int:
         if row.number not in given.rows or not row.tests or given.only_write:
             continue
         if given.reports:
-            found = read_row(row, given.reports)
+            found = read_row(row, reported)
             if found.passed or found.failed:
                 results[row.number] = found
             continue
