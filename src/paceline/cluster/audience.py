@@ -51,7 +51,8 @@ class Audience:
     def announce(self, changed: m.Changed) -> None:
         """Tell everybody of a membership; those who asked to be in it get their answer."""
         membership = changed.membership
-        for rank, peer in self:
+        # Rank 0 last: the coordinator may live in its process, which may end as soon as it knows.
+        for rank, peer in sorted(self, key=lambda entry: -entry[0]):
             if peer.join is not None and rank in membership.ranks:
                 request, peer.join = peer.join, None
                 peer.tell(m.Joined(request.id, membership))
