@@ -90,10 +90,11 @@ def test_a_replacement_with_its_own_data_goes_on_where_the_others_are() -> None:
         log.hear(newcomer, epoch=came + 2)
         log.stop(0, killed=[1])
         epochs = log.by_epoch()
+        left_out: set[int] = set()
         for epoch in range(came + 1):
             assert max(epochs[epoch].values()) == 1
-            left_out = {sample for sample in range(150) if epochs[epoch][sample] == 0}
-            assert left_out and all(sample % 3 == 1 for sample in left_out)  # only the lost one's
+            left_out |= {sample for sample in range(150) if epochs[epoch][sample] == 0}
+        assert left_out and all(sample % 3 == 1 for sample in left_out)  # only the lost one's
         assert epochs[came + 1] == Counter(range(150))
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from paceline.collectives.group import Group
 
 _STEP_S = 0.5
+_AT_ONCE_S = 1e-3
 _CONNECT_STEPS = 10  # a handshake under way must not be given up for the sake of a look around
 LANES = ("collective", "point-to-point")  # numbered as in the engine
 
@@ -183,21 +184,25 @@ class Fabric:
         hosts: list[int],
         timeout_s: float,
     ) -> _core.Group:
-        """Form the part of a group that is on this host, in short steps, as above."""
+        """Form the part of a group that is on this host, in short steps, as above.
+
+        First at once: one that has done its part, and left the job since, is no obstacle.
+        """
         ranks, others = [m.rank for m in members], [m for m in members if m.rank != self.rank]
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s, step_s = time.monotonic() + timeout_s, _AT_ONCE_S
         notice = WaitNotice(f"rank {self.rank} waits for ranks {ranks} to form a group")
         while True:
-            self._require_presence(others)
-            self._require_newest(others)
             try:
                 return _core.Group(
-                    self.engine, group_id, generation, ranks, hosts, timeout_s, _STEP_S
+                    self.engine, group_id, generation, ranks, hosts, timeout_s, step_s
                 )
             except PeerTimeout:
                 if time.monotonic() >= deadline_s:
                     raise
+            self._require_presence(others)
+            self._require_newest(others)
             notice.check()
+            step_s = _STEP_S
 
     def _link(
         self, members: Sequence[Member], purpose: str, timeout_s: float, *, local: bool
