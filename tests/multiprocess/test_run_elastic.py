@@ -93,6 +93,48 @@ def test_a_killed_worker_is_replaced_and_a_killed_coordinator_comes_back(bench: 
     assert not any(is_alive(pid) for pid in (first, second, third))
 
 
+_LOST_EARLY = """
+    import os, pathlib, sys
+    place, number = os.environ["PACELINE_RANK"], int(sys.argv[1])
+    if place == "1":
+        starts = len(list(pathlib.Path().glob("start-*")))
+        pathlib.Path(f"start-{starts}").touch()
+    def lose(moment):
+        if place == "1" and moment == starts < number:
+            os.kill(os.getpid(), 9)
+    lose(0)
+    import torch
+    import paceline as pl
+    pl.init()
+    lose(1)
+    model = torch.nn.Linear(4, 2)
+    model, optimizer = pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    lose(2)
+    for step in range(3):
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_job_that_loses_a_worker_before_the_first_step_starts_again(bench: Workbench) -> None:
+    done = bench.run("run", "-n", "2", "--min", "2", bench.script(_LOST_EARLY), "2")
+    assert done.returncode == 0, done.stderr
+    words = "worker 1 (killed by SIGKILL (killed)) was lost before the first step: all start again"
+    assert done.stderr.count(words) == 2
+    assert bench.left_behind() == []
+
+
+@pytest.mark.slow
+def test_a_job_that_cannot_be_set_up_is_not_started_for_ever(bench: Workbench) -> None:
+    script = bench.script("import os; os.kill(os.getpid(), 9)")
+    done = bench.run("run", "-n", "2", "--min", "1", script)
+    assert done.returncode == 137 and done.stderr.count("all start again") == 3
+    script = bench.script("raise ValueError('mine')")
+    done = bench.run("run", "-n", "2", "--min", "1", script)
+    assert done.returncode == 1 and "all start again" not in done.stderr
+
+
 @pytest.mark.slow
 def test_a_stopped_worker_is_named_then_ended_and_replaced(bench: Workbench) -> None:
     script = bench.script(_TRAIN)

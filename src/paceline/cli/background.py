@@ -102,9 +102,9 @@ def _be_keeper(
 
 
 def _say_up(write_end: int) -> None:
-    with suppress(OSError):  # the command that started us may be gone
+    with suppress(OSError):  # the command that started us may be gone, or was told before
         os.write(write_end, b"up")
-    os.close(write_end)
+        os.close(write_end)
 
 
 def attach(name: str | None) -> int:

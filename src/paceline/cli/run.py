@@ -13,6 +13,7 @@ from collections.abc import Callable
 from paceline.cli.background import detach
 from paceline.config import inherited_environ
 from paceline.launcher.display import Display, Logs, choose_screen
+from paceline.launcher.elastic.chronicle import stamped
 from paceline.launcher.elastic.job import ElasticJob
 from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.lines import printable
@@ -25,6 +26,8 @@ from paceline.telemetry.staleness import describe
 
 # After Ctrl-C, for a terminal that is held or a reader that does not read.
 _PATIENCE_S = 1.5
+# Of an elastic job that loses somebody while it is set up: then something is wrong with it.
+_MOST_STARTS = 4
 
 
 # Whose warnings appear in the launcher: the control plane, and tasks of the loop that failed.
@@ -59,8 +62,7 @@ def supervise(spec: RunSpec, logs: Logs | None, make: Callable[[Display], LocalJ
         logging.getLogger(name).addHandler(handler)
     patience_s: float | None = _PATIENCE_S
     try:
-        job = make(display)
-        outcome = asyncio.run(job.run())
+        job, outcome = _run_to_its_end(make, display)
         _tell(job, outcome, display, spec)
         if outcome.interrupted_by is None:
             patience_s = None  # a slow reader gets every line, as from any other program
@@ -71,6 +73,21 @@ def supervise(spec: RunSpec, logs: Logs | None, make: Callable[[Display], LocalJ
     if not was_shown:
         os._exit(outcome.exit_code)
     return outcome.exit_code
+
+
+def _run_to_its_end(
+    make: Callable[[Display], LocalJob], display: Display
+) -> tuple[LocalJob, Outcome]:
+    for _ in range(_MOST_STARTS - 1):
+        job = make(display)
+        outcome = asyncio.run(job.run())
+        if not job.was_lost_at_start(outcome):
+            return job, outcome
+        lost = outcome.lost[0] if outcome.lost else outcome.first
+        who = f"{lost.seat.role} {lost.seat.number} ({lost.status})" if lost else "a process"
+        display.say(stamped(f"{who} was lost before the first step: all start again"))
+    job = make(display)
+    return job, asyncio.run(job.run())
 
 
 def _close(display: Display, patience_s: float | None) -> bool:

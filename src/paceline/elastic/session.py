@@ -32,7 +32,7 @@ from paceline.elastic import parcel
 from paceline.elastic.protocol import Change, Parcel, Participant
 from paceline.elastic.verdict import Status, Verdict, judge
 from paceline.errors import PeerError, PeerLost, PeerTimeout
-from paceline.telemetry.events import Note
+from paceline.telemetry.events import Note, Resumed
 
 T = TypeVar("T")
 
@@ -265,8 +265,20 @@ class Elastic:
         assert isinstance(self._agent, Agent)
         self._agent.adopted(change.generation)
         if self._fabric.rank == verdict.donor and not was_candidate:
-            text = _describe(change, self.next_step(), time.monotonic() - started_s)
-            self._agent.report(Note(self._fabric.rank, text))
+            self._tell_resumed(tuple(loss.rank for loss in change.lost), started_s, repeats=True)
+
+    def _tell_resumed(self, lost: tuple[int, ...], started_s: float, *, repeats: bool) -> None:
+        workers, took_s = self._fabric.membership.workers, time.monotonic() - started_s
+        self._agent.report(
+            Resumed(
+                self._fabric.rank,
+                self.next_step(),
+                len(workers),
+                lost,
+                took_s,
+                repeats and bool(lost),
+            )
+        )
 
     # -- newcomers ----------------------------------------------------------------------------
 
@@ -299,14 +311,16 @@ class Elastic:
             return
         if fabric.rank not in newest.ranks:
             self._retire()
-        before = fabric.membership
+        before, started_s = fabric.membership, time.monotonic()
         fabric.adopt(newest, self._losses)
         joined = [rank for rank in newest.workers if rank not in before.workers]
         if fabric.rank == _donor(newest, joined):
             for rank in joined:
                 self._give(newest.member(rank))
-        for loss in [self._losses.pop(r) for r in before.ranks if r in self._losses]:
-            self._agent.report(Note(fabric.rank, f"going on without {loss.role} {loss.number}"))
+        gone = [rank for rank in before.ranks if self._losses.pop(rank, None) is not None]
+        lost = tuple(rank for rank in gone if rank in before.workers)
+        if lost and fabric.rank == newest.workers[0]:
+            self._tell_resumed(lost, started_s, repeats=False)
         self.changes += 1
         assert isinstance(self._agent, Agent)
         self._agent.adopted(newest.generation)
@@ -367,12 +381,3 @@ def _by_participant(statuses: Sequence[Status]) -> dict[str, list[Any]]:
     return {
         name: [None if s.is_new else s.told.get(name) for s in statuses] for name in sorted(names)
     }
-
-
-def _describe(change: Change, step: int, took_s: float) -> str:
-    """Say for people what a change has come to."""
-    count = f"{len(change.after)} worker{'s' if len(change.after) != 1 else ''}"
-    if change.lost:
-        names = ", ".join(str(loss.number) for loss in change.lost)
-        return f"worker {names} lost: step {step} exchanged again with {count} ({took_s:.1f} s)"
-    return f"{count} from step {step} on ({took_s:.1f} s)"

@@ -60,8 +60,10 @@ class Board:
     def seat(self, seat: Seat) -> None:
         """Give a process its row: that of its predecessor, if it has one."""
         rank = self._places.setdefault(seat.place, _Rank(seat))
-        self._by_rank.pop(rank.seat.rank, None)
-        rank.seat, rank.state = seat, "running"
+        if rank.seat.rank != seat.rank:
+            self._by_rank.pop(rank.seat.rank, None)
+            rank = self._places[seat.place] = _Rank(seat)
+        rank.state = "running"
         self._by_rank[seat.rank] = rank
 
     def remove(self, seat: Seat) -> None:
@@ -120,6 +122,10 @@ class Board:
     def line(self, now_s: float) -> str:
         """Return the workers in one line, for a screen that is not a terminal."""
         workers = [rank for rank in self._ranks if not rank.seat.is_server]
+        for state in ("running", "finished"):  # who is lost does not slow the others down
+            if any(rank.state == state for rank in workers):
+                workers = [rank for rank in workers if rank.state in (state, "starting")]
+                break
         told = [rank for rank in workers if rank.step is not None]
         steps = [rank.step for rank in told if rank.step is not None]
         if not steps:

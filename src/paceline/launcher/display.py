@@ -106,6 +106,8 @@ class Display:
 
     def start(self) -> None:
         """Start painting. Call after the ranks were forked: a fork must not see a second thread."""
+        if self._thread.ident is not None:
+            return  # the job was started again
         try:
             self._thread.start()
         except RuntimeError as error:  # no more threads

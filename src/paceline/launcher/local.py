@@ -128,6 +128,11 @@ class LocalJob:
         """Return the last word of every server about each of its tables."""
         return [self._table_reports[key] for key in sorted(self._table_reports)]
 
+    def was_lost_at_start(self, outcome: Outcome) -> bool:
+        """Say whether the job may be started again from its beginning; only elastic ones are."""
+        del outcome
+        return False
+
     def story(self) -> list[str]:
         """Return lines about what happened to the members of the job, for its end."""
         return []

@@ -214,7 +214,7 @@ class Partition:
         caller = self.server.callers.get(rank)
         if caller is not None:
             self.replica.submit(rank, 0, p.Gone(rank, vacates))
-            if why != LEFT:
+            if why != LEFT and not self._house.is_elastic:  # else the membership tells
                 self._house.say(f"worker {caller.worker} is gone: {why}")
         self.hang_up(rank)
 

@@ -56,7 +56,18 @@ class ServerLoad(msgspec.Struct, frozen=True, tag_field="type", tag="load"):
     busy: float  # share of the time that went into requests
 
 
-Event: TypeAlias = Progress | Note | TableReport | ServerLoad
+class Resumed(msgspec.Struct, frozen=True, tag_field="type", tag="resumed"):
+    """The workers go on after a change of the membership, all of them or (free-running) one."""
+
+    rank: int  # who tells
+    step: int  # the one under way
+    num_workers: int
+    lost: tuple[int, ...]  # ranks
+    took_s: float
+    repeats: bool  # the exchange of that step was done again
+
+
+Event: TypeAlias = Progress | Note | TableReport | ServerLoad | Resumed
 
 
 class MemberLost(msgspec.Struct, frozen=True, tag_field="type", tag="lost"):

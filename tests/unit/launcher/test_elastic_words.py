@@ -21,7 +21,7 @@ from paceline.launcher.process import ExitStatus
 from paceline.launcher.report import RankResult
 from paceline.launcher.seat import Seat, seats
 from paceline.launcher.servers import ServerPlan
-from paceline.telemetry.events import Filled, Moved, Progress, Promoted
+from paceline.telemetry.events import Filled, Moved, Progress, Promoted, Resumed
 
 
 def _member(rank: int, number: int, role: str = "worker", pid: int = 0) -> Member:
@@ -32,9 +32,10 @@ def _chronicle(**options: object) -> Chronicle:
     servers = ServerPlan(count=2, replicas=2)
     plan = plan_changes(num_workers=4, servers=servers, min_workers=2, **options)  # type: ignore[arg-type]
     assert isinstance(plan, ElasticPlan)
-    chronicle = Chronicle(plan, servers)
+    chronicle = Chronicle(plan)
     workers = [_member(n, n) for n in range(4)]
-    chronicle.take(Membership(1, (*workers, _member(4, 0, "server"), _member(5, 1, "server"))))
+    servers_ = (_member(4, 0, "server"), _member(5, 1, "server"))
+    chronicle.take(Membership(1, (*workers, *servers_), ((4, 5), (5, 4))))
     return chronicle
 
 
@@ -45,22 +46,29 @@ def _text(line: str | None) -> str:
     return text
 
 
-def test_a_loss_and_its_replacement_are_two_lines() -> None:
+def test_what_follows_from_a_loss_is_told_as_it_happens_and_whole_at_the_end() -> None:
     chronicle = _chronicle()
     chronicle.progressed(412, 9.0)
     why = "killed by signal 9, memory cgroup limit 2.0 GB reached"
     line = _text(chronicle.lost(3, why, 10.0))
     assert line == f"worker 3 (host b, pid 4003) lost: {why}; 3 workers go on"
     assert chronicle.lost(3, "its connection ended", 10.1) is None, "once is enough"
+    again = _text(chronicle.resumed(Resumed(0, 412, 3, (3,), 0.11, True)))
+    assert again == "step 412 exchanged again with 3 workers (0.1 s)"
     chronicle.progressed(412, 10.2)  # another worker's report of the same step
     chronicle.progressed(415, 10.6)
     workers = [_member(n, n) for n in range(3)]
     chronicle.take(Membership(2, (*workers, _member(17, 3, pid=4242))))
     joined = _text(chronicle.joined(17, 10.8))
     assert joined == "worker 3 (host b, pid 4242) joined at step 415, 0.8 s after the loss"
-    assert chronicle.summary() == [
-        "paceline: 1 loss (worker 3), 1 replaced; 0.6 s until the next step, altogether"
-    ]
+    count, whole = chronicle.summary()
+    assert count == "paceline: 1 loss (worker 3), 1 replaced; 0.6 s until the next step, altogether"
+    assert _text(whole) == (
+        f"worker 3 (host b, pid 4003) lost: {why}; step 412 exchanged again with 3 workers (0.1 s);"
+        " replacement (pid 4242) joined at step 415 (0.8 s)"
+    )
+    more = _text(chronicle.resumed(Resumed(0, 417, 4, (), 0.04, False)))
+    assert more == "4 workers from step 417 on (0.0 s)"
 
 
 def test_what_follows_is_said_only_where_it_is_certain() -> None:
@@ -68,10 +76,11 @@ def test_what_follows_is_said_only_where_it_is_certain() -> None:
     assert "the others hold their step until" in _text(replace.lost(1, "x", 0.0))
     shrink = _chronicle()
     assert _text(shrink.lost(4, "x", 0.0)).endswith("; others have copies of its tables")
+    assert _text(shrink.lost(5, "x", 0.0)).endswith("lost: x"), "it had the last copy"
     for rank in (0, 1):
         assert "go on" in _text(shrink.lost(rank, "x", 0.0))
     assert _text(shrink.lost(2, "x", 0.0)).endswith("lost: x"), "fewer than --min"
-    assert shrink.summary()[0].startswith("paceline: 4 losses (server 0, worker 0, worker 1, work")
+    assert shrink.summary()[0].startswith("paceline: 5 losses (server 0, server 1, worker 0, worke")
 
 
 def test_silence_and_partitions_have_lines() -> None:
@@ -136,13 +145,16 @@ def test_the_table_of_servers_shows_who_is_busy() -> None:
 def test_a_replacement_goes_on_in_the_row_of_its_predecessor() -> None:
     board = Board(seats(2))
     board.on_progress(Progress(1, 40, {"loss": 2.0}), 1.0)
+    board.on_progress(Progress(0, 50), 1.0)
+    assert board.line(1.0).startswith("steps 40 to 50")
     board.set_state(1, "killed by SIGKILL (killed)")
+    assert board.line(1.0) == "step 50", "who is lost has no step any more"
     board.seat(Seat(5, 1, is_newcomer=True))
     board.on_progress(Progress(1, 99), 2.0)  # a late word of the dead
     board.on_progress(Progress(5, 42), 2.0)
     rows = board.rows(2.0)
     assert [(row.label, row.step, row.state) for row in rows] == [
-        ("0", None, "running"),
+        ("0", 50, "running"),
         ("1", 42, "running"),
     ]
     board.seat(Seat(6, 2, is_newcomer=True))

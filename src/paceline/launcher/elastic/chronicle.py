@@ -1,10 +1,11 @@
 """The chronicle: what happened to the members of a job, as lines for people and as a summary.
 
     14:02:07 worker 3 (host b, pid 4242) lost: killed by signal 9; 3 workers go on
+    14:02:07 step 412 exchanged again with 3 workers (0.1 s)
     14:02:08 worker 3 (host b, pid 4260) joined at step 415, 0.8 s after the loss
 
-Plain data with the clock passed in; no terminal here. One line when somebody is lost, one when
-somebody has joined, and what members and the coordinator have to say in between.
+Plain data with the clock passed in; no terminal here. A line for everything when it happens, and at
+the end of the job one line for each loss with all that followed from it.
 """
 
 from __future__ import annotations
@@ -12,27 +13,36 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.messages import Presence
 from paceline.launcher.elastic.plan import ElasticPlan
-from paceline.launcher.servers import ServerPlan
-from paceline.telemetry.events import Filled, Happening, Moved, Promoted
+from paceline.telemetry.events import Filled, Happening, Moved, Promoted, Resumed
 
 _HOT = 1.5  # times the share that would be fair
+_MOST_TOLD = 5  # losses that are told whole at the end
+
+
+@dataclass
+class _Loss:
+    member: Member
+    at_s: float
+    words: str  # who, and why
+    followed_by: list[str] = field(default_factory=list)
 
 
 class Chronicle:
     """Knows all members that ever were. Not thread-safe: lives in the launcher's loop."""
 
-    def __init__(self, plan: ElasticPlan, servers: ServerPlan) -> None:
-        self._plan, self._servers = plan, servers
+    def __init__(self, plan: ElasticPlan) -> None:
+        self._plan = plan
         self.members: dict[int, Member] = {}  # by rank
         self.membership: Membership | None = None
         self.step = 0  # the highest that was reported
-        self._lost: list[Member] = []
+        self._lost: list[_Loss] = []
         self.gone: set[int] = set()  # ranks whose loss was told
-        self._lost_s: dict[tuple[str, int], float] = {}  # by place: when, until it is taken again
+        self._vacant: dict[tuple[str, int], _Loss] = {}  # by place, until it is taken again
         self._gap: tuple[float, int] | None = None  # from a loss, at that step, to the next step
         self._still_s = 0.0
         self._replaced = self._added = 0
@@ -52,16 +62,17 @@ class Chronicle:
             return None
         member = self.members[rank]
         self.gone.add(rank)
-        self._lost.append(member)
-        self._lost_s[member.role, member.number] = now_s
+        loss = _Loss(member, now_s, stamped(f"{self.name(rank)} lost: {why}"))
+        self._lost.append(loss)
+        self._vacant[member.role, member.number] = loss
         self._gap = self._gap or (now_s, self.step)
         what_now = self._what_now(member)
-        return stamped(f"{self.name(rank)} lost: {why}" + (f"; {what_now}" if what_now else ""))
+        return loss.words + (f"; {what_now}" if what_now else "")
 
     def _what_now(self, lost: Member) -> str:
         """Say how the job goes on after a loss, as far as that is certain."""
         if lost.role == "server":
-            return "others have copies of its tables" if self._servers.replicas > 1 else ""
+            return "others have copies of its tables" if self._has_copies(lost.rank) else ""
         if self._plan.on_loss == "replace":
             return "the others hold their step until another has taken its place"
         workers = self.membership.workers if self.membership is not None else ()
@@ -70,18 +81,38 @@ class Chronicle:
             return ""
         return f"{left} worker{' goes' if left == 1 else 's go'} on"
 
+    def _has_copies(self, rank: int) -> bool:
+        """Say whether all that a server held is also held by another that is not lost."""
+        if self.membership is None:
+            return False
+        held = [holders for holders in self.membership.holders if rank in holders]
+        return bool(held) and all(set(holders) - self.gone for holders in held)
+
+    def resumed(self, event: Resumed) -> str:
+        """Tell that the workers go on, and with which step."""
+        count = f"{event.num_workers} worker{'s' if event.num_workers != 1 else ''}"
+        if event.repeats:
+            words = f"step {event.step} exchanged again with {count} ({event.took_s:.1f} s)"
+        else:
+            words = f"{count} from step {event.step} on ({event.took_s:.1f} s)"
+        for loss in self._lost:
+            if loss.member.rank in event.lost:
+                loss.followed_by.append(words)
+        return stamped(words)
+
     def joined(self, rank: int, now_s: float) -> str:
         """Tell of a newcomer, and how long its place was empty."""
         member = self.members[rank]
-        lost_s = self._lost_s.pop((member.role, member.number), None)
-        words = f"{self.name(rank)} joined"
-        if member.role == "worker" and self.step:
-            words += f" at step {self.step}"
-        if lost_s is None:
+        loss = self._vacant.pop((member.role, member.number), None)
+        where = f" at step {self.step}" if member.role == "worker" and self.step else ""
+        words = f"{self.name(rank)} joined{where}"
+        if loss is None:
             self._added += 1
             return stamped(words)
         self._replaced += 1
-        return stamped(f"{words}, {now_s - lost_s:.1f} s after the loss")
+        took = f"{now_s - loss.at_s:.1f} s"
+        loss.followed_by.append(f"replacement (pid {member.pid}) joined{where} ({took})")
+        return stamped(f"{words}, {took} after the loss")
 
     def happened(self, event: Happening) -> str | None:
         """Tell of what became of partitions; who came and went is told with more words above."""
@@ -110,11 +141,16 @@ class Chronicle:
         lines = []
         if self._lost:
             noun = "loss" if len(self._lost) == 1 else "losses"
-            text = f"paceline: {len(self._lost)} {noun} ({_who(self._lost)})"
+            text = (
+                f"paceline: {len(self._lost)} {noun} ({_who(loss.member for loss in self._lost)})"
+            )
             text += f", {self._replaced} replaced"
             if self._still_s:
                 text += f"; {self._still_s:.1f} s until the next step, altogether"
             lines.append(text)
+            lines += ["; ".join([loss.words, *loss.followed_by]) for loss in self._lost][
+                -_MOST_TOLD:
+            ]
         if self._added:
             lines.append(f"paceline: {self._added} joined beyond those that the job began with")
         return lines

@@ -33,12 +33,13 @@ from paceline.launcher.process import RankProcess
 from paceline.launcher.report import RankResult
 from paceline.launcher.seat import Seat
 from paceline.launcher.spec import RunSpec
-from paceline.telemetry.events import Event, Happening, Progress
+from paceline.telemetry.events import Event, Happening, Progress, Resumed
 
 _SETTLED_S = 5.0  # after they have met, workers of a script without reports are busy as usual
 _LEAVE_S = 30.0  # for one that is out of the job to end by itself, on a busy machine
 _STUCK_S = 8.0  # silent for so long: not for lack of processor time alone
 _VERDICT_S = 3.0  # for the coordinator to say what follows from the last worker's loss
+_SET_UP_S = 300.0  # a script that has reported no step for so long is not setting up any more
 
 
 class ElasticJob(SupervisedJob):
@@ -48,7 +49,7 @@ class ElasticJob(SupervisedJob):
         self, spec: RunSpec, environ: Mapping[str, str], display: Display, job_id: str = ""
     ) -> None:
         super().__init__(spec, environ, display, job_id)
-        self._chronicle = Chronicle(self._plan, spec.servers)
+        self._chronicle = Chronicle(self._plan)
         self._evicted: dict[int, str] = {}  # ranks of ours that we kill, and why
         self._dismissed: dict[int, float] = {}  # no longer in the job: when to insist
         self._silent_s: dict[int, float] = {}  # since when some are silent, though they run
@@ -60,6 +61,21 @@ class ElasticJob(SupervisedJob):
     async def run(self) -> Outcome:
         outcome = await super().run()
         return replace(outcome, over=self._over, lost=tuple(self._losses))
+
+    def was_lost_at_start(self, outcome: Outcome) -> bool:
+        """Say whether processes were lost before the first step, and nothing else was wrong.
+
+        Nothing has been achieved then that a new start would lose. While they set up, workers are
+        not ready to go on without each other: they have nothing yet that they could hand over.
+        """
+        if outcome.interrupted_by is not None or self._board.has_progress:
+            return False
+        ended = [*self._losses, *(one for one in outcome.results if not one.status.is_success)]
+        is_lost = any(one.status.signal is not None and not one.was_stopped for one in ended)
+        is_all = all(
+            one.status.signal is not None or one.was_stopped or one.is_consequence for one in ended
+        )
+        return is_lost and is_all and outcome.wall_s < _SET_UP_S
 
     def story(self) -> list[str]:
         return [*self._chronicle.summary(), *hottest(self._lookout.busy_servers())]
@@ -120,6 +136,8 @@ class ElasticJob(SupervisedJob):
         super()._on_event(event)
         if isinstance(event, Progress) and self._was_in(event.rank):
             self._chronicle.progressed(event.step, time.monotonic())
+        elif isinstance(event, Resumed):
+            self._show(self._chronicle.resumed(event))
 
     def _on_note(self, seat: Seat, text: str) -> None:
         name = f"{seat.role} {seat.number}: "
