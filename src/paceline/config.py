@@ -137,7 +137,7 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
         coordinator=_coordinator(environ),
         secret_file=environ.get("PACELINE_SECRET_FILE") or None,
         host_id=environ.get("PACELINE_HOST_ID") or natural_host_id(),
-        bind_address=_bind_address(environ),
+        bind_address=bind_address(environ),
     )
 
 
@@ -164,7 +164,7 @@ def told_env(
         coordinator=None,
         secret_file=None,
         host_id=environ.get("PACELINE_HOST_ID") or natural_host_id(),
-        bind_address=_bind_address(environ),
+        bind_address=bind_address(environ),
     )
 
 
@@ -259,7 +259,8 @@ def _coordinator(environ: Mapping[str, str]) -> str | None:
     return address
 
 
-def _bind_address(environ: Mapping[str, str]) -> str:
+def bind_address(environ: Mapping[str, str]) -> str:
+    """Return the address at which this process may be reached: PACELINE_BIND, else loopback."""
     address = environ.get("PACELINE_BIND") or DEFAULT_BIND_ADDRESS
     if address in ("0.0.0.0", "::", "[::]", "*"):
         raise ConfigError(

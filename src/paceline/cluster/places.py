@@ -108,7 +108,8 @@ def fewer_servers(policy: Policy, state: State, numbers: Collection[int]) -> Sta
     """Want these servers no longer."""
     unknown = sorted(set(numbers) - set(state.servers))
     if unknown:
-        raise UsageError(f"servers {unknown}: this job has servers {list(state.servers)}")
+        lacks, has = (", ".join(map(str, some)) for some in (unknown, state.servers))
+        raise UsageError(f"servers remove: there is no server {lacks}; this job has {has}")
     kept = tuple(number for number in state.servers if number not in numbers)
     if len(kept) < policy.replicas:
         raise UsageError(

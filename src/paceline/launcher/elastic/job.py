@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,6 +25,7 @@ from dataclasses import replace
 from paceline.cluster import messages as m
 from paceline.cluster.decisions import Remark, Unwanted, Wanted
 from paceline.cluster.operator_messages import Happened, News
+from paceline.config import process_start
 from paceline.launcher.display import Display
 from paceline.launcher.elastic.chronicle import Chronicle, hottest
 from paceline.launcher.elastic.nursery import MAX_FAILED_STARTS
@@ -95,6 +97,7 @@ class ElasticJob(SupervisedJob):
             self._is_ending = self._nursery.is_closed = True
             await self._finish_tasks()
         if not self._over and not self._crew.failures() and not self._interrupts:
+            await self._await_guests()
             await self._await_servers()
 
     def _is_decided(self) -> bool:
@@ -109,6 +112,14 @@ class ElasticJob(SupervisedJob):
         workers = membership.workers if membership is not None else ()
         ours = {rank for rank in workers if rank in self._started}
         return set(workers) - ours - self._left - self._chronicle.gone
+
+    async def _await_guests(self) -> None:
+        """Let those who joined by hand on this host, and have said goodbye, end by themselves."""
+        deadline_s = time.monotonic() + self._spec.grace_s
+        guests = [self._chronicle.members[rank] for rank in self._left - self._started]
+        here = [guest.pid for guest in guests if guest.hostname == socket.gethostname()]
+        while any(process_start(pid) for pid in here) and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.05)
 
     async def _attach(self) -> None:
         """Hear what the coordinator says; one that was restarted may know of members already."""

@@ -17,7 +17,7 @@ from typing import Any
 from paceline import coordinate
 from paceline.cluster.decisions import Wanted
 from paceline.cluster.operator_messages import News
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, bind_address
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.display import Display
 from paceline.launcher.elastic.chronicle import stamped
@@ -72,7 +72,9 @@ class SupervisedJob(LocalJob):
 
     async def _open_control(self, secret: bytes, config: EngineConfig) -> str:
         adopt_orphans()
-        coordination = Coordination("127.0.0.1", self._coordinator_port(), self._tell)
+        # A worker may join from another host (`paceline join`), if the user says where to listen.
+        host = bind_address({**self._environ, **self._spec.env})
+        coordination = Coordination(host, self._coordinator_port(), self._tell)
         self._control = Control(coordination, secret, self._job_id, self._on_news)
         has_servers = bool(self._spec.num_servers)
         arguments = coordinate.arguments(
