@@ -5,7 +5,9 @@
 
 The same training (bench/chaos_runs/train.py) runs as a plain job, as an elastic one, and with every
 partition on two servers, one after the other, in several rounds. Reported: the median step of each,
-the smallest and the median over the rounds, and how many times the plain job's step that is.
+the smallest and the median over the rounds, and how many times the plain job's step that is. The
+first seconds are left out: then the launcher of an elastic job imports torch, once, in the process
+from which replacements will be forked.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TRAIN = HERE / "chaos_runs" / "train.py"
+_WARM_S = 6.0
 WAYS = {
     "allreduce": [
         ("plain, update=replicated", "allreduce[update=replicated]", []),
@@ -40,7 +43,7 @@ WAYS = {
 
 
 def step_s(pace: str, options: list[str], arguments: argparse.Namespace) -> float:
-    """Train once; return the median time between two steps of a worker, without the first ones."""
+    """Train once; return the median time between two steps of a worker, once all is warm."""
     with tempfile.TemporaryDirectory(prefix="paceline-cost-") as diary:
         command = [sys.executable, "-m", "paceline", "run", "-n", str(arguments.workers)]
         command += [*options, "--pace", pace, str(TRAIN), "--steps", str(arguments.steps)]
@@ -52,7 +55,8 @@ def step_s(pace: str, options: list[str], arguments: argparse.Namespace) -> floa
         gaps = []
         for path in Path(diary).glob("*.txt"):
             lines = [line.split() for line in path.read_text().splitlines()]
-            times = [float(line[0]) for line in lines if line[1] == "step"][arguments.steps // 4 :]
+            times = [float(line[0]) for line in lines if line[1] == "step"]
+            times = [at_s for at_s in times if at_s > times[0] + _WARM_S]
             gaps += [b - a for a, b in zip(times, times[1:], strict=False)]
         return statistics.median(gaps)
 
@@ -64,7 +68,7 @@ def main() -> None:
     parser.add_argument("--pace", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=128, help="of each worker")
     parser.add_argument("--width", type=int, default=1536)
     arguments = parser.parse_args()

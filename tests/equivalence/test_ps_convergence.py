@@ -70,7 +70,10 @@ def learn_all(group: Group, paces: list[str], file: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "paces"), [([0] * 5, LOCKSTEP + FREE), ([0, 1, 0, 0, 1], BETWEEN_HOSTS)]
+    ("hosts", "paces"), [
+        ([0] * 5, LOCKSTEP + FREE),
+        pytest.param([0, 1, 0, 0, 1], BETWEEN_HOSTS, marks=pytest.mark.slow),
+    ],
 )
 def test_digits_are_learned(digits: str, hosts: list[int], paces: list[str]) -> None:
     by_rank = run_ranks(WORKERS, learn_all, paces, digits, servers=2, hosts=hosts)

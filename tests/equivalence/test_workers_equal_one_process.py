@@ -41,7 +41,11 @@ from support.reference import bits
 
 KINDS = ("mlp", "wide", "resnet", "gpt")
 UPDATES = ("replicated", "sharded")
-PLACES = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2)]  # workers, hosts
+_LONG = [(3, 1), (4, 1), (3, 2)]
+PLACES = [  # workers, hosts
+    *((1, 1), (2, 1), (2, 2), (4, 2)),
+    *(pytest.param(*place, marks=pytest.mark.slow) for place in _LONG),
+]
 # Of losses, relative. float32: 50 steps blow 1e-7 up by some 10 000; AdamW divides small numbers
 # by each other and is the worst. float64 starts at 1e-16.
 TOLERANCE = {torch.float32: 5e-3, torch.float64: 1e-9}
@@ -156,7 +160,10 @@ def test_workers_equal_one_process(world_size: int, hosts: int) -> None:
             require_close(losses, plain(kind, name)[0], TOLERANCE[torch.float32], key)
 
 
-@pytest.mark.parametrize(("world_size", "hosts"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "hosts"),
+    [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+)
 def test_global_statistics_equal_one_process(world_size: int, hosts: int) -> None:
     def body(group: Group) -> list[Result]:
         return [

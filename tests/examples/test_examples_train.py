@@ -109,7 +109,9 @@ def test_a_script_alone_learns(alone, name, half):
         assert float(accuracy) > 0.8  # guessing: 0.1
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name", ["digits", *(pytest.param(n, marks=pytest.mark.slow) for n in SHORT if n != "digits")]
+)
 def test_two_workers_train_as_one_process_with_the_global_batch(examples, alone, name):
     script = command(examples, f"{name}/after.py", workers=2)
     output = run("-m", "paceline", "run", "-n", "2", *script)
@@ -118,7 +120,7 @@ def test_two_workers_train_as_one_process_with_the_global_batch(examples, alone,
     assert first == pytest.approx(losses(alone[f"{name}/after.py"]), abs=TOLERANCE[name])
 
 
-@pytest.mark.parametrize(("pace", "updates"), [("async", 440), ("ps", 220)])
+@pytest.mark.parametrize(("pace", "updates"), [pytest.param("async", 440, marks=pytest.mark.slow), ("ps", 220)])
 def test_numpy_learns_on_a_parameter_server(examples, pace, updates):
     script = str(examples / "ps_logistic.py")
     output = run(

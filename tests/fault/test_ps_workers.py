@@ -109,7 +109,9 @@ def notes_of(events: list[Event]) -> Callable[[str], bool]:
     return lambda text: any(isinstance(e, Note) and text in e.text for e in list(events))
 
 
-@pytest.mark.parametrize("pace", ["ps", "ssp:1", "async"])
+@pytest.mark.parametrize(
+    "pace", ["ps", *(pytest.param(p, marks=pytest.mark.slow) for p in ("ssp:1", "async"))]
+)
 def test_a_worker_that_is_stopped_for_a_while(tmp_path: Path, pace: str) -> None:
     books, events = Books(tmp_path / "books", WORKERS), list[Event]()
     arguments = (str(tmp_path / "books"), pace)

@@ -50,7 +50,11 @@ _TRAIN = """
 
 @pytest.mark.parametrize(
     ("servers", "count", "pace"),
-    [("1", "1 server", "ssp:3"), ("2", "2 servers", "ps"), ("colocated", "2 servers", "async")],
+    [
+        pytest.param("1", "1 server", "ssp:3", marks=pytest.mark.slow),
+        ("2", "2 servers", "ps"),
+        ("colocated", "2 servers", "async"),
+    ],
 )
 def test_a_script_trains_through_servers(
     bench: Workbench, servers: str, count: str, pace: str
