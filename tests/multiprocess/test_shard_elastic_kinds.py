@@ -132,6 +132,44 @@ def test_what_a_lost_worker_has_evaluated_is_evaluated_again() -> None:
             assert outcome.value == [[1] * 50, [1] * 50]
 
 
+def train_and_pause(group: Group, kind: str, samples: int) -> None:
+    """Worker 1 stops in the middle of its tenth step; so the others wait in theirs."""
+    learner = Learner(samples)
+    number = current().env.number
+    loaders = {"indexed": DataLoader(range(samples), 2), "stream": DataLoader(Stream(samples), 2)}
+    own = DataLoader(range(number, samples, 3), 2)
+    for epoch in pl.epochs(1000):
+        found = pl.shard(own, presharded=True) if kind == "own" else pl.shard(loaders[kind])
+        for batch in found:
+            if number == 1 and current().steps_done == 9:
+                tell("here")
+                hear()
+            learner.step(epoch, batch)
+
+
+@pytest.mark.parametrize(
+    "kind", ["indexed", *(pytest.param(k, marks=pytest.mark.slow) for k in ("stream", "own"))]
+)
+def test_a_newcomer_and_a_loss_in_the_middle_of_one_step(kind: str) -> None:
+    """The newcomer has no part in the batches of that step, and takes part with nothing."""
+    with elastic_job(policy(3)) as job:
+        job.start(train_and_pause, kind, 150)
+        log = Log(job)
+        log.hear(0, more=8)
+        while job.ranks.hear(1, 60) != "here":
+            pass
+        newcomer = job.add(number=3)
+        deadline_s = time.monotonic() + 30
+        while newcomer not in (job.operator.status().membership or job).ranks:  # type: ignore[operator]
+            assert time.monotonic() < deadline_s, "the newcomer has not come"
+            time.sleep(0.05)
+        job.ranks.kill(1)
+        log.hear(newcomer, epoch=2)
+        log.stop(0, killed=[1])
+        if kind != "own":
+            log.require_once(150)
+
+
 def count_steps(group: Group) -> None:
     learner = Learner(90)
     batches = forever(DataLoader(range(90), 1, shuffle=True))

@@ -102,7 +102,11 @@ class Course:
         if units is None:
             return None
         members = self._stage(batch)[0].members
-        return self._rules.cut(units, len(members), members.index(rank))
+        if rank in members:
+            return self._rules.cut(units, len(members), members.index(rank))
+        # It came when the others had this batch already, and one of them was lost: it takes part in
+        # that step, but with nothing.
+        return self._rules.cut(units, len(members), 0)[0], 0.0
 
     def take(self, batch: int) -> None:
         """Note that a batch has been given out."""
