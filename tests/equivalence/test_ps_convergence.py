@@ -70,7 +70,8 @@ def learn_all(group: Group, paces: list[str], file: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "paces"), [
+    ("hosts", "paces"),
+    [
         ([0] * 5, LOCKSTEP + FREE),
         pytest.param([0, 1, 0, 0, 1], BETWEEN_HOSTS, marks=pytest.mark.slow),
     ],

@@ -162,7 +162,11 @@ def test_workers_equal_one_process(world_size: int, hosts: int) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "hosts"),
-    [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+    [
+        (2, 1),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_global_statistics_equal_one_process(world_size: int, hosts: int) -> None:
     def body(group: Group) -> list[Result]:

@@ -120,7 +120,9 @@ def test_two_workers_train_as_one_process_with_the_global_batch(examples, alone,
     assert first == pytest.approx(losses(alone[f"{name}/after.py"]), abs=TOLERANCE[name])
 
 
-@pytest.mark.parametrize(("pace", "updates"), [pytest.param("async", 440, marks=pytest.mark.slow), ("ps", 220)])
+@pytest.mark.parametrize(
+    ("pace", "updates"), [pytest.param("async", 440, marks=pytest.mark.slow), ("ps", 220)]
+)
 def test_numpy_learns_on_a_parameter_server(examples, pace, updates):
     script = str(examples / "ps_logistic.py")
     output = run(

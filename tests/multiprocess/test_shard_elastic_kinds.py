@@ -170,6 +170,23 @@ def test_a_newcomer_and_a_loss_in_the_middle_of_one_step(kind: str) -> None:
             log.require_once(150)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stream", "own"])
+def test_a_replacement_takes_the_lost_workers_part_of_a_step(kind: str) -> None:
+    with elastic_job(policy(3, on_loss="replace")) as job:
+        job.start(train_and_pause, kind, 150)
+        log = Log(job)
+        while job.ranks.hear(1, 60) != "here":
+            pass
+        job.ranks.kill(1)
+        newcomer = job.add(number=1)
+        assert job.ranks.hear(newcomer, 60) == "here"  # it computes the same step
+        job.ranks.tell(newcomer, "go on")
+        log.hear(newcomer, epoch=2)
+        log.stop(0, killed=[1])
+        log.require_once(150)
+
+
 def count_steps(group: Group) -> None:
     learner = Learner(90)
     batches = forever(DataLoader(range(90), 1, shuffle=True))

@@ -51,6 +51,7 @@ class Count:
     def __init__(self) -> None:
         self.taken = 0
         self.committed = 0
+        self.counts: dict[int, list[int]] = {}  # as in StreamCourse
 
     def stage_of(self, batch: int) -> int:  # noqa: ARG002
         """Return 0: there is only one stage."""
@@ -63,6 +64,7 @@ class Count:
     def commit(self, batches: int) -> None:
         """Note that so many batches have counted."""
         self.committed = max(self.committed, batches)
+        self.counts = {b: counts for b, counts in self.counts.items() if b >= self.committed}
 
     def change(
         self, after: Ranks, *, uncounted: bool, replaced: Mapping[int, int] | None = None
@@ -71,11 +73,12 @@ class Count:
 
     def pack(self) -> dict[str, Any]:
         """Return everything as plain data."""
-        return {"taken": self.taken, "committed": self.committed}
+        return {**vars(self), "counts": list(self.counts.items())}
 
     def load(self, told: Mapping[str, Any]) -> None:
         """Take over what another worker packed."""
         self.taken, self.committed = told["taken"], told["committed"]
+        self.counts = dict(told["counts"])
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class StreamCourse:
         self.batches: dict[int, int] = {}  # by source: of this stage, so far
         self.taken = 0
         self.committed = 0
+        self.counts: dict[int, list[int]] = {}  # by batch that has not counted: see told_counts
         self._given: list[tuple[int, ReadingStage, int, int]] = []  # batch, stage, source, number
 
     @property
@@ -91,6 +92,7 @@ class StreamCourse:
         """Note that so many batches have counted."""
         self.committed = max(self.committed, batches)
         self._given = [given for given in self._given if given[0] >= self.committed]
+        self.counts = {b: counts for b, counts in self.counts.items() if b >= self.committed}
 
     def change(
         self, after: Ranks, *, uncounted: bool, replaced: Mapping[int, int] | None = None
@@ -148,6 +150,7 @@ class StreamCourse:
             "batches": list(self.batches.items()),
             "taken": self.taken,
             "committed": self.committed,
+            "counts": list(self.counts.items()),
         }
 
     def load(self, told: Mapping[str, Any]) -> None:
@@ -158,6 +161,7 @@ class StreamCourse:
         ]
         self.batches = dict(told["batches"])
         self.taken, self.committed = told["taken"], told["committed"]
+        self.counts = dict(told["counts"])
 
 
 def _plain(stage: ReadingStage) -> list[Any]:

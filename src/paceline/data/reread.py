@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 
 from paceline.contribution import Announcer
 from paceline.data.consensus import group_of
+from paceline.data.course import Ranks
 from paceline.data.elastic_pass import ElasticPass
 from paceline.data.indexed import copied
 from paceline.data.passage import Count, Passage
@@ -126,12 +127,14 @@ class Reread:
         """Yield batches until all workers have run out."""
         elastic = self._elastic
         passage = elastic.open(self._course)
-        steps = InStep(elastic, self._announcer, passage, self._too_few)
+        steps = InStep(elastic, self._announcer, passage, self._course, self._too_few)
         try:
             if elastic.is_free:
                 mine = self._reader.read(self._course.stages[0], elastic.seat)
                 yield from steps.run_free(iter(()) if mine is None else mine)
                 return
+            while steps.is_guest(self._course.stage(passage.cursor).members):
+                yield steps.nothing(self._spare())
             is_over = False
             while not is_over:
                 is_over = yield from self._batches_of_one_stage(passage, steps)
@@ -184,17 +187,45 @@ class InStep:
     """Gives out batches of a stream, one global batch after the other."""
 
     def __init__(
-        self, elastic: ElasticPass, announcer: Announcer, passage: Passage, too_few: str
+        self,
+        elastic: ElasticPass,
+        announcer: Announcer,
+        passage: Passage,
+        course: StreamCourse | Count,
+        too_few: str,
     ) -> None:
         self._elastic, self._announcer, self._passage = elastic, announcer, passage
-        self._too_few = too_few
+        self._course, self._too_few = course, too_few
         self._group = group_of(elastic.job)
         self._seeds = elastic.seeds
         self.last: Any = None
 
-    def tell(self, count: int) -> list[int]:
-        """Tell how many samples this worker has, and hear the same from the others."""
+    def is_guest(self, members: Ranks) -> bool:
+        """Say whether the others had the next batch before this worker came, and it has no part."""
+        is_behind = self._passage.counts and self._passage.cursor < self._course.taken
+        return is_behind and self._elastic.seat not in members
 
+    def nothing(self, spare: Any) -> Any:
+        """Return some batch to take part with in such a step; it weighs nothing."""
+        self._elastic.ledger.note_take()
+        number, self.last = self._passage.cursor, spare
+        self._passage.cursor = number + 1
+        return self._announced(number, 0.0)
+
+    def tell(self, count: int) -> list[int]:
+        """Tell how many samples this worker has, and hear the same from the others.
+
+        One that takes the place of a lost worker in the middle of a step has not been told, but
+        knows what all had told before.
+        """
+        number = self._passage.cursor
+        if self._passage.counts and number < self._course.taken and number in self._course.counts:
+            return self._course.counts[number]
+        counts = self._exchange(count)
+        self._course.counts[number] = counts
+        return counts
+
+    def _exchange(self, count: int) -> list[int]:
         def exchange() -> list[int]:
             counts = torch.empty(self._group.size, dtype=torch.int64)
             self._group.all_gather(torch.tensor([count]), out=counts)
@@ -252,7 +283,7 @@ def presharded(
     over a number leaves out as many as the others have had."""
     course = Count()
     passage = elastic.open(course)
-    steps = InStep(elastic, announcer, passage, too_few)
+    steps = InStep(elastic, announcer, passage, course, too_few)
     mine: Iterator[Tagged] = ((count, 0, batch) for count, batch in batches)
     try:
         if elastic.is_free:
@@ -261,6 +292,12 @@ def presharded(
         if elastic.job.env.number < elastic.nominal:
             for _ in range(passage.cursor):
                 steps.last = (next(mine, None) or (0, 0, steps.last))[2]
+        while elastic.job.env.on_loss == "shrink" and steps.is_guest(()):
+            first = next(mine, None)
+            if first is None and steps.last is None:
+                raise UsageError("pl.shard: this worker came with no batch at all; " + too_few)
+            mine = mine if first is None else chain([first], mine)
+            yield steps.nothing(steps.last if first is None else first[2])
         while True:
             batch = next(mine, None)
             counts = steps.tell(_ENDED if batch is None else batch[0])
