@@ -21,6 +21,7 @@
     |   |-- VersionMismatch         peers run different versions
     |-- SetupError                  the job could not be formed on this machine or network
         |-- RendezvousError         a rank is missing, claimed twice or out of range
+        |   |-- TooLate             the job is over, or its workers are finishing
         |-- AuthError               wrong, missing or badly protected job secret
         |-- ConnectError            an address cannot be reached
         |-- PortInUse               an explicitly requested port is taken
@@ -135,6 +136,10 @@ class SetupError(PacelineError):
 
 class RendezvousError(SetupError):
     """The set of ranks is incomplete, ambiguous or out of range."""
+
+
+class TooLate(RendezvousError):
+    """Nobody can join any more: the job is over, or its workers are finishing."""
 
 
 class AuthError(SetupError):

@@ -15,7 +15,7 @@ import paceline as pl
 from paceline.cluster.policy import Policy
 from paceline.collectives.group import Group
 from paceline.job import current
-from support import tell
+from support import hear, tell
 from support.elastic import ElasticJob, elastic_job
 
 
@@ -263,3 +263,39 @@ def test_a_second_signal_ends_at_once():
         job.ranks.kill(0, signal.SIGTERM)
         (outcome,) = job.ranks.wait(10)
         assert outcome.status == -signal.SIGTERM
+
+
+def finish_early(group: Group) -> int:
+    """Finish while a newcomer is on its way in."""
+    model = nn.Linear(2, 1)
+    model, optimizer = pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    is_new = current().env.is_newcomer
+    for step in range(100_000):
+        if is_new and step == 0:
+            tell("comes in")
+        model(torch.ones(1, 2)).sum().backward()
+        if not is_new and step == 5:
+            tell("waits")
+            hear()
+            return step  # without a boundary at which the newcomer could come in
+        optimizer.step()
+        optimizer.zero_grad()
+    return -1
+
+
+def test_who_comes_when_all_others_have_finished_ends_in_peace() -> None:
+    with elastic_job(policy(2)) as job:
+        job.start(finish_early)
+        for rank in (0, 1):
+            assert job.ranks.hear(rank) == "waits"
+        newcomer = job.add()
+        assert job.ranks.hear(newcomer) == "comes in"
+        deadline_s = time.monotonic() + 30
+        while newcomer not in job.operator.status().membership.ranks:  # type: ignore[union-attr]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        for rank in (0, 1):
+            job.ranks.tell(rank, "end")
+        outcomes = job.ranks.wait(40)
+        assert [o.status for o in outcomes] == [0, 0, 0], "\n".join(map(str, outcomes))
+        assert "is not needed: the other workers have finished" in job.ranks.output(newcomer)

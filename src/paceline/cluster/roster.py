@@ -54,7 +54,7 @@ from paceline.cluster.leases import Finding, Leases
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.partitions import spread
 from paceline.cluster.policy import Policy
-from paceline.errors import Evicted, RendezvousError
+from paceline.errors import Evicted, RendezvousError, TooLate
 
 _HANDLED = 32  # wishes that are recognised when they come again
 _PATIENCE_S = 2.0  # then the reason why a newcomer waits is told
@@ -162,7 +162,7 @@ class Roster:
             return self.attached(member.rank, 0, now_s)
         if self.state.is_finishing or self.state.over:
             why = self.state.over or "its workers are finishing"
-            raise RendezvousError(f"{who(member)} comes too late: the job is over: {why}")
+            raise TooLate(f"{who(member)} comes too late: the job is over: {why}")
         place = places.place_of(self.state, member.rank)
         if place is None or (place.role, place.number) != (member.role, member.number):
             raise RendezvousError(

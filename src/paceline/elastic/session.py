@@ -14,6 +14,7 @@ somebody who is lost (`Fabric.interrupt`).
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -31,7 +32,7 @@ from paceline.config import JobEnv
 from paceline.elastic import parcel
 from paceline.elastic.protocol import Change, Parcel, Participant
 from paceline.elastic.verdict import Status, Verdict, judge
-from paceline.errors import PeerError, PeerLost, PeerTimeout
+from paceline.errors import PeerError, PeerLost, PeerTimeout, TooLate
 from paceline.telemetry.events import Note, Resumed
 
 T = TypeVar("T")
@@ -207,6 +208,8 @@ class Elastic:
         self._fabric.adopt(membership, self._losses)
         answers = tell_all(self._control, self._status(membership))
         statuses = [msgspec.convert(answer, Status) for answer in answers]
+        if all(status.is_new for status in statuses) and not self._has_lost_workers:
+            raise TooLate("the other workers have finished and left")
         verdict = judge(statuses)
         self._transfer(verdict)
         self._control.barrier()  # nobody goes on before everybody has what it needs
@@ -289,6 +292,17 @@ class Elastic:
         """
         if not self.is_candidate:
             return
+        try:
+            self._come_in()
+        except TooLate as error:  # nothing is wrong: there is nothing left to do
+            sys.stderr.write(f"[paceline] rank {self._fabric.rank} is not needed: {error}\n")
+            self._retire()
+
+    @property
+    def _has_lost_workers(self) -> bool:
+        return any(loss.role == "worker" for loss in self._losses.values())
+
+    def _come_in(self) -> None:
         assert isinstance(self._agent, Agent)
         started_s = time.monotonic()
         membership = self._agent.ready(self._fabric.me)
