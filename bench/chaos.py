@@ -6,7 +6,7 @@
 Of every job (4 workers; with servers 2 of them, each value on both) random processes are killed
 with SIGKILL, workers, servers and the coordinator alike, with a mean time between failures given in
 multiples of the fault-free step. Reported for each: USEFUL SAMPLES, the share of all samples that
-any process began to compute that were in a step that counts; SPEED, samples that count per second
+any process began to compute that were in a step that counts, as the workers that did it noted; SPEED, samples that count per second
 against the fault-free run beside it; and the final loss on held-out data against fault-free seeds.
 """
 
@@ -48,9 +48,9 @@ class Run:
         return self.useful / self.wall_s
 
 
-def read(diary: Path, global_batch: int) -> Run:
+def read(diary: Path) -> Run:
     """Add up what all processes of a run have noted, the killed ones too."""
-    computed, done, ends = 0, dict[int, float](), list[tuple[float, float]]()
+    computed, useful, done, ends = 0, 0, dict[int, float](), list[tuple[float, float]]()
     for path in diary.glob("*.txt"):
         for line in path.read_text().splitlines():
             at, kind, *rest = line.split()
@@ -58,6 +58,7 @@ def read(diary: Path, global_batch: int) -> Run:
                 computed += int(rest[0])
             elif kind == "step":
                 step = int(rest[0])
+                useful += int(rest[1])
                 done[step] = min(float(at), done.get(step, float("inf")))
             elif kind == "end":
                 ends.append((float(rest[0]), float(rest[1])))
@@ -65,7 +66,7 @@ def read(diary: Path, global_batch: int) -> Run:
     gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
     return Run(
         computed=computed,
-        useful=len(done) * global_batch,
+        useful=useful,
         steps=len(done),
         step_s=statistics.median(gaps),
         wall_s=times[-1] - times[0],
@@ -98,7 +99,7 @@ def run(arguments: argparse.Namespace, pace: str, seed: int, mtbf: float | None,
             sys.stdout.write(log.read_text(errors="replace")[-6000:])
         if code != 0:
             raise SystemExit(f"the job ended with code {code}")
-        return read(diary, arguments.workers * arguments.batch), kills
+        return read(diary), kills
 
 
 def torment(job, diary: Path, arguments, seed: int, mtbf: float, step_s: float) -> dict[str, int]:

@@ -78,7 +78,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            diary.note("step", job.steps_done, len(x), pl.world_size())
+            counted = len(x) if job.contribution.weight else 0  # 0: it took part with nothing
+            diary.note("step", job.steps_done, counted, pl.world_size())
             pl.report(loss=loss.item())
             if job.steps_done >= arguments.steps:
                 break

@@ -1,7 +1,8 @@
 """Kills processes of a running job at random: workers, servers and the coordinator.
 
-One exception: whoever alone has the state of the training, the last worker of an all-reduce job or
-the only copy of a partition. After those a job needs a checkpoint, whatever it does.
+One exception: whoever alone has the state of the training, the last worker of an all-reduce job
+(or the last that has done a step, if the others have only just come) or the only copy of a
+partition. After those a job needs a checkpoint, whatever it does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from paceline.cluster.member import Member
 from paceline.cluster.operator import Operator
 from paceline.cluster.secret_file import load_secret
 from paceline.errors import PacelineError
@@ -28,7 +30,7 @@ class Killer:
         self._operator = Operator.connect(address, load_secret(secret_file), job_id)
         self._chance = random.Random(seed)
         self._roles = roles
-        self._launcher = coordinator
+        self._launcher, self._diary = coordinator, diary
         self.kills: list[tuple[float, str, int]] = []  # when, role, number
 
     @property
@@ -49,8 +51,9 @@ class Killer:
         if membership is None:
             return False
         needed = {holders[0] for holders in membership.partitions if len(holders) == 1}
-        if len(membership.workers) == 1:
-            needed.update(membership.workers)
+        trained = [m.rank for m in membership.members if m.role == "worker" and self._has_state(m)]
+        if len(trained) == 1:
+            needed.update(trained)
         targets = [
             (m.role, m.number, m.pid)
             for m in membership.members
@@ -65,6 +68,14 @@ class Killer:
             os.kill(pid, signal.SIGKILL)
             self.kills.append((time.time(), role, number))
         return True
+
+    def _has_state(self, member: Member) -> bool:
+        """Say whether a worker has done a step, and is there to tell of it."""
+        with contextlib.suppress(OSError):
+            is_alive = Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            noted = (self._diary / f"{member.pid}.txt").read_text()
+            return is_alive not in "ZX" and " step " in noted
+        return False
 
     def close(self) -> None:
         self._operator.close()

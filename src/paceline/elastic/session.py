@@ -32,7 +32,7 @@ from paceline.config import JobEnv
 from paceline.elastic import parcel
 from paceline.elastic.protocol import Change, Parcel, Participant
 from paceline.elastic.verdict import Status, Verdict, judge
-from paceline.errors import PeerError, PeerLost, PeerTimeout, TooLate
+from paceline.errors import PeerError, PeerLost, PeerTimeout, ProtocolError, TooLate
 from paceline.telemetry.events import Note, Resumed
 
 T = TypeVar("T")
@@ -66,6 +66,7 @@ class Elastic:
         self._result: Any = None  # of the last point passed
         self._losses: dict[int, Loss] = {}  # by rank: announced, and not adopted yet
         self._settled = fabric.membership  # the last one that was adopted whole
+        self._has_seen_farewell = False
         self._out_since_s = 0.0  # when this worker saw in a wait that it is to leave
         if not self.is_on:
             return
@@ -84,6 +85,7 @@ class Elastic:
     # -- from the control thread --------------------------------------------------------------
 
     def _on_presence(self, news: Presence) -> None:
+        self._has_seen_farewell = self._has_seen_farewell or news.state == "left"
         if news.state == "lost":
             text = f"rank {self._fabric.rank}: rank {news.rank} is lost: {news.detail}"
             self._fabric.interrupt(news.rank, text)
@@ -208,8 +210,8 @@ class Elastic:
         self._fabric.adopt(membership, self._losses)
         answers = tell_all(self._control, self._status(membership))
         statuses = [msgspec.convert(answer, Status) for answer in answers]
-        if all(status.is_new for status in statuses) and not self._has_lost_workers:
-            raise TooLate("the other workers have finished and left")
+        if all(status.is_new for status in statuses):
+            self._refuse_to_begin()
         verdict = judge(statuses)
         self._transfer(verdict)
         self._control.barrier()  # nobody goes on before everybody has what it needs
@@ -298,9 +300,16 @@ class Elastic:
             sys.stderr.write(f"[paceline] rank {self._fabric.rank} is not needed: {error}\n")
             self._retire()
 
-    @property
-    def _has_lost_workers(self) -> bool:
-        return any(loss.role == "worker" for loss in self._losses.values())
+    def _refuse_to_begin(self) -> NoReturn:
+        """Nobody is left who could send the state of the training: they have left, or are lost."""
+        if self._has_seen_farewell:
+            raise TooLate("the other workers have finished and left")
+        lost = [f"worker {loss.number}: {loss.why}" for loss in self._losses.values()]
+        raise ProtocolError(
+            f"rank {self._fabric.rank}: every worker that had the state of the training is lost"
+            f"{' (' + '; '.join(lost) + ')' if lost else ''} before it could be handed over; start"
+            " the job again"
+        )
 
     def _come_in(self) -> None:
         assert isinstance(self._agent, Agent)
