@@ -6,8 +6,9 @@
 Of every job (4 workers; with servers 2 of them, each value on both) random processes are killed
 with SIGKILL, workers, servers and the coordinator alike, with a mean time between failures given in
 multiples of the fault-free step. Reported for each: USEFUL SAMPLES, the share of all samples that
-any process began to compute that were in a step that counts, as the workers that did it noted; SPEED, samples that count per second
-against the fault-free run beside it; and the final loss on held-out data against fault-free seeds.
+any process began to compute that were in a step that counts, as the workers that did it noted;
+SPEED, samples that count per second against the fault-free run beside it; and the final loss on
+held-out data against fault-free seeds.
 """
 
 from __future__ import annotations

@@ -50,14 +50,16 @@ class Killer:
             return False
         if membership is None:
             return False
-        needed = {holders[0] for holders in membership.partitions if len(holders) == 1}
+        alive = {m.rank for m in membership.members if _is_alive(m.pid)}  # others are not told yet
+        holders = [alive.intersection(ranks) for ranks in membership.partitions]
+        needed = {rank for ranks in holders if len(ranks) == 1 for rank in ranks}
         trained = [m.rank for m in membership.members if m.role == "worker" and self._has_state(m)]
         if len(trained) == 1:
             needed.update(trained)
         targets = [
             (m.role, m.number, m.pid)
             for m in membership.members
-            if m.role in self._roles and m.rank not in needed
+            if m.role in self._roles and m.rank in alive - needed
         ]
         if "coordinator" in self._roles:
             targets += [("coordinator", 0, pid) for pid in _coordinators(self._launcher)]
@@ -72,13 +74,18 @@ class Killer:
     def _has_state(self, member: Member) -> bool:
         """Say whether a worker has done a step, and is there to tell of it."""
         with contextlib.suppress(OSError):
-            is_alive = Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[0]
             noted = (self._diary / f"{member.pid}.txt").read_text()
-            return is_alive not in "ZX" and " step " in noted
+            return _is_alive(member.pid) and " step " in noted
         return False
 
     def close(self) -> None:
         self._operator.close()
+
+
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def _coordinators(launcher: int) -> list[int]:
