@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace, pace: str, seed: int, mtbf: float | None,
         if arguments.show or code != 0:
             sys.stdout.write(log.read_text(errors="replace")[-6000:])
         if code != 0:
-            raise SystemExit(f"the job ended with code {code}")
+            raise SystemExit(f"the job ended with code {code}; killed: {kills}")
         return read(diary), kills
 
 
@@ -121,6 +121,8 @@ def torment(job, diary: Path, arguments, seed: int, mtbf: float, step_s: float) 
                 killer.kill()
     finally:
         killer.close()
+        for at_s, role, number, pid in killer.kills if arguments.show else ():
+            print(f"{time.strftime('%H:%M:%S', time.localtime(at_s))} {role} {number} pid {pid}")
     return dict(killer.by_role)
 
 

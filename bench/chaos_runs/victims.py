@@ -31,12 +31,12 @@ class Killer:
         self._chance = random.Random(seed)
         self._roles = roles
         self._launcher, self._diary = coordinator, diary
-        self.kills: list[tuple[float, str, int]] = []  # when, role, number
+        self.kills: list[tuple[float, str, int, int]] = []  # when, role, number, pid
 
     @property
     def by_role(self) -> Counter[str]:
         """How many of each role were killed."""
-        return Counter(role for _, role, _ in self.kills)
+        return Counter(role for _, role, _, _ in self.kills)
 
     def pause(self, mean_s: float) -> float:
         """Return how long to wait for the next kill."""
@@ -50,7 +50,7 @@ class Killer:
             return False
         if membership is None:
             return False
-        alive = {m.rank for m in membership.members if _is_alive(m.pid)}  # others are not told yet
+        alive = {m.rank for m in membership.members if self._is_alive(m.pid)}
         holders = [alive.intersection(ranks) for ranks in membership.partitions]
         needed = {rank for ranks in holders if len(ranks) == 1 for rank in ranks}
         trained = [m.rank for m in membership.members if m.role == "worker" and self._has_state(m)]
@@ -68,24 +68,26 @@ class Killer:
         role, number, pid = self._chance.choice(targets)
         with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
             os.kill(pid, signal.SIGKILL)
-            self.kills.append((time.time(), role, number))
+            self.kills.append((time.time(), role, number, pid))
         return True
+
+    def _is_alive(self, pid: int) -> bool:
+        """Say whether a member is there; of one that was killed the others may not know yet."""
+        if any(pid == killed for *_, killed in self.kills):
+            return False
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return False
 
     def _has_state(self, member: Member) -> bool:
         """Say whether a worker has done a step, and is there to tell of it."""
         with contextlib.suppress(OSError):
             noted = (self._diary / f"{member.pid}.txt").read_text()
-            return _is_alive(member.pid) and " step " in noted
+            return self._is_alive(member.pid) and " step " in noted
         return False
 
     def close(self) -> None:
         self._operator.close()
-
-
-def _is_alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 def _coordinators(launcher: int) -> list[int]:
