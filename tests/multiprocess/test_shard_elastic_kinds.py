@@ -170,6 +170,40 @@ def test_a_newcomer_and_a_loss_in_the_middle_of_one_step(kind: str) -> None:
             log.require_once(150)
 
 
+def train_indexed(group: Group, samples: int) -> None:
+    learner = Learner(samples)
+    loader = DataLoader(range(samples), 1, shuffle=True)
+    for epoch in pl.epochs(1000):
+        for batch in pl.shard(loader):
+            learner.step(epoch, batch)
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(15, marks=pytest.mark.slow)])
+def test_newcomers_that_are_lost_while_they_come_in(rounds: int) -> None:
+    """What the others had received by then is received again, and changes nothing."""
+    chance = random.Random(rounds)
+    with elastic_job(policy(2)) as job:
+        job.start(train_indexed, 90)
+        log = Log(job)
+        log.hear(0, more=3)
+        killed = []
+        for _ in range(rounds):
+            first, second = job.add(), job.add()
+            deadline_s = time.monotonic() + 30
+            while second not in (job.operator.status().membership or job).ranks:  # type: ignore[operator]
+                assert time.monotonic() < deadline_s, "the newcomer has not come"
+            time.sleep(chance.uniform(0, 0.05))
+            job.ranks.kill(first)
+            killed.append(first)
+            log.hear(second, more=3)
+            job.ranks.kill(second)
+            killed.append(second)
+            log.hear(0, more=3)
+        log.hear(0, epoch=log.heard[0][0] + 1)
+        log.stop(0, killed=killed)
+        log.require_once(90)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stream", "own"])
 def test_a_replacement_takes_the_lost_workers_part_of_a_step(kind: str) -> None:

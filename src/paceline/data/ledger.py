@@ -86,6 +86,7 @@ class Ledger:
         self._has_heard = False
         job.elastic.register("data", self)
         if self._has_heard:  # of a change that was over before this worker's script came here
+            self._is_new = False
             self._turn(job, uncounted=job.env.on_loss == "shrink")
 
     # -- lines --------------------------------------------------------------------------------
@@ -219,8 +220,8 @@ class Ledger:
         return plain, []
 
     def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
-        """Take over what a peer packed."""
-        is_replay, self._is_new = self._is_new, False
+        """Take over what a peer packed; again, if somebody was lost before all had theirs."""
+        is_replay = self._is_new
         self._has_heard = True
         self._workers = dict(plain["workers"])
         for key, told in plain["lines"].items():
@@ -234,6 +235,7 @@ class Ledger:
 
     def resume(self, change: Change) -> None:
         """Go on with other members."""
+        self._is_new = False
         job = self._job()
         assert job is not None, "a job that changes is there"
         if not job.elastic.is_lockstep:
