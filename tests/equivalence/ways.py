@@ -17,7 +17,8 @@ from torch import nn
 import paceline as pl
 from paceline import job
 from paceline.collectives.group import Group
-from paceline.pace.parse import KNOWN, parse
+from paceline.pace.known import KNOWN
+from paceline.pace.parse import parse
 from paceline.ps import messages as m
 from paceline.telemetry.staleness import TableReport
 from support.reference import bits

@@ -16,7 +16,8 @@ from paceline.launcher.forked import fork_quietly
 from paceline.launcher.seat import Seat, seats
 from paceline.launcher.servers import MAX_SERVERS
 from paceline.launcher.spec import MAX_LOCAL_WORKERS, RESERVED
-from paceline.pace.parse import NEEDS_SERVERS, PaceSpec, parse
+from paceline.pace.known import needs_servers, paces_with_servers
+from paceline.pace.parse import PaceSpec, parse
 
 _PROBE_S = 5.0
 
@@ -125,11 +126,11 @@ def _pace(pace: str | None, env: Mapping[str, str], servers: int) -> PaceSpec | 
     if text is None:
         return None
     spec = parse(text)
-    if spec.name in NEEDS_SERVERS and not servers:
+    if needs_servers(spec.name) and not servers:
         raise ConfigError(f"pace {spec} needs parameter servers: add servers=1")
-    if servers and spec.name not in NEEDS_SERVERS:
+    if servers and not needs_servers(spec.name):
         raise ConfigError(
             f"pace {spec} uses no parameter servers: leave out servers={servers}, or choose a pace"
-            f" with servers ({', '.join(sorted(NEEDS_SERVERS))})"
+            f" with servers ({', '.join(paces_with_servers())})"
         )
     return spec

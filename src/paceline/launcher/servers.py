@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
-from paceline.pace.parse import NEEDS_SERVERS, PaceSpec
+from paceline.pace.known import needs_servers, paces_with_servers
+from paceline.pace.parse import PaceSpec
 
 MAX_SERVERS = 1024
 COLOCATED = "colocated"
@@ -57,14 +58,14 @@ class ServerPlan:
         """Refuse servers without use, and a pace without its servers; None: the script decides."""
         if pace is None:
             return
-        needed = pace.name in NEEDS_SERVERS
+        needed = needs_servers(pace.name)
         if needed and not self.count:
             raise ConfigError(f"pace {pace} needs parameter servers: add -s 1 (or -s {COLOCATED})")
         if self.count and not needed:
             given = COLOCATED if self.is_colocated else self.count
             raise ConfigError(
                 f"pace {pace} uses no parameter servers: leave out -s {given}, or choose a pace"
-                f" with servers ({', '.join(sorted(NEEDS_SERVERS))})"
+                f" with servers ({', '.join(paces_with_servers())})"
             )
 
 

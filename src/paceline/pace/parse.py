@@ -3,8 +3,8 @@
     allreduce        ps[server_dtype=bf16,bucket_mb=8]        ssp:3
 
 The same text is used in Python (`pace="..."`), on the command line (`--pace`) and in the
-environment (PACELINE_PACE). It is checked completely here, against the table below, so that a
-typing error is answered before any process starts. No torch: the command line imports this.
+environment (PACELINE_PACE). It is checked completely here, against the table in known.py, so that
+a typing error is answered before any process starts. No torch: the command line imports this.
 """
 
 from __future__ import annotations
@@ -16,71 +16,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import UsageError
+from paceline.pace.known import KNOWN, NUMBERS, Pace, find, is_allowed
 
 _FORM = re.compile(r"([^:\[\]]*)(?::([^\[\]]*))?(?:\[([^\[\]]*)\])?")
-_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
-
-
-@dataclass(frozen=True)
-class Pace:
-    """What may follow the word of a pace."""
-
-    options: Mapping[str, tuple[str, ...]]  # allowed values, the first is the default; see below
-    number: str = ""  # what the number behind the colon is, if there may be one
-    needs_servers: bool = False
-
-
-# These stand for the allowed values of options that are numbers.
-ABOVE_0 = ("a number above 0",)
-WHOLE = ("a whole number above 0",)
-_SYNCHRONOUS = {
-    "buffers": ("broadcast", "average", "local"),
-    "batchnorm": ("local", "global"),
-    "unused": ("warn", "error", "ignore"),
-    "bucket_mb": ABOVE_0,
-    "resize_lr": ("keep", "linear", "sqrt"),
-}
-_ON_SERVERS = {
-    "nonfinite": ("ignore", "raise", "skip", "quarantine"),
-    "server_dtype": ("fp32", "bf16", "fp16"),
-    "wire": ("fp32", "bf16", "fp16"),
-    "seed": WHOLE,
-}
-_FREE_RUNNING = {
-    **_ON_SERVERS,
-    "push": ("grad", "delta", "params"),
-    "compensate": ("none", "dc"),
-    "dc_lambda": ABOVE_0,
-    "lr": ("plain", "staleness"),
-    "max_staleness": WHOLE,
-    "buffers": ("local",),
-    "bucket_mb": ABOVE_0,
-}
-KNOWN: Mapping[str, Pace] = {
-    "allreduce": Pace(
-        {
-            "update": ("auto", "replicated", "sharded"),
-            **_SYNCHRONOUS,
-            "nonfinite": ("ignore", "raise", "skip"),
-        }
-    ),
-    "ps": Pace({**_SYNCHRONOUS, **_ON_SERVERS, "wait": ("step", "layer")}, needs_servers=True),
-    "async": Pace({**_FREE_RUNNING, "softsync": WHOLE}, needs_servers=True),
-    "ssp": Pace(
-        {**_FREE_RUNNING, "unit": ("clock", "version")},
-        number="the staleness",
-        needs_servers=True,
-    ),
-}
-NEEDS_SERVERS = frozenset(name for name, pace in KNOWN.items() if pace.needs_servers)
-DEFAULT_STALENESS = 3
 # Words that other people's papers and our plans use: better a clear "not yet" than "unknown".
-_PLANNED = frozenset(
-    (
-        *("partial", "backup", "local", "post_local", "bmuf", "diloco"),
-        *("easgd", "eamsgd", "bitmap", "gossip", "hogwild"),
-    )
-)
+_PLANNED = frozenset(("backup", "bitmap", "bmuf_bitmap", "hogwild"))
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -88,13 +29,26 @@ class PaceSpec:
     """A pace that was asked for; `str()` gives its canonical text."""
 
     name: str
-    number: float | None = None
+    number: float | str | None = None  # or a word, where the pace has those
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        number = "" if self.number is None else f":{number_text(self.number)}"
+        text = self.number if isinstance(self.number, str) else number_text(self.number or 0.0)
+        number = "" if self.number is None else f":{text}"
         options = ",".join(f"{key}={value}" for key, value in sorted(self.options.items()))
         return f"{self.name}{number}" + (f"[{options}]" if options else "")
+
+    @property
+    def value(self) -> float:
+        """The number behind the colon, or its default."""
+        row = find(self.name)
+        return float(self.number if self.number is not None else row.default if row else 0)
+
+    @property
+    def word(self) -> str:
+        """The word behind the colon, or its default."""
+        row = find(self.name)
+        return str(self.number if self.number is not None else row.default if row else "")
 
 
 def parse(text: str) -> PaceSpec:
@@ -109,14 +63,21 @@ def parse(text: str) -> PaceSpec:
     if found is None:
         raise _wrong(text, "write word, word:number or word[option=value,option=value]")
     name, number, options = found[1].strip(), found[2], found[3]
-    known = KNOWN.get(name)
+    known = find(name)
     if known is None:
         raise _wrong(text, _unknown(name))
     return PaceSpec(
-        name,
+        KNOWN[name].stands_for or name,
         None if number is None else _read_number(text, name, known, number),
         {} if options is None else _read_options(text, name, known, options),
     )
+
+
+def notice_of(text: str) -> str:
+    """Return what has to be said about the word that a pace was asked for with."""
+    found = _FORM.fullmatch(text.strip())
+    row = KNOWN.get(found[1].strip()) if found is not None else None
+    return row.notice if row is not None else ""
 
 
 def number_text(value: float) -> str:
@@ -124,15 +85,24 @@ def number_text(value: float) -> str:
     return str(int(value)) if value == int(value) and value < 1e15 else repr(float(value))
 
 
-def _read_number(text: str, name: str, known: Pace, number: str) -> float:
+def _read_number(text: str, name: str, known: Pace, number: str) -> float | str:
     if not known.number:
         raise _wrong(text, f"{name} takes no number; leave out {':' + number[:40]!r}")
+    example = f"{name}:{known.default}"
+    if known.has_words:
+        word = number.strip()
+        if word not in known.kind:
+            choices = ", ".join(known.kind)
+            raise _wrong(
+                text, f"{known.number}: {word[:40]!r}{_near(word, known.kind)}; choose {choices}"
+            )
+        return word
     value = _number(number)
-    if value is None or value != int(value):
+    if value is None or not is_allowed(value, known.kind):
         raise _wrong(
             text,
-            f"{known.number} must be a whole number >= 0 (got {number[:40]!r}); write for example"
-            f" {name}:3",
+            f"{known.number} must be {known.kind[0]} (got {number[:40]!r}); write for example"
+            f" {example}",
         )
     return value
 
@@ -157,15 +127,15 @@ def _read_options(text: str, name: str, known: Pace, options: str) -> dict[str, 
 
 
 def _read_value(text: str, key: str, value: str, allowed: tuple[str, ...]) -> str:
-    if allowed not in (ABOVE_0, WHOLE):
+    if allowed not in NUMBERS:
         if value not in allowed:
             raise _wrong(
                 text, f"{key}={value[:40]!r}{_near(value, allowed)}; allowed: {', '.join(allowed)}"
             )
         return value
     number = _number(value)
-    if not number or (allowed is WHOLE and number != int(number)):
-        raise _wrong(text, f"{key}={value[:40]!r}: expected {allowed[0]}, such as {key}=8")
+    if number is None or not is_allowed(number, allowed):
+        raise _wrong(text, f"{key}={value[:40]!r}: expected {allowed[0]}, such as {key}=1")
     return number_text(number)
 
 

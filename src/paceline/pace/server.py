@@ -15,7 +15,7 @@ import torch
 
 from paceline.cluster.member import Membership
 from paceline.pace.exchange import Bucket
-from paceline.pace.parse import DEFAULT_STALENESS, PaceSpec
+from paceline.pace.parse import PaceSpec
 from paceline.ps import messages as m
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import Rule
@@ -30,8 +30,7 @@ def rule_of(pace: PaceSpec, **options: Any) -> Rule:
         return Rule(bound=0, aggregate=True, **options)
     if pace.name == "async":
         return Rule(bound=None, **options)
-    staleness = DEFAULT_STALENESS if pace.number is None else int(pace.number)
-    return Rule(bound=staleness, **options)
+    return Rule(bound=int(pace.value), **options)
 
 
 class ServerExchange:

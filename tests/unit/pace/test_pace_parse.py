@@ -10,27 +10,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.pace.parse import ABOVE_0, KNOWN, WHOLE, PaceSpec, number_text, parse
+from paceline.pace import known
+from paceline.pace.known import KNOWN, Pace
+from paceline.pace.parse import PaceSpec, notice_of, number_text, parse
 
-PLANNED = (
-    *("partial", "backup", "local", "post_local", "bmuf", "diloco"),
-    *("easgd", "eamsgd", "bitmap", "gossip", "hogwild"),
-)
+PLANNED = ("backup", "bitmap", "hogwild")
+
+
+def _numbers() -> dict[tuple[str, ...], st.SearchStrategy[float]]:
+    positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+    return {
+        known.ABOVE_0: positive,
+        known.FROM_0: st.just(0.0) | positive,
+        known.WHOLE: st.integers(1, 10**9).map(float),
+        known.COUNT: st.integers(0, 10**9).map(float),
+        known.SHARE: st.floats(0, 1, exclude_min=True),
+    }
 
 
 def _specs_of(name: str) -> st.SearchStrategy[PaceSpec]:
-    numbers = st.floats(min_value=0, exclude_min=True, allow_infinity=False).map(number_text)
-    kinds = {ABOVE_0: numbers, WHOLE: st.integers(1, 10**9).map(str)}
+    kinds = {kind: numbers.map(number_text) for kind, numbers in _numbers().items()}
     options = {
         key: kinds[values] if values in kinds else st.sampled_from(values)
         for key, values in KNOWN[name].options.items()
     }
-    number = st.none() | st.integers(0, 10**6).map(float) if KNOWN[name].number else st.none()
+    row, number = KNOWN[name], st.none()
+    if row.has_words:
+        number = st.none() | st.sampled_from(row.kind)
+    elif row.number:
+        number = st.none() | _numbers()[row.kind]
     return st.builds(PaceSpec, st.just(name), number, st.fixed_dictionaries({}, optional=options))
 
 
 def _specs() -> st.SearchStrategy[PaceSpec]:
-    return st.sampled_from(sorted(KNOWN)).flatmap(_specs_of)
+    own = [name for name, row in sorted(KNOWN.items()) if not row.stands_for]
+    return st.sampled_from(own).flatmap(_specs_of)
 
 
 @given(_specs())
@@ -106,9 +120,15 @@ def test_a_planned_pace_is_not_in_this_version(name: str) -> None:
         ("allreduce[bucket_mb=nan]", ["a number above 0"]),
         ("allreduce[bucket_mb=1e999]", ["a number above 0"]),
         ("allreduce[bucket_mb=1_0]", ["a number above 0"]),
-        ("ssp:-1", ["the staleness must be a whole number >= 0 (got '-1')", "ssp:3"]),
-        ("ssp:x", ["the staleness must be a whole number >= 0 (got 'x')"]),
-        ("ssp:1.5", ["the staleness must be a whole number >= 0 (got '1.5')"]),
+        ("ssp:-1", ["the staleness must be a whole number, 0 or more (got '-1')", "ssp:3"]),
+        ("ssp:x", ["the staleness must be a whole number, 0 or more (got 'x')"]),
+        ("ssp:1.5", ["the staleness must be a whole number, 0 or more (got '1.5')"]),
+        ("local:0", ["the number of local steps must be a whole number above 0", "local:8"]),
+        ("partial:1.5", ["the fraction of workers must be a number above 0, up to 1"]),
+        ("gossip:rings", ["did you mean ring?", "choose ring, exponential, random"]),
+        ("lokal:3", ["did you mean local?"]),
+        ("diloco[momentun=1]", ["did you mean momentum?"]),
+        ("bmuf:10[nesterov=maybe]", ["allowed: yes, no"]),
         ("ps:2", ["ps takes no number"]),
         ("ps[compensate=dc]", ["ps has no option 'compensate'"]),
         ("async[compensate=d]", ["did you mean dc?"]),
@@ -122,6 +142,30 @@ def test_a_mistake_is_named(text: str, words: list[str]) -> None:
         parse(text)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_another_name_is_read_as_its_pace_with_a_notice() -> None:
+    assert parse("elastic_sgd:0.25") == PaceSpec("partial", 0.25)
+    assert "for the elastic force to a centre use easgd" in notice_of("elastic_sgd:0.25")
+    assert notice_of("partial:0.25") == "" and notice_of("[[") == ""
+
+
+def test_a_pace_can_be_added_once() -> None:
+    mine = Pace(number="the size", kind=known.WHOLE, default="4", method="mine:Method")
+    known.register("mine", mine)
+    try:
+        known.register("mine", mine)
+        assert parse("mine:5") == PaceSpec("mine", 5.0) and parse("mine").value == 4
+        for name, row, words in (
+            ("mine", Pace(method="other:Method"), "there is a pace mine already"),
+            ("local", mine, "there is a pace local already"),
+            ("a b", mine, "one word"),
+            ("other", Pace(), "with a method"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                known.register(name, row)
+    finally:
+        del KNOWN["mine"]
 
 
 def test_what_is_no_text_is_refused() -> None:
