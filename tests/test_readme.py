@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.pace.parse import KNOWN, NEEDS_SERVERS
+from paceline.pace.known import KNOWN, paces_with_servers
+from paceline.pace.parse import parse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "guides" / "three-lines.md").read_text()
 SERVER_GUIDE = (ROOT / "docs" / "guides" / "parameter-server.md").read_text()
+PACES_GUIDE = (ROOT / "docs" / "guides" / "paces.md").read_text()
 ELASTIC_GUIDE = (ROOT / "docs" / "guides" / "elastic.md").read_text()
 CLIENT_GUIDE = (ROOT / "docs" / "guides" / "neutral-client.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -90,9 +92,9 @@ def test_the_server_guide_has_every_option_of_the_server_paces():
     told = {
         (pace, name)
         for name, _, paces in rows
-        for pace in (NEEDS_SERVERS if paces == "all" else re.findall(r"`(\w+)`", paces))
+        for pace in (paces_with_servers() if paces == "all" else re.findall(r"`(\w+)`", paces))
     }
-    assert told == {(pace, name) for pace in NEEDS_SERVERS for name in KNOWN[pace].options}
+    assert told == {(pace, name) for pace in paces_with_servers() for name in KNOWN[pace].options}
 
 
 def test_python_of_the_elastic_guide_is_one_script_that_runs(tmp_path):
@@ -102,6 +104,26 @@ def test_python_of_the_elastic_guide_is_one_script_that_runs(tmp_path):
     ends = re.findall(r"^\[\d\] (\w{16})$", out, re.MULTILINE)
     assert len(ends) == 2 and ends[0] == ends[1], out
     assert (tmp_path / "model.pt").exists()
+
+
+def test_python_of_the_paces_guide_is_one_script_at_every_pace_without_servers(tmp_path):
+    (script,) = re.findall(r"```python\n(.*?)```", PACES_GUIDE, re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    paces = [name for name, row in KNOWN.items() if row.method and not row.needs_servers]
+    assert all(f"`{name}" in PACES_GUIDE for name in KNOWN), "every pace is in the guide"
+    for pace in ["local:4", "diloco"]:  # all others are trained with elsewhere
+        assert parse(pace).name in paces
+        out = paceline("run", "-n", "2", "--pace", pace, "train.py", cwd=tmp_path)
+        ends = re.findall(r"agreed: (.*)", out)
+        assert len(ends) == 2 and ends[0] == ends[1], out
+
+
+def test_the_paces_guide_has_every_option_of_its_paces():
+    own = [row for row in KNOWN.values() if row.method]
+    common = {"buffers", "bucket_mb", "batchnorm", "unused", "resize_lr"}  # in the first guide
+    for row in own:
+        for option in row.options.keys() - common:
+            assert f"`{option}" in PACES_GUIDE, option
 
 
 def test_commands_of_the_elastic_guide_are_understood(tmp_path):

@@ -27,7 +27,8 @@ from paceline.data_parallel.options import Options, fits
 from paceline.data_parallel.training import Training
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, current
-from paceline.pace.parse import NEEDS_SERVERS, PaceSpec, parse
+from paceline.pace.known import needs_servers
+from paceline.pace.parse import PaceSpec, notice_of, parse
 
 _trainings: weakref.WeakKeyDictionary[nn.Module, Training] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()  # alike on all workers
@@ -47,7 +48,8 @@ def distribute(
     locally.
 
     pace       how the workers agree: "allreduce", or through parameter servers "ps" (in lockstep),
-               "async", "ssp:3" (at most 3 clocks apart); `paceline run --pace` wins over it
+               "async", "ssp:3" (at most 3 clocks apart), or less often: "local:8", "diloco:500",
+               "easgd:10" and more (docs/guides/paces.md); `paceline run --pace` wins over it
     options    of the pace, as keywords here or in its brackets: "allreduce[update=sharded]"
 
     allreduce and ps:
@@ -89,7 +91,7 @@ def distribute(
     except PacelineError as error:  # the others must hear of it
         problem = str(error)
     problem = problem or find_problem(model, optimizer) or _find_second_call(model, optimizer)
-    if problem is None and asked.name in NEEDS_SERVERS and job.servers:
+    if problem is None and needs_servers(asked.name) and job.servers:
         problem = find_problem_with_servers(model, optimizer, chosen.push)
     try:
         refuse_problems(group.ranks, "distribute", tell_all(group, problem))
@@ -119,7 +121,10 @@ def _choose(job: Job, pace: str, given: Mapping[str, str | float]) -> tuple[Opti
     full = PaceSpec(asked.name, asked.number, {**written, **asked.options})
     if told is not None and job.env.rank == 0 and str(asked) != str(mine):
         _say(f"pace {asked} from the command line instead of the script's {mine}")
-    if asked.name in NEEDS_SERVERS and not job.servers:
+    notice = notice_of(pace if told is None else told)
+    if notice and job.env.rank == 0:
+        _say(notice)
+    if needs_servers(asked.name) and not job.servers:
         _do_without_servers(job, asked)
     chosen = Options.of(full, given)
     if job.elastic.is_on:

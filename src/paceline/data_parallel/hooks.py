@@ -19,8 +19,9 @@ class Watcher(Protocol):
     """Who wants to know of forward passes."""
 
     def before_forward(self) -> None: ...
-    def after_forward(self, output: Any) -> None: ...
+    def after_forward(self, output: Any) -> Any: ...
     def no_sync(self) -> AbstractContextManager[None]: ...
+    def agreed(self) -> AbstractContextManager[None]: ...
     def pull(self) -> None: ...
     def subscribe(self, after: int = -1) -> object: ...
 
@@ -34,13 +35,15 @@ def attach(model: nn.Module, watcher: Watcher) -> None:
         if not torch.compiler.is_compiling() and module is original():
             watcher.before_forward()
 
-    def after(module: nn.Module, _: Any, output: Any) -> None:
+    def after(module: nn.Module, _: Any, output: Any) -> Any:
         if not torch.compiler.is_compiling() and module is original():
-            watcher.after_forward(output)
+            return watcher.after_forward(output)  # None leaves it as it is
+        return None
 
     model.register_forward_pre_hook(Detached(before, nothing))
     model.register_forward_hook(Detached(after, nothing))
     object.__setattr__(model, "no_sync", Detached(watcher.no_sync, nullcontext))
+    object.__setattr__(model, "agreed", Detached(watcher.agreed, nullcontext))
     object.__setattr__(model, "pull", Detached(watcher.pull, nothing))
     object.__setattr__(model, "subscribe", Detached(watcher.subscribe, nothing))
 

@@ -1,23 +1,25 @@
 """What a script or a person on the command line can choose about data parallel training.
 
-Which options there are depends on the pace; pace/parse.py has the table of them. Each may be given
+Which options there are depends on the pace; pace/known.py has the table of them. Each may be given
 as a keyword argument of `pl.distribute` or in the brackets of the pace's text, which wins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from paceline.errors import UsageError
-from paceline.pace.parse import ABOVE_0, KNOWN, WHOLE, PaceSpec
-
-_NUMBERS = (ABOVE_0, WHOLE)
+from paceline.pace.known import KNOWN, NUMBERS, find, is_allowed
+from paceline.pace.parse import PaceSpec, number_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of all paces; the docstring of `pl.distribute` says what they mean."""
+    """The options of all paces; the docstring of `pl.distribute` says what they mean.
+
+    Those of a method (pace/method.py) are in `own`, as text.
+    """
 
     update: str = "auto"
     buffers: str = "broadcast"
@@ -37,30 +39,44 @@ class Options:
     softsync: float = 0
     max_staleness: float = 0  # 0: no limit
     unit: str = "clock"
+    own: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, pace: PaceSpec, given: Mapping[str, object]) -> Options:
         """Check the keyword arguments of a script, and lay the options of the pace's text over."""
-        known = KNOWN[pace.name].options
+        row = find(pace.name)
+        assert row is not None, "a pace that was read is known"
         chosen: dict[str, object] = {
-            name: values[0] for name, values in known.items() if values not in _NUMBERS
+            name: values[0] for name, values in row.options.items() if values not in NUMBERS
         }
         for name, value in given.items():
             _check(pace, name, value)
             chosen[name] = value
         chosen.update(pace.options)
-        numbers = [field.name for field in fields(cls) if field.type == "float"]
-        return cls(**{k: float(v) if k in numbers else v for k, v in chosen.items()})  # type: ignore[arg-type]
+        kinds = {one.name: one.type for one in fields(cls) if one.name != "own"}
+        own = {k: _text(v) for k, v in chosen.items() if k not in kinds}
+        common = {k: v for k, v in chosen.items() if k in kinds}
+        if row.method:  # its own, also where another pace has an option of the same name
+            own = {k: _text(v) for k, v in chosen.items()}
+        read = {k: float(v) if kinds[k] == "float" else v for k, v in common.items()}  # type: ignore[arg-type]
+        return cls(**read, own=own)  # type: ignore[arg-type]
+
+
+def _text(value: object) -> str:
+    return number_text(float(value)) if isinstance(value, int | float) else str(value)
 
 
 def fits(pace: PaceSpec, name: str, value: object) -> bool:
     """Say whether a pace has an option that can have this value."""
-    choices = KNOWN[pace.name].options.get(name, ())
-    return choices in _NUMBERS or value in choices
+    row = find(pace.name)
+    choices = row.options.get(name, ()) if row is not None else ()
+    return choices in NUMBERS or value in choices
 
 
 def _check(pace: PaceSpec, name: str, value: object) -> None:
-    options = KNOWN[pace.name].options
+    row = find(pace.name)
+    assert row is not None, "a pace that was read is known"
+    options = row.options
     if name not in options:
         others = [other for other, row in KNOWN.items() if name in row.options]
         where = f"; it belongs to {', '.join(others)}" if others else ""
@@ -68,12 +84,10 @@ def _check(pace: PaceSpec, name: str, value: object) -> None:
             f"pace {pace.name} has no option {name!r}{where}; its options: {', '.join(options)}"
         )
     choices = options[name]
-    if choices not in _NUMBERS:
+    if choices not in NUMBERS:
         if value not in choices:
             raise UsageError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
         return
-    is_good = isinstance(value, int | float) and 0 < value < float("inf")
-    if choices is WHOLE and is_good:
-        is_good = float(value).is_integer()  # type: ignore[arg-type]
-    if not is_good:
+    is_number = isinstance(value, int | float) and 0 <= value < float("inf")
+    if not is_number or not is_allowed(float(value), choices):  # type: ignore[arg-type]
         raise UsageError(f"{name}={value!r} must be {choices[0]}")

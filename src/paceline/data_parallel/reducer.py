@@ -53,11 +53,13 @@ class Reducer:
         self._exchange = exchange
         self._elastic = elastic
         self._is_collective = isinstance(exchange, AllReduce)
+        self.is_own = False  # in the last pass nothing was exchanged: gradients are this worker's
         self._is_broken = False  # a worker was lost: what was submitted must be submitted again
         self.with_exchange: Callable[[], None] = lambda: None  # in an elastic job, beside it
         self.is_change_agreed = False  # all workers know of a change, and stop for it
         self.is_stop_agreed = False  # some worker was asked to stop
         self.wants_stop: Callable[[], bool] = lambda: False
+        self.skips: Callable[[], bool] = lambda: False  # no gradients here, but an exchange
         self.has_caught_up = False  # this worker has the others' state: its step is done already
         self.buckets: list[Bucket] = []
         self._slots: list[Slot] = []
@@ -138,12 +140,18 @@ class Reducer:
         finally:
             self._sync = was
 
+    @property
+    def rests(self) -> bool:
+        """Whether a backward pass that began now would exchange nothing, as the pace says."""
+        return getattr(self._exchange, "is_at_rest", False)
+
     # -- during backward ----------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Note that a backward pass has begun; called from inside of it, any number of times."""
         if not self._active and self._sync:
             self._active = True
+            self.is_own = self.rests
             Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _on_small_ready(self, slot: Slot, param: torch.nn.Parameter) -> None:
@@ -196,7 +204,7 @@ class Reducer:
 
     def _submit(self, bucket: Bucket) -> None:
         bucket.is_submitted = True
-        if self._is_broken:
+        if self._is_broken or self.is_own:
             return
         try:
             self._works.append(self._exchange.submit(bucket, self.step))
@@ -210,13 +218,18 @@ class Reducer:
     def _on_backward_end(self) -> None:
         if not self._active:
             return
-        if not self._touched():  # gradients of something else flowed through the model's outputs
+        if (
+            not self._touched() and not self.skips()
+        ):  # gradients of something else flowed through the model's outputs
             self._active = False
             return
         for bucket in self.buckets[self._next :]:
             bucket.complete()
             self._submit(bucket)
         self.has_caught_up = False
+        if self.is_own:
+            self._keep_own()
+            return
         if self._is_collective:
             flags = self._elastic.point(self._agree, self._catch_up)
         else:  # servers decide who has to be there
@@ -229,6 +242,12 @@ class Reducer:
         self._reset()
         if self.after_exchange is not None:
             self.after_exchange(self, flags)
+
+    def _keep_own(self) -> None:
+        """Leave the script with the gradients of this worker."""
+        for slot in self._slots:
+            slot.param.grad = slot.grad if slot.ready else None
+        self._reset()
 
     def _agree(self) -> list[float]:
         """Average everything with the others; again from the start if somebody was lost."""

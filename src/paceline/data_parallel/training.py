@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.collectives.group import Group
+from paceline.collectives.memory import allocate
 from paceline.data_parallel.batchnorm import use_global_statistics
 from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.direct import compute_in_bucket
@@ -31,6 +32,7 @@ from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.layout import Named
 from paceline.data_parallel.options import Options
 from paceline.data_parallel.ownership import is_elementwise
+from paceline.data_parallel.paced import Paced, make_method
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.serving import Serving
 from paceline.data_parallel.sharded import ShardedUpdate
@@ -39,7 +41,11 @@ from paceline.data_parallel.update import ReplicatedUpdate, Step, Update, bind_s
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.allreduce import AllReduce
-from paceline.pace.parse import NEEDS_SERVERS, PaceSpec
+from paceline.pace.exchange import Exchange
+from paceline.pace.known import needs_servers
+from paceline.pace.method import Method, Setting
+from paceline.pace.own import OwnGradients
+from paceline.pace.parse import PaceSpec
 from paceline.ps.subscription import Subscription
 from paceline.telemetry.events import COMM_SHARE, COMPUTE_SHARE
 
@@ -66,14 +72,17 @@ class Training:
         self._number = next(_numbers)
         self._host = _host_group(job)
         self._serving: Serving | None = None
-        if pace.name in NEEDS_SERVERS and job.servers:
+        if needs_servers(pace.name) and job.servers:
             self._serving = Serving(job, group, optimizer, pace, options)
+        self._method = self._choose_method(pace, optimizer)
         self._shares_params = self._wants_sharing(optimizer)
         self.health = Health(group, options, job.elastic, on_servers=self._serving is not None)
-        exchange = self._serving.exchange if self._serving else AllReduce(group)
+        exchange = self._choose_exchange()
         self.reducer = Reducer(group, exchange, job.elastic)
         self.reducer.wants_stop = job.stopping.is_wanted
         self.reducer.after_exchange = self._look_at_gradients
+        if self._method is not None:
+            self.reducer.skips = lambda: self._method is not None and self._method.skips_backward
         self.reducer.keeps_sparse = options.nonfinite != "ignore"
         views = self._serving is not None and self._serving.watches_edits
         self._housing = Housing(
@@ -102,12 +111,16 @@ class Training:
         )
         self.buffers.broadcast_now()
         self.update: Update = self._choose_update(optimizer)
+        self._paced: Paced | None = None
+        if self._method is not None:
+            name = f"training {self._number}"
+            self._paced = Paced(job, self._method, self.reducer, self.buffers, name)
         self._num_optimized = 0  # parameters of the optimizer when it was last looked at
         self._ended_s = time.perf_counter()
         self._waited_s = 0.0
         bind_step(optimizer, self._around_step)
-        job.contribution.watch(self.reducer.weighting.set)
-        self.reducer.weighting.set(job.contribution.weight)
+        job.contribution.watch(self._set_weight)
+        self._set_weight(job.contribution.weight)
         attach(model, self)
         self._elastic_step: ElasticStep | None = None
         self._take_part(model, optimizer)
@@ -120,7 +133,7 @@ class Training:
         parts = [
             f"{_count(params)} parameters in {_plural(len(self.reducer.buckets), 'bucket')}",
             _plural(self._group.size, "worker"),
-            f"update {self.update.name}",
+            self._paced.name if self._paced is not None else f"update {self.update.name}",
             f"buffers {self._options.buffers}",
         ]
         if self._serving is not None:
@@ -131,9 +144,33 @@ class Training:
 
     # -- setting up ---------------------------------------------------------------------------
 
+    def _choose_method(self, pace: PaceSpec, optimizer: torch.optim.Optimizer) -> Method | None:
+        return make_method(
+            Setting(
+                pace,
+                self._job.worker_group(f"training {self._number} pace"),
+                self._options.own,
+                weakref.ref(optimizer),
+                lambda count, dtype: allocate(self._engine, (count,), dtype),
+            )
+        )
+
+    def _choose_exchange(self) -> Exchange:
+        if self._serving is not None:
+            return self._serving.exchange
+        if self._method is None:
+            return AllReduce(self._group)
+        return self._method.exchange() or OwnGradients()
+
+    def _set_weight(self, weight: float) -> None:
+        """Let a batch weigh by its samples, where gradients are averaged."""
+        self.reducer.weighting.set(1.0 if self.reducer.rests else weight)
+
     def _wants_sharing(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._serving is not None:
             return self._serving.shares_memory
+        if self._method is not None:
+            return False  # workers have different values most of the time
         if self._options.update == "replicated" or self._job.elastic.is_on:
             return False  # elastic: nobody's part of the optimizer's state may be lost with it
         if self._options.update == "sharded":
@@ -155,9 +192,16 @@ class Training:
         }
         sparse = [named for named in parameters if id(named.param) in sparse_ids]
         dense = [named for named in parameters if id(named.param) not in sparse_ids]
+        if sparse and self._method is not None:
+            raise UsageError(
+                f"{sparse[0]} has sparse gradients, which only allreduce and the paces with servers"
+                " exchange; use one of those, or nn.Embedding(..., sparse=False)"
+            )
         buckets = self._housing.house(dense)
         if self._serving is not None:
             self._serving.take(buckets)
+        if self._method is not None:
+            self._method.take(buckets)
         self.reducer.add(buckets, sparse)
         compute_in_bucket(model, self._housing.slots, self.reducer)
         self._known = {param: param.requires_grad for param in model.parameters()}
@@ -179,15 +223,16 @@ class Training:
         is_served = self._serving is not None
         elastic.is_lockstep = self._serving is None or self._serving.rule.aggregate
         name = f"training {self._number}"
-        self._elastic_step = ElasticStep(
-            self._job,
-            optimizer,
-            self.reducer,
-            self.buffers,
-            name=name,
-            is_served=is_served,
-            resize_lr=self._options.resize_lr,
-        )
+        if self._method is None:
+            self._elastic_step = ElasticStep(
+                self._job,
+                optimizer,
+                self.reducer,
+                self.buffers,
+                name=name,
+                is_served=is_served,
+                resize_lr=self._options.resize_lr,
+            )
         kept = TrainingState(self._job, model, optimizer, self.buffers, not is_served)
         elastic.register(name, kept)
 
@@ -221,15 +266,22 @@ class Training:
         self._take_in(model, new)
         self.reducer.refresh()
 
-    def after_forward(self, output: Any) -> None:
-        """Learn of the backward pass from the first gradient that reaches an output."""
+    def after_forward(self, output: Any) -> Any:
+        """Learn of the backward pass from the first gradient that reaches an output.
+
+        Returns what takes the output's place; None: nothing does.
+        """
         if self._serving is not None:
             self._serving.update.settle()
         if not torch.is_grad_enabled():
-            return
+            return None
+        replaced = None
+        if self._method is not None and self._method.skips_backward:
+            replaced = output = tree_map(_cut_off, output)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._on_output_grad)
+        return replaced
 
     def _on_output_grad(self, grad: torch.Tensor) -> None:  # noqa: ARG002
         self.reducer.begin_backward()
@@ -239,6 +291,25 @@ class Training:
         """Let gradients add up locally; the next backward pass outside exchanges the sum."""
         with self.reducer.no_sync():
             yield
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Let the model have the values that stand for all workers, for example to evaluate it.
+
+        Collective. In lockstep they are what every worker has anyway; with local steps they are the
+        mean, or the outer model; with elastic averaging the centre. Afterwards each worker goes on
+        with its own.
+        """
+        own = []
+        if self._method is not None:
+            own = [(bucket, bucket.params.clone()) for bucket in self.reducer.buckets]
+            for bucket, _ in own:
+                bucket.params.copy_(self._method.agreed(bucket))
+        try:
+            yield
+        finally:
+            for bucket, values in own:
+                bucket.params.copy_(values)
 
     def pull(self) -> None:
         """Read the newest parameters from the servers; without servers there is nothing to do."""
@@ -265,6 +336,8 @@ class Training:
 
     def _around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:
         self._refuse_stray_gradients(optimizer)
+        if self._paced is not None:
+            return self._paced.run(step, self._count_step)
         if self._elastic_step is not None:
             return self._elastic_step.run(self.update, step, lambda: self._count_step(0.0))
         self.buffers.start()
@@ -319,6 +392,13 @@ def _host_group(job: Job) -> Group:
     membership = job.fabric.membership
     here = [r for r in membership.workers if membership.member(r).host_id == job.env.host_id]
     return Group(job.fabric, here)
+
+
+def _cut_off(thing: Any) -> Any:
+    """Return a tensor whose gradients end here."""
+    if isinstance(thing, torch.Tensor) and thing.requires_grad:
+        return thing.detach().requires_grad_()
+    return thing
 
 
 def _count(number: int) -> str:

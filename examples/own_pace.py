@@ -1,0 +1,71 @@
+"""A pace from outside the package: workers take turns in being copied.
+
+    paceline run -n 3 examples/own_pace.py
+
+Every H steps the next worker in turn gives its parameters to all others. (Not a good idea: between
+its turns the work of a worker is thrown away. But it is short, and differs from all paces that
+there are.) A pace that is to be asked for on the command line, `--pace turns:4`, lives in a package
+that names it in an entry point:
+
+    [project.entry-points."paceline.paces"]
+    turns = "my_package.turns:TURNS"
+"""
+
+import paceline as pl
+import torch
+from paceline.pace.known import WHOLE, Pace, register
+from paceline.pace.method import Method
+from torch import nn
+
+
+class Turns(Method):
+    """Behind every H-th step all take over the parameters of one."""
+
+    rounds = 0
+
+    @property
+    def is_due(self):
+        return self.steps >= (self.rounds + 1) * int(self.setting.pace.value)
+
+    def meet(self):
+        """Receive into memory of our own: if a worker is lost meanwhile, this is done again."""
+        giver = self.rounds % self.workers.size
+        self.received = [bucket.params.clone() for bucket in self.buckets]
+        for values in self.received:
+            self.workers.broadcast(values, giver)
+
+    def conclude(self):
+        for bucket, values in zip(self.buckets, self.received, strict=True):
+            bucket.params.copy_(values)
+        self.rounds += 1
+
+    def pack(self):
+        return [self.steps, self.rounds], []
+
+    def unpack(self, plain, _tensors):
+        self.steps, self.rounds = plain
+
+
+TURNS = Pace(number="the number of local steps", kind=WHOLE, default="4", method=Turns)
+
+
+def main():
+    register("turns", TURNS)
+    pl.init()
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = pl.distribute(model, optimizer, pace="turns:5")
+    chance = torch.Generator().manual_seed(pl.rank())
+    for _ in range(40):
+        x = torch.randn(32, 8, generator=chance)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pl.check_consistency(model)  # 40 is a multiple of 5: all have the same now
+    print(f"worker {pl.rank()}: loss {loss.item():.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

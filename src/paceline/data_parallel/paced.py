@@ -1,0 +1,115 @@
+"""optimizer.step() where a method (pace/method.py) says how the workers agree.
+
+    before_step -> the optimizer's own step -> after_step -> as often as the method is due: meet
+
+A meeting is a point of training (elastic/session.py): repeated among whoever is left until it
+succeeds, and only then put to use. With it the workers agree on buffers, on stopping and on changes
+of the membership; in between nobody hears of anybody. What was computed since the last meeting
+counts when the next one has succeeded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from paceline.data_parallel.buffers import Buffers
+from paceline.data_parallel.reducer import Reducer
+from paceline.data_parallel.update import Step
+from paceline.errors import UsageError
+from paceline.job import Job
+from paceline.pace.known import find
+from paceline.pace.method import Method, Setting
+
+
+def make_method(setting: Setting) -> Method | None:
+    """Make what runs a pace; None when training itself does."""
+    row = find(setting.pace.name)
+    if row is None or not row.method:
+        return None
+    kind: Any = row.method
+    if isinstance(kind, str):
+        module, _, name = kind.partition(":")
+        kind = getattr(import_module(module), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise UsageError(f"pace {setting.pace}: {row.method} is not a Method; see CONTRIBUTING.md")
+    return kind(setting)
+
+
+class Paced:
+    """Runs the steps of one model."""
+
+    def __init__(
+        self, job: Job, method: Method, reducer: Reducer, buffers: Buffers, name: str
+    ) -> None:
+        self.name = method.describe()
+        self._job = job
+        self._method = method
+        self._reducer = reducer
+        self._buffers = buffers
+        self._is_late = False
+        self._flags = torch.zeros(2)
+        self._group = job.worker_group(f"{name} flags")
+        if job.elastic.is_on:
+            reducer.with_exchange = buffers.synchronise
+            job.elastic.register(f"{name} pace", method)
+
+    def run(self, step: Step, count: Callable[[float], None]) -> Any:
+        """Run a step, and the meetings behind it; `count` counts it, and the seconds in those."""
+        job, reducer, method = self._job, self._reducer, self._method
+        is_together = not reducer.is_own  # gradients of this step were averaged
+        was_late = is_together and reducer.has_caught_up
+        result = None if was_late else self._step(step, is_together)
+        stops, changes = reducer.is_stop_agreed, reducer.is_change_agreed
+        if not is_together:
+            stops = changes = False
+        has_met, started_s = is_together, time.perf_counter()
+        while method.is_due:
+            self._is_late = False
+            flags = job.elastic.point(self._meet, self._be_late)
+            if not self._is_late:
+                method.conclude()
+            has_met, was_late = True, was_late or self._is_late
+            stops, changes = stops or flags[0] > 0, flags[1] > 0 and not self._is_late
+        waited_s = time.perf_counter() - started_s
+        reducer.has_caught_up = reducer.is_change_agreed = False
+        if has_met:
+            job.contribution.commit()
+            job.stopping.hear(stops)
+        if not was_late:  # else those who were further have counted it
+            count(waited_s)
+        if has_met:
+            job.elastic.boundary(agreed=changes)
+        return result
+
+    def _step(self, step: Step, is_together: bool) -> Any:
+        brings_buffers = is_together and not self._job.elastic.is_on
+        if brings_buffers:
+            self._buffers.start()
+        self._method.before_step()
+        result = step()
+        self._method.steps += 1
+        self._method.after_step()
+        if brings_buffers:
+            self._buffers.finish()
+        if self._reducer.rests:  # from now on a batch weighs nothing in particular
+            self._reducer.weighting.set(1.0)
+        return result
+
+    def _be_late(self) -> None:
+        """The others have met without us: we have their state, in which it is concluded."""
+        self._is_late = True
+
+    def _meet(self) -> list[float]:
+        self._method.meet()
+        if self._method.steps % self._method.agrees_every and not self._job.elastic.is_on:
+            return [0.0, 0.0]
+        self._buffers.synchronise()
+        self._flags[0] = float(self._job.stopping.is_wanted())
+        self._flags[1] = float(self._job.elastic.is_change_due)
+        self._group.all_reduce(self._flags, "max")
+        return self._flags.tolist()

@@ -1,0 +1,100 @@
+"""Gossip: behind every step each worker averages its parameters with a few others.
+
+    gossip:ring          with both neighbours, one third each
+    gossip:exponential   with the one that is 1, 2, 4, ... places away, in turns, one half each
+    gossip:random        in pairs that are drawn anew for each step from a shared seed
+
+The weights of what comes in add up to one for every worker, and so do those of what goes out: the
+mean over all workers stays what it was, and everybody comes closer to it. Nobody waits for anybody
+but its neighbours.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.elastic.protocol import Parcel
+from paceline.pace.exchange import Bucket
+from paceline.pace.method import Method, Setting
+from paceline.work import Work
+
+
+class Gossip(Method):
+    """Averages with neighbours."""
+
+    agrees_every = 16  # else everybody would wait for everybody
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._topology = setting.pace.word
+        self._seed = int(setting.number("seed", 0))
+        self._heard: dict[int, list[torch.Tensor]] = {}  # by bucket
+        self._concluded = 0  # steps
+        self._met_in = -1  # the generation in which all workers have met
+
+    def describe(self) -> str:
+        return f"each with its neighbours ({self._topology})"
+
+    def neighbours(self) -> tuple[list[int], list[int]]:
+        """Return to whom and from whom, by place in the group, in the step that is done."""
+        me, size, step = self.workers.rank, self.workers.size, self.steps
+        if size == 1:
+            return [], []
+        if self._topology == "ring":
+            both = list(dict.fromkeys(((me - 1) % size, (me + 1) % size)))
+            return both, both
+        if self._topology == "exponential":
+            distances = [1 << k for k in range((size - 1).bit_length())]
+            distance = distances[step % len(distances)]
+            return [(me + distance) % size], [(me - distance) % size]
+        order = random.Random(f"{self._seed} {step}").sample(range(size), size)
+        place = order.index(me)
+        partner = place ^ 1
+        pair = [order[partner]] if partner < size else []
+        return pair, pair
+
+    @property
+    def is_due(self) -> bool:
+        return self._concluded < self.steps
+
+    def meet(self) -> None:
+        if self._met_in != self.workers.generation:  # a group is formed by all, at its first use
+            self.workers.barrier()
+            self._met_in = self.workers.generation
+        to, of = self.neighbours()
+        works: list[Work[torch.Tensor]] = []
+        for bucket in self.buckets:
+            for inbox, rank in zip(self._inboxes(bucket, len(of)), of, strict=True):
+                works.append(self.workers.recv(inbox, rank, async_op=True))  # type: ignore[arg-type]
+            for rank in to:
+                works.append(self.workers.send(bucket.params, rank, async_op=True))  # type: ignore[arg-type]
+                self.num_bytes += bucket.params.numel() * bucket.params.itemsize
+        for work in works:
+            work.wait()
+
+    def _inboxes(self, bucket: Bucket, count: int) -> Sequence[torch.Tensor]:
+        boxes = self._heard.setdefault(bucket.index, [])
+        while len(boxes) < count:
+            boxes.append(self.setting.allocate(bucket.params.numel(), bucket.params.dtype))
+        return boxes[:count]
+
+    def conclude(self) -> None:
+        _, of = self.neighbours()
+        with torch.no_grad():
+            for bucket in self.buckets:
+                heard = self._inboxes(bucket, len(of))
+                for values in heard:
+                    bucket.params.add_(values)
+                bucket.params.div_(1 + len(heard))
+        self._concluded = self.steps
+
+    def pack(self) -> Parcel:
+        return [self.steps, self._concluded], ()
+
+    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
+        steps, self._concluded = plain
+        super().unpack(steps, tensors)

@@ -1,0 +1,256 @@
+"""Local steps with an outer optimizer: every H steps the workers bring their models together.
+
+One engine. Behind H steps of its own optimizer each worker is at x_i; with the mean m of all x_i,
+the point w at which the block began, and G = m - w:
+
+    D <- momentum * D + lr * G            what the outer optimizer remembers
+    w <- w + lr * G + momentum * D        Nesterov; or w + D without it
+
+    local:H        lr 1, momentum 0, so that w = m
+    post_local:H   the same, but the first steps are taken together (gradients averaged)
+    bmuf:H         lr 1, momentum 1 - 1/N: block momentum, with Nesterov (NBM) or without (CBM)
+    diloco:H       lr 0.7, momentum 0.9, Nesterov
+
+Block momentum with Nesterov and DiLoCo are the same formula; a test holds them to it. The state of
+the workers' own optimizers stays where it is.
+
+FRAGMENTS: buckets may be brought together one part after the other, each H steps after its last
+time, so that less travels at once; with a DELAY the mean of a part is put to use so many steps
+after it was sent, and travels while they compute. MERGE is how much of its own value a worker then
+keeps (0: it takes the outer one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.pace.allreduce import AllReduce
+from paceline.pace.exchange import Bucket, Exchange
+from paceline.pace.method import Method, Setting
+from paceline.work import Work
+
+
+@dataclass
+class _Part:
+    """What the outer optimizer knows about one bucket."""
+
+    bucket: Bucket
+    begin: torch.Tensor | None = None  # w; None where the next w is the mean itself
+    momentum: torch.Tensor | None = None  # D
+    sent: torch.Tensor | None = None  # x_i when it was sent; None: straight from the parameters
+    mean: torch.Tensor | None = None
+    work: Work[Any] | None = None
+
+
+class OuterSteps(Method):
+    """The engine; presets are below."""
+
+    default_momentum = 0.0
+    default_lr = 1.0
+    default_after = 0  # steps that are taken together first
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.every = int(setting.pace.value)
+        self.lr = setting.number("outer_lr", self.default_lr)
+        self.nesterov = setting.is_on("nesterov", default=True)
+        self.delay = int(setting.number("delay", 0))
+        self.merge = setting.number("merge", 0.0)
+        self.after = int(setting.number("after", self.default_after))
+        self._num_fragments = int(setting.number("fragments", 1))
+        self._parts: list[_Part] = []
+        self._rounds = 0  # meetings so far
+        self._check()
+
+    @property
+    def momentum(self) -> float:
+        """What the outer optimizer keeps of its last change."""
+        return self.setting.number("momentum", self.default_momentum)
+
+    def _check(self) -> None:
+        pace, fragments = self.setting.pace, self._num_fragments
+        if self.every % fragments:
+            raise UsageError(
+                f"pace {pace}: {self.every} steps cannot be divided into {fragments} fragments;"
+                f" choose a number of steps that is a multiple of {fragments}"
+            )
+        if self.delay and self.delay >= self.every // fragments:
+            raise UsageError(
+                f"pace {pace}: a delay of {self.delay} steps, expected less than the"
+                f" {self.every // fragments} steps from one fragment to the next"
+            )
+        if self.merge > 1:
+            raise UsageError(f"pace {pace}: merge={self.merge:g}, expected 0 to 1")
+        if self.momentum >= 1:
+            raise UsageError(f"pace {pace}: momentum={self.momentum:g}, expected less than 1")
+
+    def describe(self) -> str:
+        words = f"every {self.every} steps"
+        if self._is_plain:
+            return words
+        return f"{words}, outer lr {self.lr:g}, momentum {self.momentum:.3g}"
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.lr == 1.0 and self.default_momentum == 0.0 and not self.momentum
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def exchange(self) -> Exchange | None:
+        return _TogetherFirst(self) if self.after else None
+
+    def take(self, buckets: Sequence[Bucket]) -> None:
+        super().take(buckets)
+        for bucket in buckets:
+            part = _Part(bucket)
+            if not self._is_plain:
+                part.begin, part.momentum = bucket.params.clone(), torch.zeros_like(bucket.params)
+            part.mean = self.setting.allocate(bucket.params.numel(), bucket.params.dtype)
+            if self.delay:
+                part.sent = self.setting.allocate(bucket.params.numel(), bucket.params.dtype)
+            self._parts.append(part)
+
+    @property
+    def _stride(self) -> int:
+        return self.every // self._num_fragments
+
+    @property
+    def _fragment(self) -> list[_Part]:
+        """The parts whose turn it is at the next meeting."""
+        return self._parts[self._rounds % self._num_fragments :: self._num_fragments]
+
+    @property
+    def is_due(self) -> bool:
+        if not self._parts or self.steps < self.after:
+            return False
+        return self.steps - self.after >= (self._rounds + 1) * self._stride + self.delay
+
+    def after_step(self) -> None:
+        """Send what will be needed `delay` steps from now."""
+        if self.steps == self.after:  # the first block begins here
+            for part in self._parts:
+                if part.begin is not None:
+                    part.begin.copy_(part.bucket.params)
+        is_time = self.steps - self.after == (self._rounds + 1) * self._stride
+        if self.delay and is_time:
+            for part in self._fragment:
+                assert part.sent is not None
+                part.sent.copy_(part.bucket.params)
+                self._send(part, part.sent)
+
+    def _send(self, part: _Part, values: torch.Tensor) -> None:
+        work = self.workers.all_reduce(values, "mean", out=part.mean, async_op=True)
+        assert isinstance(work, Work)
+        part.work = work
+        self.num_bytes += values.numel() * values.itemsize
+
+    def meet(self) -> None:
+        for part in self._fragment:
+            if part.work is None:  # nothing is under way, or it has failed with somebody
+                self._send(part, part.bucket.params if part.sent is None else part.sent)
+        for part in self._fragment:
+            work, part.work = part.work, None
+            assert work is not None
+            work.wait()
+
+    def conclude(self) -> None:
+        with torch.no_grad():
+            for part in self._fragment:
+                self._move(part)
+        self._rounds += 1
+
+    def _move(self, part: _Part) -> None:
+        """Let the outer optimizer make its step, and the worker go on from there."""
+        params, mean = part.bucket.params, part.mean
+        assert mean is not None
+        if part.begin is None or part.momentum is None:
+            target = mean
+        else:
+            target, change = part.begin, mean.sub_(part.begin)
+            part.momentum.mul_(self.momentum).add_(change, alpha=self.lr)
+            self._advance(target, change, part.momentum)
+        if self.merge:
+            params.lerp_(target, 1.0 - self.merge)
+        else:
+            params.copy_(target)
+
+    def _advance(self, begin: torch.Tensor, change: torch.Tensor, momentum: torch.Tensor) -> None:
+        if self.nesterov:
+            begin.add_(change, alpha=self.lr).add_(momentum, alpha=self.momentum)
+        else:
+            begin.add_(momentum)
+
+    def agreed(self, bucket: Bucket) -> torch.Tensor:
+        part = next(part for part in self._parts if part.bucket is bucket)
+        return super().agreed(bucket) if part.begin is None else part.begin.clone()
+
+    # -- changes of the membership ------------------------------------------------------------
+
+    def kept(self) -> Iterator[torch.Tensor]:
+        for part in self._parts:
+            yield from (t for t in (part.begin, part.momentum, part.sent) if t is not None)
+
+    def pack(self) -> tuple[Any, Sequence[torch.Tensor]]:
+        return [self.steps, self._rounds], list(self.kept())
+
+    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
+        steps, self._rounds = plain
+        super().unpack(steps, tensors)
+
+
+class _TogetherFirst(AllReduce):
+    """Averages gradients in the first steps, and then no more."""
+
+    def __init__(self, method: OuterSteps) -> None:
+        super().__init__(method.workers)
+        self._method = method
+
+    @property
+    def is_at_rest(self) -> bool:
+        return self._method.steps >= self._method.after
+
+
+class LocalSteps(OuterSteps):
+    """Average the models every H steps."""
+
+
+class PostLocalSteps(OuterSteps):
+    """The same, after a beginning in lockstep."""
+
+    default_after = 1000
+
+
+class BlockMomentum(OuterSteps):
+    """Blockwise model-update filtering (Chen and Huo 2016)."""
+
+    default_after = 500
+
+    def __init__(self, setting: Setting) -> None:
+        self._is_fairseq = setting.options.get("compat") == "fairseq"
+        super().__init__(setting)
+
+    @property
+    def momentum(self) -> float:
+        return self.setting.number("momentum", 1.0 - 1.0 / self.workers.size)
+
+    @property
+    def _is_plain(self) -> bool:
+        return False  # the momentum follows the number of workers
+
+    def _advance(self, begin: torch.Tensor, change: torch.Tensor, momentum: torch.Tensor) -> None:
+        if not self._is_fairseq:
+            super()._advance(begin, change, momentum)
+        else:  # the look-ahead stays in the point at which the next block begins
+            begin.add_(momentum, alpha=1.0 + self.momentum if self.nesterov else 1.0)
+
+
+class DiLoCo(OuterSteps):
+    """Distributed low-communication training (Douillard et al. 2023)."""
+
+    default_momentum = 0.9
+    default_lr = 0.7

@@ -1,0 +1,127 @@
+"""Partial participation: in each step a part of the workers counts, the same part for everybody.
+
+    partial:0.5           a random half of the workers, drawn from a seed that all share: no message
+    [select=round_robin]  they take turns instead
+    [carry=yes]           what a worker computed and nobody counted is added to what it sends next
+    [skip_compute=yes]    who does not take part computes no gradients either
+
+All workers update: with the mean over those that took part.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.pace.allreduce import AllReduce
+from paceline.pace.exchange import Bucket, Exchange
+from paceline.pace.method import Method, Setting
+from paceline.work import Work
+
+
+class Partial(Method):
+    """Chooses who takes part."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.carried: list[torch.Tensor] = []
+        self._share = setting.pace.value
+        self._seed = int(setting.number("seed", 0))
+        self._takes_turns = setting.options.get("select") == "round_robin"
+        self._skips = setting.is_on("skip_compute")
+        self.carries = setting.is_on("carry")
+        if self._skips and self.carries:
+            raise UsageError(
+                f"pace {setting.pace}: who skips its computation (skip_compute=yes) has nothing to"
+                " carry over; choose one of the two"
+            )
+
+    def describe(self) -> str:
+        return f"{self.count} of {self.workers.size} workers in each step"
+
+    @property
+    def count(self) -> int:
+        """How many take part: at least one."""
+        return max(1, math.floor(self._share * self.workers.size + 0.5))
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Who takes part in the step under way, by place in the group."""
+        size = self.workers.size
+        if self._takes_turns:
+            first = self.steps * self.count
+            return tuple(sorted((first + i) % size for i in range(self.count)))
+        chance = random.Random(f"{self._seed} {self.steps}")
+        return tuple(sorted(chance.sample(range(size), self.count)))
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this worker takes part in the step under way."""
+        return self.workers.rank in self.members
+
+    @property
+    def skips_backward(self) -> bool:
+        return self._skips and not self.is_member
+
+    def exchange(self) -> Exchange:
+        return _Chosen(self)
+
+    def take(self, buckets: Sequence[Bucket]) -> None:
+        super().take(buckets)
+        if self.carries:
+            self.carried += [torch.zeros_like(bucket.grads) for bucket in buckets]
+
+    def before_step(self) -> None:
+        """Decide what is carried over: here the step counts, so it is not done twice."""
+        if not self.carries:
+            return
+        for bucket, carried in zip(self.buckets, self.carried, strict=True):
+            if self.is_member:
+                carried.zero_()
+            else:
+                carried.add_(bucket.grads)
+
+    def kept(self) -> Iterator[torch.Tensor]:
+        """What is carried over is each worker's own: a newcomer begins with nothing."""
+        return iter(())
+
+
+class _Chosen(AllReduce):
+    """Averages over those that take part."""
+
+    def __init__(self, method: Partial) -> None:
+        super().__init__(method.workers)
+        self._method = method
+        self._sent: dict[int, torch.Tensor] = {}  # by bucket: what is sent instead of its gradients
+
+    def submit(self, bucket: Bucket, step: int) -> Work[Any]:  # noqa: ARG002
+        method, factor = self._method, self._method.workers.size / self._method.count
+        work = method.workers.all_reduce(
+            self._contribution(bucket), "mean", out=bucket.averaged, async_op=True
+        )
+        assert isinstance(work, Work)
+        return Work(work.handle, lambda: self._scaled(work, bucket, factor), keep=work)
+
+    def _contribution(self, bucket: Bucket) -> torch.Tensor:
+        method = self._method
+        if method.is_member and not method.carries:
+            return bucket.grads
+        if bucket.index not in self._sent:
+            size, dtype = bucket.grads.numel(), bucket.grads.dtype
+            self._sent[bucket.index] = method.setting.allocate(size, dtype).zero_()
+        sent = self._sent[bucket.index]
+        if not method.is_member:
+            return sent.zero_()
+        place = next(i for i, other in enumerate(method.buckets) if other is bucket)
+        return torch.add(bucket.grads, method.carried[place], out=sent)
+
+    @staticmethod
+    def _scaled(work: Work[Any], bucket: Bucket, factor: float) -> None:
+        work.wait()
+        if factor != 1.0:
+            bucket.averaged.mul_(factor)
