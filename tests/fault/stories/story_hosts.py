@@ -134,6 +134,11 @@ class HostsStory(Story):
         for outcome in self._job.ranks.wait(within_s, list(ranks)):
             assert outcome.status == 0, f"{outcome}{self}"
 
+    def expect_agreement_of(self, *numbers: int) -> None:
+        """Expect the same of some. One that was cut off may have had all it needed for the step
+        under way when the others had not: what it made of that is nobody's but its own."""
+        story_diary.require_agreement(self.workers_of(*numbers))
+
     def expect_no_commit_of(self, number: int, since_s: float) -> None:
         """Expect that a worker has counted no step since then."""
         for worker in self.workers_of(number):

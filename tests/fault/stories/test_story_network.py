@@ -37,7 +37,7 @@ def test_row_14_a_host_is_cut_off(story: HostsStory) -> None:
     story.expect_resume(PARTITION_S)
     cut_s = story.fault_s
     story.expect_survivors_to_finish(0, 2)
-    story.expect_agreement()
+    story.expect_agreement_of(0, 2)
     story.expect_no_commit_of(1, since_s=cut_s + 0.5)  # what was under way may still have ended
 
 
@@ -82,7 +82,7 @@ def test_row_16_packets_vanish_in_one_direction(story: HostsStory, pace: str) ->
     story.expect_detection(r"worker 1 .* lost", PARTITION_S)
     story.expect_resume(PARTITION_S)
     story.expect_survivors_to_finish(0, 2)
-    story.expect_agreement()
+    story.expect_agreement_of(0, 2)
 
 
 @pytest.mark.slow
