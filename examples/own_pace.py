@@ -21,8 +21,6 @@ from torch import nn
 class Turns(Method):
     """Behind every H-th step all take over the parameters of one."""
 
-    rounds = 0
-
     @property
     def is_due(self):
         return self.steps >= (self.rounds + 1) * int(self.setting.pace.value)
@@ -37,13 +35,6 @@ class Turns(Method):
     def conclude(self):
         for bucket, values in zip(self.buckets, self.received, strict=True):
             bucket.params.copy_(values)
-        self.rounds += 1
-
-    def pack(self):
-        return [self.steps, self.rounds], []
-
-    def unpack(self, plain, _tensors):
-        self.steps, self.rounds = plain
 
 
 TURNS = Pace(number="the number of local steps", kind=WHOLE, default="4", method=Turns)

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from paceline import _core, job
-from paceline.errors import UsageError
+from paceline.errors import TooLate, UsageError
 from paceline.ps.grains import use_threads
 from paceline.ps.hosting import Host
 
@@ -26,7 +26,12 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     if mine.env.is_newcomer:
-        mine.fabric.adopt(mine.rendezvous.agent.ready(mine.fabric.me))
+        try:
+            mine.fabric.adopt(mine.rendezvous.agent.ready(mine.fabric.me))
+        except TooLate as error:  # nothing is wrong: there is nothing left to serve
+            sys.stderr.write(f"[paceline] server {mine.env.number} is not needed: {error}\n")
+            job.shutdown()
+            return 0
     Host(mine.fabric, mine.env, mine.rendezvous.agent).run()
     job.shutdown()
     return 0

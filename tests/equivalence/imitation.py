@@ -126,6 +126,21 @@ def outer(
                 player.put(begin.detach())
 
 
+def fairseq_blocks(team: list[Player], steps: int, every: int, *, momentum: float) -> None:
+    """Block momentum as fairseq computes it."""
+    begin = team[0].flat.clone()
+    change = torch.zeros_like(begin)
+    for step in range(steps):
+        for player in team:
+            player.step(step)
+        if (step + 1) % every == 0:
+            block = mean([player.flat for player in team]) - begin
+            change = momentum * change + (1 - momentum) * block
+            begin = begin + (1 + momentum) * change
+            for player in team:
+                player.put(begin)
+
+
 def streaming(team: list[Player], steps: int, every: int, *, delay: int, merge: float) -> None:
     """DiLoCo whose mean is put to use `delay` steps after it was sent."""
     begin = nn.Parameter(team[0].flat.clone())

@@ -83,6 +83,13 @@ def test_streaming() -> None:
         require_close(values, team, pace)
 
 
+def test_block_momentum_as_fairseq_has_it() -> None:
+    (found,) = trained([("bmuf:4[after=0,compat=fairseq,momentum=0.6]", "sgd")])
+    team = players(WORKERS, sgd)
+    imitation.fairseq_blocks(team, STEPS, 4, momentum=0.6)
+    require_close(found, team, "fairseq")
+
+
 def look_at_the_agreed(group: Group) -> list[list[Flat]]:
     """Return what stands for all workers, what this one has, and what it has afterwards."""
     del group

@@ -120,6 +120,12 @@ def test_two_workers_train_as_one_process_with_the_global_batch(examples, alone,
     assert first == pytest.approx(losses(alone[f"{name}/after.py"]), abs=TOLERANCE[name])
 
 
+def test_a_pace_from_outside_the_package(examples):
+    output = run("-m", "paceline", "run", "-n", "3", str(examples / "own_pace.py"))
+    found = [float(loss) for loss in re.findall(r"worker \d: loss ([\d.]+)", output)]
+    assert len(found) == 3 and max(found) < 0.1  # 8 before the first step
+
+
 @pytest.mark.parametrize(
     ("pace", "updates"), [pytest.param("async", 440, marks=pytest.mark.slow), ("ps", 220)]
 )

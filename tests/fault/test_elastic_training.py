@@ -290,10 +290,7 @@ def test_who_comes_when_all_others_have_finished_ends_in_peace() -> None:
             assert job.ranks.hear(rank) == "waits"
         newcomer = job.add()
         assert job.ranks.hear(newcomer) == "comes in"
-        deadline_s = time.monotonic() + 30
-        while newcomer not in job.operator.status().membership.ranks:  # type: ignore[union-attr]
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
+        job.wait_for_member(newcomer)
         for rank in (0, 1):
             job.ranks.tell(rank, "end")
         outcomes = job.ranks.wait(40)

@@ -159,10 +159,7 @@ def test_a_newcomer_and_a_loss_in_the_middle_of_one_step(kind: str) -> None:
         while job.ranks.hear(1, 60) != "here":
             pass
         newcomer = job.add(number=3)
-        deadline_s = time.monotonic() + 30
-        while newcomer not in (job.operator.status().membership or job).ranks:  # type: ignore[operator]
-            assert time.monotonic() < deadline_s, "the newcomer has not come"
-            time.sleep(0.05)
+        job.wait_for_member(newcomer)
         job.ranks.kill(1)
         log.hear(newcomer, epoch=2)
         log.stop(0, killed=[1])
@@ -189,9 +186,7 @@ def test_newcomers_that_are_lost_while_they_come_in(rounds: int) -> None:
         killed = []
         for _ in range(rounds):
             first, second = job.add(), job.add()
-            deadline_s = time.monotonic() + 30
-            while second not in (job.operator.status().membership or job).ranks:  # type: ignore[operator]
-                assert time.monotonic() < deadline_s, "the newcomer has not come"
+            job.wait_for_member(second)
             time.sleep(chance.uniform(0, 0.05))
             job.ranks.kill(first)
             killed.append(first)

@@ -80,6 +80,16 @@ class ElasticJob:
         assert len(self.processes) == place.rank + 1, "ranks are given out in order"
         return place.rank
 
+    def wait_for_member(self, rank: int, within_s: float = 30.0) -> None:
+        """Wait until the coordinator has let a newcomer in, whatever the others are doing."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            membership = self.operator.status().membership
+            if membership is not None and rank in membership.ranks:
+                return
+            assert time.monotonic() < deadline_s, f"rank {rank} has not come in"
+            time.sleep(0.02)
+
     def _reserve(self, role: str, number: int | None) -> Place:
         """Reserve a place; whoever had it may just have been killed, which is noticed soon."""
         deadline_s = time.monotonic() + 10

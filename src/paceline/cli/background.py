@@ -84,9 +84,15 @@ def _be_keeper(
     for source, target in ((nothing, 0), (out, 1), (out, 2)):
         os.dup2(source, target)
 
+    untold = [write_end]  # once: when the job starts again, the number is another file's
+
+    def say_up() -> None:
+        while untold:
+            _say_up(untold.pop())
+
     def made(display: Display) -> LocalJob:
         job = make(display)
-        job.on_up = lambda: _say_up(write_end)
+        job.on_up = say_up
         return job
 
     code = 1
@@ -102,9 +108,9 @@ def _be_keeper(
 
 
 def _say_up(write_end: int) -> None:
-    with suppress(OSError):  # the command that started us may be gone, or was told before
+    with suppress(OSError):  # the command that started us may be gone
         os.write(write_end, b"up")
-        os.close(write_end)
+    os.close(write_end)
 
 
 def attach(name: str | None) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 
 class Watcher(Protocol):
@@ -46,6 +47,16 @@ def attach(model: nn.Module, watcher: Watcher) -> None:
     object.__setattr__(model, "agreed", Detached(watcher.agreed, nullcontext))
     object.__setattr__(model, "pull", Detached(watcher.pull, nothing))
     object.__setattr__(model, "subscribe", Detached(watcher.subscribe, nothing))
+
+
+def cut_off(output: Any) -> Any:
+    """Return a model's output whose gradients end there, before they come to any parameter."""
+
+    def cut(thing: Any) -> Any:
+        is_live = isinstance(thing, torch.Tensor) and thing.requires_grad
+        return thing.detach().requires_grad_() if is_live else thing
+
+    return tree_map(cut, output)
 
 
 class Detached:

@@ -11,7 +11,8 @@ counts when the next one has succeeded.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -73,6 +74,7 @@ class Paced:
             flags = job.elastic.point(self._meet, self._be_late)
             if not self._is_late:
                 method.conclude()
+                method.rounds += 1
             has_met, was_late = True, was_late or self._is_late
             stops, changes = stops or flags[0] > 0, flags[1] > 0 and not self._is_late
         waited_s = time.perf_counter() - started_s
@@ -99,6 +101,18 @@ class Paced:
         if self._reducer.rests:  # from now on a batch weighs nothing in particular
             self._reducer.weighting.set(1.0)
         return result
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Let the model have the values that stand for all workers, for a while. Collective."""
+        own = [(bucket, bucket.params.clone()) for bucket in self._reducer.buckets]
+        for bucket, _ in own:
+            bucket.params.copy_(self._method.agreed(bucket))
+        try:
+            yield
+        finally:
+            for bucket, values in own:
+                bucket.params.copy_(values)
 
     def _be_late(self) -> None:
         """The others have met without us: we have their state, in which it is concluded."""

@@ -12,12 +12,12 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
@@ -26,7 +26,7 @@ from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.direct import compute_in_bucket
 from paceline.data_parallel.elastic_step import ElasticStep
 from paceline.data_parallel.health import Health
-from paceline.data_parallel.hooks import attach
+from paceline.data_parallel.hooks import attach, cut_off
 from paceline.data_parallel.housing import Housing
 from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.layout import Named
@@ -82,7 +82,7 @@ class Training:
         self.reducer.wants_stop = job.stopping.is_wanted
         self.reducer.after_exchange = self._look_at_gradients
         if self._method is not None:
-            self.reducer.skips = lambda: self._method is not None and self._method.skips_backward
+            self.reducer.skips = self._skips_backward
         self.reducer.keeps_sparse = options.nonfinite != "ignore"
         views = self._serving is not None and self._serving.watches_edits
         self._housing = Housing(
@@ -161,6 +161,9 @@ class Training:
         if self._method is None:
             return AllReduce(self._group)
         return self._method.exchange() or OwnGradients()
+
+    def _skips_backward(self) -> bool:
+        return self._method is not None and self._method.skips_backward
 
     def _set_weight(self, weight: float) -> None:
         """Let a batch weigh by its samples, where gradients are averaged."""
@@ -276,8 +279,8 @@ class Training:
         if not torch.is_grad_enabled():
             return None
         replaced = None
-        if self._method is not None and self._method.skips_backward:
-            replaced = output = tree_map(_cut_off, output)
+        if self._skips_backward():
+            replaced = output = cut_off(output)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._on_output_grad)
@@ -292,24 +295,14 @@ class Training:
         with self.reducer.no_sync():
             yield
 
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agreed(self) -> AbstractContextManager[None]:
         """Let the model have the values that stand for all workers, for example to evaluate it.
 
         Collective. In lockstep they are what every worker has anyway; with local steps they are the
         mean, or the outer model; with elastic averaging the centre. Afterwards each worker goes on
         with its own.
         """
-        own = []
-        if self._method is not None:
-            own = [(bucket, bucket.params.clone()) for bucket in self.reducer.buckets]
-            for bucket, _ in own:
-                bucket.params.copy_(self._method.agreed(bucket))
-        try:
-            yield
-        finally:
-            for bucket, values in own:
-                bucket.params.copy_(values)
+        return nullcontext() if self._paced is None else self._paced.agreed()
 
     def pull(self) -> None:
         """Read the newest parameters from the servers; without servers there is nothing to do."""
@@ -392,13 +385,6 @@ def _host_group(job: Job) -> Group:
     membership = job.fabric.membership
     here = [r for r in membership.workers if membership.member(r).host_id == job.env.host_id]
     return Group(job.fabric, here)
-
-
-def _cut_off(thing: Any) -> Any:
-    """Return a tensor whose gradients end here."""
-    if isinstance(thing, torch.Tensor) and thing.requires_grad:
-        return thing.detach().requires_grad_()
-    return thing
 
 
 def _count(number: int) -> str:

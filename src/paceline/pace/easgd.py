@@ -6,16 +6,15 @@ Every T steps, with the values x_i at the beginning of that step and the centre 
     c   <- c + beta (mean of x_i - c)
 
 The workers explore on their own and are pulled back; what is evaluated and saved is the centre.
-Defaults: beta 0.9, alpha = beta / number of workers. EAMSGD is the same with Nesterov momentum in
-the workers' steps, which torch's SGD has: the parameters that the script sees are the look-ahead.
-The centre is replicated: every worker computes the same from the same mean.
+Defaults: beta 0.9, alpha = beta / number of workers (at least 2). EAMSGD is the same with Nesterov
+momentum in the workers' steps, which torch's SGD has: the parameters that the script sees are the
+look-ahead. The centre is replicated: every worker computes the same from the same mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -41,7 +40,6 @@ class ElasticAveraging(Method):
         self.every = int(setting.pace.value)
         self.beta = setting.number("beta", 0.9)
         self._parts: list[_Part] = []
-        self._rounds = 0
         if self.alpha >= 1 or self.beta > 1:
             raise UsageError(
                 f"pace {setting.pace}: alpha={self.alpha:g}, beta={self.beta:g}; expected alpha < 1"
@@ -65,10 +63,10 @@ class ElasticAveraging(Method):
 
     @property
     def is_due(self) -> bool:
-        return bool(self._parts) and self.steps >= (self._rounds + 1) * self.every
+        return bool(self._parts) and self.steps >= (self.rounds + 1) * self.every
 
     def before_step(self) -> None:
-        if self.steps + 1 >= (self._rounds + 1) * self.every:
+        if self.steps + 1 >= (self.rounds + 1) * self.every:
             for part in self._parts:
                 part.before.copy_(part.bucket.params)
 
@@ -87,8 +85,6 @@ class ElasticAveraging(Method):
                 pull = part.before.sub_(part.centre)
                 part.bucket.params.sub_(pull, alpha=self.alpha)
                 part.centre.lerp_(part.mean, self.beta)
-                self.num_bytes += part.mean.numel() * part.mean.itemsize
-        self._rounds += 1
 
     def agreed(self, bucket: Bucket) -> torch.Tensor:
         return next(part.centre.clone() for part in self._parts if part.bucket is bucket)
@@ -97,13 +93,6 @@ class ElasticAveraging(Method):
         for part in self._parts:
             yield part.centre
             yield part.before
-
-    def pack(self) -> tuple[Any, Sequence[torch.Tensor]]:
-        return [self.steps, self._rounds], list(self.kept())
-
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
-        steps, self._rounds = plain
-        super().unpack(steps, tensors)
 
 
 class ElasticAveragingWithMomentum(ElasticAveraging):

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from paceline.elastic.protocol import Parcel
 from paceline.pace.exchange import Bucket
 from paceline.pace.method import Method, Setting
 from paceline.work import Work
@@ -33,7 +31,6 @@ class Gossip(Method):
         self._topology = setting.pace.word
         self._seed = int(setting.number("seed", 0))
         self._heard: dict[int, list[torch.Tensor]] = {}  # by bucket
-        self._concluded = 0  # steps
         self._met_in = -1  # the generation in which all workers have met
 
     def describe(self) -> str:
@@ -59,7 +56,7 @@ class Gossip(Method):
 
     @property
     def is_due(self) -> bool:
-        return self._concluded < self.steps
+        return self.rounds < self.steps
 
     def meet(self) -> None:
         if self._met_in != self.workers.generation:  # a group is formed by all, at its first use
@@ -70,9 +67,7 @@ class Gossip(Method):
         for bucket in self.buckets:
             for inbox, rank in zip(self._inboxes(bucket, len(of)), of, strict=True):
                 works.append(self.workers.recv(inbox, rank, async_op=True))  # type: ignore[arg-type]
-            for rank in to:
-                works.append(self.workers.send(bucket.params, rank, async_op=True))  # type: ignore[arg-type]
-                self.num_bytes += bucket.params.numel() * bucket.params.itemsize
+            works += [self.workers.send(bucket.params, rank, async_op=True) for rank in to]  # type: ignore[misc]
         for work in works:
             work.wait()
 
@@ -90,11 +85,3 @@ class Gossip(Method):
                 for values in heard:
                     bucket.params.add_(values)
                 bucket.params.div_(1 + len(heard))
-        self._concluded = self.steps
-
-    def pack(self) -> Parcel:
-        return [self.steps, self._concluded], ()
-
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
-        steps, self._concluded = plain
-        super().unpack(steps, tensors)

@@ -61,8 +61,8 @@ _BACKWARD = {
     "batchnorm": ("local", "global"),
     "unused": ("warn", "error", "ignore"),
     **_EVERYWHERE,
-    "resize_lr": ("keep", "linear", "sqrt"),
 }
+_RESIZES = {"resize_lr": ("keep", "linear", "sqrt")}
 _ON_SERVERS = {
     "nonfinite": ("ignore", "raise", "skip", "quarantine"),
     "server_dtype": ("fp32", "bf16", "fp16"),
@@ -88,10 +88,13 @@ KNOWN: dict[str, Pace] = {
         {
             "update": ("auto", "replicated", "sharded"),
             **_BACKWARD,
+            **_RESIZES,
             "nonfinite": ("ignore", "raise", "skip"),
         }
     ),
-    "ps": Pace({**_BACKWARD, **_ON_SERVERS, "wait": ("step", "layer")}, needs_servers=True),
+    "ps": Pace(
+        {**_BACKWARD, **_RESIZES, **_ON_SERVERS, "wait": ("step", "layer")}, needs_servers=True
+    ),
     "async": Pace({**_FREE_RUNNING, "softsync": WHOLE}, needs_servers=True),
     "ssp": Pace(
         {**_FREE_RUNNING, "unit": ("clock", "version")},

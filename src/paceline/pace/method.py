@@ -13,7 +13,8 @@ nothing, so a pace is the few lines in which it differs; CONTRIBUTING.md has the
     conclude()     make use of it; not repeated, talks to nobody
 
 A method takes part in changes of the membership (elastic/protocol.py): `pack` and `unpack` carry
-what a newcomer must have, which by default are the tensors of `kept()` and the number of steps.
+what a newcomer must have, which by default are the tensors of `kept()`, and how many steps and
+meetings there were.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Method:
         self.workers = setting.workers
         self.buckets: list[Bucket] = []
         self.steps = 0  # optimizer steps that this worker has done
-        self.num_bytes = 0  # sent so far, as far as the method counts them
+        self.rounds = 0  # meetings that have been concluded
 
     def describe(self) -> str:
         """Say in a few words what this comes to, for the line at the start."""
@@ -74,9 +75,6 @@ class Method:
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Look after more buckets, whose parameters are the same on all workers."""
         self.buckets += buckets
-
-    def before_forward(self) -> None:
-        """A forward pass with gradients begins."""
 
     @property
     def skips_backward(self) -> bool:
@@ -98,7 +96,7 @@ class Method:
         """Exchange; nothing that is kept may change before all of it has succeeded."""
 
     def conclude(self) -> None:
-        """Make use of what was exchanged."""
+        """Make use of what was exchanged; `rounds` counts it afterwards."""
 
     def agreed(self, bucket: Bucket) -> torch.Tensor:
         """Return the values that stand for the model of all workers. Collective."""
@@ -116,12 +114,12 @@ class Method:
         """Nothing has to be known before a change is decided."""
 
     def pack(self) -> Parcel:
-        """Return the number of steps and what is kept."""
-        return self.steps, list(self.kept())
+        """Return how far this worker is, and what it keeps."""
+        return [self.steps, self.rounds], list(self.kept())
 
     def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Take them over."""
-        self.steps = int(plain)
+        self.steps, self.rounds = plain
         for mine, theirs in zip(self.kept(), tensors, strict=True):
             mine.copy_(theirs)
 

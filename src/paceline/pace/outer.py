@@ -64,7 +64,6 @@ class OuterSteps(Method):
         self.after = int(setting.number("after", self.default_after))
         self._num_fragments = int(setting.number("fragments", 1))
         self._parts: list[_Part] = []
-        self._rounds = 0  # meetings so far
         self._check()
 
     @property
@@ -122,13 +121,13 @@ class OuterSteps(Method):
     @property
     def _fragment(self) -> list[_Part]:
         """The parts whose turn it is at the next meeting."""
-        return self._parts[self._rounds % self._num_fragments :: self._num_fragments]
+        return self._parts[self.rounds % self._num_fragments :: self._num_fragments]
 
     @property
     def is_due(self) -> bool:
         if not self._parts or self.steps < self.after:
             return False
-        return self.steps - self.after >= (self._rounds + 1) * self._stride + self.delay
+        return self.steps - self.after >= (self.rounds + 1) * self._stride + self.delay
 
     def after_step(self) -> None:
         """Send what will be needed `delay` steps from now."""
@@ -136,7 +135,7 @@ class OuterSteps(Method):
             for part in self._parts:
                 if part.begin is not None:
                     part.begin.copy_(part.bucket.params)
-        is_time = self.steps - self.after == (self._rounds + 1) * self._stride
+        is_time = self.steps - self.after == (self.rounds + 1) * self._stride
         if self.delay and is_time:
             for part in self._fragment:
                 assert part.sent is not None
@@ -147,7 +146,6 @@ class OuterSteps(Method):
         work = self.workers.all_reduce(values, "mean", out=part.mean, async_op=True)
         assert isinstance(work, Work)
         part.work = work
-        self.num_bytes += values.numel() * values.itemsize
 
     def meet(self) -> None:
         for part in self._fragment:
@@ -162,7 +160,6 @@ class OuterSteps(Method):
         with torch.no_grad():
             for part in self._fragment:
                 self._move(part)
-        self._rounds += 1
 
     def _move(self, part: _Part) -> None:
         """Let the outer optimizer make its step, and the worker go on from there."""
@@ -172,12 +169,16 @@ class OuterSteps(Method):
             target = mean
         else:
             target, change = part.begin, mean.sub_(part.begin)
-            part.momentum.mul_(self.momentum).add_(change, alpha=self.lr)
+            part.momentum.mul_(self.momentum).add_(change, alpha=self._gain)
             self._advance(target, change, part.momentum)
         if self.merge:
             params.lerp_(target, 1.0 - self.merge)
         else:
             params.copy_(target)
+
+    @property
+    def _gain(self) -> float:
+        return self.lr
 
     def _advance(self, begin: torch.Tensor, change: torch.Tensor, momentum: torch.Tensor) -> None:
         if self.nesterov:
@@ -194,13 +195,6 @@ class OuterSteps(Method):
     def kept(self) -> Iterator[torch.Tensor]:
         for part in self._parts:
             yield from (t for t in (part.begin, part.momentum, part.sent) if t is not None)
-
-    def pack(self) -> tuple[Any, Sequence[torch.Tensor]]:
-        return [self.steps, self._rounds], list(self.kept())
-
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
-        steps, self._rounds = plain
-        super().unpack(steps, tensors)
 
 
 class _TogetherFirst(AllReduce):
@@ -241,6 +235,10 @@ class BlockMomentum(OuterSteps):
     @property
     def _is_plain(self) -> bool:
         return False  # the momentum follows the number of workers
+
+    @property
+    def _gain(self) -> float:
+        return self.lr * (1.0 - self.momentum) if self._is_fairseq else self.lr
 
     def _advance(self, begin: torch.Tensor, change: torch.Tensor, momentum: torch.Tensor) -> None:
         if not self._is_fairseq:
