@@ -203,6 +203,11 @@ class LockstepWorker(SimMember):
             statuses = self._all("status", meeting, 0)
             if statuses is None:
                 return
+            if all(status.is_new for status in statuses.values()):
+                why = "every worker that had the state of the training is lost"
+                self.oracle.over(why)
+                self.exit(why)  # as Elastic._refuse_to_begin does
+                return
             self._verdict = self.job.cores.judge([statuses[rank] for rank in meeting.workers])
             # Whoever has begun the point has computed its part: the others follow that cut.
             begun = [s.told["cut"] for s in statuses.values() if s.passed == self._verdict.passed]
