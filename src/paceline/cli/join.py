@@ -22,14 +22,14 @@ from paceline.launcher.machine import usable_cores
 from paceline.launcher.seat import Seat
 from paceline.launcher.servers import ServerPlan
 from paceline.launcher.spec import RunSpec
-from paceline.pace.parse import PaceSpec
+from paceline.pace.schedule import Schedule
 
 
 def join(
     words: list[str],
     *,
     is_module: bool,
-    pace: PaceSpec | None,
+    pace: Schedule | None,
     coordinator: str | None,
     secret_file: Path | None,
 ) -> int:
@@ -84,7 +84,7 @@ def _find(
     return where, words[1:] if name else words, facts.pace
 
 
-def _spec(policy: Policy, words: list[str], is_module: bool, pace: PaceSpec | None) -> RunSpec:
+def _spec(policy: Policy, words: list[str], is_module: bool, pace: Schedule | None) -> RunSpec:
     return RunSpec(
         target=words[0],
         arguments=tuple(words[1:]),

@@ -118,7 +118,8 @@ def run(
             "--pace",
             metavar="PACE",
             help="How the workers agree, such as allreduce, 'allreduce[update=sharded]', or with"
-            " servers ps, async, ssp:3; wins over the script's own.",
+            " servers ps, async, ssp:3; also a schedule, 'allreduce@0, local:8@500'; wins over the"
+            " script's own.",
         ),
     ] = None,
     env: Annotated[
@@ -147,7 +148,7 @@ def run(
     from paceline.launcher.elastic.plan import plan_changes
     from paceline.launcher.servers import plan_servers
     from paceline.launcher.spec import RunSpec, parse_env
-    from paceline.pace.parse import parse as parse_pace
+    from paceline.pace.schedule import parse_schedule
 
     planned = plan_servers(
         servers, num_workers=num_workers, replicas=replicas, threads=server_threads
@@ -159,7 +160,7 @@ def run(
         num_workers=num_workers,
         threads_per_worker=threads,
         servers=planned,
-        pace=None if pace is None else parse_pace(pace),
+        pace=None if pace is None else parse_schedule(pace),
         env=parse_env(env or ()),
         log_dir=log_dir,
         elastic=plan_changes(
@@ -206,12 +207,12 @@ def join(
     ] = None,
 ) -> None:
     from paceline.cli import join as verb
-    from paceline.pace.parse import parse as parse_pace
+    from paceline.pace.schedule import parse_schedule
 
     code = verb.join(
         words,
         is_module=module,
-        pace=None if pace is None else parse_pace(pace),
+        pace=None if pace is None else parse_schedule(pace),
         coordinator=coordinator,
         secret_file=secret_file,
     )

@@ -45,6 +45,13 @@ def use_global_statistics(model: nn.Module, group: Group) -> int:
     return len(found)
 
 
+def use_own_statistics(model: nn.Module) -> None:
+    """Give every BatchNorm its own `forward` back."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), _GlobalForward):
+            del vars(module)["forward"]
+
+
 def _reason_against(module: _BatchNorm) -> str:
     if isinstance(module, nn.SyncBatchNorm):
         return (

@@ -46,6 +46,13 @@ def compute_in_bucket(model: nn.Module, slots: dict[nn.Parameter, Slot], who: Ex
             vars(module)["forward"] = _DirectForward(module, slot, who)
 
 
+def compute_as_usual(model: nn.Module) -> None:
+    """Give the layers their own `forward` back."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), _DirectForward):
+            del vars(module)["forward"]
+
+
 class _DirectForward:
     """Stands in for the `forward` of one layer."""
 

@@ -8,7 +8,6 @@ of the model work as in a plain script.
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections.abc import Mapping
 
@@ -24,13 +23,14 @@ from paceline.data_parallel.checks import (
     require_same_model,
 )
 from paceline.data_parallel.options import Options, fits
-from paceline.data_parallel.training import Training
+from paceline.data_parallel.succession import Chosen, Succession, say
 from paceline.errors import PacelineError, UsageError
 from paceline.job import Job, current
-from paceline.pace.known import needs_servers
-from paceline.pace.parse import PaceSpec, notice_of, parse
+from paceline.pace.known import find, needs_servers
+from paceline.pace.parse import PaceSpec
+from paceline.pace.schedule import Schedule, notices_of, parse_schedule
 
-_trainings: weakref.WeakKeyDictionary[nn.Module, Training] = weakref.WeakKeyDictionary()
+_successions: weakref.WeakKeyDictionary[nn.Module, Succession] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()  # alike on all workers
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -83,53 +83,76 @@ def distribute(
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> model, optimizer = pl.distribute(model, optimizer)
     """
-    job = current()
-    group = job.worker_group(f"distribute {next(_numbers)}")  # its own order of operations
-    problem, chosen, asked = None, Options(), PaceSpec("allreduce")
+    job, number = current(), next(_numbers)
+    group = job.worker_group(f"distribute {number}")  # its own order of operations
+    problem: str | None = None
+    phases: list[Chosen] = []
     try:
-        chosen, asked = _choose(job, pace, options)
+        phases = _choose(job, pace, options)
     except PacelineError as error:  # the others must hear of it
         problem = str(error)
     problem = problem or find_problem(model, optimizer) or _find_second_call(model, optimizer)
-    if problem is None and needs_servers(asked.name) and job.servers:
-        problem = find_problem_with_servers(model, optimizer, chosen.push)
+    for phase in phases:
+        if problem is None and needs_servers(phase.pace.name) and job.servers:
+            problem = find_problem_with_servers(model, optimizer, phase.options.push)
     try:
         refuse_problems(group.ranks, "distribute", tell_all(group, problem))
-        require_same_model(group, model, optimizer, [f"pace {asked}", f"options {chosen}"])
+        told = [f"pace {phase.pace}@{phase.start}, options {phase.options}" for phase in phases]
+        require_same_model(group, model, optimizer, told)
     except PacelineError:
         # Together with the others: a group that is dropped at any other time waits for theirs.
         group.close()
         raise
     _core.keep_freed_memory()
-    training = Training(job, group, model, optimizer, asked, chosen)
-    _trainings[model] = training
+    succession = Succession(job, group, model, optimizer, phases, number)
+    _successions[model] = succession
     _optimizers.add(optimizer)
     if job.env.rank == 0:
-        _announce(job, training, asked)
+        _announce(job, succession)
     return model, optimizer
 
 
-def _choose(job: Job, pace: str, given: Mapping[str, str | float]) -> tuple[Options, PaceSpec]:
+def _choose(job: Job, pace: str, given: Mapping[str, str | float]) -> list[Chosen]:
     """Combine the script's pace and arguments with what the command line says, which wins."""
-    mine = parse(pace)
-    told = requested_pace()
-    asked = mine if told is None else parse(told)
-    written = mine.options
-    if asked.name != mine.name:  # the script's options that the other pace has as well still hold
-        given = {key: value for key, value in given.items() if fits(asked, key, value)}
-        written = {key: value for key, value in written.items() if fits(asked, key, value)}
-    full = PaceSpec(asked.name, asked.number, {**written, **asked.options})
+    mine, told = parse_schedule(pace), requested_pace()
+    asked = mine if told is None else parse_schedule(told)
     if told is not None and job.env.rank == 0 and str(asked) != str(mine):
-        _say(f"pace {asked} from the command line instead of the script's {mine}")
-    notice = notice_of(pace if told is None else told)
-    if notice and job.env.rank == 0:
-        _say(notice)
-    if needs_servers(asked.name) and not job.servers:
-        _do_without_servers(job, asked)
-    chosen = Options.of(full, given)
+        say(f"pace {asked} from the command line instead of the script's {mine}")
+    phases = [
+        Chosen(phase.start, phase.pace, _options(phase.pace, mine, asked, given))
+        for phase in asked.phases
+    ]
+    for phase in phases:
+        _check(job, phase)
+    for notice in notices_of(pace if told is None else told) if job.env.rank == 0 else ():
+        say(notice)
+    return phases
+
+
+def _options(
+    pace: PaceSpec, mine: Schedule, asked: Schedule, given: Mapping[str, str | float]
+) -> Options:
+    """Return the options of a phase: what the script says counts where the pace has it as well."""
+    written = next((p.pace for p in mine.phases if p.pace.name == pace.name), mine.first).options
+    if len(asked.phases) > 1 or asked.first.name != mine.first.name:
+        names = {name for phase in asked.phases for name in given if _has(phase.pace, name)}
+        if asked == mine and (unknown := sorted(set(given) - names)):
+            raise UsageError(f"none of the paces of {asked} has an option {unknown[0]!r}")
+        given = {key: value for key, value in given.items() if fits(pace, key, value)}
+        written = {key: value for key, value in written.items() if fits(pace, key, value)}
+    return Options.of(PaceSpec(pace.name, pace.number, {**written, **pace.options}), given)
+
+
+def _has(pace: PaceSpec, name: str) -> bool:
+    row = find(pace.name)
+    return row is not None and name in row.options
+
+
+def _check(job: Job, phase: Chosen) -> None:
+    if needs_servers(phase.pace.name) and not job.servers:
+        _do_without_servers(job, phase.pace)
     if job.elastic.is_on:
-        _refuse_in_elastic_jobs(chosen)
-    return chosen, asked
+        _refuse_in_elastic_jobs(phase.options)
 
 
 def _refuse_in_elastic_jobs(options: Options) -> None:
@@ -155,26 +178,21 @@ def _do_without_servers(job: Job, asked: PaceSpec) -> None:
             f"pace {asked} needs parameter servers, and this job has none: start it with"
             f" `paceline run -n {job.world.size} -s 1 --pace {asked.name} ...` (or -s colocated)"
         )
-    _say(f"pace {asked}: one worker and no servers, so the optimizer runs here, step by step")
+    say(f"pace {asked}: one worker and no servers, so the optimizer runs here, step by step")
 
 
 def _find_second_call(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-    if model in _trainings:
+    if model in _successions:
         return "this model has been distributed already; call distribute once for each model"
     if optimizer in _optimizers:
         return "this optimizer belongs to a model that has been distributed already"
-    taken = {id(p) for training in _trainings.values() for p in training.reducer.params}
+    taken = {id(p) for one in _successions.values() for p in one.training.reducer.params}
     for name, param in model.named_parameters():
         if id(param) in taken:
             return f"{name} belongs to another model that has been distributed already"
     return None
 
 
-def _announce(job: Job, training: Training, asked: PaceSpec) -> None:
+def _announce(job: Job, succession: Succession) -> None:
     if job.env.source != "alone":
-        _say(f"{asked}: {training.describe()}")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"[paceline] {text}\n")
-    sys.stderr.flush()
+        say(f"{succession.pace}: {succession.training.describe()}")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from paceline.collectives.group import Group
 from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.update import Step, Update
@@ -30,8 +31,8 @@ class ElasticStep:
         optimizer: torch.optim.Optimizer,
         reducer: Reducer,
         buffers: Buffers,
+        group: Group,
         *,
-        name: str,
         is_served: bool,
         resize_lr: str,
     ) -> None:
@@ -44,7 +45,7 @@ class ElasticStep:
         if not is_served:
             reducer.with_exchange = buffers.synchronise
         self._flags = torch.zeros(2)
-        self._group = job.worker_group(f"{name} flags")
+        self._group = group
 
     def run(self, update: Update, step: Step, count: Callable[[], None]) -> Any:
         """Run the update; `count` counts the step, unless it has been counted elsewhere."""

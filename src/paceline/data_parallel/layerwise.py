@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.data_parallel.bucket import Bucket
 from paceline.data_parallel.hooks import Detached, nothing
@@ -34,6 +35,7 @@ class LayerwiseUpdate(ServedUpdate):
         super().__init__(*arguments)
         self._arriving: dict[RemoteTable, Work[list[m.Reply]]] = {}
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        self._hooks: list[RemovableHandle] = []
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         super().add(buckets)
@@ -43,8 +45,14 @@ class LayerwiseUpdate(ServedUpdate):
         """Let the modules of this model wait for their parameters, also ones that join later."""
         for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
-                module.register_forward_pre_hook(Detached(self._before_module, nothing))
-        model.register_state_dict_pre_hook(Detached(lambda *_: self.settle(), nothing))
+                hook = Detached(self._before_module, nothing)
+                self._hooks.append(module.register_forward_pre_hook(hook))
+        settle = Detached(lambda *_: self.settle(), nothing)
+        self._hooks.append(model.register_state_dict_pre_hook(settle))
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def run(self, step: Step) -> Any:
         self.settle()

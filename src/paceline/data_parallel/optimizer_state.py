@@ -21,7 +21,7 @@ from paceline import _core
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
 from paceline.data_parallel.ownership import Range
-from paceline.data_parallel.update import replace_method
+from paceline.data_parallel.update import replace_method, restore_method
 
 _ALIGNMENT = 64
 
@@ -45,6 +45,12 @@ class HostState:
         load = replace_method(
             optimizer, "load_state_dict", lambda _, state: self._load_state_dict(load, state)
         )
+        self._replaced = {"state_dict": inner, "load_state_dict": load}
+
+    def close(self) -> None:
+        """Let the optimizer have its own methods again."""
+        for name, old in self._replaced.items():
+            restore_method(self._opt, name, old)
 
     def add(self, pieces: Pieces) -> None:
         """Take over the state of more parameters; what there is already is shared out."""

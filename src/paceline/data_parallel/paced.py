@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from paceline.collectives.group import Group
 from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.update import Step
@@ -45,7 +46,7 @@ class Paced:
     """Runs the steps of one model."""
 
     def __init__(
-        self, job: Job, method: Method, reducer: Reducer, buffers: Buffers, name: str
+        self, job: Job, method: Method, reducer: Reducer, buffers: Buffers, group: Group
     ) -> None:
         self.name = method.describe()
         self._job = job
@@ -54,10 +55,9 @@ class Paced:
         self._buffers = buffers
         self._is_late = False
         self._flags = torch.zeros(2)
-        self._group = job.worker_group(f"{name} flags")
+        self._group = group
         if job.elastic.is_on:
             reducer.with_exchange = buffers.synchronise
-            job.elastic.register(f"{name} pace", method)
 
     def run(self, step: Step, count: Callable[[float], None]) -> Any:
         """Run a step, and the meetings behind it; `count` counts it, and the seconds in those."""
@@ -70,11 +70,7 @@ class Paced:
             stops = changes = False
         has_met, started_s = is_together, time.perf_counter()
         while method.is_due:
-            self._is_late = False
-            flags = job.elastic.point(self._meet, self._be_late)
-            if not self._is_late:
-                method.conclude()
-                method.rounds += 1
+            flags = self._meet_once()
             has_met, was_late = True, was_late or self._is_late
             stops, changes = stops or flags[0] > 0, flags[1] > 0 and not self._is_late
         waited_s = time.perf_counter() - started_s
@@ -101,6 +97,28 @@ class Paced:
         if self._reducer.rests:  # from now on a batch weighs nothing in particular
             self._reducer.weighting.set(1.0)
         return result
+
+    def finish(self) -> None:
+        """Meet for the last time, and have the same parameters as all others. Collective."""
+        method = self._method
+        if not self._reducer.rests:
+            return  # gradients are averaged, so that they are the same at any time
+        method.is_last = True
+        while method.is_due:
+            self._meet_once()
+        buckets = self._reducer.buckets
+        agreed = [method.agreed(bucket) for bucket in buckets]
+        with torch.no_grad():
+            for bucket, values in zip(buckets, agreed, strict=True):
+                bucket.params.copy_(values)
+
+    def _meet_once(self) -> list[float]:
+        self._is_late = False
+        flags = self._job.elastic.point(self._meet, self._be_late)
+        if not self._is_late:
+            self._method.conclude()
+            self._method.rounds += 1
+        return flags
 
     @contextmanager
     def agreed(self) -> Iterator[None]:

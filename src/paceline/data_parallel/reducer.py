@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.group import Group
 from paceline.data_parallel.bucket import Bucket, Slot
@@ -63,6 +64,7 @@ class Reducer:
         self.has_caught_up = False  # this worker has the others' state: its step is done already
         self.buckets: list[Bucket] = []
         self._slots: list[Slot] = []
+        self._hooks: list[RemovableHandle] = []
         self._sparse: list[Named] = []
         self._sparse_gradients = SparseGradients(group)
         self._flags = torch.empty(0)
@@ -88,13 +90,20 @@ class Reducer:
             for slot in bucket.slots:
                 self._slots.append(slot)
                 on_ready = self._on_small_ready if slot.is_small else self._on_grad_ready
-                slot.param.register_post_accumulate_grad_hook(partial(on_ready, slot))
+                hook = slot.param.register_post_accumulate_grad_hook(partial(on_ready, slot))
+                self._hooks.append(hook)
         for named in sparse:
             self._sparse.append(named)
-            named.param.register_post_accumulate_grad_hook(self._on_sparse_ready)
+            hook = named.param.register_post_accumulate_grad_hook(self._on_sparse_ready)
+            self._hooks.append(hook)
         num_params = len(self._slots) + len(self._sparse)
         self._flags = torch.empty(num_params + _NUM_NOTES)
         self.weighting.cover(self.params)
+
+    def close(self) -> None:
+        """Let go of the parameters; between two backward passes only."""
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def names(self) -> list[str]:

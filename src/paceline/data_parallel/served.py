@@ -108,6 +108,9 @@ class ServedUpdate:
     def settle(self) -> None:
         """Wait for parameters that are still on their way; here there are none."""
 
+    def close(self) -> None:
+        """Let go of the model."""
+
     def before_forward(self) -> None:
         """Take a turn, if the pace has turns, for the step that begins here."""
         if self._rule.unit == "version" and not self._has_turn:

@@ -17,7 +17,7 @@ import torch
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.optimizer_state import join_parts, part_of
 from paceline.data_parallel.ownership import Range
-from paceline.data_parallel.update import replace_method
+from paceline.data_parallel.update import replace_method, restore_method
 from paceline.ps import messages as m
 from paceline.ps.optimizer import StateEntry
 from paceline.ps.placement import Part
@@ -41,6 +41,12 @@ class ServedState:
         load = replace_method(
             optimizer, "load_state_dict", lambda _, state: self._load_state_dict(load, state)
         )
+        self._replaced = {"state_dict": inner, "load_state_dict": load}
+
+    def close(self) -> None:
+        """Let the optimizer have its own methods again."""
+        for name, old in self._replaced.items():
+            restore_method(self._opt, name, old)
 
     def add(self, table: RemoteTable, buckets: Sequence[Bucket], is_first: bool) -> None:
         """Keep the state of these buckets too; the first worker brings what there is already."""

@@ -12,7 +12,6 @@ A newcomer to a job under way makes the same tables, but takes its seats only wh
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,8 +39,6 @@ from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule
 from paceline.ps.subscription import Subscription
 
-_names = (f"model {number}" for number in itertools.count())  # alike on all workers
-
 
 class Serving:
     """The servers' part in the training of one model. Its methods are collective.
@@ -57,12 +54,13 @@ class Serving:
         optimizer: torch.optim.Optimizer,
         pace: PaceSpec,
         options: Options,
+        label: str,
     ) -> None:
         self._job = job
         self._workers = workers
         self._optimizer = optimizer
         self._wire = options.wire
-        self._name = next(_names)
+        self._name = f"model {label}"
         self.rule = _rule(pace, options, all_speak=job.elastic.is_on)
         can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
         self.shares_memory = (
@@ -92,7 +90,7 @@ class Serving:
         self._seats: list[tuple[RemoteTable, Sequence[Bucket]]] = []  # to be taken by a newcomer
         self._settled: list[int] = []  # by table: the last step before its first one
         if job.elastic.is_on:
-            job.elastic.register(f"serving {self._name}", self)
+            job.elastic.register(f"{self._name} on servers", self)
 
     @property
     def averages(self) -> str:
@@ -162,6 +160,20 @@ class Serving:
             table.open()
         if not self.rule.aggregate:
             table.pull().wait()  # servers remember from which values each worker computes
+
+    def finish(self) -> None:
+        """Leave every worker with the servers' newest values, behind its last step."""
+        self.update.settle()
+        self._workers.barrier()  # everybody has committed its last step
+        self.update.pull()
+        self._workers.barrier()  # and has read what became of it
+
+    def close(self) -> None:
+        """Let go of model and optimizer."""
+        self._job.elastic.unregister(f"{self._name} on servers")
+        self.update.close()
+        if self.state is not None:
+            self.state.close()
 
     # -- workers that come --------------------------------------------------------------------
 

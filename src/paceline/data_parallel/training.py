@@ -7,7 +7,6 @@ step          the update runs the optimizer; buffers are brought together meanwh
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 import weakref
@@ -21,12 +20,18 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
-from paceline.data_parallel.batchnorm import use_global_statistics
+from paceline.data_parallel.batchnorm import use_global_statistics, use_own_statistics
 from paceline.data_parallel.buffers import Buffers
-from paceline.data_parallel.direct import compute_in_bucket
+from paceline.data_parallel.direct import compute_as_usual, compute_in_bucket
 from paceline.data_parallel.elastic_step import ElasticStep
+from paceline.data_parallel.handover import (
+    average_state,
+    give_state,
+    make_plain,
+    whole_state,
+)
 from paceline.data_parallel.health import Health
-from paceline.data_parallel.hooks import attach, cut_off
+from paceline.data_parallel.hooks import cut_off
 from paceline.data_parallel.housing import Housing
 from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.layout import Named
@@ -37,7 +42,7 @@ from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.serving import Serving
 from paceline.data_parallel.sharded import ShardedUpdate
 from paceline.data_parallel.training_state import TrainingState
-from paceline.data_parallel.update import ReplicatedUpdate, Step, Update, bind_step
+from paceline.data_parallel.update import ReplicatedUpdate, Step, Update
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.allreduce import AllReduce
@@ -49,11 +54,9 @@ from paceline.pace.parse import PaceSpec
 from paceline.ps.subscription import Subscription
 from paceline.telemetry.events import COMM_SHARE, COMPUTE_SHARE
 
-_numbers = itertools.count()  # alike on all workers
-
 
 class Training:
-    """One distributed model with its optimizer."""
+    """One distributed model with its optimizer, at one pace (succession.py changes it)."""
 
     def __init__(
         self,
@@ -63,17 +66,21 @@ class Training:
         optimizer: torch.optim.Optimizer,
         pace: PaceSpec,
         options: Options,
+        label: str,  # alike on all workers, and of this training alone
     ) -> None:
         self._job = job
         self._group = group
+        self._label = f"training {label}"
+        self._groups: list[Group] = []  # those of this training
         self._engine = job.fabric.engine
         self._model = weakref.ref(model)
+        self._optimizer = weakref.ref(optimizer)
         self._options = options
-        self._number = next(_numbers)
         self._host = _host_group(job)
+        self._groups.append(self._host)
         self._serving: Serving | None = None
         if needs_servers(pace.name) and job.servers:
-            self._serving = Serving(job, group, optimizer, pace, options)
+            self._serving = Serving(job, group, optimizer, pace, options, label)
         self._method = self._choose_method(pace, optimizer)
         self._shares_params = self._wants_sharing(optimizer)
         self.health = Health(group, options, job.elastic, on_servers=self._serving is not None)
@@ -96,7 +103,7 @@ class Training:
         self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
         self._outside: list[Named] = []  # frozen ones, which nobody averages
         self._num_global_norms = (
-            use_global_statistics(model, job.worker_group(f"training {self._number} statistics"))
+            use_global_statistics(model, self._form("statistics"))
             if options.batchnorm == "global"
             else 0
         )
@@ -104,7 +111,7 @@ class Training:
         self._take_in(model, [Named(n, p) for n, p in model.named_parameters() if p.requires_grad])
         self.buffers = Buffers(
             model,
-            job.worker_group(f"training {self._number} buffers"),
+            self._form("buffers"),
             self._engine,
             options.buffers,
             goes_on=self._serving is not None,
@@ -113,15 +120,14 @@ class Training:
         self.update: Update = self._choose_update(optimizer)
         self._paced: Paced | None = None
         if self._method is not None:
-            name = f"training {self._number}"
-            self._paced = Paced(job, self._method, self.reducer, self.buffers, name)
+            group = self._form("flags")
+            self._paced = Paced(job, self._method, self.reducer, self.buffers, group)
         self._num_optimized = 0  # parameters of the optimizer when it was last looked at
+        self.steps = 0  # at this pace
         self._ended_s = time.perf_counter()
         self._waited_s = 0.0
-        bind_step(optimizer, self._around_step)
         job.contribution.watch(self._set_weight)
         self._set_weight(job.contribution.weight)
-        attach(model, self)
         self._elastic_step: ElasticStep | None = None
         self._take_part(model, optimizer)
         if isinstance(self.update, LayerwiseUpdate):
@@ -144,11 +150,15 @@ class Training:
 
     # -- setting up ---------------------------------------------------------------------------
 
+    def _form(self, use: str) -> Group:
+        self._groups.append(self._job.worker_group(f"{self._label} {use}"))
+        return self._groups[-1]
+
     def _choose_method(self, pace: PaceSpec, optimizer: torch.optim.Optimizer) -> Method | None:
         return make_method(
             Setting(
                 pace,
-                self._job.worker_group(f"training {self._number} pace"),
+                self._form("pace"),
                 self._options.own,
                 weakref.ref(optimizer),
                 lambda count, dtype: allocate(self._engine, (count,), dtype),
@@ -225,19 +235,20 @@ class Training:
             return
         is_served = self._serving is not None
         elastic.is_lockstep = self._serving is None or self._serving.rule.aggregate
-        name = f"training {self._number}"
         if self._method is None:
             self._elastic_step = ElasticStep(
                 self._job,
                 optimizer,
                 self.reducer,
                 self.buffers,
-                name=name,
+                self._form("flags"),
                 is_served=is_served,
                 resize_lr=self._options.resize_lr,
             )
         kept = TrainingState(self._job, model, optimizer, self.buffers, not is_served)
-        elastic.register(name, kept)
+        elastic.register(self._label, kept)
+        if self._method is not None:
+            elastic.register(f"{self._label} pace", self._method)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -319,6 +330,35 @@ class Training:
             raise UsageError("model.subscribe() needs parameter servers: a pace such as async")
         return self._serving.subscribe(after)
 
+    # -- the end ------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Leave a plain model and optimizer behind, the same on all workers. Collective."""
+        model, optimizer = self._model(), self._optimizer()
+        assert model is not None and optimizer is not None, "who steps is there"
+        if self._serving is not None:
+            self._serving.finish()
+        goes_apart = self.reducer.rests or (self._serving is not None and not self._serving.state)
+        if self._paced is not None:
+            self._paced.finish()
+        if goes_apart:
+            average_state(optimizer, self._group)
+        state = whole_state(optimizer)
+        self._group.barrier()  # everybody has read what others hold
+        self.reducer.close()
+        compute_as_usual(model)
+        use_own_statistics(model)
+        if self._serving is not None:
+            self._serving.close()
+        if isinstance(self.update, ShardedUpdate):
+            self.update.state.close()
+        give_state(optimizer, state)
+        make_plain(model)
+        for name in (self._label, f"{self._label} pace"):
+            self._job.elastic.unregister(name)
+        for group in self._groups:
+            group.close()
+
     # -- step ---------------------------------------------------------------------------------
 
     def _look_at_gradients(self, reducer: Reducer, flags: Sequence[float]) -> None:
@@ -327,7 +367,8 @@ class Training:
             self._serving.update.heed_verdict()
         self.health.look(reducer, flags)
 
-    def _around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:
+    def around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:
+        """Run a step of the optimizer: `step` is its own."""
         self._refuse_stray_gradients(optimizer)
         if self._paced is not None:
             return self._paced.run(step, self._count_step)
@@ -375,6 +416,7 @@ class Training:
         waiting = waited_s - self._waited_s + waited_for_buffers_s
         share = min(1.0, waiting / max(now - self._ended_s, 1e-9))
         self._ended_s, self._waited_s = now, waited_s
+        self.steps += 1
         self._job.step_done({COMPUTE_SHARE: 100 * (1 - share), COMM_SHARE: 100 * share})
 
 

@@ -51,6 +51,14 @@ def replace_method(thing: object, name: str, method: Callable[..., Any]) -> Call
     return old
 
 
+def restore_method(thing: object, name: str, old: Callable[..., Any]) -> None:
+    """Give one object back the method that `replace_method` returned."""
+    if getattr(old, "__func__", None) is getattr(type(thing), name, None):
+        delattr(thing, name)  # it had its class's
+    else:
+        setattr(thing, name, old)
+
+
 def bind_step(
     optimizer: torch.optim.Optimizer, around: Callable[[torch.optim.Optimizer, Step], Any]
 ) -> None:

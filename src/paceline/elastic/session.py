@@ -82,6 +82,10 @@ class Elastic:
         if name in self._parcels:
             participant.unpack(*self._parcels.pop(name))
 
+    def unregister(self, name: str) -> None:
+        """Let something take part no more."""
+        self._participants.pop(name, None)
+
     # -- from the control thread --------------------------------------------------------------
 
     def _on_presence(self, news: Presence) -> None:

@@ -16,8 +16,8 @@ from paceline.launcher.forked import fork_quietly
 from paceline.launcher.seat import Seat, seats
 from paceline.launcher.servers import MAX_SERVERS
 from paceline.launcher.spec import MAX_LOCAL_WORKERS, RESERVED
-from paceline.pace.known import needs_servers, paces_with_servers
-from paceline.pace.parse import PaceSpec, parse
+from paceline.pace.known import paces_with_servers
+from paceline.pace.schedule import Schedule, parse_schedule
 
 _PROBE_S = 5.0
 
@@ -28,7 +28,7 @@ class Plan:
 
     num_workers: int
     num_servers: int
-    pace: PaceSpec | None
+    pace: Schedule | None
     env: Mapping[str, str]
     threads: int
     timeout_s: float | None
@@ -120,15 +120,15 @@ def _check_env(env: Mapping[str, str]) -> None:
             raise ConfigError(f"launch(env=...): launch sets {name} for each worker; leave it out")
 
 
-def _pace(pace: str | None, env: Mapping[str, str], servers: int) -> PaceSpec | None:
+def _pace(pace: str | None, env: Mapping[str, str], servers: int) -> Schedule | None:
     """Read the pace that wins over the function's own: the argument, else the environment's."""
     text = pace if pace is not None else requested_pace({**inherited_environ(), **env})
     if text is None:
         return None
-    spec = parse(text)
-    if needs_servers(spec.name) and not servers:
+    spec = parse_schedule(text)
+    if spec.needs_servers and not servers:
         raise ConfigError(f"pace {spec} needs parameter servers: add servers=1")
-    if servers and not needs_servers(spec.name):
+    if servers and not spec.needs_servers:
         raise ConfigError(
             f"pace {spec} uses no parameter servers: leave out servers={servers}, or choose a pace"
             f" with servers ({', '.join(paces_with_servers())})"

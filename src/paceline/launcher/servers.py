@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
-from paceline.pace.known import needs_servers, paces_with_servers
-from paceline.pace.parse import PaceSpec
+from paceline.pace.known import paces_with_servers
+from paceline.pace.schedule import Schedule
 
 MAX_SERVERS = 1024
 COLOCATED = "colocated"
@@ -54,11 +54,11 @@ class ServerPlan:
                 f" server of its own; give -s {self.replicas}, or fewer --replicas"
             )
 
-    def check_pace(self, pace: PaceSpec | None) -> None:
+    def check_pace(self, pace: Schedule | None) -> None:
         """Refuse servers without use, and a pace without its servers; None: the script decides."""
         if pace is None:
             return
-        needed = needs_servers(pace.name)
+        needed = pace.needs_servers
         if needed and not self.count:
             raise ConfigError(f"pace {pace} needs parameter servers: add -s 1 (or -s {COLOCATED})")
         if self.count and not needed:

@@ -19,7 +19,7 @@ from paceline.errors import ConfigError, UsageError
 from paceline.launcher.elastic.plan import MAX_WORKERS, ElasticPlan
 from paceline.launcher.seat import Seat, seats
 from paceline.launcher.servers import ServerPlan
-from paceline.pace.parse import PaceSpec, parse
+from paceline.pace.schedule import Schedule, parse_schedule
 
 # More ranks than this on one host is a typing error ("-n 40000"), not a plan.
 MAX_LOCAL_WORKERS = MAX_WORKERS
@@ -54,7 +54,7 @@ class RunSpec:
     num_workers: int
     threads_per_worker: int | None = None
     servers: ServerPlan = ServerPlan()
-    pace: PaceSpec | None = None
+    pace: Schedule | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: Path | None = None
     elastic: ElasticPlan | None = None  # None: the first loss ends the job
@@ -97,7 +97,7 @@ class RunSpec:
         """Every process of the job, workers first."""
         return seats(self.num_workers, self.num_servers)
 
-    def pace_in(self, inherited: Mapping[str, str]) -> PaceSpec | None:
+    def pace_in(self, inherited: Mapping[str, str]) -> Schedule | None:
         """Return the pace that the ranks will be told: the option's, else the environment's.
 
         ConfigError when that is none, or does not fit the servers of the job.
@@ -106,7 +106,7 @@ class RunSpec:
             return self.pace
         text = requested_pace({**inherited, **self.env})
         try:
-            pace = None if text is None else parse(text)
+            pace = None if text is None else parse_schedule(text)
             self.servers.check_pace(pace)
         except UsageError as error:
             raise ConfigError(f"PACELINE_PACE: {error}") from error

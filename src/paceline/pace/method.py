@@ -63,6 +63,7 @@ class Method:
         self.buckets: list[Bucket] = []
         self.steps = 0  # optimizer steps that this worker has done
         self.rounds = 0  # meetings that have been concluded
+        self.is_last = False  # another pace follows: whoever has something to agree on is due now
 
     def describe(self) -> str:
         """Say in a few words what this comes to, for the line at the start."""

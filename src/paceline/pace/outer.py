@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from paceline.elastic.protocol import Parcel
 from paceline.errors import UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.exchange import Bucket, Exchange
@@ -45,6 +46,7 @@ class _Part:
     sent: torch.Tensor | None = None  # x_i when it was sent; None: straight from the parameters
     mean: torch.Tensor | None = None
     work: Work[Any] | None = None
+    met_at: int = 0  # the step behind which it was last brought together
 
 
 class OuterSteps(Method):
@@ -121,18 +123,23 @@ class OuterSteps(Method):
     @property
     def _fragment(self) -> list[_Part]:
         """The parts whose turn it is at the next meeting."""
+        if self.is_last:  # in the middle of a block, perhaps: it ends here
+            return [part for part in self._parts if part.met_at < self.steps]
         return self._parts[self.rounds % self._num_fragments :: self._num_fragments]
 
     @property
     def is_due(self) -> bool:
         if not self._parts or self.steps < self.after:
             return False
+        if self.is_last:
+            return bool(self._fragment)
         return self.steps - self.after >= (self.rounds + 1) * self._stride + self.delay
 
     def after_step(self) -> None:
         """Send what will be needed `delay` steps from now."""
         if self.steps == self.after:  # the first block begins here
             for part in self._parts:
+                part.met_at = self.steps
                 if part.begin is not None:
                     part.begin.copy_(part.bucket.params)
         is_time = self.steps - self.after == (self.rounds + 1) * self._stride
@@ -149,8 +156,14 @@ class OuterSteps(Method):
 
     def meet(self) -> None:
         for part in self._fragment:
+            if self.is_last and part.work is not None:  # it is overtaken
+                part.work.wait()
+                part.work = None
             if part.work is None:  # nothing is under way, or it has failed with somebody
-                self._send(part, part.bucket.params if part.sent is None else part.sent)
+                is_old = part.sent is not None and not self.is_last
+                values = part.sent if is_old else part.bucket.params
+                assert values is not None
+                self._send(part, values)
         for part in self._fragment:
             work, part.work = part.work, None
             assert work is not None
@@ -163,7 +176,7 @@ class OuterSteps(Method):
 
     def _move(self, part: _Part) -> None:
         """Let the outer optimizer make its step, and the worker go on from there."""
-        params, mean = part.bucket.params, part.mean
+        params, mean, part.met_at = part.bucket.params, part.mean, self.steps
         assert mean is not None
         if part.begin is None or part.momentum is None:
             target = mean
@@ -171,7 +184,7 @@ class OuterSteps(Method):
             target, change = part.begin, mean.sub_(part.begin)
             part.momentum.mul_(self.momentum).add_(change, alpha=self._gain)
             self._advance(target, change, part.momentum)
-        if self.merge:
+        if self.merge and not self.is_last:
             params.lerp_(target, 1.0 - self.merge)
         else:
             params.copy_(target)
@@ -188,6 +201,8 @@ class OuterSteps(Method):
 
     def agreed(self, bucket: Bucket) -> torch.Tensor:
         part = next(part for part in self._parts if part.bucket is bucket)
+        if part.met_at == self.steps and not self.merge:
+            return bucket.params.clone()  # all workers have just agreed on it
         return super().agreed(bucket) if part.begin is None else part.begin.clone()
 
     # -- changes of the membership ------------------------------------------------------------
@@ -195,6 +210,16 @@ class OuterSteps(Method):
     def kept(self) -> Iterator[torch.Tensor]:
         for part in self._parts:
             yield from (t for t in (part.begin, part.momentum, part.sent) if t is not None)
+
+    def pack(self) -> Parcel:
+        plain, tensors = super().pack()
+        return [*plain, [part.met_at for part in self._parts]], tensors
+
+    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
+        *counts, met_at = plain
+        super().unpack(counts, tensors)
+        for part, step in zip(self._parts, met_at, strict=True):
+            part.met_at = step
 
 
 class _TogetherFirst(AllReduce):

@@ -1,0 +1,77 @@
+"""What is handed over from one pace to the next: a plain model, and a plain optimizer's state.
+
+However parameters and optimizer were spread (parts on each worker of a host, shards on servers,
+copies that went apart for some steps), behind the last step at a pace every worker has all of it,
+the same as all others. The next pace spreads it again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.collectives.agreement import tell_all
+from paceline.collectives.group import Group
+
+State = dict[torch.Tensor, dict[str, Any]]
+
+
+def whole_state(optimizer: torch.optim.Optimizer) -> State:
+    """Return a copy of all of an optimizer's state, by parameter, wherever it is kept."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    told = optimizer.state_dict()["state"]
+    return {
+        params[number]: {key: _copy(value) for key, value in entries.items()}
+        for number, entries in told.items()
+        if isinstance(number, int)
+    }
+
+
+def give_state(optimizer: torch.optim.Optimizer, state: State) -> None:
+    """Let an optimizer have this state, and no other."""
+    optimizer.state = defaultdict(dict, state)
+
+
+def average_state(optimizer: torch.optim.Optimizer, group: Group) -> None:
+    """Let all workers have the mean of what their optimizers remember. Collective.
+
+    Counts (a tensor with one value, such as Adam's step) are the largest of them. What only some
+    workers have, because the others never had a gradient there, is zero on the others.
+    """
+    params = [param for each in optimizer.param_groups for param in each["params"]]
+    here = [
+        [number, key, str(value.dtype).removeprefix("torch."), list(value.shape)]
+        for number, param in enumerate(params)
+        for key, value in sorted(optimizer.state.get(param, {}).items())
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
+    everywhere: dict[tuple[int, str], tuple[str, list[int]]] = {}
+    for told in tell_all(group, here):
+        everywhere.update({(number, key): (dtype, shape) for number, key, dtype, shape in told})
+    for (number, key), (dtype, shape) in sorted(everywhere.items()):
+        entries = optimizer.state[params[number]]
+        if key not in entries:
+            entries[key] = torch.zeros(shape, dtype=getattr(torch, dtype))
+        value = entries[key]
+        flat = value.detach().contiguous()
+        group.all_reduce(flat, "max" if value.numel() == 1 else "mean")
+        if flat.data_ptr() != value.data_ptr():
+            value.copy_(flat)
+
+
+def make_plain(model: nn.Module) -> None:
+    """Move parameters and gradients out of memory that others share, or will not have any more."""
+    with torch.no_grad():
+        for param in model.parameters():
+            grad = param.grad
+            param.grad = None
+            param.data = param.detach().clone()
+            if grad is not None:
+                param.grad = grad.clone()
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
