@@ -20,7 +20,7 @@ from paceline.launcher.report import RankResult, failure_report, first_cause
 from paceline.launcher.seat import counted, names, seats
 from paceline.launcher.servers import ServerPlan, plan_servers
 from paceline.launcher.spec import RunSpec
-from paceline.pace.parse import parse
+from paceline.pace.schedule import parse_schedule
 from paceline.telemetry.events import Progress
 
 _WHERE = JobAddresses(job_id="j", coordinator="127.0.0.1:9", secret_file="f", master_port=1)
@@ -66,15 +66,15 @@ def test_plans_that_make_no_sense_are_refused(text: str, more: dict[str, int], w
 def test_a_pace_gets_the_servers_it_needs_and_no_others() -> None:
     ServerPlan(count=2).check_pace(None)
     ServerPlan().check_pace(None)
-    ServerPlan().check_pace(parse("allreduce"))
+    ServerPlan().check_pace(parse_schedule("allreduce"))
     for text in ("ps", "async", "ssp:3"):
-        ServerPlan(count=1).check_pace(parse(text))
+        ServerPlan(count=1).check_pace(parse_schedule(text))
         with pytest.raises(ConfigError, match=f"pace {text} needs parameter servers: add -s 1"):
-            ServerPlan().check_pace(parse(text))
+            ServerPlan().check_pace(parse_schedule(text))
     with pytest.raises(ConfigError, match="allreduce uses no parameter servers: leave out -s 2"):
-        ServerPlan(count=2).check_pace(parse("allreduce"))
+        ServerPlan(count=2).check_pace(parse_schedule("allreduce"))
     with pytest.raises(ConfigError, match="leave out -s colocated"):
-        plan_servers("colocated", num_workers=1).check_pace(parse("allreduce"))
+        plan_servers("colocated", num_workers=1).check_pace(parse_schedule("allreduce"))
 
 
 def _spec(tmp_path: Path, **more: Any) -> RunSpec:
@@ -89,11 +89,11 @@ def test_the_pace_in_the_environment_is_held_against_the_servers(tmp_path: Path)
     with pytest.raises(ConfigError, match="PACELINE_PACE: pace allreduce uses no parameter serv"):
         spec.pace_in({"PACELINE_PACE": "allreduce"})
     with pytest.raises(ConfigError, match="needs parameter servers"):
-        RunSpec(target=spec.target, num_workers=2, pace=parse("ps"))
+        RunSpec(target=spec.target, num_workers=2, pace=parse_schedule("ps"))
 
 
 def test_a_server_is_told_who_it_is_and_nothing_in_torchruns_words(tmp_path: Path) -> None:
-    spec = _spec(tmp_path, pace=parse("ssp:3"), env={"LR": "1", "PACELINE_JOIN_TIMEOUT_S": "9"})
+    spec = _spec(tmp_path, pace=parse_schedule("ssp:3"), env={"LR": "1", "PACELINE_JOIN_TIMEOUT_S": "9"})
     base = {"HOME": "/h", "OMP_NUM_THREADS": "7", "RANK": "9", "MASTER_ADDR": "x"}
     environs = [process_environ(base, spec, seat, _WHERE, cores=8) for seat in spec.seats]
     server = environs[4]
