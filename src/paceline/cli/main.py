@@ -245,6 +245,20 @@ def scale(
     raise typer.Exit(verb.scale(job, num_workers))
 
 
+@app.command("set", help="Change a running job: `paceline set pace=local:8`, without a restart.")
+def set_(
+    setting: Annotated[
+        str, typer.Argument(metavar="NAME=VALUE", help="pace=PACE: how workers agree from now on.")
+    ],
+    job: Annotated[
+        str | None, typer.Option("--job", metavar="JOB", help="Its name; default: the only one.")
+    ] = None,
+) -> None:
+    from paceline.cli import steering as verb
+
+    raise typer.Exit(verb.set_pace(job, setting))
+
+
 @app.command(help="Show the servers of a running job and their load, or change their number.")
 def servers(
     words: Annotated[

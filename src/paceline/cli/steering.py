@@ -23,6 +23,7 @@ from paceline.launcher.elastic.facts import FoundJob, find_job, recorded
 from paceline.launcher.guard import end_processes
 from paceline.launcher.jobdir import is_held, remove_abandoned
 from paceline.launcher.machine import processor_s
+from paceline.pace.schedule import parse_schedule
 
 _MEASURE_S = 1.0
 _AFTER_GRACE_S = 10.0  # after the job's own grace: for its end
@@ -166,6 +167,22 @@ def scale(name: str | None, workers: int) -> int:
     with operating(found) as operator:
         operator.scale(workers)
     _print([f"job {found.facts.name}: {workers} worker{'s' if workers != 1 else ''} from now on"])
+    return 0
+
+
+def set_pace(name: str | None, setting: str) -> int:
+    """Change the pace of all workers behind one step: setting is "pace=..."."""
+    what, equals, pace = setting.partition("=")
+    if what.strip() != "pace" or not equals:
+        raise UsageError(
+            f"set {setting[:60]}: what can be set is the pace, for example `paceline set"
+            " pace=local:8`"
+        )
+    wanted = str(parse_schedule(pace))
+    found = find_job(name, inherited_environ())
+    with operating(found) as operator:
+        step = operator.set_pace(wanted)
+    _print([f"job {found.facts.name}: pace {wanted} behind step {step}"])
     return 0
 
 

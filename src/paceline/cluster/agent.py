@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -36,6 +36,8 @@ from paceline.telemetry.events import Event
 HEARTBEAT_S = 1.0
 LASTING_HEARTBEAT_S = 0.5  # leases are short in an elastic job
 _VANISHED_S, _LASTING_VANISHED_S = 15.0, 4.0
+
+PaceNews: TypeAlias = m.PaceWanted | m.PaceSettled
 
 _decoder = msgspec.msgpack.Decoder(m.CoordinatorMessage)
 
@@ -55,6 +57,8 @@ class Agent(StoreCalls):
         self.on_presence: Callable[[m.Presence], None] | None = None
         self.on_changed: Callable[[m.Changed], None] | None = None
         self.on_over: Callable[[str], None] | None = None
+        self.on_pace: Callable[[PaceNews], None] | None = None
+        self.pace_news: PaceNews | None = None  # the last, while nobody takes it
         self.num_workers: int | None = None  # ranks behind them are servers; None: not known
         self._rank = identity.rank
         self._contact = Contact(
@@ -172,6 +176,10 @@ class Agent(StoreCalls):
             self._news.wait_for(lambda: newest() is not None or self.over is not None, timeout_s)
             return newest()
 
+    def answer_pace(self, answer: m.PaceAnswer) -> None:
+        """Answer a wish for another pace. From any thread, the control thread included."""
+        self.thread.post(self._contact.tell, answer)
+
     def report(self, event: Event) -> None:
         """Pass an event to whoever watches the job. Returns at once; dropped when nobody can."""
         self.thread.post(self._contact.tell, m.Report(event))
@@ -222,10 +230,18 @@ class Agent(StoreCalls):
                 self._end(message.text, Evicted(message.text, rank=self._rank))
         elif isinstance(message, m.Over):
             self._end(message.why, PacelineError(f"the job is over: {message.why}"))
+        elif isinstance(message, m.PaceWanted | m.PaceSettled):
+            self._on_pace_news(message)
         elif isinstance(message, m.Missing):
             whom = _names(message.ranks, self.num_workers)
             so_far = f"({message.waited_s:.0f} s so far)"
             say(f"rank {self._rank} waits for {whom} to join {so_far}")
+
+    def _on_pace_news(self, news: PaceNews) -> None:
+        if self.on_pace is None:
+            self.pace_news = news  # of a job that sets up its model still
+        else:
+            self.on_pace(news)
 
     def _on_presence(self, message: m.Presence) -> None:
         if message.rank == self._rank:

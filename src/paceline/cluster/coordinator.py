@@ -37,6 +37,7 @@ from paceline.cluster.happenings import happenings
 from paceline.cluster.journal import Journal
 from paceline.cluster.loop_thread import LoopThread
 from paceline.cluster.member import Member, Membership
+from paceline.cluster.pace_change import PaceChange
 from paceline.cluster.peer import Peer
 from paceline.cluster.policy import Policy
 from paceline.cluster.record import Record
@@ -83,7 +84,8 @@ class Coordinator:
         self._room = WaitingRoom(world_size, join_timeout_s)
         self._gate = Gate(secret, job_id=job_id, listener=m.COORDINATOR, admit=self._admit)
         self._audience = Audience()
-        self._desk = Desk(self.roster, self._record, self._audience, self.carry_out)
+        self._pace = PaceChange(self.roster, self._audience, self.carry_out)
+        self._desk = Desk(self.roster, self._record, self._audience, self.carry_out, self._pace)
         self._watch: asyncio.Task[None] | None = None
         self._is_stopping = False
 
@@ -199,6 +201,8 @@ class Coordinator:
         elif isinstance(message, m.InSync):
             said = (rank, message.partition, message.generation)
             self.carry_out(self.roster.in_sync(*said, now_s))
+        elif isinstance(message, m.PaceAnswer):
+            self._pace.answered(rank, message)
 
     def _on_request(self, peer: Peer, request: m.Request, now_s: float) -> None:
         if isinstance(request, m.Join):
@@ -208,6 +212,7 @@ class Coordinator:
         elif isinstance(request, m.Look):
             self._audience.seat(peer)
             peer.tell(m.Joined(request.id, self._require_membership()))
+            self._pace.greet(peer)
         elif isinstance(request, m.Attach):
             self._on_attach(peer, request, now_s)
         else:
@@ -266,6 +271,7 @@ class Coordinator:
         peer.tell(m.Joined(request.id, membership))
         if self.roster.state.over:
             peer.tell(m.Over(self.roster.state.over))
+        self._pace.greet(peer)
         self.carry_out(decisions)
 
     def _require_membership(self) -> Membership:
@@ -314,6 +320,8 @@ class Coordinator:
                 if decision.presence.state in ("lost", "left"):
                     self._store.forget(decision.presence.rank)
                 self._audience.tell(decision.presence)
+        if decisions:
+            self._pace.look()
 
     async def _watch_members(self) -> None:
         while True:

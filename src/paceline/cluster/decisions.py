@@ -6,7 +6,7 @@ whole: replaying a journal is taking the last entry, and the history of changes 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import msgspec
 
@@ -23,6 +23,22 @@ class Place(msgspec.Struct, frozen=True):
     request: int = 0  # the id with which it was asked for
 
 
+class Wish(msgspec.Struct, frozen=True):
+    """A person's wish for another pace (pace_change.py)."""
+
+    OPEN: ClassVar[int] = -1
+    REFUSED: ClassVar[int] = -2
+
+    number: int  # counts up
+    pace: str
+    request: int  # the id with which it was asked for
+    step: int = OPEN  # behind which it begins
+
+    @property
+    def is_settled(self) -> bool:
+        return self.step != self.OPEN
+
+
 class State(msgspec.Struct, frozen=True):
     """The membership, and what was promised about it."""
 
@@ -35,6 +51,7 @@ class State(msgspec.Struct, frozen=True):
     is_finishing: bool = False  # a worker has done all its work: nobody is replaced any more
     over: str = ""
     handled: tuple[int, ...] = ()  # ids of the last wishes: what is asked again is not done twice
+    wish: Wish | None = None  # the last one about the pace
 
 
 class Announce(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from paceline.cluster.audience import Audience
 from paceline.cluster.auth import Hello
 from paceline.cluster.channel import Channel
 from paceline.cluster.decisions import Decision, Remark, Tell, Unwanted, Wanted
+from paceline.cluster.pace_change import PaceChange
 from paceline.cluster.record import Record
 from paceline.cluster.roster import Roster
 from paceline.errors import PacelineError
@@ -42,6 +43,13 @@ class Visitor:
         self.channel, self.caller = channel, caller
         self.is_watching = self.is_launcher = False
 
+    def answer(self, request_id: int, told: int | PacelineError) -> None:
+        """Answer with a number, or with what is wrong."""
+        if isinstance(told, PacelineError):
+            self.tell(m.Failure(request_id, type(told).__name__, str(told)))
+        else:
+            self.tell(m.Reply(request_id, told))
+
     def tell(self, message: Any) -> None:
         try:
             self.channel.send(message)
@@ -58,8 +66,10 @@ class Desk:
         record: Record,
         audience: Audience,
         carry_out: Callable[[Sequence[Decision]], None],
+        pace: PaceChange,
     ) -> None:
         self._roster, self._record, self._audience = roster, record, audience
+        self._pace = pace
         self._carry_out = carry_out
         self._visitors: set[Visitor] = set()
         self._ends: dict[int, o.Ended] = {}  # by rank: what the launcher saw, not yet believed
@@ -123,7 +133,7 @@ class Desk:
             try:
                 self._answer(visitor, message, now_s)
             except PacelineError as error:
-                visitor.tell(m.Failure(message.id, type(error).__name__, str(error)))
+                visitor.answer(message.id, error)
 
     def _answer(self, visitor: Visitor, ask: o.Ask, now_s: float) -> None:
         roster = self._roster
@@ -134,6 +144,9 @@ class Desk:
                 roster.launcher_heard(now_s)
             for news in (self._status(ask.id), *self._welcome()):
                 visitor.tell(news)
+            return
+        if isinstance(ask, o.SetPace):
+            self._pace.wish(ask.pace, ask.id, lambda told: visitor.answer(ask.id, told))
             return
         if isinstance(ask, o.Reserve):
             place, decisions = roster.reserve(ask.role, now_s, ask.number, request=ask.id)

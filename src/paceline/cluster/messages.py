@@ -84,6 +84,14 @@ class InSync(FromMember, frozen=True):
     generation: int
 
 
+class PaceAnswer(FromMember, frozen=True):
+    """Answers PaceWanted: the worker goes no further than this step before it is settled."""
+
+    number: int
+    step: int
+    problem: str = ""  # why it cannot be, instead
+
+
 class StoreSet(Request, frozen=True):
     key: str
     value: bytes
@@ -177,6 +185,21 @@ class Over(FromCoordinator, frozen=True):
     why: str
 
 
+class PaceWanted(FromCoordinator, frozen=True):
+    """A person wishes for another pace. Answered by workers, with PaceAnswer."""
+
+    number: int
+    pace: str
+
+
+class PaceSettled(FromCoordinator, frozen=True):
+    """Behind this step the pace is another one; a negative step: it stays as it is."""
+
+    number: int
+    pace: str
+    step: int
+
+
 class Presence(FromCoordinator, frozen=True):
     """A member's state changed: "lost", "left", "silent" (no heartbeat) or "back"."""
 
@@ -196,6 +219,7 @@ MemberMessage: TypeAlias = (
     | Adopted
     | Accuse
     | InSync
+    | PaceAnswer
     | StoreSet
     | StoreGet
     | StoreAdd
@@ -205,4 +229,6 @@ MemberMessage: TypeAlias = (
     | StoreDelete
     | StoreNumKeys
 )
-CoordinatorMessage: TypeAlias = Reply | Joined | Failure | Missing | Presence | Changed | Over
+CoordinatorMessage: TypeAlias = (
+    Reply | Joined | Failure | Missing | Presence | Changed | Over | PaceWanted | PaceSettled
+)

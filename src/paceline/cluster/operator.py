@@ -126,6 +126,11 @@ class Operator:
         those = tuple(numbers)
         self._ask(lambda n: o.RemoveServers(n, those), timeout_s)
 
+    def set_pace(self, pace: str, timeout_s: float = ANSWER_S) -> int:
+        """Change the pace of all workers; return the step behind which they do."""
+        answer = self._ask(lambda n: o.SetPace(n, pace), timeout_s)
+        return int(expect(answer, m.Reply).value or 0)
+
     def status(self, timeout_s: float = ANSWER_S) -> o.Status:
         """Return how the job is."""
         return expect(self._ask(o.AskStatus, timeout_s), o.Status)

@@ -51,6 +51,12 @@ class RemoveServers(Ask, frozen=True):
     numbers: tuple[int, ...]
 
 
+class SetPace(Ask, frozen=True):
+    """Change the pace of all workers. Answered with the step behind which they do."""
+
+    pace: str
+
+
 class AskStatus(Ask, frozen=True):
     pass
 
@@ -116,6 +122,7 @@ OperatorMessage: TypeAlias = (
     | Scale
     | AddServers
     | RemoveServers
+    | SetPace
     | AskStatus
     | Ended
     | Seen

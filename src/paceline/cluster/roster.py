@@ -49,6 +49,7 @@ from paceline.cluster.decisions import (
     Tell,
     Unwanted,
     Wanted,
+    Wish,
 )
 from paceline.cluster.leases import Finding, Leases
 from paceline.cluster.member import Member, Membership
@@ -158,7 +159,7 @@ class Roster:
     def ready(self, member: Member, now_s: float) -> list[Decision]:
         """Let a newcomer in as soon as that is possible: Announce names it as joined."""
         self._require_elastic("nobody can join")
-        if self._is_here(member.rank):  # let in before we were restarted, and not told so
+        if self.is_here(member.rank):  # let in before we were restarted, and not told so
             return self.attached(member.rank, 0, now_s)
         if self.state.is_finishing or self.state.over:
             why = self.state.over or "its workers are finishing"
@@ -177,7 +178,7 @@ class Roster:
     def lost(self, rank: int, why: str, now_s: float) -> list[Decision]:
         """Take in that a process or its connection ended without a word."""
         self._release(rank)
-        if not self._is_here(rank):
+        if not self.is_here(rank):
             return self._settle(now_s)
         assert self.membership is not None
         member = self.membership.member(rank)
@@ -194,7 +195,7 @@ class Roster:
     def left(self, rank: int, now_s: float, *, is_finished: bool = True) -> list[Decision]:
         """Take in that a member ended in good order; `is_finished`: its work is done."""
         self._release(rank)
-        if not self._is_here(rank):
+        if not self.is_here(rank):
             return self._settle(now_s)
         assert self.membership is not None
         member = self.membership.member(rank)
@@ -219,7 +220,7 @@ class Roster:
         """A member came back to a coordinator that was restarted; Evicted when it is none."""
         if self.membership is None:
             return []
-        if not self._is_here(rank):
+        if not self.is_here(rank):
             raise Evicted(
                 f"rank {rank} is not in generation {self.membership.generation} any more: it was"
                 " taken for lost; start it again, as a newcomer",
@@ -303,6 +304,10 @@ class Roster:
         self.state = places.fewer_servers(self.policy, self.state, tuple(numbers))
         return self._settle(now_s)
 
+    def note(self, wish: Wish) -> None:
+        """Keep what was wished about the pace, which is decided elsewhere (pace_change.py)."""
+        self._remember(wish=wish)
+
     # -- deciding ----------------------------------------------------------------------------
 
     def _settle(self, now_s: float) -> list[Decision]:
@@ -355,7 +360,7 @@ class Roster:
         return [
             one
             for one in now.members
-            if self._is_here(one.rank)
+            if self.is_here(one.rank)
             and self._adopted.get(one.rank, 0)
             < (now.workers_since if one.role == "worker" else now.generation)
         ]
@@ -371,7 +376,8 @@ class Roster:
                 f"this job is not elastic, {else_what}; start it with --min, --max or --on-loss"
             )
 
-    def _is_here(self, rank: int) -> bool:
+    def is_here(self, rank: int) -> bool:
+        """Say whether a member is there: listed, and neither lost nor gone."""
         gone = {*self._losses, *self._left, *(loss.rank for loss in self.state.vacant)}
         return self.membership is not None and rank in self.membership.ranks and rank not in gone
 

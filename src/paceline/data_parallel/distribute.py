@@ -9,26 +9,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from paceline import _core
 from paceline.collectives.agreement import refuse_problems, tell_all
-from paceline.config import requested_pace
-from paceline.data_parallel.checks import (
-    find_problem,
-    find_problem_with_servers,
-    require_same_model,
-)
-from paceline.data_parallel.options import Options, fits
-from paceline.data_parallel.succession import Chosen, Succession, say
-from paceline.errors import PacelineError, UsageError
+from paceline.data_parallel.checks import find_problem, require_same_model
+from paceline.data_parallel.choice import Choice, Chosen, say
+from paceline.data_parallel.succession import Succession
+from paceline.data_parallel.wishes import wishes_of
+from paceline.errors import PacelineError
 from paceline.job import Job, current
-from paceline.pace.known import find, needs_servers
-from paceline.pace.parse import PaceSpec
-from paceline.pace.schedule import Schedule, notices_of, parse_schedule
 
 _successions: weakref.WeakKeyDictionary[nn.Module, Succession] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()  # alike on all workers
@@ -85,16 +77,13 @@ def distribute(
     """
     job, number = current(), next(_numbers)
     group = job.worker_group(f"distribute {number}")  # its own order of operations
-    problem: str | None = None
+    problem = find_problem(model, optimizer) or _find_second_call(model, optimizer)
+    choice = Choice(job, model, optimizer, options)
     phases: list[Chosen] = []
     try:
-        phases = _choose(job, pace, options)
+        phases = choice.at_start(pace)
     except PacelineError as error:  # the others must hear of it
-        problem = str(error)
-    problem = problem or find_problem(model, optimizer) or _find_second_call(model, optimizer)
-    for phase in phases:
-        if problem is None and needs_servers(phase.pace.name) and job.servers:
-            problem = find_problem_with_servers(model, optimizer, phase.options.push)
+        problem = problem or str(error)
     try:
         refuse_problems(group.ranks, "distribute", tell_all(group, problem))
         told = [f"pace {phase.pace}@{phase.start}, options {phase.options}" for phase in phases]
@@ -104,81 +93,14 @@ def distribute(
         group.close()
         raise
     _core.keep_freed_memory()
-    succession = Succession(job, group, model, optimizer, phases, number)
+    succession = Succession(
+        job, group, model, optimizer, phases, choice.while_running, wishes_of(job), number
+    )
     _successions[model] = succession
     _optimizers.add(optimizer)
     if job.env.rank == 0:
         _announce(job, succession)
     return model, optimizer
-
-
-def _choose(job: Job, pace: str, given: Mapping[str, str | float]) -> list[Chosen]:
-    """Combine the script's pace and arguments with what the command line says, which wins."""
-    mine, told = parse_schedule(pace), requested_pace()
-    asked = mine if told is None else parse_schedule(told)
-    if told is not None and job.env.rank == 0 and str(asked) != str(mine):
-        say(f"pace {asked} from the command line instead of the script's {mine}")
-    phases = [
-        Chosen(phase.start, phase.pace, _options(phase.pace, mine, asked, given))
-        for phase in asked.phases
-    ]
-    for phase in phases:
-        _check(job, phase)
-    for notice in notices_of(pace if told is None else told) if job.env.rank == 0 else ():
-        say(notice)
-    return phases
-
-
-def _options(
-    pace: PaceSpec, mine: Schedule, asked: Schedule, given: Mapping[str, str | float]
-) -> Options:
-    """Return the options of a phase: what the script says counts where the pace has it as well."""
-    written = next((p.pace for p in mine.phases if p.pace.name == pace.name), mine.first).options
-    if len(asked.phases) > 1 or asked.first.name != mine.first.name:
-        names = {name for phase in asked.phases for name in given if _has(phase.pace, name)}
-        if asked == mine and (unknown := sorted(set(given) - names)):
-            raise UsageError(f"none of the paces of {asked} has an option {unknown[0]!r}")
-        given = {key: value for key, value in given.items() if fits(pace, key, value)}
-        written = {key: value for key, value in written.items() if fits(pace, key, value)}
-    return Options.of(PaceSpec(pace.name, pace.number, {**written, **pace.options}), given)
-
-
-def _has(pace: PaceSpec, name: str) -> bool:
-    row = find(pace.name)
-    return row is not None and name in row.options
-
-
-def _check(job: Job, phase: Chosen) -> None:
-    if needs_servers(phase.pace.name) and not job.servers:
-        _do_without_servers(job, phase.pace)
-    if job.elastic.is_on:
-        _refuse_in_elastic_jobs(phase.options)
-
-
-def _refuse_in_elastic_jobs(options: Options) -> None:
-    """Refuse what cannot go on when a worker is lost."""
-    if options.batchnorm == "global":
-        raise UsageError(
-            "batchnorm=global cannot be used in an elastic job: its exchange is in the middle of"
-            " forward, which cannot be repeated when a worker is lost; use batchnorm=local, or"
-            " start the job without --min, --max and --on-loss"
-        )
-    if options.update == "sharded":
-        raise UsageError(
-            "update=sharded cannot be used in an elastic job: with a worker its part of the"
-            " optimizer's state would be lost; use update=replicated (or auto), or start the job"
-            " without --min, --max and --on-loss"
-        )
-
-
-def _do_without_servers(job: Job, asked: PaceSpec) -> None:
-    """Alone there is nobody to agree with, so a plain step is what any pace comes to."""
-    if job.world.size > 1:
-        raise UsageError(
-            f"pace {asked} needs parameter servers, and this job has none: start it with"
-            f" `paceline run -n {job.world.size} -s 1 --pace {asked.name} ...` (or -s colocated)"
-        )
-    say(f"pace {asked}: one worker and no servers, so the optimizer runs here, step by step")
 
 
 def _find_second_call(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:

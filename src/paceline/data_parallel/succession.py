@@ -12,37 +12,42 @@ one is started.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from paceline.collectives.group import Group
+from paceline.data_parallel.choice import Chosen, say
 from paceline.data_parallel.hooks import attach
-from paceline.data_parallel.options import Options
 from paceline.data_parallel.training import Training
 from paceline.data_parallel.update import Step, bind_step
+from paceline.data_parallel.wishes import Wishes
+from paceline.elastic.protocol import Change, Parcel
+from paceline.errors import PacelineError
 from paceline.job import Job
-from paceline.pace.parse import PaceSpec
 from paceline.ps.subscription import Subscription
 
+Choose = Callable[[str], Chosen]  # what a pace comes to for this script; raises why it cannot be
 
-@dataclass(frozen=True)
-class Chosen:
-    """One phase: behind which step it begins, the pace, and its options."""
 
-    start: int
-    pace: PaceSpec
-    options: Options
+class _Now(msgspec.Struct, frozen=True):
+    """Where a model is in its phases, for newcomers."""
+
+    changes: int
+    pace: str
+    steps: int  # when it began
 
 
 class Succession:
-    """What a distributed model and its optimizer are bound to for good."""
+    """What a distributed model and its optimizer are bound to for good.
+
+    It is a participant (elastic/protocol.py): a newcomer must be at the others' pace.
+    """
 
     def __init__(
         self,
@@ -51,21 +56,32 @@ class Succession:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         phases: Sequence[Chosen],
+        choose: Choose,
+        wishes: Wishes,
         number: int,  # of the model, alike on all workers
     ) -> None:
         self._job = job
         self._group = group
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
-        self._phases = list(phases)
+        self._choose = choose
+        self._wishes = wishes
+        self._num_heard = wishes.num_settled
         self._number = number
         self._changes = 0  # of the pace, so far
         self._steps_before = 0  # at earlier paces
-        first = self._phases.pop(0)
+        first, *later = phases
+        now = self._ask_others() if job.elastic.is_candidate else None
+        if now is not None:
+            self._changes, first = now.changes, choose(now.pace)
+            later = [chosen for chosen in later if chosen.start > now.steps]
+        self._later = later
         self.pace = first.pace
         self.training = self._make(first)
+        job.elastic.register(f"pace of {number}", self)
         bind_step(optimizer, self._around_step)
         attach(model, self)
+        wishes.add(weakref.ref(self))
 
     def _make(self, chosen: Chosen) -> Training:
         model, optimizer = self._model(), self._optimizer()
@@ -84,30 +100,86 @@ class Succession:
 
     def _around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:
         result = self.training.around_step(optimizer, step)
-        if self._phases:
-            self._change_if_due()
+        self._heed()
         return result
 
-    def _change_if_due(self) -> None:
-        due = [chosen for chosen in self._phases if chosen.start <= self.steps]
-        if not due:
-            return
-        self._phases = [chosen for chosen in self._phases if chosen not in due]
-        before, self.pace = self.pace, due[-1].pace
+    def _heed(self) -> None:
+        """Behind a step: change the pace if it is time."""
+        for settled in self._wishes.heard(self._num_heard, self.steps):
+            self._num_heard += 1
+            if settled.step >= self.steps:  # else a newcomer hears what was before its time
+                kept = [chosen for chosen in self._later if chosen.start < settled.step]
+                wished = self._choose(settled.pace)
+                self._later = [*kept, Chosen(settled.step, wished.pace, wished.options)]
+        while self._later and self._later[0].start <= self.steps:
+            self._change(self._later.pop(0))
+
+    def _change(self, chosen: Chosen) -> None:
+        before, self.pace = self.pace, chosen.pace
+        steps = self.steps
         self.training.end()
         self._changes += 1
-        self._steps_before = self.steps
-        self.training = self._make(due[-1])
+        self._steps_before = steps
+        if self._job.elastic.is_on and self._job.world.rank == 0:
+            now = msgspec.msgpack.encode(_Now(self._changes, str(self.pace), steps))
+            self._job.rendezvous.agent.store_set(self._key, now)
+        self.training = self._make(chosen)
         if self._job.world.rank == 0:
             say(
-                f"behind step {self.steps}: pace {self.pace} instead of {before}:"
+                f"behind step {steps}: pace {self.pace} instead of {before}:"
                 f" {self.training.describe()}"
             )
+
+    # -- wishes (from the control thread) -----------------------------------------------------
+
+    @property
+    def limit(self) -> int:
+        """A step that all can stop behind: ahead of whatever this worker does at the moment."""
+        ahead = int(self.pace.value) * self._job.world.size if self.pace.name == "ssp" else 0
+        return self.steps + ahead + 2
+
+    def problem_with(self, pace: str) -> str:
+        """Say why this model cannot be trained at a pace; empty: it can."""
+        try:
+            self._choose(pace)
+        except PacelineError as error:
+            return str(error)
+        return ""
+
+    # -- newcomers ----------------------------------------------------------------------------
+
+    @property
+    def _key(self) -> str:
+        return f"paceline/pace of model {self._number}"
+
+    def _ask_others(self) -> _Now | None:
+        agent = self._job.rendezvous.agent
+        if not agent.store_check([self._key]):
+            return None
+        return msgspec.msgpack.decode(agent.store_get(self._key), type=_Now)
+
+    def tell(self) -> None:
+        """Nothing has to be known before a change is decided."""
+
+    def pack(self) -> Parcel:
+        return [self._changes, self.steps], ()
+
+    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
+        changes, steps = plain
+        if changes != self._changes:
+            self._job.elastic.give_way("the others have changed to another pace meanwhile")
+        self._steps_before = steps - self.training.steps
+
+    def resume(self, change: Change) -> None:
+        """Nothing is left to do."""
 
     # -- what the model is bound to (hooks.py) ------------------------------------------------
 
     def before_forward(self) -> None:
+        was_candidate = self._job.elastic.is_candidate
         self.training.before_forward()
+        if was_candidate and not self._job.elastic.is_candidate:
+            self._heed()  # they may change behind the step at which this worker came in
 
     def after_forward(self, output: Any) -> Any:
         return self.training.after_forward(output)
@@ -123,9 +195,3 @@ class Succession:
 
     def subscribe(self, after: int = -1) -> Subscription:
         return self.training.subscribe(after)
-
-
-def say(text: str) -> None:
-    """Write a line for the person who watches."""
-    sys.stderr.write(f"[paceline] {text}\n")
-    sys.stderr.flush()

@@ -304,6 +304,11 @@ class Elastic:
             sys.stderr.write(f"[paceline] rank {self._fabric.rank} is not needed: {error}\n")
             self._retire()
 
+    def give_way(self, why: str) -> NoReturn:
+        """End as a newcomer that cannot come in as it is; another one takes its place."""
+        sys.stderr.write(f"[paceline] rank {self._fabric.rank} makes way for another: {why}\n")
+        self._retire()
+
     def _refuse_to_begin(self) -> NoReturn:
         """Nobody is left who could send the state of the training: they have left, or are lost."""
         if self._has_seen_farewell:

@@ -30,6 +30,7 @@ from paceline.config import EngineConfig, runtime_dir
 from paceline.launcher.board import Board
 from paceline.launcher.crew import Crew
 from paceline.launcher.display import Display
+from paceline.launcher.elastic.facts import JobFacts, facts_of, write_facts
 from paceline.launcher.environment import SERVER_PATIENCE_S, JobAddresses, process_environ
 from paceline.launcher.guard import end_processes
 from paceline.launcher.jobdir import JobDirectory
@@ -98,6 +99,7 @@ class LocalJob:
                     secret_file=str(self._secret_path),
                     master_port=master_port,
                 )
+                self._make_known()
                 await self._run_processes()
             finally:
                 await self._clean_up()
@@ -145,6 +147,13 @@ class LocalJob:
 
     def _open_directory(self) -> JobDirectory:
         return JobDirectory(Path(runtime_dir(self._environ)))
+
+    def _make_known(self) -> None:
+        """Let commands of this user find the job."""
+        write_facts(self._directory.path, self._facts())
+
+    def _facts(self) -> JobFacts:
+        return facts_of(self._spec, self._where)
 
     def _secret_file(self) -> Path:
         return create_secret_file(self._directory.path)

@@ -44,6 +44,7 @@ class Pace:
     kind: tuple[str, ...] = COUNT  # of that number; or the words that may stand there
     default: str = ""  # what it is if it is left out
     needs_servers: bool = False
+    is_free_running: bool = False  # workers do not take the same steps together
     # A class of pace/method.py, or where it is: "module:Class"; "": in data_parallel itself.
     method: str | type = ""
     stands_for: str = ""  # the pace whose other name this is
@@ -95,12 +96,13 @@ KNOWN: dict[str, Pace] = {
     "ps": Pace(
         {**_BACKWARD, **_RESIZES, **_ON_SERVERS, "wait": ("step", "layer")}, needs_servers=True
     ),
-    "async": Pace({**_FREE_RUNNING, "softsync": WHOLE}, needs_servers=True),
+    "async": Pace({**_FREE_RUNNING, "softsync": WHOLE}, needs_servers=True, is_free_running=True),
     "ssp": Pace(
         {**_FREE_RUNNING, "unit": ("clock", "version")},
         number="the staleness",
         default="3",
         needs_servers=True,
+        is_free_running=True,
     ),
     "local": Pace(
         _OUTER, number=_STEPS, kind=WHOLE, default="8", method="paceline.pace.outer:LocalSteps"
@@ -202,6 +204,12 @@ def needs_servers(name: str) -> bool:
     """Say whether a pace exists only with parameter servers."""
     row = find(name)
     return row is not None and row.needs_servers
+
+
+def is_free_running(name: str) -> bool:
+    """Say whether workers at this pace go on without each other."""
+    row = find(name)
+    return row is not None and row.is_free_running
 
 
 def paces_with_servers() -> list[str]:

@@ -140,7 +140,7 @@ class FoundJob(msgspec.Struct, frozen=True):
 
 
 def jobs(environ: Mapping[str, str]) -> Iterator[FoundJob]:
-    """Find this user's elastic jobs."""
+    """Find this user's jobs."""
     for path in directories(Path(runtime_dir(environ))):
         facts = read_facts(path)
         if facts is None:
@@ -157,8 +157,8 @@ def find_job(name: str | None, environ: Mapping[str, str]) -> FoundJob:
     names = ", ".join(job.facts.name for job in found)
     if not found:
         raise LaunchError(
-            "no elastic job of yours runs on this host; start one with `paceline run` and --min,"
-            " --max, --on-loss, --replicas, --max-servers or --detach"
+            "no job of yours runs on this host; start one with `paceline run` (--detach: in the"
+            " background)"
         )
     if name is None:
         if len(found) > 1:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from paceline.cluster.sockets import split_address
 from paceline.launcher.display import Display
-from paceline.launcher.elastic.facts import FoundJob, JobFacts, Record, recorded, write_facts
+from paceline.launcher.elastic.facts import FoundJob, JobFacts, Record, recorded
 from paceline.launcher.elastic.job import ElasticJob
 from paceline.launcher.jobdir import JobDirectory
 from paceline.launcher.lifeline import Sessions
@@ -82,7 +82,6 @@ class ResumedJob(DetachedJob):
         return split_address(self._found.facts.coordinator)[1]
 
     def _start_all(self) -> None:
-        write_facts(self._directory.path, self._facts())
         assert self._control is not None
         for one in recorded(self._directory.path):
             if one.is_alive:

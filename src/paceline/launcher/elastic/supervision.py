@@ -23,7 +23,7 @@ from paceline.launcher.display import Display
 from paceline.launcher.elastic.chronicle import stamped
 from paceline.launcher.elastic.control import Control, policy_of
 from paceline.launcher.elastic.coordination import Coordination
-from paceline.launcher.elastic.facts import JobFacts, facts_of, record, write_facts
+from paceline.launcher.elastic.facts import record
 from paceline.launcher.elastic.nursery import Nursery, Place
 from paceline.launcher.elastic.plan import ElasticPlan
 from paceline.launcher.elastic.template import adopt_orphans
@@ -98,12 +98,8 @@ class SupervisedJob(LocalJob):
             await self._control.close()
 
     def _start_all(self) -> None:
-        write_facts(self._directory.path, self._facts())
         for seat in self._spec.seats:
             self._start(seat, self.outlet_of(seat))
-
-    def _facts(self) -> JobFacts:
-        return facts_of(self._spec, self._where)
 
     def _start(self, seat: Seat, outlet: Outlet) -> RankProcess:
         process = super()._start(seat, outlet)

@@ -1,0 +1,155 @@
+"""Which paces a model is trained at: the script's words, and what wins over them.
+
+The command line (PACELINE_PACE) wins over the script, and what a person wishes while the job runs
+wins over both. What the script gives as keywords, or in brackets, counts at every pace that has
+such an option.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.config import requested_pace
+from paceline.data_parallel.checks import find_problem_with_servers
+from paceline.data_parallel.options import Options, fits
+from paceline.errors import UsageError
+from paceline.job import Job
+from paceline.pace.known import find, is_free_running, needs_servers
+from paceline.pace.parse import PaceSpec
+from paceline.pace.schedule import Phase, Schedule, notices_of, parse_schedule
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One phase: behind which step it begins, the pace, and its options."""
+
+    start: int
+    pace: PaceSpec
+    options: Options
+
+
+class Choice:
+    """Chooses for one call of `distribute`, then and later."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        given: Mapping[str, str | float],
+    ) -> None:
+        self._job = job
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        self._given = given
+        self._mine = self._asked = Schedule.of(PaceSpec("allreduce"))
+
+    def at_start(self, pace: str) -> list[Chosen]:
+        """Combine the script's pace and arguments with what the command line says, which wins."""
+        self._mine, told = parse_schedule(pace), requested_pace()
+        asked = self._asked = self._mine if told is None else parse_schedule(told)
+        is_first = self._job.env.rank == 0
+        if told is not None and is_first and str(asked) != str(self._mine):
+            say(f"pace {asked} from the command line instead of the script's {self._mine}")
+        if asked == self._mine and len(asked.phases) > 1:
+            self._refuse_unknown_options(asked)
+        phases = [self._choose(phase, asked) for phase in asked.phases]
+        if self._job.elastic.is_on and len(phases) > 1:
+            _refuse_free_running(asked)
+        for notice in notices_of(pace if told is None else told) if is_first else ():
+            say(notice)
+        return phases
+
+    def while_running(self, pace: str) -> Chosen:
+        """Say what another pace comes to; UsageError when it cannot be."""
+        asked = parse_schedule(pace)
+        if len(asked.phases) > 1:
+            raise UsageError(
+                f"pace={pace}: a running job takes one pace at a time, not a schedule; set the next"
+                " one when it is time"
+            )
+        if self._job.elastic.is_on:
+            _refuse_free_running(asked)
+            _refuse_free_running(self._asked)
+        return self._choose(asked.phases[0], asked)
+
+    def _choose(self, phase: Phase, asked: Schedule) -> Chosen:
+        chosen = Chosen(phase.start, phase.pace, self._options(phase.pace, asked))
+        self._check(chosen)
+        return chosen
+
+    def _options(self, pace: PaceSpec, asked: Schedule) -> Options:
+        mine, given = self._mine, self._given
+        same = [phase.pace for phase in mine.phases if phase.pace.name == pace.name]
+        written = (same[0] if same else mine.first).options
+        if len(asked.phases) > 1 or asked.first.name != mine.first.name:
+            given = {key: value for key, value in given.items() if fits(pace, key, value)}
+            written = {key: value for key, value in written.items() if fits(pace, key, value)}
+        return Options.of(PaceSpec(pace.name, pace.number, {**written, **pace.options}), given)
+
+    def _refuse_unknown_options(self, schedule: Schedule) -> None:
+        rows = [find(phase.pace.name) for phase in schedule.phases]
+        known = {name for row in rows if row is not None for name in row.options}
+        for name in self._given:
+            if name not in known:
+                raise UsageError(f"none of the paces of {schedule} has an option {name!r}")
+
+    def _check(self, chosen: Chosen) -> None:
+        job, pace = self._job, chosen.pace
+        if needs_servers(pace.name) and not job.servers:
+            _do_without_servers(job, pace)
+        if job.elastic.is_on:
+            _refuse_in_elastic_jobs(chosen.options)
+        model, optimizer = self._model(), self._optimizer()
+        if model is None or optimizer is None or not (needs_servers(pace.name) and job.servers):
+            return
+        problem = find_problem_with_servers(model, optimizer, chosen.options.push)
+        if problem is not None:
+            raise UsageError(problem)
+
+
+def _refuse_free_running(asked: Schedule) -> None:
+    for phase in asked.phases:
+        if is_free_running(phase.pace.name):
+            raise UsageError(
+                f"the pace of an elastic job cannot change from or to {phase.pace}, where workers"
+                " take different numbers of steps; change among paces in lockstep (allreduce, ps,"
+                " local, diloco ...), or start the job without --min, --max and --on-loss"
+            )
+
+
+def _refuse_in_elastic_jobs(options: Options) -> None:
+    """Refuse what cannot go on when a worker is lost."""
+    if options.batchnorm == "global":
+        raise UsageError(
+            "batchnorm=global cannot be used in an elastic job: its exchange is in the middle of"
+            " forward, which cannot be repeated when a worker is lost; use batchnorm=local, or"
+            " start the job without --min, --max and --on-loss"
+        )
+    if options.update == "sharded":
+        raise UsageError(
+            "update=sharded cannot be used in an elastic job: with a worker its part of the"
+            " optimizer's state would be lost; use update=replicated (or auto), or start the job"
+            " without --min, --max and --on-loss"
+        )
+
+
+def _do_without_servers(job: Job, asked: PaceSpec) -> None:
+    """Alone there is nobody to agree with, so a plain step is what any pace comes to."""
+    if job.world.size > 1:
+        raise UsageError(
+            f"pace {asked} needs parameter servers, and this job has none: start it with"
+            f" `paceline run -n {job.world.size} -s 1 --pace {asked.name} ...` (or -s colocated)"
+        )
+    say(f"pace {asked}: one worker and no servers, so the optimizer runs here, step by step")
+
+
+def say(text: str) -> None:
+    """Write a line for the person who watches, in one piece."""
+    sys.stderr.write(f"[paceline] {text}\n")
+    sys.stderr.flush()
