@@ -93,9 +93,8 @@ def test_the_pace_in_the_environment_is_held_against_the_servers(tmp_path: Path)
 
 
 def test_a_server_is_told_who_it_is_and_nothing_in_torchruns_words(tmp_path: Path) -> None:
-    spec = _spec(
-        tmp_path, pace=parse_schedule("ssp:3"), env={"LR": "1", "PACELINE_JOIN_TIMEOUT_S": "9"}
-    )
+    env = {"LR": "1", "PACELINE_JOIN_TIMEOUT_S": "9"}
+    spec = _spec(tmp_path, pace=parse_schedule("ssp:3"), env=env)
     base = {"HOME": "/h", "OMP_NUM_THREADS": "7", "RANK": "9", "MASTER_ADDR": "x"}
     environs = [process_environ(base, spec, seat, _WHERE, cores=8) for seat in spec.seats]
     server = environs[4]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,10 +53,8 @@ def test_what_is_wrong_is_said_in_one_line(text: str, says: str) -> None:
 
 @given(st.text(alphabet="alocdips:[]=@, 0123", max_size=40))
 def test_nothing_but_usage_errors(text: str) -> None:
-    try:
+    with contextlib.suppress(UsageError):
         assert parse_schedule(str(parse_schedule(text))) == parse_schedule(text)
-    except UsageError:
-        pass
 
 
 def test_notices_are_found_in_every_phase() -> None:
