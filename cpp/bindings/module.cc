@@ -356,6 +356,11 @@ NB_MODULE(_core, m) {
       .def("locate", &PyEngine::locate, "address"_a, "nbytes"_a)
       .def("private_view", &PyEngine::private_view, "rank"_a, "segment"_a, "offset"_a, "nbytes"_a)
       .def("memory_of_peer", &PyEngine::memory_of_peer, "rank"_a, "segment"_a, "offset"_a, "nbytes"_a)
+      .def("bytes_sent", [](PyEngine& e) {
+             Traffic& traffic = e.engine->traffic();
+             return std::pair(traffic.on_host.load(), traffic.over_network.load());
+           })
+      .def("count_sent", [](PyEngine& e, uint64_t bytes) { e.engine->traffic().on_host += bytes; }, "nbytes"_a)
       .def("say_goodbye", [](PyEngine& e) { e.engine->say_goodbye(); },
            nb::call_guard<nb::gil_scoped_release>())
       .def("close_after_fork", [](PyEngine& e) { e.engine->close_after_fork(); });
@@ -375,7 +380,6 @@ NB_MODULE(_core, m) {
       .def("close", &PyGroup::close)
       .def("fail", &PyGroup::fail, "text"_a)
       .def("failed", [](PyGroup& g) { return g.get().failed(); })
-      .def("bytes_sent", [](PyGroup& g) { return g.get().bytes_sent(); })
       .def("add_channel", &PyGroup::add_channel, "member"_a, "lane"_a, "fd"_a)
       .def("all_reduce", &PyGroup::all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "shape"_a)
       .def("start_all_reduce", &PyGroup::start_all_reduce, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "shape"_a)

@@ -79,9 +79,11 @@ class Job:
         """How many optimizer steps `distribute` has counted."""
         return self.reporter.steps_done
 
-    def step_done(self, values: Mapping[str, float]) -> None:
+    def step_done(
+        self, values: Mapping[str, float], took_s: float = 0.0, waited_s: float = 0.0
+    ) -> None:
         """Count an optimizer step; `values` (shares of its time) are shown beside the script's."""
-        self.reporter.step_done(values)
+        self.reporter.step_done(values, took_s, waited_s)
 
 
 _job: Job | None = None
@@ -186,7 +188,7 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         fabric = Fabric(env.rank, engine, listener, me, membership, config.timeout_s, presence)
         if not env.is_newcomer:  # who is linked when it has been let in
             fabric.link_neighbours()
-        reporter = Reporter(env.rank, rendezvous.agent.report)
+        reporter = Reporter(env.rank, rendezvous.agent.report, engine.bytes_sent)
         elastic = Elastic(fabric, rendezvous.agent, env)
         elastic.next_step = lambda: reporter.steps_done + 1
         if env.role == "server":  # it works with each worker, and with nobody as a group

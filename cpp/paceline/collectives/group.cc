@@ -164,7 +164,8 @@ void Group::take_inbox() {
   for (auto& [member, lane, channel] : new_channels_) {
     ports_[{member, lane}] = std::make_unique<Port>(
         global_rank(member), std::move(channel), config_.generation,
-        [this](Port& p, const FrameHeader& h, std::string data) { on_announce(p, h, std::move(data)); }, raise_abort);
+        [this](Port& p, const FrameHeader& h, std::string data) { on_announce(p, h, std::move(data)); }, raise_abort,
+        &engine_->traffic().over_network);
   }
   new_channels_.clear();
 }
@@ -324,7 +325,8 @@ Port* Group::open_local_port(int member) {
   auto& made = ports_[{member, Lane::point_to_point}];
   made = std::make_unique<Port>(
       peer, std::move(channel), config_.generation,
-      [this](Port& p, const FrameHeader& h, std::string data) { on_announce(p, h, std::move(data)); }, raise_abort);
+      [this](Port& p, const FrameHeader& h, std::string data) { on_announce(p, h, std::move(data)); }, raise_abort,
+      &engine_->traffic().on_host);
   return made.get();
 }
 

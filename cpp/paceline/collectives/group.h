@@ -52,7 +52,6 @@ class Group final : public Pollable {
   Engine& engine() const { return *engine_; }
   bool spans_hosts() const { return leaders_.size() > 1; }
   bool is_local(int member) const { return config_.hosts[size_t(member)] == config_.hosts[size_t(me_)]; }
-  uint64_t bytes_sent() const { return bytes_sent_; }
 
   // A connected, authenticated socket to a member on another host.
   void add_channel(int member, Lane lane, Fd socket);
@@ -156,7 +155,6 @@ class Group final : public Pollable {
   double watched_s_ = 0;    // when somebody last waited here, and so listened to the others
   bool is_broken_ = false;  // failed, not just closed
   std::atomic<bool> has_inbox_{false};
-  std::atomic<uint64_t> bytes_sent_{0};
 };
 
 }  // namespace paceline

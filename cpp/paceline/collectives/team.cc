@@ -145,6 +145,21 @@ void Team::check_requests(Context& c) {
     }
 }
 
+// Payload that the others take from me. A large reduction is shared out in slices: each member hands over all but
+// its own, and then the result of that.
+uint64_t Team::handed_over(const Context& c) const {
+  const Request& r = c.request;
+  bool in_slices = (r.kind == Kind::all_reduce || r.kind == Kind::reduce) && c.placement != Placement::in_slot;
+  uint64_t bytes = 0;
+  for (int m = 0; m < size(); ++m) {
+    if (m == me_) continue;
+    if (in_slices) bytes += r.inputs[0].count * r.element_bytes() / uint64_t(size()) * (c.is_destination(m) ? 2 : 1);
+    else if (c.is_source(me_) && c.is_destination(m))
+      bytes += r.inputs[c.personal() ? size_t(m) : 0].count * r.element_bytes();
+  }
+  return bytes;
+}
+
 Task Team::run(const Request& request, const Descriptor& shown, size_t divisor) {
   Context c{request, shown, divisor};
   c.op = ++op_;
@@ -155,6 +170,7 @@ Task Team::run(const Request& request, const Descriptor& shown, size_t divisor) 
   if (auto failure = published_failure()) std::rethrow_exception(failure);
   check_requests(c);
   if (request.kind == Kind::barrier) co_return;
+  engine_.traffic().on_host.fetch_add(handed_over(c), std::memory_order_relaxed);
   if (c.placement == Placement::staged) co_await run_staged(c);
   else co_await run_whole(c);
 }

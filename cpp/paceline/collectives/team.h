@@ -84,6 +84,7 @@ class Team {
   Task stage_pair(Context& c);
   void post_request(Context& c);
   void check_requests(Context& c);
+  uint64_t handed_over(const Context& c) const;
   const std::byte* source(const Context& c, int member, int piece) const;
   std::byte* output_of(const Context& c, int member) const;
   void take_whole(const Context& c);

@@ -41,6 +41,11 @@ struct EngineConfig {
   double warn_s = 2;         // a longer wait says on whom and for what
 };
 
+// Payload that this process has handed to others, in bytes. On a host it is counted once for each that reads it.
+struct Traffic {
+  std::atomic<uint64_t> on_host{0}, over_network{0};
+};
+
 // Something that has operations to drive: a group.
 class Pollable {
  public:
@@ -61,6 +66,7 @@ class Engine {
 
   const EngineConfig& config() const { return config_; }
   Arena& arena() { return arena_; }
+  Traffic& traffic() { return traffic_; }
 
   // Takes an authenticated Unix socket to a neighbour, which may come at any time. Any thread.
   void add_local_peer(int rank, Fd socket);
@@ -144,6 +150,7 @@ class Engine {
   bool drop_ended_channels();
 
   EngineConfig config_;
+  Traffic traffic_;
   Arena arena_;
   Segment presence_segment_;
   Presence* presence_;

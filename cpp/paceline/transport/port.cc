@@ -10,9 +10,9 @@
 namespace paceline {
 
 Port::Port(int peer, std::unique_ptr<Channel> channel, uint32_t generation, OnAnnounce on_announce,
-           OnAbort on_abort)
+           OnAbort on_abort, std::atomic<uint64_t>* sent)
     : peer_(peer), channel_(std::move(channel)), generation_(generation),
-      on_announce_(std::move(on_announce)), on_abort_(std::move(on_abort)), heard_s_(now_s()) {}
+      on_announce_(std::move(on_announce)), on_abort_(std::move(on_abort)), sent_(sent), heard_s_(now_s()) {}
 
 void Port::send(Message* m) {
   m->peer = peer_;
@@ -117,6 +117,8 @@ bool Port::next_frame() {
   h.sequence = out_sequence_++;
   if (channel_->needs_checksum()) h.payload_crc = crc32c(0, out_payload_, h.payload_bytes);
   encode(h, out_header_);
+  if (sent_ && (h.kind == FrameKind::data || h.kind == FrameKind::announce))
+    sent_->fetch_add(h.payload_bytes, std::memory_order_relaxed);
   out_payload_bytes_ = h.payload_bytes;
   out_at_ = 0;
   out_total_ = kFrameHeaderBytes + h.payload_bytes;
@@ -137,7 +139,6 @@ bool Port::flush() {
     size_t sent = channel_->write_some(parts, n);
     if (sent == 0) return moved;
     moved = true;
-    bytes_sent_ += sent;
     out_at_ += sent;
     if (out_at_ < out_total_ || !out_message_) continue;
     Message* m = out_message_;

@@ -35,8 +35,9 @@ class Port {
   using OnAnnounce = std::function<void(Port&, const FrameHeader&, std::string eager_data)>;
   using OnAbort = std::function<void(const FrameHeader&, std::string text)>;
 
+  // `sent` counts the payload that goes out, of messages only; it outlives the port.
   Port(int peer, std::unique_ptr<Channel> channel, uint32_t generation, OnAnnounce on_announce,
-       OnAbort on_abort);
+       OnAbort on_abort, std::atomic<uint64_t>* sent = nullptr);
 
   void send(Message* message);
   void receive(Message* message);
@@ -56,7 +57,6 @@ class Port {
   // Gone, and nothing that it sent is left to read, or what is left will never be asked for.
   bool lost() const { return channel_->lost() || (channel_->unwritable() && is_parked()); }
   double heard_s() const { return heard_s_; }
-  uint64_t bytes_sent() const { return bytes_sent_; }
   void close_after_fork() { channel_->close_after_fork(); }
   void end_output() { channel_->end_output(); }
   bool ended() { return channel_->ended(); }
@@ -82,6 +82,7 @@ class Port {
   uint32_t generation_;
   OnAnnounce on_announce_;
   OnAbort on_abort_;
+  std::atomic<uint64_t>* sent_;
 
   // Outgoing: control frames overtake data between frames.
   std::deque<Control> control_;
@@ -97,7 +98,6 @@ class Port {
   uint32_t out_payload_bytes_ = 0;
   size_t out_at_ = 0, out_total_ = 0;         // position in header + payload; equal: no frame under way
   Message* out_message_ = nullptr;
-  uint64_t bytes_sent_ = 0;
 
   // Incoming.
   std::deque<Message*> expected_;

@@ -22,7 +22,7 @@ from paceline.launcher.machine import usable_cores
 from paceline.launcher.outcome import Outcome
 from paceline.launcher.report import state_words
 from paceline.launcher.spec import RunSpec
-from paceline.telemetry.staleness import describe
+from paceline.telemetry import staleness, traffic
 
 # After Ctrl-C, for a terminal that is held or a reader that does not read.
 _PATIENCE_S = 1.5
@@ -103,8 +103,10 @@ def _tell(job: LocalJob, outcome: Outcome, display: Display, spec: RunSpec) -> N
     picture, reports = job.picture(), job.table_reports()
     if picture is not None:
         display.summary(picture)
-    for line in describe(reports):
+    for line in staleness.describe(reports):
         display.say(printable(line.encode()))
+    for line in traffic.describe(job.traffic()):
+        display.say(f"paceline: {line}")
     story = job.story()
     if picture is not None or reports or story or outcome.interrupted_by is not None:
         display.say(outcome.closing_line())

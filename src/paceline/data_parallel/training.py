@@ -414,10 +414,12 @@ class Training:
         now = time.perf_counter()
         waited_s = self.reducer.waited_s + getattr(self.update, "waited_s", 0.0)
         waiting = waited_s - self._waited_s + waited_for_buffers_s
-        share = min(1.0, waiting / max(now - self._ended_s, 1e-9))
+        took_s = now - self._ended_s
+        share = min(1.0, waiting / max(took_s, 1e-9))
         self._ended_s, self._waited_s = now, waited_s
         self.steps += 1
-        self._job.step_done({COMPUTE_SHARE: 100 * (1 - share), COMM_SHARE: 100 * share})
+        shares = {COMPUTE_SHARE: 100 * (1 - share), COMM_SHARE: 100 * share}
+        self._job.step_done(shares, took_s, waiting)
 
 
 def _host_group(job: Job) -> Group:

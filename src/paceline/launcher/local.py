@@ -45,6 +45,7 @@ from paceline.launcher.seat import Seat, names
 from paceline.launcher.spec import RunSpec
 from paceline.telemetry.events import Event, Note, Progress
 from paceline.telemetry.staleness import TableReport
+from paceline.telemetry.traffic import Traffic
 
 # How long the cause of a consequence may take to exit: closing a large interpreter is slow.
 CAUSE_GRACE_S = 3.0
@@ -73,6 +74,7 @@ class LocalJob:
         self._board = Board(spec.seats)
         self._crew = Crew(display, self._on_end)
         self._table_reports: dict[tuple[str, int], TableReport] = {}
+        self._traffic: dict[int, Traffic] = {}  # by rank, also of those who are gone
         self._interrupts: list[signal.Signals] = []
         self._changed = asyncio.Event()
         self._coordinator: Coordinator | None = None
@@ -129,6 +131,10 @@ class LocalJob:
     def table_reports(self) -> list[TableReport]:
         """Return the last word of every server about each of its tables."""
         return [self._table_reports[key] for key in sorted(self._table_reports)]
+
+    def traffic(self) -> list[Traffic]:
+        """Return what each worker has sent, as far as it told."""
+        return [self._traffic[rank] for rank in sorted(self._traffic)]
 
     def was_lost_at_start(self, outcome: Outcome) -> bool:
         """Say whether the job may be started again from its beginning; only elastic ones are."""
@@ -257,6 +263,8 @@ class LocalJob:
             self._table_reports[event.table, event.server] = event
         elif isinstance(event, Progress):
             self._board.on_progress(event, time.monotonic())
+            if event.traffic is not None:
+                self._traffic[event.rank] = event.traffic
         elif isinstance(event, Note) and event.rank in self._seats:
             self._on_note(self._seats[event.rank], printable(event.text[:1000].encode()))
 

@@ -78,6 +78,13 @@ class ServerLink:
         """Say where a tensor in engine memory lies; None: the server is on another host."""
         return self._wire.locate(tensor)
 
+    def hand_over(self, tensor: torch.Tensor) -> m.Where | None:
+        """The same, of a tensor that the server is going to read there: it counts as sent."""
+        where = self.locate(tensor)
+        if where is not None:
+            self._fabric.engine.count_sent(tensor.nbytes)
+        return where
+
     def ask(
         self, make: Make, payload: Payload = no_payload, into: Into = no_landing
     ) -> Work[m.Reply]:

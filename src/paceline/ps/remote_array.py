@@ -169,7 +169,7 @@ class RemoteArray:
         clock = self.clock
 
         def make(seq: int) -> m.Push:
-            where = place.link.locate(grad)
+            where = place.link.hand_over(grad)
             return m.Push(seq, place.table, 0, clock, where, self.spec.dtype)
 
         def payload() -> Sequence[torch.Tensor]:

@@ -51,7 +51,7 @@ class Outgoing:
         self.tensor = self.shard.of(self._flat)
         if self._staging is not None:
             self.tensor = self._staging.cast("grad", self.shard, self.tensor)
-        return self.shard.link.locate(self.tensor)
+        return self.shard.link.hand_over(self.tensor)
 
     def payload(self) -> Sequence[torch.Tensor]:
         """Return what has to follow the request, which is made first."""

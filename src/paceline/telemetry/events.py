@@ -20,6 +20,7 @@ from typing import TypeAlias
 import msgspec
 
 from paceline.telemetry.staleness import TableReport
+from paceline.telemetry.traffic import Traffic
 
 # Shares of a step's time, in percent of it, measured without the script's help.
 COMPUTE_SHARE = "compute %"
@@ -37,6 +38,7 @@ class Progress(msgspec.Struct, frozen=True, tag_field="type", tag="progress"):
     step: int
     values: dict[str, float] = {}
     age_s: float = 0.0
+    traffic: Traffic | None = None  # all of it so far
 
 
 class Note(msgspec.Struct, frozen=True, tag_field="type", tag="note"):

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from paceline.telemetry.events import Progress
+from paceline.telemetry.traffic import Meter
 
 INTERVAL_S = 0.1
 
@@ -24,7 +25,12 @@ INTERVAL_S = 0.1
 class Reporter:
     """The progress of this process. Thread-safe; never blocks on the network."""
 
-    def __init__(self, rank: int, send: Callable[[Progress], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        send: Callable[[Progress], None],
+        sent_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
         self.steps_done = 0
         self._rank = rank
         self._send = send
@@ -34,12 +40,16 @@ class Reporter:
         self._sent_s = float("-inf")
         self._values: dict[str, float] = {}
         self._is_news = False
+        self._meter = Meter(sent_bytes)
 
-    def step_done(self, values: Mapping[str, float]) -> None:
+    def step_done(
+        self, values: Mapping[str, float], took_s: float = 0.0, waited_s: float = 0.0
+    ) -> None:
         """Count one step and take in what was measured in it."""
         now_s = time.monotonic()
         with self._mu:
             self.steps_done += 1
+            self._meter.step_done(took_s, waited_s)
             if self._own_step is None:
                 self._step_s = now_s
             self._take(values, now_s)
@@ -68,4 +78,5 @@ class Reporter:
         values, self._values = self._values, {}
         self._is_news, self._sent_s = False, now_s
         step = self.steps_done if self._own_step is None else self._own_step
-        self._send(Progress(self._rank, step, values, now_s - self._step_s))
+        age_s, traffic = now_s - self._step_s, self._meter.traffic()
+        self._send(Progress(self._rank, step, values, age_s, traffic))
