@@ -25,6 +25,8 @@ PUBLIC = {
         "steps",
         "epochs",
         "check_consistency",
+        "data_warmup",
+        "GradualWarmup",
         "Group",
         "Work",
         "Membership",

@@ -28,6 +28,8 @@ _HOME = {
     "distribute": "paceline.data_parallel.distribute",
     "check_consistency": "paceline.data_parallel.consistency",
     "shard": "paceline.data.shard",
+    "data_warmup": "paceline.data.warmup",
+    "GradualWarmup": "paceline.data_parallel.gradual_warmup",
     "steps": "paceline.data.loops",
     "epochs": "paceline.data.loops",
     "Group": "paceline.collectives.group",
@@ -66,8 +68,10 @@ if TYPE_CHECKING:
     from paceline.data.loops import epochs as epochs
     from paceline.data.loops import steps as steps
     from paceline.data.shard import shard as shard
+    from paceline.data.warmup import data_warmup as data_warmup
     from paceline.data_parallel.consistency import check_consistency as check_consistency
     from paceline.data_parallel.distribute import distribute as distribute
+    from paceline.data_parallel.gradual_warmup import GradualWarmup as GradualWarmup
     from paceline.errors import PacelineError as PacelineError
     from paceline.job import carry as carry
     from paceline.job import empty as empty

@@ -40,14 +40,22 @@ class Order(Protocol):
         """Return the next units; fewer, or none, at the end."""
 
 
-class LocalOrder:
-    """The indices 0 to samples - 1, in this order or shuffled by a seed."""
+def draw(count: int, samples: int, seed: int) -> np.ndarray:
+    """Draw so many of the indices 0 to samples - 1; ascending."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: np.ndarray = torch.randperm(samples, generator=generator)[:count].sort().values.numpy()
+    return drawn
 
-    def __init__(self, samples: int, seed: int | None) -> None:
-        self._indices: Any = range(samples)  # or an array
+
+class LocalOrder:
+    """The indices 0 to samples - 1, or those `drawn` of them, in order or shuffled by a seed."""
+
+    def __init__(self, samples: int, seed: int | None, drawn: np.ndarray | None = None) -> None:
+        self._indices: Any = range(samples) if drawn is None else drawn  # or an array
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)
-            self._indices = torch.randperm(samples, generator=generator).numpy()
+            places = torch.randperm(samples, generator=generator).numpy()
+            self._indices = places if drawn is None else drawn[places]
         self._taken = 0
         self.length = samples
 

@@ -10,7 +10,7 @@ batch_size=None            an index        world indices / not possible         
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,12 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from paceline.collectives.group import Group
 from paceline.data.course import Rules
-from paceline.data.order import LocalOrder, Order, ToldOrder, mixed
+from paceline.data.order import LocalOrder, Order, ToldOrder, draw, mixed
 from paceline.data.split import Cut, deal, deal_or_spread, num_steps, spread, spread_one
+from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
+
+_WARMUP = (0, 0, 1)  # beside the seed; where this has its second 0, others have 1 + a rank
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,21 @@ class Plan:
     drop_short: bool  # leave out a last global batch that is not full
     told: Iterable[Any] | None  # the sampler whose order rank 0 tells; None: worked out by all
     is_shuffled: bool
+    drawn_from: int | None = None  # a warm-up: the units are so many of these
 
     def order(self, group: Group, seed: int, epoch: int) -> Order:
         """Begin a pass."""
         if self.told is not None:
             return ToldOrder(group, self.told)
+        return self.local_order(seed, epoch)
+
+    def local_order(self, seed: int, epoch: int) -> LocalOrder:
+        """The same, where no sampler of the user decides."""
         assert self.units is not None, "without a sampler of the user the length is known"
-        return LocalOrder(self.units, mixed(seed, epoch) if self.is_shuffled else None)
+        drawn = None
+        if self.drawn_from is not None:
+            drawn = draw(self.units, self.drawn_from, mixed(seed, *_WARMUP))
+        return LocalOrder(self.units, mixed(seed, epoch) if self.is_shuffled else None, drawn)
 
     def rules(self, resize: str) -> Rules:
         """Return how to go on with other workers than the job was started with."""
@@ -74,6 +85,26 @@ def plan(loader: DataLoader[Any], world_size: int, batch: str, *, pad: bool) -> 
         made = _of_items(loader, world_size, batch)
     _refuse_too_few(made, world_size, pad)
     return made
+
+
+def warmed_up(made: Plan, warmup: DataWarmup, epoch: int, world_size: int, *, pad: bool) -> Plan:
+    """Return the plan of one epoch; UsageError where no part of the data can be drawn."""
+    if made.told is not None:
+        raise UsageError(
+            f"warmup={warmup}: the loader has a sampler of its own ({type(made.told).__name__}),"
+            " which alone decides what comes; let that sampler begin with less, or use a plain"
+            " loader (shuffle=True or not)"
+        )
+    assert made.units is not None, "without a sampler of the user the length is known"
+    units = warmup.num_samples(made.units, epoch)
+    if units == made.units:
+        return made
+    less = replace(made, units=units, drawn_from=made.units)
+    try:
+        _refuse_too_few(less, world_size, pad)
+    except UsageError as error:
+        raise UsageError(f"warmup={warmup}, {units} of {made.units} samples: {error}") from None
+    return less
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:

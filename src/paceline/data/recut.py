@@ -110,9 +110,7 @@ class Recut:
     def _make_order(self) -> LocalOrder | KeptOrder:
         elastic, plan = self._elastic, self._plan
         if plan.told is None:
-            assert plan.units is not None, "without a sampler of the user the length is known"
-            seed = mixed(elastic.seed, elastic.epoch) if plan.is_shuffled else None
-            return LocalOrder(plan.units, seed)
+            return plan.local_order(elastic.seed, elastic.epoch)
         group = None if elastic.is_free else group_of(elastic.job)
         return KeptOrder(group, plan.told, elastic.together)
 

@@ -22,6 +22,7 @@ from paceline.data.ledger import ledger_of
 from paceline.data.memory import is_remembered, memory_of, say_once
 from paceline.data.passage import Line
 from paceline.data.sources import Pass, Source, source_of
+from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
 from paceline.job import Job, current
 
@@ -35,6 +36,7 @@ def shard(
     pad: bool = True,
     presharded: bool = False,
     resize: str = "global",
+    warmup: DataWarmup | None = None,
 ) -> Sharded:
     """Return an iterable over this worker's part of a DataLoader (or of any iterable of batches).
     Collective: every rank calls it, with the same loader and arguments.
@@ -46,12 +48,13 @@ def shard(
     gives it no batch. `presharded`: each worker's loader has its own data; nothing is split, but
     steps and weights are agreed on. `resize`, for elastic jobs: when workers come or go, the
     "global" batch stays and each takes another part of it; or each "worker" keeps its batch size.
+    `warmup`: the first epochs go over a part of the data (`pl.data_warmup`).
 
     >>> [batch.tolist() for batch in pl.shard(DataLoader(range(5), batch_size=2))]
     [[0, 1], [2, 3], [4]]
     """
     current()
-    return Sharded(loader, _Options(epoch, seed, batch, pad, presharded, resize))
+    return Sharded(loader, _Options(epoch, seed, batch, pad, presharded, resize, warmup))
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class _Options:
     pad: bool
     presharded: bool
     resize: str
+    warmup: DataWarmup | None = None
 
     def check(self) -> None:
         """Refuse values that mean nothing."""
@@ -73,6 +77,10 @@ class _Options:
             raise UsageError(f"batch must be 'worker' or 'global' (got {self.batch!r})")
         if self.resize not in ("worker", "global"):
             raise UsageError(f"resize must be 'worker' or 'global' (got {self.resize!r})")
+        if self.warmup is not None and not isinstance(self.warmup, DataWarmup):
+            raise UsageError(
+                f"warmup must be made by pl.data_warmup(fraction, epochs) (got {self.warmup!r:.60})"
+            )
 
     def facts(self) -> dict[str, Any]:
         """The options as all ranks must have them."""
@@ -83,6 +91,7 @@ class _Options:
             "pad": bool(self.pad),
             "presharded": bool(self.presharded),
             "resize": self.resize,
+            "warmup": None if self.warmup is None else str(self.warmup),
         }
 
 
@@ -112,8 +121,7 @@ class Sharded:
     def __iter__(self) -> Iterator[Any]:
         job, memory, options = current(), self._memory, self._options
         job.elastic.enter()  # a newcomer takes nothing before it is in
-        epoch = memory.next_epoch if self._line is None else self._line.next_epoch
-        epoch = epoch if options.epoch is None else operator.index(options.epoch)
+        epoch = self._next_epoch
         if self._line is not None and self._line.is_pass_over and job.elastic.is_lockstep:
             self._line.skip_pass(epoch)
             return
@@ -136,6 +144,12 @@ class Sharded:
         finally:
             announcer.close()
 
+    @property
+    def _next_epoch(self) -> int:
+        if self._options.epoch is not None:
+            return operator.index(self._options.epoch)
+        return self._memory.next_epoch if self._line is None else self._line.next_epoch
+
     def __len__(self) -> int:
         """Return the number of batches that this worker gets; TypeError where it is not known."""
         if self._length is None:
@@ -155,7 +169,7 @@ class Sharded:
         problem, facts, aside = None, dict[str, Any](), dict[str, Any]()
         try:
             self._options.check()
-            source = self._find_source()
+            source = self._find_source(self._next_epoch if epoch is None else epoch)
             facts = {
                 **self._options.facts(),
                 "the kind of loader": type(source).__name__.lower(),
@@ -178,10 +192,16 @@ class Sharded:
             told = agree_in_line(current(), self._line, problem, facts, aside)
         self._accept(told)
 
-    def _find_source(self) -> Source:
+    def _find_source(self, epoch: int) -> Source:
         if isinstance(self._loader, Sharded):
             raise UsageError("this loader went through pl.shard already; pass the plain one")
         job, options = current(), self._options
+        if options.warmup is not None and job.elastic.is_on and not job.elastic.is_lockstep:
+            raise UsageError(
+                f"warmup={options.warmup}: in an elastic job with a free-running pace a newcomer"
+                " finds its place in the data by counting steps, and epochs must be equally long;"
+                " use a pace in lockstep, or a job without --min, --max and --on-loss"
+            )
         return source_of(
             self._loader,
             self._group,
@@ -189,6 +209,7 @@ class Sharded:
             options.batch,
             pad=options.pad,
             presharded=options.presharded,
+            warmup=None if options.warmup is None else (options.warmup, epoch),
         )
 
     def _accept(self, told: list[dict[str, Any]]) -> None:

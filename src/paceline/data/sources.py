@@ -20,11 +20,12 @@ from paceline.data.elastic_pass import ElasticPass
 from paceline.data.indexed import IndexedLoader, Parts, settings_of
 from paceline.data.memory import Memory
 from paceline.data.order import mixed
-from paceline.data.plan import length_of, plan, samplers_of
+from paceline.data.plan import length_of, plan, samplers_of, warmed_up
 from paceline.data.recut import Recut
 from paceline.data.reread import ItemReader, Reread, StreamReader, presharded
 from paceline.data.split import num_steps
 from paceline.data.stream import StridedLoader, counted, in_step, strided_items
+from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
 
 _EMPTY_ITERATOR = "; it is a generator or iterator, which can be used once only: pass a new one"
@@ -61,10 +62,17 @@ class Source(Protocol):
 
 
 def source_of(
-    loader: Any, group: Group, nominal: int, batch: str, *, pad: bool, presharded: bool
+    loader: Any,
+    group: Group,
+    nominal: int,
+    batch: str,
+    *,
+    pad: bool,
+    presharded: bool,
+    warmup: tuple[DataWarmup, int] | None = None,
 ) -> Source:
     """Find out what kind of thing this is; UsageError if it cannot be shared out. `nominal`: the
-    number of workers that decides on the size of a global batch."""
+    number of workers that decides on the size of a global batch; `warmup`: with the epoch."""
     if isinstance(loader, Dataset):
         raise UsageError(
             f"a {type(loader).__name__} is a dataset; pass a DataLoader over it, as for training"
@@ -72,6 +80,12 @@ def source_of(
         )
     if not hasattr(loader, "__iter__"):
         raise UsageError(f"expected a DataLoader or an iterable of batches, found {loader!r}")
+    if warmup is not None and (presharded or not _has_indices(loader)):
+        what = "presharded=True" if presharded else f"a {type(loader).__name__} without indices"
+        raise UsageError(
+            f"warmup={warmup[0]}: a part of the data is drawn by index, which {what} does not"
+            " allow; let the stream itself begin with less"
+        )
     if presharded:
         return Presharded(loader)
     if not isinstance(loader, DataLoader):
@@ -83,17 +97,31 @@ def source_of(
         return Items(loader, group, pad=pad)
     if isinstance(loader.dataset, IterableDataset):
         return Stream(loader, nominal, batch)
-    return Indexed(loader, group, nominal, batch, pad=pad)
+    return Indexed(loader, group, nominal, batch, pad=pad, warmup=warmup)
+
+
+def _has_indices(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 class Indexed:
     """A DataLoader whose samples have indices."""
 
     def __init__(
-        self, loader: DataLoader[Any], group: Group, nominal: int, batch: str, *, pad: bool
+        self,
+        loader: DataLoader[Any],
+        group: Group,
+        nominal: int,
+        batch: str,
+        *,
+        pad: bool,
+        warmup: tuple[DataWarmup, int] | None = None,
     ) -> None:
-        self._loader = loader
+        self._loader, self._warmup = loader, warmup
         self._plan = plan(loader, nominal, batch, pad=pad)
+        self._units = self._plan.units  # of an epoch over all data
+        if warmup is not None:
+            self._plan = warmed_up(self._plan, *warmup, nominal, pad=pad)
         self.length = self._plan.num_steps(group.size, group.rank, pad=pad)
 
     @property
@@ -101,7 +129,7 @@ class Indexed:
         """The settings that decide on which samples make which batch."""
         return {
             "the length of the dataset": length_of(self._loader.dataset),
-            "the length of the sampler": self._plan.units,
+            "the length of the sampler": self._units,
             "batch_size": self._loader.batch_size,
             "drop_last": self._loader.drop_last,
             "the sampler": type(self._loader.batch_sampler or self._loader.sampler).__name__
@@ -114,6 +142,11 @@ class Indexed:
         group = this.group
         _set_epoch(samplers_of(self._loader), this.epoch)
         _mention_order(self._loader, this)
+        if self._warmup is not None and self._plan.drawn_from is not None:
+            this.say(
+                f"shard: {self._warmup[0]}: {self._plan.units} of {self._units} samples, all of"
+                f" them from epoch {self._warmup[0].epochs} on"
+            )
         if this.elastic is not None:
             yield from self._elastic_batches(this, this.elastic)
             return
