@@ -103,6 +103,7 @@ class Choice:
         job, pace = self._job, chosen.pace
         if needs_servers(pace.name) and not job.servers:
             _do_without_servers(job, pace)
+        _refuse_apart(job, pace)
         if job.elastic.is_on:
             _refuse_in_elastic_jobs(chosen.options)
         model, optimizer = self._model(), self._optimizer()
@@ -121,6 +122,26 @@ def _refuse_free_running(asked: Schedule) -> None:
                 " take different numbers of steps; change among paces in lockstep (allreduce, ps,"
                 " local, diloco ...), or start the job without --min, --max and --on-loss"
             )
+
+
+def _refuse_apart(job: Job, pace: PaceSpec) -> None:
+    """Refuse a pace of one host where its workers could not share memory."""
+    row = find(pace.name)
+    if row is None or not row.on_one_host:
+        return
+    members = job.fabric.membership
+    hosts = {members.member(rank).host_id for rank in members.workers}
+    if len(hosts) > 1:
+        raise UsageError(
+            f"pace {pace}: its workers share memory, but they are on {len(hosts)} hosts; start them"
+            " on one, or use async with servers (-s 1 --pace async)"
+        )
+    if job.elastic.is_on:
+        raise UsageError(
+            f"{pace} cannot be used in an elastic job: memory that all workers share cannot be"
+            " handed to a newcomer, and half an update of one that was lost would stay in it; use"
+            " async with servers, or start the job without --min, --max and --on-loss"
+        )
 
 
 def _refuse_in_elastic_jobs(options: Options) -> None:

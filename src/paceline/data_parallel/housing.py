@@ -33,12 +33,14 @@ class Housing:
         bucket_mb: float,
         is_shared: bool,
         averages: str = "own",
+        is_common: bool = False,
     ) -> None:
         self._engine = engine
         self._host = host
         self._optimizer = weakref.ref(optimizer)
         self._bucket_bytes = int(bucket_mb * (1 << 20))
         self._is_shared = is_shared
+        self._is_common = is_common  # what is shared the script writes to as well: no private view
         # Where averaged gradients are: "own" memory, memory of the "host", or nowhere, because
         # nothing is averaged: the script sees this worker's own ones ("none"), or a private "view"
         # of them.
@@ -55,11 +57,11 @@ class Housing:
                 self._num_buckets,
                 plan,
                 allocate=self._allocate_on_host if self._averages == "view" else self._allocate,
-                allocate_params=self._allocate_on_host if is_shared else self._allocate,
+                allocate_params=self._params_memory(is_shared),
                 allocate_averaged=self._averaged_memory(),
                 first_slot=self._num_slots,
             )
-            self._move_in(bucket)
+            self._move_in(bucket, is_shared)
             self._num_buckets += 1
             self._num_slots += len(bucket.slots)
             self.slots.update((slot.param, slot) for slot in bucket.slots)
@@ -79,7 +81,7 @@ class Housing:
         groups = [] if optimizer is None else optimizer.param_groups  # None: the script dropped it
         updated = {id(param) for group in groups for param in group["params"]}
         return [
-            (plan, is_updated and self._is_shared)
+            (plan, (is_updated or self._is_common) and self._is_shared)
             for is_updated in (True, False)
             for plan in plan_buckets(
                 [named for named in parameters if (id(named.param) in updated) is is_updated],
@@ -93,6 +95,21 @@ class Housing:
             return None
         return self._allocate_on_host if self._averages == "host" else self._allocate_zeroed
 
+    def _params_memory(self, is_shared: bool) -> Allocate:
+        if is_shared and self._is_common:
+            return lambda count, dtype: self._allocate_on_host(count, dtype).shared
+        return self._allocate_on_host if is_shared else self._allocate
+
+    def share(self, parameters: Sequence[Named]) -> None:
+        """Move these into memory of the host, without buckets: their gradients are sparse."""
+        for param in (named.param for named in parameters):
+            memory = self._allocate_on_host(param.numel(), param.dtype).shared.view(param.shape)
+            with torch.no_grad():
+                if self._host.rank == 0:
+                    memory.copy_(param)
+                param.data = memory
+            self._host.barrier()
+
     def _allocate_zeroed(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return self._allocate(count, dtype).zero_()
 
@@ -102,9 +119,9 @@ class Housing:
     def _allocate_on_host(self, count: int, dtype: torch.dtype) -> HostTensor:
         return allocate_on_host(self._engine, self._host, (count,), dtype)
 
-    def _move_in(self, bucket: Bucket) -> None:
+    def _move_in(self, bucket: Bucket, is_shared: bool) -> None:
         """Let the parameters live in the bucket; shared ones are written by one worker only."""
-        is_writer = bucket.host is None or self._host.rank == 0
+        is_writer = not is_shared or self._host.rank == 0
         with torch.no_grad():
             if is_writer:
                 bucket.params.zero_()
@@ -112,5 +129,5 @@ class Housing:
                 if is_writer:
                     slot.place.view(bucket.params).copy_(slot.param)
                 slot.param.data = slot.home
-        if bucket.host is not None:
+        if is_shared:
             self._host.barrier()

@@ -123,6 +123,11 @@ class Paced:
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Let the model have the values that stand for all workers, for a while. Collective."""
+        if self._method.shares_params:  # they are the same anyway, as soon as nobody writes
+            self._group.barrier()
+            yield
+            self._group.barrier()
+            return
         own = [(bucket, bucket.params.clone()) for bucket in self._reducer.buckets]
         for bucket, _ in own:
             bucket.params.copy_(self._method.agreed(bucket))

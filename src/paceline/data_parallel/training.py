@@ -83,6 +83,7 @@ class Training:
             self._serving = Serving(job, group, optimizer, pace, options, label)
         self._method = self._choose_method(pace, optimizer)
         self._shares_params = self._wants_sharing(optimizer)
+        self._is_common = self._method is not None and self._method.shares_params
         self.health = Health(group, options, job.elastic, on_servers=self._serving is not None)
         exchange = self._choose_exchange()
         self.reducer = Reducer(group, exchange, job.elastic)
@@ -97,8 +98,9 @@ class Training:
             Group(job.fabric, [job.env.rank]) if views else self._host,
             optimizer,
             bucket_mb=options.bucket_mb,
-            is_shared=self._shares_params or views,
+            is_shared=self._shares_params or views or self._is_common,
             averages=self._serving.averages if self._serving is not None else "own",
+            is_common=self._is_common,
         )
         self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
         self._outside: list[Named] = []  # frozen ones, which nobody averages
@@ -205,7 +207,9 @@ class Training:
         }
         sparse = [named for named in parameters if id(named.param) in sparse_ids]
         dense = [named for named in parameters if id(named.param) not in sparse_ids]
-        if sparse and self._method is not None:
+        if sparse and self._is_common:
+            self._housing.share(sparse)
+        elif sparse and self._method is not None:
             raise UsageError(
                 f"{sparse[0]} has sparse gradients, which only allreduce and the paces with servers"
                 " exchange; use one of those, or nn.Embedding(..., sparse=False)"

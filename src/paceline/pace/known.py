@@ -45,6 +45,7 @@ class Pace:
     default: str = ""  # what it is if it is left out
     needs_servers: bool = False
     is_free_running: bool = False  # workers do not take the same steps together
+    on_one_host: bool = False  # its workers share memory
     # A class of pace/method.py, or where it is: "module:Class"; "": in data_parallel itself.
     method: str | type = ""
     stands_for: str = ""  # the pace whose other name this is
@@ -173,6 +174,9 @@ KNOWN: dict[str, Pace] = {
         kind=("ring", "exponential", "random"),
         default="ring",
         method="paceline.pace.gossip:Gossip",
+    ),
+    "hogwild": Pace(
+        {**_LOCALLY, "agree": WHOLE}, on_one_host=True, method="paceline.pace.hogwild:Hogwild"
     ),
 }
 

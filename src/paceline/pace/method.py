@@ -56,6 +56,8 @@ class Method:
     # Steps from one agreement on stopping to the next, where meetings are not of all workers. In an
     # elastic job they always agree.
     agrees_every = 1
+    # The parameters are one memory for all workers, who are on one host.
+    shares_params = False
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting

@@ -20,7 +20,7 @@ from paceline.pace.known import KNOWN, NUMBERS, Pace, find, is_allowed
 
 _FORM = re.compile(r"([^:\[\]]*)(?::([^\[\]]*))?(?:\[([^\[\]]*)\])?")
 # Words that other people's papers and our plans use: better a clear "not yet" than "unknown".
-_PLANNED = frozenset(("backup", "bitmap", "bmuf_bitmap", "hogwild"))
+_PLANNED = frozenset(("backup", "bitmap", "bmuf_bitmap"))
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 
 
