@@ -86,7 +86,7 @@ def test_paces_in_lockstep_may_follow_each_other(hosts: list[int]) -> None:
 
 def test_there_and_back_again_is_never_having_gone() -> None:
     """Where one local step is an averaged gradient: without momentum."""
-    by_rank = run_ranks(WORKERS, _there_and_back)
+    by_rank = run_ranks(WORKERS, _there_and_back, servers=1)
     for plain, local, both in by_rank:
         torch.testing.assert_close(local, plain, **TIGHT)
         torch.testing.assert_close(both, plain, **TIGHT)

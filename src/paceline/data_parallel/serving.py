@@ -164,9 +164,8 @@ class Serving:
     def finish(self) -> None:
         """Leave every worker with the servers' newest values, behind its last step."""
         self.update.settle()
-        self._workers.barrier()  # everybody has committed its last step
+        self._workers.barrier()  # everybody has seen the end of its last step
         self.update.pull()
-        self._workers.barrier()  # and has read what became of it
 
     def close(self) -> None:
         """Let go of model and optimizer."""

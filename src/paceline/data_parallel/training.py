@@ -340,6 +340,7 @@ class Training:
         """Leave a plain model and optimizer behind, the same on all workers. Collective."""
         model, optimizer = self._model(), self._optimizer()
         assert model is not None and optimizer is not None, "who steps is there"
+        self._group.barrier()  # everybody has done its last step
         if self._serving is not None:
             self._serving.finish()
         goes_apart = self.reducer.rests or (self._serving is not None and not self._serving.state)
