@@ -17,6 +17,7 @@ WRONG = {
     "bmuf:8[momentum=1]": "momentum=1, expected less than 1",
     "easgd:4[alpha=1]": "expected alpha < 1",
     "partial:0.5[carry=yes,skip_compute=yes]": "has nothing to carry over; choose one",
+    "easgd:4[mode=async]": "easgd:4.mode=async. needs parameter servers, and this job has none",
     "backup:1": "backup is not in this version",
 }
 
@@ -33,6 +34,21 @@ def refuse(group: Group) -> None:
     with pytest.raises(pl.errors.UsageError, match="weight .* has sparse gradients"):
         pl.distribute(table, torch.optim.SGD(table.parameters(), lr=0.1), pace="local:4")
     group.barrier()  # nobody is left waiting
+
+
+def refuse_servers(group: Group) -> None:
+    for pace, words in {
+        "gossip:ring": "speak with their neighbours only, so there is no centre",
+        "partial:0.5": "average gradients among themselves",
+    }.items():
+        model = nn.Linear(2, 1)
+        with pytest.raises(pl.errors.UsageError, match=words):
+            pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), pace=pace)
+    group.barrier()
+
+
+def test_paces_without_a_centre_refuse_servers() -> None:
+    run_ranks(2, refuse_servers, servers=1)
 
 
 def test_wrong_options_are_refused_on_every_rank() -> None:

@@ -20,7 +20,7 @@ from paceline.data_parallel.checks import find_problem_with_servers
 from paceline.data_parallel.options import Options, fits
 from paceline.errors import UsageError
 from paceline.job import Job
-from paceline.pace.known import find, is_free_running, needs_servers
+from paceline.pace.known import find, needs_servers
 from paceline.pace.parse import PaceSpec
 from paceline.pace.schedule import Phase, Schedule, notices_of, parse_schedule
 
@@ -59,6 +59,11 @@ class Choice:
         if asked == self._mine and len(asked.phases) > 1:
             self._refuse_unknown_options(asked)
         phases = [self._choose(phase, asked) for phase in asked.phases]
+        if self._job.servers and not asked.uses_servers and asked.why_no_servers:
+            raise UsageError(
+                f"pace {asked} uses no parameter servers{asked.why_no_servers}, and this job has"
+                " some: start it without -s, or choose another pace"
+            )
         if self._job.elastic.is_on and len(phases) > 1:
             _refuse_free_running(asked)
         for notice in notices_of(pace if told is None else told) if is_first else ():
@@ -79,18 +84,22 @@ class Choice:
         return self._choose(asked.phases[0], asked)
 
     def _choose(self, phase: Phase, asked: Schedule) -> Chosen:
-        chosen = Chosen(phase.start, phase.pace, self._options(phase.pace, asked))
-        self._check(chosen)
+        full, given = self._complete(phase.pace, asked)
+        chosen = Chosen(phase.start, phase.pace, Options.of(full, given))
+        self._check(full, chosen.options)
         return chosen
 
-    def _options(self, pace: PaceSpec, asked: Schedule) -> Options:
+    def _complete(
+        self, pace: PaceSpec, asked: Schedule
+    ) -> tuple[PaceSpec, Mapping[str, str | float]]:
+        """Return a pace with the options that the script wrote, and its keywords that count."""
         mine, given = self._mine, self._given
         same = [phase.pace for phase in mine.phases if phase.pace.name == pace.name]
         written = (same[0] if same else mine.first).options
         if len(asked.phases) > 1 or asked.first.name != mine.first.name:
             given = {key: value for key, value in given.items() if fits(pace, key, value)}
             written = {key: value for key, value in written.items() if fits(pace, key, value)}
-        return Options.of(PaceSpec(pace.name, pace.number, {**written, **pace.options}), given)
+        return PaceSpec(pace.name, pace.number, {**written, **pace.options}), given
 
     def _refuse_unknown_options(self, schedule: Schedule) -> None:
         rows = [find(phase.pace.name) for phase in schedule.phases]
@@ -99,24 +108,24 @@ class Choice:
             if name not in known:
                 raise UsageError(f"none of the paces of {schedule} has an option {name!r}")
 
-    def _check(self, chosen: Chosen) -> None:
-        job, pace = self._job, chosen.pace
-        if needs_servers(pace.name) and not job.servers:
+    def _check(self, pace: PaceSpec, options: Options) -> None:
+        job = self._job
+        if pace.needs_servers and not job.servers:
             _do_without_servers(job, pace)
         _refuse_apart(job, pace)
         if job.elastic.is_on:
-            _refuse_in_elastic_jobs(chosen.options)
+            _refuse_in_elastic_jobs(options)
         model, optimizer = self._model(), self._optimizer()
         if model is None or optimizer is None or not (needs_servers(pace.name) and job.servers):
             return
-        problem = find_problem_with_servers(model, optimizer, chosen.options.push)
+        problem = find_problem_with_servers(model, optimizer, options.push)
         if problem is not None:
             raise UsageError(problem)
 
 
 def _refuse_free_running(asked: Schedule) -> None:
     for phase in asked.phases:
-        if is_free_running(phase.pace.name):
+        if phase.pace.is_free_running:
             raise UsageError(
                 f"the pace of an elastic job cannot change from or to {phase.pace}, where workers"
                 " take different numbers of steps; change among paces in lockstep (allreduce, ps,"

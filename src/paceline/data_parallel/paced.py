@@ -62,6 +62,8 @@ class Paced:
     def run(self, step: Step, count: Callable[[float], None]) -> Any:
         """Run a step, and the meetings behind it; `count` counts it, and the seconds in those."""
         job, reducer, method = self._job, self._reducer, self._method
+        if method.is_free:
+            return self._run_alone(step, count)
         is_together = not reducer.is_own  # gradients of this step were averaged
         was_late = is_together and reducer.has_caught_up
         result = None if was_late else self._step(step, is_together)
@@ -82,6 +84,15 @@ class Paced:
             count(waited_s)
         if has_met:
             job.elastic.boundary(agreed=changes)
+        return result
+
+    def _run_alone(self, step: Step, count: Callable[[float], None]) -> Any:
+        """Run a step of a method whose workers never meet."""
+        result = self._step(step, is_together=False)
+        self._job.contribution.commit()
+        self._job.stopping.hear(self._job.stopping.is_wanted())
+        count(0.0)
+        self._job.elastic.boundary(agreed=False)
         return result
 
     def _step(self, step: Step, is_together: bool) -> Any:

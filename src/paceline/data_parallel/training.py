@@ -46,6 +46,7 @@ from paceline.data_parallel.update import ReplicatedUpdate, Step, Update
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.allreduce import AllReduce
+from paceline.pace.centre import Centre
 from paceline.pace.exchange import Exchange
 from paceline.pace.known import needs_servers
 from paceline.pace.method import Method, Setting
@@ -81,6 +82,7 @@ class Training:
         self._serving: Serving | None = None
         if needs_servers(pace.name) and job.servers:
             self._serving = Serving(job, group, optimizer, pace, options, label)
+        self._centre: Centre | None = None
         self._method = self._choose_method(pace, optimizer)
         self._shares_params = self._wants_sharing(optimizer)
         self._is_common = self._method is not None and self._method.shares_params
@@ -115,7 +117,7 @@ class Training:
             model,
             self._form("buffers"),
             self._engine,
-            options.buffers,
+            self._buffers_mode,
             goes_on=self._serving is not None,
         )
         self.buffers.broadcast_now()
@@ -142,10 +144,12 @@ class Training:
             f"{_count(params)} parameters in {_plural(len(self.reducer.buckets), 'bucket')}",
             _plural(self._group.size, "worker"),
             self._paced.name if self._paced is not None else f"update {self.update.name}",
-            f"buffers {self._options.buffers}",
+            f"buffers {self._buffers_mode}",
         ]
         if self._serving is not None:
             parts.append(self._serving.balance)
+        if self._centre is not None:
+            parts.append(self._centre.describe())
         if self._num_global_norms:
             parts.append(f"global statistics in {self._num_global_norms} batch norms")
         return ", ".join(parts)
@@ -157,15 +161,17 @@ class Training:
         return self._groups[-1]
 
     def _choose_method(self, pace: PaceSpec, optimizer: torch.optim.Optimizer) -> Method | None:
-        return make_method(
-            Setting(
-                pace,
-                self._form("pace"),
-                self._options.own,
-                weakref.ref(optimizer),
-                lambda count, dtype: allocate(self._engine, (count,), dtype),
-            )
-        )
+        if needs_servers(pace.name):
+            return None
+        workers = self._form("pace")
+
+        def memory(count: int, dtype: torch.dtype) -> torch.Tensor:
+            return allocate(self._engine, (count,), dtype)
+
+        if self._job.servers and pace.uses_servers:
+            self._centre = Centre(self._job, workers, f"centre {self._label}", memory)
+        options, own = self._options.own, weakref.ref(optimizer)
+        return make_method(Setting(pace, workers, options, own, memory, self._centre))
 
     def _choose_exchange(self) -> Exchange:
         if self._serving is not None:
@@ -176,6 +182,18 @@ class Training:
 
     def _skips_backward(self) -> bool:
         return self._method is not None and self._method.skips_backward
+
+    @property
+    def _buffers_mode(self) -> str:
+        is_alone = self._method is not None and self._method.is_free
+        return "local" if is_alone else self._options.buffers
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether nobody waits for anybody."""
+        if self._method is not None:
+            return self._method.is_free
+        return self._serving is not None and not self._serving.rule.aggregate
 
     def _set_weight(self, weight: float) -> None:
         """Let a batch weigh by its samples, where gradients are averaged."""
@@ -238,7 +256,7 @@ class Training:
         if not elastic.is_on:
             return
         is_served = self._serving is not None
-        elastic.is_lockstep = self._serving is None or self._serving.rule.aggregate
+        elastic.is_lockstep = not self._is_free
         if self._method is None:
             self._elastic_step = ElasticStep(
                 self._job,

@@ -128,9 +128,9 @@ def _pace(pace: str | None, env: Mapping[str, str], servers: int) -> Schedule | 
     spec = parse_schedule(text)
     if spec.needs_servers and not servers:
         raise ConfigError(f"pace {spec} needs parameter servers: add servers=1")
-    if servers and not spec.needs_servers:
+    if servers and not spec.uses_servers:
         raise ConfigError(
-            f"pace {spec} uses no parameter servers: leave out servers={servers}, or choose a pace"
-            f" with servers ({', '.join(paces_with_servers())})"
+            f"pace {spec} uses no parameter servers{spec.why_no_servers}: leave out"
+            f" servers={servers}, or choose a pace with servers ({', '.join(paces_with_servers())})"
         )
     return spec

@@ -58,14 +58,13 @@ class ServerPlan:
         """Refuse servers without use, and a pace without its servers; None: the script decides."""
         if pace is None:
             return
-        needed = pace.needs_servers
-        if needed and not self.count:
+        if pace.needs_servers and not self.count:
             raise ConfigError(f"pace {pace} needs parameter servers: add -s 1 (or -s {COLOCATED})")
-        if self.count and not needed:
+        if self.count and not pace.uses_servers:
             given = COLOCATED if self.is_colocated else self.count
             raise ConfigError(
-                f"pace {pace} uses no parameter servers: leave out -s {given}, or choose a pace"
-                f" with servers ({', '.join(paces_with_servers())})"
+                f"pace {pace} uses no parameter servers{pace.why_no_servers}: leave out -s {given},"
+                f" or choose a pace with servers ({', '.join(paces_with_servers())})"
             )
 
 

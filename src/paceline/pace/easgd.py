@@ -8,19 +8,31 @@ Every T steps, with the values x_i at the beginning of that step and the centre 
 The workers explore on their own and are pulled back; what is evaluated and saved is the centre.
 Defaults: beta 0.9, alpha = beta / number of workers (at least 2). EAMSGD is the same with Nesterov
 momentum in the workers' steps, which torch's SGD has: the parameters that the script sees are the
-look-ahead. The centre is replicated: every worker computes the same from the same mean.
+look-ahead. Without servers the centre is replicated: every worker computes the same from the same
+mean. With servers it is theirs (centre.py).
+
+FREE-RUNNING (mode=async, which needs servers): each worker by itself, every T of its own steps. At
+the beginning of such a step it reads the centre and gives it d, behind the step it takes d back:
+
+    d = alpha (x_i - c);   c <- c + d;   x_i <- x_i - d
+
+The same d on both sides, whatever others have done to c between the read and the addition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from paceline.elastic.protocol import Change
 from paceline.errors import UsageError
+from paceline.pace.centre import Centre, Place, outer_settings
 from paceline.pace.exchange import Bucket
 from paceline.pace.method import Method, Setting
+from paceline.ps.together import Together
 from paceline.work import Work
 
 
@@ -29,17 +41,19 @@ class _Part:
     bucket: Bucket
     centre: torch.Tensor
     before: torch.Tensor  # the values at the beginning of the step
-    mean: torch.Tensor
+    mean: torch.Tensor | None  # None: it is on the servers
+    place: Place | None = None
 
 
 class ElasticAveraging(Method):
-    """Synchronous, with a replicated centre."""
+    """The centre is replicated, or on the servers; there workers may also come when they like."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.every = int(setting.pace.value)
         self.beta = setting.number("beta", 0.9)
         self._parts: list[_Part] = []
+        self.is_free = setting.options.get("mode") == "async" and setting.centre is not None
         if self.alpha >= 1 or self.beta > 1:
             raise UsageError(
                 f"pace {setting.pace}: alpha={self.alpha:g}, beta={self.beta:g}; expected alpha < 1"
@@ -52,25 +66,43 @@ class ElasticAveraging(Method):
         return self.setting.number("alpha", self.beta / max(2, self.workers.size))
 
     def describe(self) -> str:
-        return f"every {self.every} steps, alpha {self.alpha:.3g}, beta {self.beta:g}"
+        words = f"every {self.every} steps, alpha {self.alpha:.3g}"
+        return f"{words}, each by itself" if self.is_free else f"{words}, beta {self.beta:g}"
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         super().take(buckets)
         for bucket in buckets:
             size, dtype = bucket.params.numel(), bucket.params.dtype
-            centre, before = bucket.params.clone(), self.setting.allocate(size, dtype)
-            self._parts.append(_Part(bucket, centre, before, self.setting.allocate(size, dtype)))
+            before = self.setting.allocate(size, dtype)
+            if self.setting.centre is not None:
+                outer = None if self.is_free else self._outer_settings()
+                place = self.setting.centre.place(bucket, outer)
+                self._parts.append(_Part(bucket, place.values, before, None, place))
+                continue
+            mean = self.setting.allocate(size, dtype)
+            self._parts.append(_Part(bucket, bucket.params.clone(), before, mean))
+
+    def _outer_settings(self) -> dict[str, Any]:
+        return outer_settings(lr=self.beta)
 
     @property
     def is_due(self) -> bool:
-        return bool(self._parts) and self.steps >= (self.rounds + 1) * self.every
+        is_time = bool(self._parts) and self.steps >= (self.rounds + 1) * self.every
+        return is_time and not self.is_free
 
     def before_step(self) -> None:
-        if self.steps + 1 >= (self.rounds + 1) * self.every:
-            for part in self._parts:
+        if self.steps + 1 < (self.rounds + 1) * self.every:
+            return
+        for part in self._parts:
+            if self.is_free:
+                self._give(part)
+            else:
                 part.before.copy_(part.bucket.params)
 
     def meet(self) -> None:
+        if self.setting.centre is not None:
+            self._meet_on_servers(self.setting.centre)
+            return
         works = [
             self.workers.all_reduce(part.before, "mean", out=part.mean, async_op=True)
             for part in self._parts
@@ -82,12 +114,54 @@ class ElasticAveraging(Method):
     def conclude(self) -> None:
         with torch.no_grad():
             for part in self._parts:
+                if part.place is not None:  # its outbox has how far the old centre was from here
+                    part.bucket.params.add_(part.place.outbox, alpha=self.alpha)
+                    part.place.conclude()
+                    continue
+                assert part.mean is not None
                 pull = part.before.sub_(part.centre)
                 part.bucket.params.sub_(pull, alpha=self.alpha)
                 part.centre.lerp_(part.mean, self.beta)
 
+    def _meet_on_servers(self, centre: Centre) -> None:
+        places = [part.place for part in self._parts if part.place is not None]
+        fresh = [part for part in self._parts if part.place and not part.place.is_committed]
+        Together([part.place.push(part.before) for part in fresh if part.place]).wait()
+        centre.commit(places, self._outer_settings())
+
     def agreed(self, bucket: Bucket) -> torch.Tensor:
-        return next(part.centre.clone() for part in self._parts if part.bucket is bucket)
+        part = next(part for part in self._parts if part.bucket is bucket)
+        if self.is_free and part.place is not None:
+            self.workers.barrier()  # nobody gives any more
+            part.place.pull()
+            self.workers.barrier()  # and nobody gives again before all have read
+        return part.centre.clone()
+
+    # -- free-running -------------------------------------------------------------------------
+
+    def _give(self, part: _Part) -> None:
+        """Let the centre come towards this worker."""
+        assert part.place is not None
+        part.place.pull()
+        difference = torch.sub(part.bucket.params, part.centre, out=part.before)
+        part.place.add(difference.mul_(self.alpha))
+
+    def after_step(self) -> None:
+        """Let this worker go towards the centre, by as much."""
+        if not self.is_free or self.steps < (self.rounds + 1) * self.every:
+            return
+        with torch.no_grad():
+            for part in self._parts:
+                part.bucket.params.sub_(part.before)
+        self.rounds += 1
+
+    def resume(self, change: Change) -> None:
+        """Go on with other members; where nobody meets, a newcomer begins at the centre."""
+        super().resume(change)
+        if self.is_free:
+            for part in self._parts:
+                if self.workers.ranks[self.workers.rank] in change.joined:
+                    part.bucket.params.copy_(part.centre)
 
     def kept(self) -> Iterator[torch.Tensor]:
         for part in self._parts:

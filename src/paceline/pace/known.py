@@ -46,6 +46,9 @@ class Pace:
     needs_servers: bool = False
     is_free_running: bool = False  # workers do not take the same steps together
     on_one_host: bool = False  # its workers share memory
+    needs_servers_with: Mapping[str, str] = field(default_factory=dict)  # options that need them
+    uses_servers: bool = False  # if the job has some, it goes through them
+    no_servers: str = ""  # why it cannot
     # A class of pace/method.py, or where it is: "module:Class"; "": in data_parallel itself.
     method: str | type = ""
     stands_for: str = ""  # the pace whose other name this is
@@ -84,6 +87,8 @@ _FREE_RUNNING = {
 _LOCALLY = {"buffers": ("average", "broadcast", "local"), **_EVERYWHERE}
 _OUTER = {**_LOCALLY, "fragments": WHOLE, "delay": COUNT, "merge": FROM_0}
 _STEPS = "the number of local steps"
+_ELASTIC = {**_LOCALLY, "alpha": FROM_0, "beta": ABOVE_0, "mode": ("sync", "async")}
+_FREE = {"mode": "async"}
 
 KNOWN: dict[str, Pace] = {
     "allreduce": Pace(
@@ -106,7 +111,12 @@ KNOWN: dict[str, Pace] = {
         is_free_running=True,
     ),
     "local": Pace(
-        _OUTER, number=_STEPS, kind=WHOLE, default="8", method="paceline.pace.outer:LocalSteps"
+        _OUTER,
+        number=_STEPS,
+        kind=WHOLE,
+        default="8",
+        method="paceline.pace.outer:LocalSteps",
+        uses_servers=True,
     ),
     "post_local": Pace(
         {**_OUTER, "after": COUNT},
@@ -114,6 +124,7 @@ KNOWN: dict[str, Pace] = {
         kind=WHOLE,
         default="8",
         method="paceline.pace.outer:PostLocalSteps",
+        uses_servers=True,
     ),
     "bmuf": Pace(
         {
@@ -128,6 +139,7 @@ KNOWN: dict[str, Pace] = {
         kind=WHOLE,
         default="10",
         method="paceline.pace.outer:BlockMomentum",
+        uses_servers=True,
     ),
     "diloco": Pace(
         {**_OUTER, "momentum": FROM_0, "outer_lr": ABOVE_0, "nesterov": ("yes", "no")},
@@ -135,20 +147,25 @@ KNOWN: dict[str, Pace] = {
         kind=WHOLE,
         default="500",
         method="paceline.pace.outer:DiLoCo",
+        uses_servers=True,
     ),
     "easgd": Pace(
-        {**_LOCALLY, "alpha": FROM_0, "beta": ABOVE_0},
+        _ELASTIC,
         number=_STEPS,
         kind=WHOLE,
         default="10",
         method="paceline.pace.easgd:ElasticAveraging",
+        uses_servers=True,
+        needs_servers_with=_FREE,
     ),
     "eamsgd": Pace(
-        {**_LOCALLY, "alpha": FROM_0, "beta": ABOVE_0, "momentum": ABOVE_0},
+        {**_ELASTIC, "momentum": ABOVE_0},
         number=_STEPS,
         kind=WHOLE,
         default="10",
         method="paceline.pace.easgd:ElasticAveragingWithMomentum",
+        uses_servers=True,
+        needs_servers_with=_FREE,
     ),
     "partial": Pace(
         {
@@ -162,6 +179,8 @@ KNOWN: dict[str, Pace] = {
         kind=SHARE,
         default="0.5",
         method="paceline.pace.partial:Partial",
+        no_servers="its workers average gradients among themselves (backup:1 leaves out the slowest"
+        " through servers)",
     ),
     "elastic_sgd": Pace(
         stands_for="partial",
@@ -174,6 +193,7 @@ KNOWN: dict[str, Pace] = {
         kind=("ring", "exponential", "random"),
         default="ring",
         method="paceline.pace.gossip:Gossip",
+        no_servers="its workers speak with their neighbours only, so there is no centre",
     ),
     "hogwild": Pace(
         {**_LOCALLY, "agree": WHOLE}, on_one_host=True, method="paceline.pace.hogwild:Hogwild"
@@ -205,17 +225,11 @@ def register(name: str, pace: Pace) -> None:
 
 
 def needs_servers(name: str) -> bool:
-    """Say whether a pace exists only with parameter servers."""
+    """Say whether a pace exists only with parameter servers, which run the optimizer."""
     row = find(name)
     return row is not None and row.needs_servers
 
 
-def is_free_running(name: str) -> bool:
-    """Say whether workers at this pace go on without each other."""
-    row = find(name)
-    return row is not None and row.is_free_running
-
-
 def paces_with_servers() -> list[str]:
-    """Return the paces that need parameter servers, for messages."""
-    return sorted(name for name, pace in KNOWN.items() if pace.needs_servers)
+    """Return the paces that go through parameter servers, for messages."""
+    return sorted(name for name, row in KNOWN.items() if row.needs_servers or row.uses_servers)

@@ -27,6 +27,7 @@ import torch
 
 from paceline.collectives.group import Group
 from paceline.elastic.protocol import Change, Parcel
+from paceline.pace.centre import Centre
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.parse import PaceSpec
 
@@ -40,6 +41,7 @@ class Setting:
     options: Mapping[str, str] = field(default_factory=dict)  # as text; those that were chosen
     optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
     allocate: Callable[[int, torch.dtype], torch.Tensor] = lambda n, d: torch.empty(n, dtype=d)
+    centre: Centre | None = None  # on the servers, if the job has some and the pace can use them
 
     def number(self, name: str, default: float) -> float:
         """Return an option that is a number."""
@@ -58,6 +60,7 @@ class Method:
     agrees_every = 1
     # The parameters are one memory for all workers, who are on one host.
     shares_params = False
+    is_free = False  # workers never meet: nobody waits for anybody
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -118,13 +121,19 @@ class Method:
 
     def pack(self) -> Parcel:
         """Return how far this worker is, and what it keeps."""
-        return [self.steps, self.rounds], list(self.kept())
+        centre = self.setting.centre
+        settled = [] if centre is None else centre.settled()
+        return [self.steps, self.rounds, settled], list(self.kept())
 
     def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Take them over."""
-        self.steps, self.rounds = plain
+        self.steps, self.rounds, settled = plain
         for mine, theirs in zip(self.kept(), tensors, strict=True):
             mine.copy_(theirs)
+        if self.setting.centre is not None:
+            self.setting.centre.follow(settled)
 
     def resume(self, change: Change) -> None:
         """Go on with other members; `workers` has followed already."""
+        if self.setting.centre is not None:
+            self.setting.centre.resume(change)

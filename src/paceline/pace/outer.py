@@ -18,6 +18,9 @@ FRAGMENTS: buckets may be brought together one part after the other, each H step
 time, so that less travels at once; with a DELAY the mean of a part is put to use so many steps
 after it was sent, and travels while they compute. MERGE is how much of its own value a worker then
 keeps (0: it takes the outer one).
+
+Without servers every worker has w and D, and computes the same from the same mean. With servers w
+and D are theirs (centre.py): there torch's SGD makes the same step, of the mean of w - x_i.
 """
 
 from __future__ import annotations
@@ -31,9 +34,12 @@ import torch
 from paceline.elastic.protocol import Parcel
 from paceline.errors import UsageError
 from paceline.pace.allreduce import AllReduce
+from paceline.pace.centre import Place, outer_settings
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.method import Method, Setting
 from paceline.work import Work
+
+_LEAST_MOMENTUM = 1e-30  # so small that it changes nothing
 
 
 @dataclass
@@ -41,6 +47,7 @@ class _Part:
     """What the outer optimizer knows about one bucket."""
 
     bucket: Bucket
+    place: Place | None = None  # on the servers
     begin: torch.Tensor | None = None  # w; None where the next w is the mean itself
     momentum: torch.Tensor | None = None  # D
     sent: torch.Tensor | None = None  # x_i when it was sent; None: straight from the parameters
@@ -109,9 +116,13 @@ class OuterSteps(Method):
         super().take(buckets)
         for bucket in buckets:
             part = _Part(bucket)
-            if not self._is_plain:
+            if self.setting.centre is not None:
+                part.place = self.setting.centre.place(bucket, self._outer_settings())
+                part.begin = part.place.values
+            elif not self._is_plain:
                 part.begin, part.momentum = bucket.params.clone(), torch.zeros_like(bucket.params)
-            part.mean = self.setting.allocate(bucket.params.numel(), bucket.params.dtype)
+            if part.place is None:
+                part.mean = self.setting.allocate(bucket.params.numel(), bucket.params.dtype)
             if self.delay:
                 part.sent = self.setting.allocate(bucket.params.numel(), bucket.params.dtype)
             self._parts.append(part)
@@ -142,6 +153,8 @@ class OuterSteps(Method):
                 part.met_at = self.steps
                 if part.begin is not None:
                     part.begin.copy_(part.bucket.params)
+                if part.place is not None:  # all have the same, and say so before they push
+                    part.place.assign()
         is_time = self.steps - self.after == (self.rounds + 1) * self._stride
         if self.delay and is_time:
             for part in self._fragment:
@@ -150,40 +163,51 @@ class OuterSteps(Method):
                 self._send(part, part.sent)
 
     def _send(self, part: _Part, values: torch.Tensor) -> None:
+        if part.place is not None:
+            part.work = part.place.push(values, self._gain / self.lr)
+            return
         work = self.workers.all_reduce(values, "mean", out=part.mean, async_op=True)
         assert isinstance(work, Work)
         part.work = work
 
     def meet(self) -> None:
-        for part in self._fragment:
-            if self.is_last and part.work is not None:  # it is overtaken
+        fragment, centre = self._fragment, self.setting.centre
+        for part in fragment:
+            is_through = part.place is not None and part.place.is_committed
+            if self.is_last and part.work is not None and not is_through:  # it is overtaken
                 part.work.wait()
                 part.work = None
-            if part.work is None:  # nothing is under way, or it has failed with somebody
+            if part.work is None and not is_through:  # or it has failed with somebody
                 is_old = part.sent is not None and not self.is_last
                 values = part.sent if is_old else part.bucket.params
                 assert values is not None
                 self._send(part, values)
-        for part in self._fragment:
+        for part in fragment:
             work, part.work = part.work, None
-            assert work is not None
-            work.wait()
+            if work is not None:
+                work.wait()
+        if centre is not None:
+            places = [part.place for part in fragment if part.place is not None]
+            centre.commit(places, self._outer_settings())
 
     def conclude(self) -> None:
         with torch.no_grad():
             for part in self._fragment:
                 self._move(part)
+                if part.place is not None:
+                    part.place.conclude()
 
     def _move(self, part: _Part) -> None:
         """Let the outer optimizer make its step, and the worker go on from there."""
-        params, mean, part.met_at = part.bucket.params, part.mean, self.steps
-        assert mean is not None
-        if part.begin is None or part.momentum is None:
+        params, mean, target = part.bucket.params, part.mean, part.begin
+        part.met_at = self.steps
+        if target is None:
             target = mean
-        else:
-            target, change = part.begin, mean.sub_(part.begin)
+        elif mean is not None and part.momentum is not None:  # else the servers have done this
+            change = mean.sub_(target)
             part.momentum.mul_(self.momentum).add_(change, alpha=self._gain)
             self._advance(target, change, part.momentum)
+        assert target is not None
         if self.merge and not self.is_last:
             params.lerp_(target, 1.0 - self.merge)
         else:
@@ -199,11 +223,22 @@ class OuterSteps(Method):
         else:
             begin.add_(momentum)
 
+    def _outer_settings(self) -> dict[str, Any]:
+        """Return what torch's SGD is set to in order to make the same step on the servers."""
+        if self._is_plain:
+            return outer_settings(lr=self.lr)
+        # Without a momentum torch's SGD remembers nothing; here the momentum may change.
+        momentum = max(self.momentum, _LEAST_MOMENTUM)
+        return outer_settings(lr=self.lr, momentum=momentum, nesterov=self.nesterov)
+
     def agreed(self, bucket: Bucket) -> torch.Tensor:
         part = next(part for part in self._parts if part.bucket is bucket)
         if part.met_at == self.steps and not self.merge:
             return bucket.params.clone()  # all workers have just agreed on it
-        return super().agreed(bucket) if part.begin is None else part.begin.clone()
+        if self._is_plain:
+            return super().agreed(bucket)
+        assert part.begin is not None
+        return part.begin.clone()
 
     # -- changes of the membership ------------------------------------------------------------
 
@@ -270,6 +305,13 @@ class BlockMomentum(OuterSteps):
             super()._advance(begin, change, momentum)
         else:  # the look-ahead stays in the point at which the next block begins
             begin.add_(momentum, alpha=1.0 + self.momentum if self.nesterov else 1.0)
+
+    def _outer_settings(self) -> dict[str, Any]:
+        if not self._is_fairseq:
+            return super()._outer_settings()
+        momentum = max(self.momentum, _LEAST_MOMENTUM)
+        rate = self.lr * (1.0 + self.momentum if self.nesterov else 1.0)
+        return outer_settings(lr=rate, momentum=momentum)
 
 
 class DiLoCo(OuterSteps):

@@ -45,6 +45,32 @@ class PaceSpec:
         return float(self.number if self.number is not None else row.default if row else 0)
 
     @property
+    def needs_servers(self) -> bool:
+        """Whether it cannot do without parameter servers."""
+        row = find(self.name)
+        assert row is not None, "a pace that was read is known"
+        needed = row.needs_servers_with.items()
+        return row.needs_servers or any(self.options.get(key) == value for key, value in needed)
+
+    @property
+    def is_free_running(self) -> bool:
+        """Whether workers go on without each other."""
+        row = find(self.name)
+        return row is not None and (row.is_free_running or self.options.get("mode") == "async")
+
+    @property
+    def uses_servers(self) -> bool:
+        """Whether it goes through parameter servers where there are some."""
+        row = find(self.name)
+        return row is not None and (row.needs_servers or row.uses_servers)
+
+    @property
+    def why_no_servers(self) -> str:
+        """Why it has no use for parameter servers, as far as there is more to say."""
+        row = find(self.name)
+        return f" ({row.no_servers})" if row is not None and row.no_servers else ""
+
+    @property
     def word(self) -> str:
         """The word behind the colon, or its default."""
         row = find(self.name)

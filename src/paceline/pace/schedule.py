@@ -13,7 +13,6 @@ import re
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.pace.known import needs_servers
 from paceline.pace.parse import PaceSpec, notice_of, parse
 
 _COMMA = re.compile(r",(?![^\[\]]*\])")  # not one between brackets
@@ -50,8 +49,18 @@ class Schedule:
 
     @property
     def needs_servers(self) -> bool:
-        """Whether one of the paces exists only with parameter servers."""
-        return any(needs_servers(phase.pace.name) for phase in self.phases)
+        """Whether one of the paces cannot do without parameter servers."""
+        return any(phase.pace.needs_servers for phase in self.phases)
+
+    @property
+    def uses_servers(self) -> bool:
+        """Whether one of the paces goes through parameter servers where there are some."""
+        return any(phase.pace.uses_servers for phase in self.phases)
+
+    @property
+    def why_no_servers(self) -> str:
+        """Why the first pace has no use for parameter servers, as far as there is more to say."""
+        return self.first.why_no_servers
 
 
 def parse_schedule(text: str) -> Schedule:

@@ -71,6 +71,13 @@ def test_a_pace_gets_the_servers_it_needs_and_no_others() -> None:
         ServerPlan(count=1).check_pace(parse_schedule(text))
         with pytest.raises(ConfigError, match=f"pace {text} needs parameter servers: add -s 1"):
             ServerPlan().check_pace(parse_schedule(text))
+    for text in ("local:8", "post_local", "bmuf", "diloco:50", "easgd", "eamsgd"):  # both ways
+        ServerPlan(count=1).check_pace(parse_schedule(text))
+        ServerPlan().check_pace(parse_schedule(text))
+    with pytest.raises(ConfigError, match="mode=async.* needs parameter servers: add -s 1"):
+        ServerPlan().check_pace(parse_schedule("eamsgd[mode=async]"))
+    with pytest.raises(ConfigError, match=r"gossip:ring uses no parameter servers \(.* no centre"):
+        ServerPlan(count=1).check_pace(parse_schedule("gossip:ring"))
     with pytest.raises(ConfigError, match="allreduce uses no parameter servers: leave out -s 2"):
         ServerPlan(count=2).check_pace(parse_schedule("allreduce"))
     with pytest.raises(ConfigError, match="leave out -s colocated"):
