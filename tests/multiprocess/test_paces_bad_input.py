@@ -18,7 +18,6 @@ WRONG = {
     "easgd:4[alpha=1]": "expected alpha < 1",
     "partial:0.5[carry=yes,skip_compute=yes]": "has nothing to carry over; choose one",
     "easgd:4[mode=async]": "easgd:4.mode=async. needs parameter servers, and this job has none",
-    "backup:1": "backup is not in this version",
 }
 
 

@@ -21,7 +21,7 @@ from paceline.data_parallel.options import Options, fits
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.known import find, needs_servers
-from paceline.pace.parse import PaceSpec
+from paceline.pace.parse import PaceSpec, find_problem_with_backups
 from paceline.pace.schedule import Phase, Schedule, notices_of, parse_schedule
 
 
@@ -112,15 +112,18 @@ class Choice:
         job = self._job
         if pace.needs_servers and not job.servers:
             _do_without_servers(job, pace)
+        problem = find_problem_with_backups(pace, job.world.size, len(job.servers))
+        if problem and job.servers:
+            raise UsageError(problem)
         _refuse_apart(job, pace)
         if job.elastic.is_on:
-            _refuse_in_elastic_jobs(options)
+            _refuse_in_elastic_jobs(pace, options)
         model, optimizer = self._model(), self._optimizer()
         if model is None or optimizer is None or not (needs_servers(pace.name) and job.servers):
             return
-        problem = find_problem_with_servers(model, optimizer, options.push)
-        if problem is not None:
-            raise UsageError(problem)
+        reason = find_problem_with_servers(model, optimizer, options.push)
+        if reason is not None:
+            raise UsageError(reason)
 
 
 def _refuse_free_running(asked: Schedule) -> None:
@@ -153,8 +156,14 @@ def _refuse_apart(job: Job, pace: PaceSpec) -> None:
         )
 
 
-def _refuse_in_elastic_jobs(options: Options) -> None:
+def _refuse_in_elastic_jobs(pace: PaceSpec, options: Options) -> None:
     """Refuse what cannot go on when a worker is lost."""
+    if pace.name == "backup" and pace.value:
+        raise UsageError(
+            f"pace {pace} cannot be used in an elastic job: its servers do not know how many a"
+            " round needs while workers come and go; use pace ps, which goes on without those who"
+            " are lost, or start the job without --min, --max and --on-loss"
+        )
     if options.batchnorm == "global":
         raise UsageError(
             "batchnorm=global cannot be used in an elastic job: its exchange is in the middle of"

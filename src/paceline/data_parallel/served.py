@@ -120,7 +120,7 @@ class ServedUpdate:
 
     def pull(self) -> None:
         """Read the newest parameters, without a step; in lockstep a worker always has them."""
-        if not self._rule.aggregate:
+        if not self._rule.aggregate or self._rule.backup:
             self._adopt_parameters()
             self._finish(self._exchange.pull().wait)
 

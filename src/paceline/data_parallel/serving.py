@@ -67,6 +67,7 @@ class Serving:
             can_see_edits
             and not job.elastic.is_on  # whoever else maps it may be lost in the middle of a write
             and self.rule.aggregate
+            and not self.rule.backup  # who is late computes while the others update
             and _is_one_host(job)
             and _are_kept_as_they_are(optimizer, self.rule)
         )

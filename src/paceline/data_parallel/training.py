@@ -288,7 +288,7 @@ class Training:
         model = self._model()
         assert model is not None
         taken = {id(param) for param in self.reducer.params}
-        if self._serving is not None and not self._serving.rule.aggregate:
+        if self._is_free or (self._serving is not None and self._serving.rule.backup):
             raise UsageError(
                 f"rank {self._group.rank}: parameters were frozen or thawed under a free-running"
                 " pace, where workers cannot do so together; decide what is trained before"

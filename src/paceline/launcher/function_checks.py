@@ -61,7 +61,7 @@ def checked(
     return Plan(
         num_workers=workers,
         num_servers=servers,
-        pace=_pace(pace, added, servers),
+        pace=_pace(pace, added, workers, servers),
         env=added,
         threads=threads,
         timeout_s=timeout_s,
@@ -120,7 +120,7 @@ def _check_env(env: Mapping[str, str]) -> None:
             raise ConfigError(f"launch(env=...): launch sets {name} for each worker; leave it out")
 
 
-def _pace(pace: str | None, env: Mapping[str, str], servers: int) -> Schedule | None:
+def _pace(pace: str | None, env: Mapping[str, str], workers: int, servers: int) -> Schedule | None:
     """Read the pace that wins over the function's own: the argument, else the environment's."""
     text = pace if pace is not None else requested_pace({**inherited_environ(), **env})
     if text is None:
@@ -133,4 +133,7 @@ def _pace(pace: str | None, env: Mapping[str, str], servers: int) -> Schedule | 
             f"pace {spec} uses no parameter servers{spec.why_no_servers}: leave out"
             f" servers={servers}, or choose a pace with servers ({', '.join(paces_with_servers())})"
         )
+    problem = spec.problem_with(workers, servers)
+    if problem:
+        raise ConfigError(problem)
     return spec

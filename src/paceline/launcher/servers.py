@@ -54,7 +54,7 @@ class ServerPlan:
                 f" server of its own; give -s {self.replicas}, or fewer --replicas"
             )
 
-    def check_pace(self, pace: Schedule | None) -> None:
+    def check_pace(self, pace: Schedule | None, num_workers: int | None = None) -> None:
         """Refuse servers without use, and a pace without its servers; None: the script decides."""
         if pace is None:
             return
@@ -66,6 +66,10 @@ class ServerPlan:
                 f"pace {pace} uses no parameter servers{pace.why_no_servers}: leave out -s {given},"
                 f" or choose a pace with servers ({', '.join(paces_with_servers())})"
             )
+        if num_workers is not None and self.count:
+            problem = pace.problem_with(num_workers, self.count)
+            if problem:
+                raise ConfigError(problem)
 
 
 def plan_servers(

@@ -86,7 +86,7 @@ class RunSpec:
                 f"--grace {self.grace_s:g}: expected seconds from 0 to {_LONGEST_GRACE_S:g}, for"
                 " example --grace 30"
             )
-        self.servers.check_pace(self.pace)
+        self.servers.check_pace(self.pace, self.num_workers)
 
     @property
     def num_servers(self) -> int:
@@ -107,7 +107,7 @@ class RunSpec:
         text = requested_pace({**inherited, **self.env})
         try:
             pace = None if text is None else parse_schedule(text)
-            self.servers.check_pace(pace)
+            self.servers.check_pace(pace, self.num_workers)
         except UsageError as error:
             raise ConfigError(f"PACELINE_PACE: {error}") from error
         return pace

@@ -102,6 +102,12 @@ KNOWN: dict[str, Pace] = {
     "ps": Pace(
         {**_BACKWARD, **_RESIZES, **_ON_SERVERS, "wait": ("step", "layer")}, needs_servers=True
     ),
+    "backup": Pace(
+        {**_ON_SERVERS, "buffers": ("local",), "unused": ("ignore",), **_EVERYWHERE},
+        number="the number of backup workers",
+        default="1",
+        needs_servers=True,
+    ),
     "async": Pace({**_FREE_RUNNING, "softsync": WHOLE}, needs_servers=True, is_free_running=True),
     "ssp": Pace(
         {**_FREE_RUNNING, "unit": ("clock", "version")},

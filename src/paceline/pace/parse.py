@@ -20,7 +20,7 @@ from paceline.pace.known import KNOWN, NUMBERS, Pace, find, is_allowed
 
 _FORM = re.compile(r"([^:\[\]]*)(?::([^\[\]]*))?(?:\[([^\[\]]*)\])?")
 # Words that other people's papers and our plans use: better a clear "not yet" than "unknown".
-_PLANNED = frozenset(("backup", "bitmap", "bmuf_bitmap"))
+_PLANNED = frozenset(("bitmap", "bmuf_bitmap"))
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 
 
@@ -104,6 +104,24 @@ def notice_of(text: str) -> str:
     found = _FORM.fullmatch(text.strip())
     row = KNOWN.get(found[1].strip()) if found is not None else None
     return row.notice if row is not None else ""
+
+
+def find_problem_with_backups(pace: PaceSpec, workers: int, servers: int) -> str:
+    """Say why these workers and servers cannot have that many backups; "" if they can."""
+    if pace.name != "backup":
+        return ""
+    if pace.value >= workers:
+        some = "1 worker" if workers == 1 else f"{workers} workers"
+        return (
+            f"pace {pace}: {int(pace.value)} backups of {some} leave nobody to wait for; choose"
+            f" fewer than {workers}, such as backup:{workers - 1}"
+        )
+    if pace.value and servers > 1:
+        return (
+            f"pace {pace} and {servers} servers: who is in a round must be decided in one place;"
+            " use -s 1, or pace ps, which has use for several"
+        )
+    return ""
 
 
 def number_text(value: float) -> str:

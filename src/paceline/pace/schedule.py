@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.pace.parse import PaceSpec, notice_of, parse
+from paceline.pace.parse import PaceSpec, find_problem_with_backups, notice_of, parse
 
 _COMMA = re.compile(r",(?![^\[\]]*\])")  # not one between brackets
 
@@ -56,6 +56,11 @@ class Schedule:
     def uses_servers(self) -> bool:
         """Whether one of the paces goes through parameter servers where there are some."""
         return any(phase.pace.uses_servers for phase in self.phases)
+
+    def problem_with(self, workers: int, servers: int) -> str:
+        """Say why so many workers and servers cannot keep this pace; "" if they can."""
+        found = (find_problem_with_backups(p.pace, workers, servers) for p in self.phases)
+        return next((problem for problem in found if problem), "")
 
     @property
     def why_no_servers(self) -> str:

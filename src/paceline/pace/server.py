@@ -1,9 +1,9 @@
 """Through parameter servers: lockstep, free-running, or bounded in between.
 
 Buckets are pushed while backward still runs and stay provisional until the worker commits its step;
-the servers then run the optimizer and fresh parameters come back. Which of `ps`, `async` and `ssp`
-it is shows only in the rule that the servers are given; here `ps` differs in one thing: when
-backward returns, gradients have been averaged, and the average is what the script sees.
+the servers then run the optimizer and fresh parameters come back. Which of `ps`, `backup`, `async`
+and `ssp` it is shows only in the rule that the servers are given; here the first two differ in one
+thing: when backward returns, gradients have been averaged, and the average is what the script sees.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ from paceline.work import Work
 
 
 def rule_of(pace: PaceSpec, **options: Any) -> Rule:
-    """Return the rule of a server pace; ssp:0 is `ps`, because a bound of 0 clocks is lockstep."""
+    """Return the rule of a server pace; ssp:0 and backup:0 are `ps`: all wait for all."""
+    if pace.name == "backup" and pace.value:
+        # Nobody is bound to the clock of the slowest; and the first worker may be that one.
+        options["all_speak"] = True
+        return Rule(bound=None, aggregate=True, backup=int(pace.value), **options)
     is_lockstep = pace.name == "ssp" and pace.number == 0 and options.get("unit") != "version"
-    if pace.name == "ps" or is_lockstep:
+    if pace.name in ("ps", "backup") or is_lockstep:
         return Rule(bound=0, aggregate=True, **options)
     if pace.name == "async":
         return Rule(bound=None, **options)

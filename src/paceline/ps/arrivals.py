@@ -43,9 +43,14 @@ class Arrivals:
         """Return the number of the step that a worker has not ended yet."""
         return self._clocks.clock(worker) + 1
 
-    def push(self, worker: int, number: int, push: Push) -> None:
+    def push(self, worker: int, number: int, push: Push) -> bool:
         """Remember a gradient until the worker commits."""
         self._pushes.setdefault(worker, {})[number] = push
+        return True
+
+    def ignores(self, _worker: int) -> bool:
+        """Whether an update counts is seen at its commit."""
+        return False
 
     def commit(self, worker: int, outs: Outs = None) -> Collection[int]:
         """Apply what a worker pushed; return the shards whose fresh values are in `outs` now."""

@@ -65,15 +65,20 @@ class Barrier:
         has_ended = worker in self._committed and worker not in self._inherited
         return self._clocks.clock(worker) + 1 + has_ended
 
-    def push(self, worker: int, number: int, push: Push) -> None:
-        """Take a worker's part of an average."""
+    def push(self, worker: int, number: int, push: Push) -> bool:
+        """Take a worker's part of an average; true: it waits for that."""
         if (worker, number) in self._counted:
             self._counted.discard((worker, number))
-            return
+            return True
         if self._means[number] is not None:
             self._begin_anew(worker, number)
         self._pushes[number][worker] = self._in_own_dtype(worker, number, push)
         self._reduce_if_complete(number)
+        return True
+
+    def ignores(self, _worker: int) -> bool:
+        """Say whether the step that a worker is in does not count; here all do."""
+        return False
 
     def commit(self, worker: int, _outs: object = None) -> Collection[int]:
         """Note that a worker ended its step; the last one's commit applies it.
@@ -271,10 +276,16 @@ class Barrier:
         return Push(kept.copy_(push.grad), push.absent)
 
     def _reduce_if_complete(self, number: int) -> None:
-        pushes, workers = self._pushes[number], self._clocks.workers
-        if self._means[number] is None and all(worker in pushes for worker in workers):
-            # In the order of ranks, which is also that of the collectives.
+        if self._means[number] is not None:
+            return
+        workers, pushes = self._contributors(number), self._pushes[number]
+        if workers:  # in the order of ranks, which is also that of the collectives
             self._means[number] = self._average(number, {w: pushes[w] for w in workers})
+
+    def _contributors(self, number: int) -> Sequence[int]:
+        """Return whose gradients make the average of a shard; nobody's: not all are there."""
+        workers, pushes = self._clocks.workers, self._pushes[number]
+        return workers if all(worker in pushes for worker in workers) else ()
 
     def _average(self, number: int, pushes: dict[int, Push]) -> Push:
         mean = self._mean_of(number, pushes)
@@ -299,8 +310,8 @@ class Barrier:
     # -- the end of a step --------------------------------------------------------------------
 
     def _end_if_complete(self) -> None:
-        workers = self._clocks.workers
-        if not self._committed or not all(worker in self._committed for worker in workers):
+        workers = self._enders()
+        if not workers:
             return
         missing = self._missing()
         if missing:
@@ -312,6 +323,16 @@ class Barrier:
             self._end(workers, notice=text)
         else:
             self._apply(workers)
+
+    def _enders(self) -> Sequence[int]:
+        """Return whose step ends now; nobody's: not all have committed."""
+        workers = self._clocks.workers
+        if not self._committed or not all(worker in self._committed for worker in workers):
+            return ()
+        return workers
+
+    def _leader(self) -> int:
+        return self._clocks.workers[0]  # a scheduler sets the same on all
 
     def _missing(self) -> str:
         for number, pushes in enumerate(self._pushes):
@@ -335,9 +356,7 @@ class Barrier:
             self._end(workers, notice=f"{text}; the step is left out")
 
     def _apply(self, workers: Sequence[int]) -> None:
-        staleness = self._clocks.applied(workers)
-        for worker in workers:
-            self._ledger.accounts.updated(worker, staleness[worker])
+        self._count(workers)
         try:
             for number, mean in enumerate(self._means):
                 if mean is not None and self._pushes[number]:
@@ -347,12 +366,17 @@ class Barrier:
         else:
             self._end(workers, notice="; ".join(self._notices.values()))
 
+    def _count(self, workers: Sequence[int]) -> None:
+        """Count a version, and the updates that are in it."""
+        staleness = self._clocks.applied(workers)
+        for worker in workers:
+            self._ledger.accounts.updated(worker, staleness[worker])
+
     def _update(self, shard: Shard, mean: Push) -> None:
-        first = self._clocks.workers[0]  # a scheduler sets the same on all
         shard.update(
             mean.grad,
             absent=mean.absent,
-            settings=self._ledger.settings[first],
+            settings=self._ledger.settings[self._leader()],
             slowdown=1.0,
             version=self._clocks.version,
         )

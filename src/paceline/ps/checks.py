@@ -25,6 +25,13 @@ def check_table(spec: TableSpec) -> None:
         _check_rule(spec.rule)
         if not spec.workers:
             raise UsageError("it has no workers")
+        if not 0 <= spec.rule.backup < len(spec.workers) or (
+            spec.rule.backup and not (spec.rule.aggregate and spec.rule.bound is None)
+        ):
+            raise UsageError(
+                f"backup={spec.rule.backup} of {len(spec.workers)} workers: expected fewer than"
+                " there are, and a synchronous table without a bound"
+            )
         for shard in spec.shards:
             _check_dtype(shard)
             _check_pieces(shard)

@@ -64,9 +64,10 @@ def on_push(server: Server, caller: Caller, request: m.Push, given: Sequence[tor
         hosted.origins["push", caller.worker, request.shard] = request.where
     if not table.spec.rule.aggregate:
         return
-    if not counts:  # a step that was applied; its average is there until there is another one
+    if not counts:  # a step that was applied, or is too late; the last average is still there
         absent, notice = table.last_average(request.shard)
         server.answer_average(hosted, caller, request, absent, notice)
+        server.release_averages(hosted)  # what else it waits for has been dropped as well
         return
     parked = Parked(caller, request.seq, time.monotonic())
     hosted.pushes.setdefault(request.shard, []).append(parked)
@@ -77,7 +78,8 @@ def on_replace(
     server: Server, caller: Caller, request: m.Replace, given: Sequence[torch.Tensor]
 ) -> None:
     hosted = server.find(request.table)
-    if not hosted.table.is_repeating(caller.worker):
+    does_not_count = hosted.table.is_repeating(caller.worker)
+    if not (does_not_count or hosted.table.has_dropped(caller.worker)):
         hosted.table.replace_average(request.shard, given[0], request.absent)
         if server.keeps_origins:
             hosted.origins["replace", 0, request.shard] = request.where
@@ -98,6 +100,8 @@ def on_commit(server: Server, caller: Caller, request: m.Commit, _: Sequence[tor
         hosted.readers.append(Parked(caller, request.seq, now_s, request.reads, request.into))
     else:
         server.answer(caller, request.seq, **ending(hosted.table.outcome(caller.worker)))
+    if hosted.table.spec.rule.backup:  # somebody who waits for an average may be let go
+        server.release_averages(hosted)
     server.release(hosted)
 
 

@@ -288,10 +288,20 @@ class Server:
     def release_averages(self, hosted: Hosted) -> None:
         for shard in [shard for shard, waiting in hosted.pushes.items() if waiting]:
             if not hosted.table.is_reduced(shard):
+                self._let_go(hosted, shard)
                 continue
             absent, notice = hosted.table.absent(shard), hosted.table.verdict(shard)
             for parked in hosted.pushes.pop(shard):
                 self._tell_average(hosted, parked.caller, parked.seq, shard, absent, notice)
+
+    def _let_go(self, hosted: Hosted, shard: int) -> None:
+        """Answer those who wait for an average that will not have their part."""
+        table, waiting = hosted.table, hosted.pushes[shard]
+        dropped = [parked for parked in waiting if table.has_dropped(parked.caller.worker)]
+        for parked in dropped:
+            waiting.remove(parked)
+            absent, notice = table.last_average(shard)
+            self._tell_average(hosted, parked.caller, parked.seq, shard, absent, notice)
 
     def answer_average(
         self,

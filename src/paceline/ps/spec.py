@@ -57,6 +57,7 @@ class Rule(msgspec.Struct, frozen=True):
     nonfinite: str = "ignore"
     server_dtype: str = "fp32"
     seed: int = 0
+    backup: int = 0  # synchronous: so many workers are not waited for
     all_speak: bool = False  # every worker tells what the script has changed, not only the first
 
 

@@ -5,7 +5,8 @@ before the commit; a push for a shard that is repeated before it replaces the ea
 tensors are not copied: they must stay as they are until the worker's next read. The clock of a push
 and of a commit is the number of the step that they end, counted from 1. Two ways of applying:
 
-    Barrier (barrier.py)     the workers' mean, once all of them have committed
+    Barrier (barrier.py)     the workers' mean, once all of them have committed; with backup
+                             workers (backup.py) once enough of them have
     Arrivals (arrivals.py)   each worker's own, when it commits
 
 A worker is named by its NUMBER. One that is lost LEAVES, or its place stays VACANT until another
@@ -26,6 +27,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.ps.accounts import Accounts
 from paceline.ps.arrivals import Arrivals, Outs
+from paceline.ps.backup import FirstArrivals
 from paceline.ps.barrier import Barrier
 from paceline.ps.checks import check_table
 from paceline.ps.clock import Clocks, Unit
@@ -51,7 +53,9 @@ class Table:
         self.shards = [Shard(spec, number, memory, scratch) for number in range(len(spec.shards))]
         settings: dict[int, Settings] = dict.fromkeys(spec.workers, spec.optimizer.groups)
         self._ledger = Ledger(self.clocks, Accounts(spec.workers), settings, now)
-        way = Barrier if spec.rule.aggregate else Arrivals
+        way: type[Barrier] | type[Arrivals] = Barrier if spec.rule.aggregate else Arrivals
+        if spec.rule.backup:
+            way = FirstArrivals
         self._way: Barrier | Arrivals = way(spec, self.shards, self._ledger, scratch)
         self._server = server
         self._unread: set[int] = set()  # workers that committed and have not read since
@@ -83,7 +87,7 @@ class Table:
         """Remember a gradient; `absent` are the parameters (Piece.param) that have none.
 
         The gradient of an absent parameter must be zeros: other workers may have one. Returns
-        whether it counts: one of a step that was applied already does not.
+        whether it counts: one of a step that was applied already, or is too late, does not.
         """
         if self._is_repeat(worker, clock):
             return False
@@ -91,9 +95,9 @@ class Table:
         self._repeating.discard(worker)
         target = self._shard(shard)
         target.require_values()
-        self._way.push(worker, shard, Push(target.checked(grad), frozenset(absent)))
+        counts = self._way.push(worker, shard, Push(target.checked(grad), frozenset(absent)))
         self._note_waits()
-        return True
+        return counts
 
     def commit(
         self, worker: int, clock: int, settings: Settings | None = None, outs: Outs = None
@@ -187,6 +191,10 @@ class Table:
     def is_repeating(self, worker: int) -> bool:
         """Say whether a worker repeats a step that counted already."""
         return worker in self._repeating
+
+    def has_dropped(self, worker: int) -> bool:
+        """Say whether the step of a worker came too late to count, so that it need not wait."""
+        return self._way.ignores(worker)
 
     def _is_repeat(self, worker: int, clock: int) -> bool:
         if worker not in self._may_repeat or worker not in self.clocks.workers:

@@ -14,7 +14,7 @@ from paceline.pace import known
 from paceline.pace.known import KNOWN, Pace
 from paceline.pace.parse import PaceSpec, notice_of, number_text, parse
 
-PLANNED = ("backup", "bitmap")
+PLANNED = ("bitmap", "bmuf_bitmap")
 
 
 def _numbers() -> dict[tuple[str, ...], st.SearchStrategy[float]]:
