@@ -104,9 +104,16 @@ def _local_then_together(group: Group) -> list[torch.Tensor]:
     return [train(pace, name, decays=False)[0] for name in ("sgd", "momentum", "adamw")]
 
 
+@pytest.fixture(scope="module", params=[0, 1], ids=["no servers", "a server"])
+def local_then_together(request: pytest.FixtureRequest) -> list[list[torch.Tensor]]:
+    return run_ranks(WORKERS, _local_then_together, servers=request.param)
+
+
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adamw"])
-def test_a_block_ends_where_the_next_pace_begins(name: str) -> None:
-    found = run_ranks(WORKERS, _local_then_together)
+def test_a_block_ends_where_the_next_pace_begins(
+    local_then_together: list[list[torch.Tensor]], name: str
+) -> None:
+    found = local_then_together
     team = players(WORKERS, OPTIMIZERS[name])
     imitation.outer(team, 6, every=6, lr=1.0, momentum=0.0, nesterov=False)
     for step in (6, 7, 8):
@@ -145,9 +152,15 @@ def _bring_together(team: list[imitation.Player]) -> None:
         player.put(mean)
 
 
+FREE_RUNNING = (
+    *("async@0, allreduce@8", "ssp:2@0, local:3@8", "easgd:3[mode=async]@0, ps@8"),
+    *("backup:1@0, allreduce@8", "hogwild@0, local:3@8", "gossip@0, async@8, ps@16"),
+)
+
+
 def _free_running(group: Group) -> list[tuple[torch.Tensor, torch.Tensor]]:
     found = []
-    for pace in ("async@0, allreduce@8", "ssp:2@0, local:3@8", "allreduce@0, async@8, ps@16"):
+    for pace in FREE_RUNNING:
         model = make_model()
         model, optimizer = pl.distribute(model, momentum(model), pace=pace)
         for step in range(16):
@@ -164,7 +177,7 @@ def _free_running(group: Group) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def test_free_running_workers_agree_when_they_change() -> None:
     by_rank = run_ranks(WORKERS, _free_running, servers=1)
-    for number in range(3):
+    for number in range(len(FREE_RUNNING)):
         changed, ended = zip(*(results[number] for results in by_rank), strict=True)
         assert all(torch.equal(changed[0], other) for other in changed[1:]), number
         assert all(torch.equal(ended[0], other) for other in ended[1:]), number

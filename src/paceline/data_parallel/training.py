@@ -71,7 +71,8 @@ class Training:
     ) -> None:
         self._job = job
         self._group = group
-        self._label = f"training {label}"
+        self._label = label
+        self._name = f"training {label}"  # for groups and participants
         self._groups: list[Group] = []  # those of this training
         self._engine = job.fabric.engine
         self._model = weakref.ref(model)
@@ -157,7 +158,7 @@ class Training:
     # -- setting up ---------------------------------------------------------------------------
 
     def _form(self, use: str) -> Group:
-        self._groups.append(self._job.worker_group(f"{self._label} {use}"))
+        self._groups.append(self._job.worker_group(f"{self._name} {use}"))
         return self._groups[-1]
 
     def _choose_method(self, pace: PaceSpec, optimizer: torch.optim.Optimizer) -> Method | None:
@@ -268,9 +269,9 @@ class Training:
                 resize_lr=self._options.resize_lr,
             )
         kept = TrainingState(self._job, model, optimizer, self.buffers, not is_served)
-        elastic.register(self._label, kept)
+        elastic.register(self._name, kept)
         if self._method is not None:
-            elastic.register(f"{self._label} pace", self._method)
+            elastic.register(f"{self._name} pace", self._method)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -377,7 +378,7 @@ class Training:
             self.update.state.close()
         give_state(optimizer, state)
         make_plain(model)
-        for name in (self._label, f"{self._label} pace"):
+        for name in (self._name, f"{self._name} pace"):
             self._job.elastic.unregister(name)
         for group in self._groups:
             group.close()
