@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include "paceline/base/clock.h"
 #include "paceline/base/heap.h"
 #include "paceline/collectives/group.h"
+#include "paceline/reduce/bits.h"
 #include "paceline/reduce/kernels.h"
 #include "paceline/transport/private_view.h"
 #include "paceline/wire/crc32c.h"
@@ -82,6 +84,53 @@ void round_stochastic_at(uintptr_t source, uintptr_t target, size_t count, int d
   nb::gil_scoped_release release;
   round_stochastic(reinterpret_cast<const float*>(source), reinterpret_cast<void*>(target), count, DType(dtype), seed,
                    first);
+}
+
+void require_words(const char* what, size_t signs, size_t words) {
+  if (words != words_of(signs))
+    throw Error(ErrorKind::usage, std::string(what) + ": " + std::to_string(signs) + " signs take " +
+                                      std::to_string(words_of(signs)) + " words, not " + std::to_string(words));
+}
+
+void require_wide(const char* what, int dtype) {
+  if (dtype != int(DType::float32) && dtype != int(DType::float64))
+    throw Error(ErrorKind::usage, std::string(what) + ": works on float32 or float64, not on " + dtype_name(dtype));
+}
+
+using CoinParts = std::tuple<uint64_t, uint64_t, uint64_t, bool>;  // seed, step, first index, is it the opposite one
+Coin to_coin(const CoinParts& coin) { return std::apply(make_coin, coin); }
+uint64_t* to_words(uintptr_t address) { return reinterpret_cast<uint64_t*>(address); }
+
+void pack_signs_at(uintptr_t values, size_t count, int dtype, const CoinParts& coin, uintptr_t bits, size_t words) {
+  require_wide("pack_signs", dtype);
+  require_words("pack_signs", count, words);
+  nb::gil_scoped_release release;
+  pack_signs(reinterpret_cast<const void*>(values), count, DType(dtype), to_coin(coin), to_words(bits));
+}
+
+void pack_tracked_at(uintptr_t values, uintptr_t last, uintptr_t next, size_t count, int dtype, double keep,
+                     const CoinParts& coin, uintptr_t bits, size_t words) {
+  require_wide("pack_tracked", dtype);
+  require_words("pack_tracked", count, words);
+  nb::gil_scoped_release release;
+  pack_tracked(reinterpret_cast<const void*>(values), reinterpret_cast<const void*>(last),
+               reinterpret_cast<void*>(next), count, DType(dtype), keep, to_coin(coin), to_words(bits));
+}
+
+void majority_at(const std::vector<uintptr_t>& rows, size_t words, const CoinParts& coin, uintptr_t bits) {
+  if (rows.empty()) throw Error(ErrorKind::usage, "majority: there are no rows");
+  nb::gil_scoped_release release;
+  std::vector<const uint64_t*> sources;
+  for (uintptr_t row : rows) sources.push_back(to_words(row));
+  majority(sources.data(), sources.size(), words, to_coin(coin), to_words(bits));
+}
+
+void unpack_signs_at(uintptr_t bits, size_t words, size_t count, int dtype, double scale, uintptr_t values) {
+  if (dtype < 0 || !is_floating(DType(dtype)))
+    throw Error(ErrorKind::usage, std::string("unpack_signs: gives floating-point numbers, not ") + dtype_name(dtype));
+  require_words("unpack_signs", count, words);
+  nb::gil_scoped_release release;
+  unpack_signs(to_words(bits), count, DType(dtype), scale, reinterpret_cast<void*>(values));
 }
 
 struct PyWork {
@@ -316,6 +365,11 @@ NB_MODULE(_core, m) {
   }, "source"_a, "target"_a, "nbytes"_a);
   m.def("round_stochastic", &round_stochastic_at, "source"_a, "target"_a, "count"_a, "dtype"_a, "seed"_a,
         "first"_a = 0);
+  m.def("pack_signs", &pack_signs_at, "values"_a, "count"_a, "dtype"_a, "coin"_a, "bits"_a, "words"_a);
+  m.def("pack_tracked", &pack_tracked_at, "values"_a, "last"_a, "next"_a, "count"_a, "dtype"_a, "keep"_a, "coin"_a,
+        "bits"_a, "words"_a);
+  m.def("majority", &majority_at, "rows"_a, "words"_a, "coin"_a, "bits"_a);
+  m.def("unpack_signs", &unpack_signs_at, "bits"_a, "words"_a, "count"_a, "dtype"_a, "scale"_a, "values"_a);
   m.attr("DTYPES") = [] {
     nb::list names;
     for (int i = 0; i < int(DType::count_); ++i) names.append(name_of(DType(i)));

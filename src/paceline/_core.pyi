@@ -23,6 +23,29 @@ def round_stochastic(
     source: int, target: int, count: int, dtype: int, seed: int, first: int = 0
 ) -> None: ...
 
+# Seed, step, index of the first element, and whether it is the opposite coin.
+Coin = tuple[int, int, int, bool]
+
+# Signs of float32 or float64 as bits, 64 in a word (reduce/bits.h).
+def pack_signs(values: int, count: int, dtype: int, coin: Coin, bits: int, words: int) -> None: ...
+
+# The same of next = keep * last + (1 - keep) * values.
+def pack_tracked(
+    values: int,
+    last: int,
+    next: int,
+    count: int,
+    dtype: int,
+    keep: float,
+    coin: Coin,
+    bits: int,
+    words: int,
+) -> None: ...
+def majority(rows: list[int], words: int, coin: Coin, bits: int) -> None: ...
+def unpack_signs(
+    bits: int, words: int, count: int, dtype: int, scale: float, values: int
+) -> None: ...
+
 class Work:
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> None: ...

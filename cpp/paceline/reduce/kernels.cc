@@ -16,7 +16,20 @@ const KernelSet* best() {
 
 const KernelSet* chosen = best();
 
+// splitmix64: neighbouring numbers give unrelated ones.
+uint64_t scatter(uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  return x ^ x >> 31;
+}
+
 }  // namespace
+
+Coin make_coin(uint64_t seed, uint64_t step, uint64_t first, bool is_flipped) {
+  bool is_opposite = (step & 1) != uint64_t(is_flipped);
+  return {scatter(scatter(seed) + step / 2), is_opposite ? ~uint64_t(0) : 0, first};
+}
 
 void reduce(const Reduction& what, const void* const* sources, size_t num_sources,
             void* const* destinations, size_t num_destinations, size_t count, bool streaming) {
@@ -37,6 +50,23 @@ void reduce_mean(const void* const* sources, size_t num_sources, void* destinati
 
 void round_stochastic(const float* from, void* to, size_t count, DType dtype, uint64_t seed, uint64_t first) {
   chosen->round_stochastic(from, to, count, dtype, seed, first);
+}
+
+void pack_signs(const void* values, size_t count, DType dtype, const Coin& coin, uint64_t* bits) {
+  chosen->pack_signs(values, count, dtype, coin, bits);
+}
+
+void pack_tracked(const void* values, const void* last, void* next, size_t count, DType dtype, double keep,
+                  const Coin& coin, uint64_t* bits) {
+  chosen->pack_tracked(values, last, next, count, dtype, keep, coin, bits);
+}
+
+void majority(const uint64_t* const* rows, size_t num_rows, size_t words, const Coin& coin, uint64_t* bits) {
+  chosen->majority(rows, num_rows, words, coin, bits);
+}
+
+void unpack_signs(const uint64_t* bits, size_t count, DType dtype, double scale, void* values) {
+  chosen->unpack_signs(bits, count, dtype, scale, values);
 }
 
 const char* kernel_name() { return chosen->name; }

@@ -3,6 +3,7 @@
 // and written to every destination, with prefetching and optional streaming stores.
 #include <immintrin.h>
 
+#include "paceline/reduce/bits_avx2.h"
 #include "paceline/reduce/blockwise.h"
 #include "paceline/reduce/kernel_set.h"
 #include "paceline/reduce/stochastic.h"
@@ -114,6 +115,7 @@ void copy_avx2(void* to, const void* from, size_t bytes, bool streaming) {
 
 }  // namespace
 
-const KernelSet kAvx2Kernels = {"avx2", reduce_avx2, copy_avx2, round_any};
+const KernelSet kAvx2Kernels = {"avx2",    reduce_avx2, copy_avx2,    round_any,
+                                pack_avx2, track_avx2,  majority_any, unpack_avx2};
 
 }  // namespace paceline

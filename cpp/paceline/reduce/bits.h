@@ -1,0 +1,43 @@
+// Signs of numbers as bits, and the majority of several rows of them.
+//
+// 64 SIGNS make a word: bit i of word w belongs to element 64 w + i and is 1 for plus. Bits behind the last element
+// are 0. An element that is zero or not finite has no sign; it takes that of a coin.
+//
+// A COIN has a bit for every element of a model, the same for whoever knows seed, step and index: bit index % 64 of
+// a hash of seed, step / 2 and index / 64, and in odd steps the opposite of it. Nobody has to send it, and it does
+// not matter who computes which part. Two steps that follow it take back each other, so that what has no gradient
+// stays where it is.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "paceline/reduce/dtype.h"
+
+namespace paceline {
+
+constexpr size_t kSignsInWord = 64;
+constexpr size_t words_of(size_t signs) { return (signs + kSignsInWord - 1) / kSignsInWord; }
+
+struct Coin {
+  uint64_t key;    // of seed and step
+  uint64_t flip;   // all ones: the opposite bits
+  uint64_t first;  // index of the element that the first bit belongs to
+};
+
+Coin make_coin(uint64_t seed, uint64_t step, uint64_t first, bool is_flipped = false);
+
+// bits[w] = the signs of the elements from 64 w on; float32 or float64.
+void pack_signs(const void* values, size_t count, DType dtype, const Coin& coin, uint64_t* bits);
+
+// next = keep * last + (1 - keep) * values, and its signs. Values that are not finite count as 0; results that are
+// too small to be normal numbers become 0. `next` may be `last`.
+void pack_tracked(const void* values, const void* last, void* next, size_t count, DType dtype, double keep,
+                  const Coin& coin, uint64_t* bits);
+
+// A bit is 1 where more than half of the rows have a 1; where exactly half of them do, it is the coin's.
+void majority(const uint64_t* const* rows, size_t num_rows, size_t words, const Coin& coin, uint64_t* bits);
+
+// values[i] = scale or -scale; any floating-point dtype.
+void unpack_signs(const uint64_t* bits, size_t count, DType dtype, double scale, void* values);
+
+}  // namespace paceline

@@ -1,0 +1,115 @@
+"""Signs of tensors as bits, 64 in a word of int64, and the majority of several rows of them.
+
+The kernels are the engine's (cpp/paceline/reduce/bits.h); here is what they are told about tensors.
+An element that is zero or not finite has no sign, and takes that of the coin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline import _core
+from paceline.errors import UsageError
+
+_CODES = {
+    dtype: _core.DTYPES.index(str(dtype).removeprefix("torch."))
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+}
+SIGNS_IN_WORD = 64
+
+
+def num_words(signs: int) -> int:
+    """Return how many words so many signs take."""
+    return -(-signs // SIGNS_IN_WORD)
+
+
+@dataclass(frozen=True)
+class Coin:
+    """A bit for every element of a model, the same for whoever knows these numbers."""
+
+    seed: int
+    step: int
+    first: int = 0  # index of the element that its first bit belongs to
+    is_opposite: bool = False
+
+    def at(self, offset: int) -> Coin:
+        """Return the bits from so many elements on."""
+        return Coin(self.seed, self.step, self.first + offset, self.is_opposite)
+
+    @property
+    def parts(self) -> tuple[int, int, int, bool]:
+        """What the engine is told."""
+        return self.seed, self.step, self.first, self.is_opposite
+
+
+def pack_signs(values: torch.Tensor, coin: Coin, bits: torch.Tensor) -> None:
+    """Write the signs of a flat tensor of float32 or float64 to `bits`."""
+    _require("values", values)
+    _require("bits", bits, torch.int64)
+    where, code = bits.data_ptr(), _code(values)
+    _core.pack_signs(values.data_ptr(), values.numel(), code, coin.parts, where, bits.numel())
+
+
+def pack_tracked(
+    values: torch.Tensor,
+    last: torch.Tensor,
+    following: torch.Tensor,
+    keep: float,
+    coin: Coin,
+    bits: torch.Tensor,
+) -> None:
+    """Let `following` be keep * last + (1 - keep) * values, and write its signs to `bits`.
+
+    Values that are not finite count as 0.
+    """
+    _require("values", values)
+    for name, tensor in (("last", last), ("following", following)):
+        _require(name, tensor, values.dtype, values.numel())
+    _require("bits", bits, torch.int64)
+    _core.pack_tracked(
+        values.data_ptr(),
+        last.data_ptr(),
+        following.data_ptr(),
+        values.numel(),
+        _code(values),
+        keep,
+        coin.parts,
+        bits.data_ptr(),
+        bits.numel(),
+    )
+
+
+def majority(rows: Sequence[torch.Tensor], coin: Coin, bits: torch.Tensor) -> None:
+    """Write what most of the rows have to `bits`; where they are divided, what the coin has."""
+    for row in (*rows, bits):
+        _require("a row of bits", row, torch.int64, bits.numel())
+    _core.majority([row.data_ptr() for row in rows], bits.numel(), coin.parts, bits.data_ptr())
+
+
+def unpack_signs(bits: torch.Tensor, scale: float, values: torch.Tensor) -> None:
+    """Write scale or -scale to every element of a flat tensor."""
+    _require("bits", bits, torch.int64)
+    _require("values", values)
+    where, code = values.data_ptr(), _code(values)
+    _core.unpack_signs(bits.data_ptr(), bits.numel(), values.numel(), code, scale, where)
+
+
+def _code(values: torch.Tensor) -> int:
+    if values.dtype not in _CODES:
+        raise UsageError(f"signs are those of floating-point numbers, not of {values.dtype}")
+    return _CODES[values.dtype]
+
+
+def _require(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None, size: int | None = None
+) -> None:
+    """The kernels see addresses only."""
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise UsageError(f"{name}: expected contiguous memory of the CPU")
+    if dtype is not None and tensor.dtype != dtype:
+        raise UsageError(f"{name}: expected {dtype}, got {tensor.dtype}")
+    if size is not None and tensor.numel() != size:
+        raise UsageError(f"{name}: expected {size} elements, got {tensor.numel()}")
