@@ -97,7 +97,7 @@ void require_wide(const char* what, int dtype) {
     throw Error(ErrorKind::usage, std::string(what) + ": works on float32 or float64, not on " + dtype_name(dtype));
 }
 
-using CoinParts = std::tuple<uint64_t, uint64_t, uint64_t, bool>;  // seed, step, first index, is it the opposite one
+using CoinParts = std::tuple<uint64_t, uint64_t, uint64_t>;  // seed, step, index of the first element
 Coin to_coin(const CoinParts& coin) { return std::apply(make_coin, coin); }
 uint64_t* to_words(uintptr_t address) { return reinterpret_cast<uint64_t*>(address); }
 

@@ -122,11 +122,11 @@ TEST(a_coin_does_not_depend_on_where_it_is_cut) {
     Words part = coin_bits(make_coin(9, 4, first), 1000 - first);
     for (size_t i = first; i < 1000; ++i) CHECK(bit(part, i - first) == bit(whole, i));
   }
-  Words odd = coin_bits(make_coin(9, 5, 0), 1000), flipped = coin_bits(make_coin(9, 4, 0, true), 1000);
+  Words odd = coin_bits(make_coin(9, 5, 0), 1000);
   Words later = coin_bits(make_coin(9, 6, 0), 1000), other = coin_bits(make_coin(10, 4, 0), 1000);
   size_t ones = 0, same_later = 0, same_other = 0;
   for (size_t i = 0; i < 1000; ++i) {
-    CHECK(bit(odd, i) != bit(whole, i) && bit(flipped, i) != bit(whole, i));
+    CHECK(bit(odd, i) != bit(whole, i));
     ones += bit(whole, i);
     same_later += bit(later, i) == bit(whole, i);
     same_other += bit(other, i) == bit(whole, i);

@@ -23,8 +23,8 @@ def round_stochastic(
     source: int, target: int, count: int, dtype: int, seed: int, first: int = 0
 ) -> None: ...
 
-# Seed, step, index of the first element, and whether it is the opposite coin.
-Coin = tuple[int, int, int, bool]
+# Seed, step, index of the first element.
+Coin = tuple[int, int, int]
 
 # Signs of float32 or float64 as bits, 64 in a word (reduce/bits.h).
 def pack_signs(values: int, count: int, dtype: int, coin: Coin, bits: int, words: int) -> None: ...

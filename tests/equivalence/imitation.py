@@ -201,3 +201,57 @@ def gossip(team: list[Player], heard_by: Callable[[int, int], Sequence[int]], st
         for player in team:
             heard = [flats[other] for other in heard_by(player.number, step + 1)]
             player.put(mean([flats[player.number], *heard]))
+
+
+def coin(seed: int, step: int, index: int) -> float:
+    """+1 or -1 for an element: splitmix64 of seed and half the step, turned in odd steps."""
+    key = _scatter((_scatter(seed) + step // 2) % 2**64)
+    word = _scatter((key + (index // 64) * 0x9E3779B97F4A7C15) % 2**64)
+    return 1.0 if (word >> index % 64 & 1) ^ (step % 2) else -1.0
+
+
+def _scatter(x: int) -> int:
+    z = (x + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+def vote(
+    team: list[Player],
+    steps: int,
+    indices: Sequence[int],
+    buckets: Sequence[torch.Tensor],
+    *,
+    momentum: float,
+    feedback: bool,
+    seed: int = 0,
+) -> int:
+    """The majority of signs; `indices` says which place of the coin belongs to an element,
+    `buckets` which elements have a scale in common. Return how many ties there were."""
+    nothing = torch.zeros_like(team[0].flat)
+    moments, errors = [nothing.clone() for _ in team], [nothing.clone() for _ in team]
+    ties = 0
+    for step in range(steps):
+        thrown = torch.tensor([coin(seed, step, index) for index in indices], dtype=DTYPE)
+        votes, scales = [], []
+        for number, player in enumerate(team):
+            grad = player.backward(step)
+            moments[number] = momentum * moments[number] + (1 - momentum) * grad
+            value = moments[number] + errors[number] if feedback else moments[number]
+            sign = value.sign()
+            scale = torch.ones_like(value)
+            if feedback:
+                for bucket in buckets:
+                    size = value[bucket].abs()
+                    scale[bucket] = size.sum() / (size != 0).sum().clamp(min=1)
+                errors[number] = value - scale * sign
+            scales.append(scale)
+            own = torch.tensor([coin(seed + 1 + number, step, i) for i in indices], dtype=DTYPE)
+            votes.append(torch.where(sign == 0, own, sign))
+        count = torch.stack(votes).sum(0)
+        ties += int((count == 0).sum())
+        agreed = torch.where(count == 0, thrown, count.sign()) * mean(scales)
+        for player in team:
+            player.step_with(agreed)
+    return ties

@@ -18,6 +18,7 @@ WRONG = {
     "easgd:4[alpha=1]": "expected alpha < 1",
     "partial:0.5[carry=yes,skip_compute=yes]": "has nothing to carry over; choose one",
     "easgd:4[mode=async]": "easgd:4.mode=async. needs parameter servers, and this job has none",
+    "bitmap[momentum=1]": "momentum=1, expected less than 1; 0 votes with the gradients",
 }
 
 

@@ -20,11 +20,11 @@ constexpr size_t words_of(size_t signs) { return (signs + kSignsInWord - 1) / kS
 
 struct Coin {
   uint64_t key;    // of seed and step
-  uint64_t flip;   // all ones: the opposite bits
+  uint64_t flip;   // all ones in odd steps
   uint64_t first;  // index of the element that the first bit belongs to
 };
 
-Coin make_coin(uint64_t seed, uint64_t step, uint64_t first, bool is_flipped = false);
+Coin make_coin(uint64_t seed, uint64_t step, uint64_t first);
 
 // bits[w] = the signs of the elements from 64 w on; float32 or float64.
 void pack_signs(const void* values, size_t count, DType dtype, const Coin& coin, uint64_t* bits);

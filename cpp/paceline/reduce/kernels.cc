@@ -26,9 +26,8 @@ uint64_t scatter(uint64_t x) {
 
 }  // namespace
 
-Coin make_coin(uint64_t seed, uint64_t step, uint64_t first, bool is_flipped) {
-  bool is_opposite = (step & 1) != uint64_t(is_flipped);
-  return {scatter(scatter(seed) + step / 2), is_opposite ? ~uint64_t(0) : 0, first};
+Coin make_coin(uint64_t seed, uint64_t step, uint64_t first) {
+  return {scatter(scatter(seed) + step / 2), step % 2 ? ~uint64_t(0) : 0, first};
 }
 
 void reduce(const Reduction& what, const void* const* sources, size_t num_sources,

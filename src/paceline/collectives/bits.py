@@ -33,16 +33,15 @@ class Coin:
     seed: int
     step: int
     first: int = 0  # index of the element that its first bit belongs to
-    is_opposite: bool = False
 
     def at(self, offset: int) -> Coin:
         """Return the bits from so many elements on."""
-        return Coin(self.seed, self.step, self.first + offset, self.is_opposite)
+        return Coin(self.seed, self.step, self.first + offset)
 
     @property
-    def parts(self) -> tuple[int, int, int, bool]:
+    def parts(self) -> tuple[int, int, int]:
         """What the engine is told."""
-        return self.seed, self.step, self.first, self.is_opposite
+        return self.seed, self.step, self.first
 
 
 def pack_signs(values: torch.Tensor, coin: Coin, bits: torch.Tensor) -> None:

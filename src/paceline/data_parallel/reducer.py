@@ -269,7 +269,8 @@ class Reducer:
         self.with_exchange()
         self._is_broken = False
         self.is_stop_agreed, self.is_change_agreed = stops > 0, changes > 0
-        if self._elastic.is_on and weight > 0 and abs(weight - 1.0) > _EVEN:
+        is_weighted = getattr(self._exchange, "is_weighted", True)
+        if self._elastic.is_on and is_weighted and weight > 0 and abs(weight - 1.0) > _EVEN:
             for flat in self.averages():  # weights of workers that are lost are missing
                 flat.div_(weight)
         return flags

@@ -172,7 +172,11 @@ class Training:
         if self._job.servers and pace.uses_servers:
             self._centre = Centre(self._job, workers, f"centre {self._label}", memory)
         options, own = self._options.own, weakref.ref(optimizer)
-        return make_method(Setting(pace, workers, options, own, memory, self._centre))
+
+        def another(name: str) -> Group:
+            return self._form(f"pace {name}")
+
+        return make_method(Setting(pace, workers, options, own, memory, another, self._centre))
 
     def _choose_exchange(self) -> Exchange:
         if self._serving is not None:

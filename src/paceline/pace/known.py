@@ -193,6 +193,15 @@ KNOWN: dict[str, Pace] = {
         notice="elastic_sgd is partial participation (a random part of the workers in each step);"
         " for the elastic force to a centre use easgd",
     ),
+    "bitmap": Pace(
+        {**_BACKWARD, "momentum": FROM_0, "feedback": ("no", "yes"), "seed": COUNT},
+        method="paceline.pace.bitmap:Bitmap",
+    ),
+    "bmuf_bitmap": Pace(
+        stands_for="bitmap",
+        notice="bmuf_bitmap is bitmap, a majority vote on the signs of gradients; for blockwise"
+        " model-update filtering use bmuf",
+    ),
     "gossip": Pace(
         {"buffers": ("local", "average", "broadcast"), **_EVERYWHERE, "seed": COUNT},
         number="who speaks with whom",

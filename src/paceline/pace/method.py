@@ -41,6 +41,8 @@ class Setting:
     options: Mapping[str, str] = field(default_factory=dict)  # as text; those that were chosen
     optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
     allocate: Callable[[int, torch.dtype], torch.Tensor] = lambda n, d: torch.empty(n, dtype=d)
+    # Makes another group of all workers, whose operations run beside those of `workers`.
+    another: Callable[[str], Group] | None = None
     centre: Centre | None = None  # on the servers, if the job has some and the pace can use them
 
     def number(self, name: str, default: float) -> float:

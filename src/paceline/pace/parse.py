@@ -19,8 +19,6 @@ from paceline.errors import UsageError
 from paceline.pace.known import KNOWN, NUMBERS, Pace, find, is_allowed
 
 _FORM = re.compile(r"([^:\[\]]*)(?::([^\[\]]*))?(?:\[([^\[\]]*)\])?")
-# Words that other people's papers and our plans use: better a clear "not yet" than "unknown".
-_PLANNED = frozenset(("bitmap", "bmuf_bitmap"))
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 
 
@@ -191,8 +189,6 @@ def _number(text: str) -> float | None:
 
 def _unknown(name: str) -> str:
     exist = f"this version has: {', '.join(KNOWN)}"
-    if name in _PLANNED:
-        return f"{name} is not in this version; {exist}"
     return f"there is no such pace{_near(name, KNOWN)}; {exist}"
 
 

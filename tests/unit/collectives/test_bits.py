@@ -28,7 +28,6 @@ COINS = st.builds(
     st.integers(0, 2**63),
     st.integers(0, 2**40),
     st.integers(0, 2**45) | st.integers(0, 130),
-    st.booleans(),
 )
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 
@@ -54,7 +53,7 @@ def coin_of(coin: Coin, count: int) -> np.ndarray:
     key, found = scatter((scatter(coin.seed) + coin.step // 2) % 2**64), []
     for index in range(coin.first, coin.first + count):
         word = scatter((key + (index // 64) * 0x9E3779B97F4A7C15) % 2**64)
-        found.append((word >> index % 64 & 1) ^ (coin.step % 2) ^ coin.is_opposite)
+        found.append((word >> index % 64 & 1) ^ (coin.step % 2))
     return np.array(found, dtype=bool)
 
 

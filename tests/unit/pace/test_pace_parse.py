@@ -14,8 +14,6 @@ from paceline.pace import known
 from paceline.pace.known import KNOWN, Pace
 from paceline.pace.parse import PaceSpec, notice_of, number_text, parse
 
-PLANNED = ("bitmap", "bmuf_bitmap")
-
 
 def _numbers() -> dict[tuple[str, ...], st.SearchStrategy[float]]:
     positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
@@ -91,14 +89,6 @@ def test_numbers_are_written_short() -> None:
     assert str(PaceSpec("word", 0.5, {"key": "value"})) == "word:0.5[key=value]"
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_a_planned_pace_is_not_in_this_version(name: str) -> None:
-    with pytest.raises(UsageError, match=f"{name} is not in this version; .*: allreduce"):
-        parse(name)
-    with pytest.raises(UsageError, match=f"{name} is not in this version"):
-        parse(f"{name}:x[a=b]")
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -128,6 +118,11 @@ def test_a_planned_pace_is_not_in_this_version(name: str) -> None:
         ("gossip:rings", ["did you mean ring?", "choose ring, exponential, random"]),
         ("lokal:3", ["did you mean local?"]),
         ("diloco[momentun=1]", ["did you mean momentum?"]),
+        ("bitmap:3", ["bitmap takes no number"]),
+        ("bitmap[feedback=maybe]", ["allowed: no, yes"]),
+        ("bitmap[momentum=-1]", ["a number, 0 or more"]),
+        ("bitmap[seed=1.5]", ["a whole number, 0 or more"]),
+        ("bitmap[feedbak=yes]", ["did you mean feedback?"]),
         ("bmuf:10[nesterov=maybe]", ["allowed: yes, no"]),
         ("ps:2", ["ps takes no number"]),
         ("ps[compensate=dc]", ["ps has no option 'compensate'"]),
@@ -147,6 +142,8 @@ def test_a_mistake_is_named(text: str, words: list[str]) -> None:
 def test_another_name_is_read_as_its_pace_with_a_notice() -> None:
     assert parse("elastic_sgd:0.25") == PaceSpec("partial", 0.25)
     assert "for the elastic force to a centre use easgd" in notice_of("elastic_sgd:0.25")
+    assert parse("bmuf_bitmap[seed=3]") == PaceSpec("bitmap", None, {"seed": "3"})
+    assert "for blockwise model-update filtering use bmuf" in notice_of("bmuf_bitmap[seed=3]")
     assert notice_of("partial:0.25") == "" and notice_of("[[") == ""
 
 

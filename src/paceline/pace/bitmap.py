@@ -1,0 +1,186 @@
+"""A majority vote on the signs of gradients: one bit for each of them travels, in both directions.
+
+    bitmap                 Signum: each worker votes with the signs of its momentum,
+                               m <- b m + (1 - b) g
+    [momentum=0]           signSGD: with those of its gradients
+    [feedback=yes]         with those of v = m + e, and what its vote has left out is carried over:
+                               e <- v - s sign(v),  s = the mean of |v| over the bucket
+
+All workers step with what most of them voted for, +1 or -1 for each parameter, which the optimizer
+multiplies with its learning rate; with feedback plus or minus the mean of all s. Momentum and
+error are each worker's own, and a newcomer begins with none.
+
+A value that is zero or not finite has no sign, and where as many voted for plus as for minus there
+is no majority: a coin decides (collectives/bits.py), in the first case one of the worker's own, in
+the second one that all know without a message. Behind an even number of steps in which nobody had
+a sign a parameter is where it was.
+
+Bernstein et al. 2018, arXiv 1802.04434 and 1810.05291; error feedback as Karimireddy et al. 2019,
+arXiv 1901.09847, has it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.collectives.bits import Coin, pack_signs, pack_tracked
+from paceline.errors import UsageError
+from paceline.pace.allreduce import AllReduce
+from paceline.pace.ballot import Ballot
+from paceline.pace.exchange import Bucket, Exchange
+from paceline.pace.method import Method, Setting
+from paceline.work import Work
+
+
+class _Kept:
+    """Numbers of a bucket from step to step: as they are, and as they are if this one counts."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.now = torch.zeros(size, dtype=dtype)
+        self.then = torch.empty_like(self.now)
+
+    def turn(self) -> None:
+        self.now, self.then = self.then, self.now
+
+
+class Voter:
+    """One bucket: how this worker votes on it, and what it keeps for that."""
+
+    def __init__(self, bucket: Bucket, first: int, method: Bitmap) -> None:
+        size, dtype = bucket.grads.numel(), bucket.grads.dtype
+        wide = dtype if dtype == torch.float64 else torch.float32
+        self._method = method
+        self._wide = wide
+        self._first = first  # index of its first element among those of the whole model
+        self._momentum = _Kept(size, wide) if method.momentum else None
+        self._error = _Kept(size, wide) if method.has_feedback else None
+        self._is_fresh = False
+        self.bucket = bucket
+        self.ballot = Ballot(size, method.setting.allocate, has_scale=method.has_feedback)
+
+    @property
+    def coin(self) -> Coin:
+        """What decides on ties."""
+        return Coin(self._method.seed, self._method.steps, self._first)
+
+    def vote(self) -> None:
+        """Write this worker's signs to the ballot; may be done again, from the same gradients."""
+        method, ballot, coin = self._method, self.ballot, self.coin
+        mine = Coin(coin.seed + 1 + method.workers.rank, coin.step, coin.first)
+        values = self.bucket.grads.to(self._wide)
+        if self._momentum is not None:
+            last, then = self._momentum.now, self._momentum.then
+            pack_tracked(values, last, then, method.momentum, mine, ballot.signs)
+            values = then
+        elif self._error is None:
+            pack_signs(values, mine, ballot.signs)
+        if self._error is not None:
+            error = torch.nan_to_num(values, 0.0, 0.0, 0.0, out=self._error.then)
+            error.add_(self._error.now)
+            pack_signs(error, mine, ballot.signs)
+            signs = error.sign()
+            ballot.scale = _mean_size(error)
+            error.sub_(signs, alpha=ballot.scale)
+        self._is_fresh = True
+
+    def keep(self) -> None:
+        """The step counts: what it was voted with is what the next one begins with."""
+        if not self._is_fresh:
+            return
+        self._is_fresh = False
+        for kept in (self._momentum, self._error):
+            if kept is not None:
+                kept.turn()
+
+
+def _mean_size(values: torch.Tensor) -> float:
+    """Return the mean size of those that have a sign."""
+    count = int(torch.count_nonzero(values))
+    return float(values.abs().sum(dtype=torch.float64)) / count if count else 0.0
+
+
+class Bitmap(Method):
+    """Knows the voters, and when their steps count."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.momentum = setting.number("momentum", 0.9)
+        self.has_feedback = setting.is_on("feedback")
+        self.seed = int(setting.number("seed", 0))
+        self.voters: dict[int, Voter] = {}  # by the number of the bucket
+        self._num_elements = 0
+        if self.momentum >= 1:
+            raise UsageError(
+                f"pace {setting.pace}: momentum={self.momentum:g}, expected less than 1; 0 votes"
+                " with the gradients themselves"
+            )
+
+    def describe(self) -> str:
+        what = f"momentum {self.momentum:g}" if self.momentum else "gradients"
+        feedback = " with error feedback" if self.has_feedback else ""
+        return f"majority of {self.workers.size} on signs of {what}{feedback}"
+
+    def exchange(self) -> Exchange:
+        return Vote(self)
+
+    def take(self, buckets: Sequence[Bucket]) -> None:
+        super().take(buckets)
+        for bucket in buckets:
+            self.voters[bucket.index] = Voter(bucket, self._num_elements, self)
+            self._num_elements += bucket.grads.numel()
+
+    def before_step(self) -> None:
+        for voter in self.voters.values():
+            voter.keep()
+
+    def agreed(self, bucket: Bucket) -> torch.Tensor:
+        """All have the same values, to the bit; a mean of them could be rounded."""
+        return bucket.params
+
+
+class Vote(AllReduce):
+    """Has buckets voted on during backward.
+
+    The results of slices travel in a group of their own, where their order is that of the buckets
+    again: when they can be told differs from worker to worker.
+    """
+
+    def __init__(self, method: Bitmap) -> None:
+        super().__init__(method.workers)
+        assert method.setting.another is not None, "training gives a way to other groups"
+        self._method = method
+        self._tellers = method.setting.another("told")
+        self._uncounted: deque[Ballot] = deque()
+        self._last = -1
+        self.sent_bytes = 0  # handed to others so far
+        # What one worker's batch weighs has no part in a count of signs.
+        self.is_weighted = method.has_feedback
+
+    def submit(self, bucket: Bucket, step: int) -> Work[Any]:  # noqa: ARG002
+        if bucket.index <= self._last:  # another pass, or the same one again
+            self._uncounted.clear()
+        self._last = bucket.index
+        voter = self._method.voters[bucket.index]
+        voter.vote()
+        work = voter.ballot.cast(self._method.workers, voter.coin)
+        self.sent_bytes += voter.ballot.sent_bytes
+        self._uncounted.append(voter.ballot)
+        while self._uncounted and self._uncounted[0].is_here:
+            self._uncounted.popleft().count(self._tellers)
+        return Work(work.handle, lambda: self._finish(voter), keep=work)
+
+    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
+        self._count_all()
+        return super().call_roll(here)
+
+    def _count_all(self) -> None:
+        while self._uncounted:
+            self._uncounted.popleft().count(self._tellers)
+
+    def _finish(self, voter: Voter) -> None:
+        self._count_all()
+        voter.ballot.read(voter.bucket.averaged)

@@ -1,0 +1,196 @@
+"""The vote on signs computes what its formula says, bit by bit where nothing is rounded."""
+
+from __future__ import annotations
+
+import time
+
+import imitation
+import pytest
+import torch
+from imitation import loss_of, make_model, players
+from torch import nn
+
+import paceline as pl
+from paceline.collectives.group import Group
+from support import run_ranks
+
+STEPS = 12
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}  # float64; sums of sizes in another order
+RATE = 0.01
+SMALL = "bucket_mb=0.001"  # so that there are several buckets, and slices of no word at all
+
+Flat = torch.Tensor
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=RATE)
+
+
+def flat(model: nn.Module) -> Flat:
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+def places(bucket_bytes: float) -> tuple[list[int], list[torch.Tensor]]:
+    """Where elements lie: from the last parameter to the first, each on a cache line.
+
+    Returns for every element its index, and for every bucket its elements.
+    """
+    line, index, starts, cuts = 8, 0, {}, [[]]
+    shapes = [param.numel() for param in make_model().parameters()]
+    for number in reversed(range(len(shapes))):
+        size = sum(shapes[other] * 8 for other in cuts[-1])
+        if cuts[-1] and size + shapes[number] * 8 > bucket_bytes:
+            cuts.append([])
+        cuts[-1].append(number)
+        starts[number] = index
+        index += -(-shapes[number] // line) * line
+    indices = [starts[n] + i for n, count in enumerate(shapes) for i in range(count)]
+    at = [sum(shapes[:number]) for number in range(len(shapes) + 1)]
+    elements = torch.arange(at[-1])
+    return indices, [torch.cat([elements[at[n] : at[n + 1]] for n in bucket]) for bucket in cuts]
+
+
+def train_all(group: Group, paces: list[str]) -> list[Flat]:
+    del group
+    found = []
+    for pace in paces:
+        model = make_model()
+        model, optimizer = pl.distribute(model, sgd(model), pace=pace)
+        for step in range(STEPS):
+            loss_of(model, pl.rank(), step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with model.agreed():
+            found.append(flat(model))
+    return found
+
+
+CASES = {
+    "bitmap": (0.9, False, 0),
+    "bitmap[momentum=0]": (0.0, False, 0),
+    "bmuf_bitmap[momentum=0.5,seed=7]": (0.5, False, 7),
+    f"bitmap[{SMALL}]": (0.9, False, 0),
+    "bitmap[feedback=yes,momentum=0]": (0.0, True, 0),
+    f"bitmap[feedback=yes,{SMALL}]": (0.9, True, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("workers", "hosts"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2)]
+)
+def test_the_formula(workers: int, hosts: int) -> None:
+    by_rank = run_ranks(workers, train_all, list(CASES), hosts=hosts)
+    for number, (pace, (momentum, feedback, seed)) in enumerate(CASES.items()):
+        indices, buckets = places(1049 if SMALL in pace else 1 << 20)
+        team = players(workers, sgd)
+        options = {"momentum": momentum, "feedback": feedback, "seed": seed}
+        ties = imitation.vote(team, STEPS, indices, buckets, **options)  # type: ignore[arg-type]
+        assert (ties > 100) == (workers % 2 == 0), "what this test is about"
+        for rank, player in enumerate(team):
+            found = by_rank[rank][number]
+            if feedback:
+                torch.testing.assert_close(found, player.flat, **TIGHT, msg=f"{pace} {rank}")
+            else:
+                assert torch.equal(found, player.flat), f"{pace} {rank}"
+
+
+def test_one_worker_takes_its_own_signs() -> None:
+    (found,) = run_ranks(1, train_all, ["bitmap[momentum=0]"])
+    (alone,) = players(1, sgd)
+    for step in range(STEPS):
+        alone.step_with(alone.backward(step).sign())
+    assert torch.equal(found[0], alone.flat)
+
+
+def learn_of_nothing(group: Group) -> list[list[float]]:
+    """Gradients of exactly zero, on all workers or on all but one."""
+    del group
+    rows = nn.Embedding(4, 70)
+    torch.nn.init.zeros_(rows.weight)
+    rows, optimizer = pl.distribute(
+        rows, torch.optim.SGD(rows.parameters(), lr=1.0), pace="bitmap[momentum=0]"
+    )
+    for _ in range(8):
+        row = torch.tensor([0, 1] if pl.rank() == 1 else [0, 0])
+        rows(row).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return rows.weight.detach().tolist()
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_what_has_no_gradient_stays_where_it_is(workers: int) -> None:
+    everywhere, one, *nowhere = run_ranks(workers, learn_of_nothing)[0]
+    assert set(everywhere) == {-8.0}
+    # Of an even number of steps each takes back the one before.
+    assert all(set(row) == {0.0} for row in nowhere)
+    # Who says something is heard, if not every time: the others' coins are as often on its side.
+    assert max(one) <= 0 and sum(one) / len(one) < -2
+
+
+def use_other_types(group: Group, dtype: torch.dtype) -> tuple[list[float], list[float]]:
+    """A gradient with NaN and infinity on one of three workers; two of them see numbers."""
+    del group
+    weight = nn.Linear(6, 1, bias=False).to(dtype)
+    torch.nn.init.zeros_(weight.weight)
+    weight, optimizer = pl.distribute(
+        weight, torch.optim.SGD(weight.parameters(), lr=1.0), pace="bitmap[momentum=0.5]"
+    )
+    bad = [float("nan"), float("inf"), -float("inf"), 1.0, 1e-7, 0.0]
+    good = [1.0, 1.0, 1.0, 1.0, 1e-7, -1.0]
+    for row in (bad if pl.rank() == 1 else good, [1.0] * 6):
+        weight(torch.tensor([row], dtype=dtype)).sum().backward()
+        first = weight.weight.grad.flatten().tolist()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weight.weight.detach().flatten().tolist(), first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_small_types_and_numbers_that_are_none(dtype: torch.dtype) -> None:
+    for weights, last in run_ranks(3, use_other_types, dtype):
+        # In the first step the two who see numbers win; in the second nobody is ill any more.
+        assert last == [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+        assert weights == [-2.0, -2.0, -2.0, -2.0, -2.0, 0.0]
+
+
+VOTES = 20
+
+
+def count_bytes(group: Group, pace: str) -> tuple[int, int]:
+    """Return what was handed to others, and what the engine has written to its sockets."""
+    del group
+    model = nn.Sequential(nn.Linear(1000, 130), nn.Linear(130, 77))
+    model, optimizer = pl.distribute(model, sgd(model), pace=pace)
+    training = pl.data_parallel.distribute._trainings[model]
+    vote = training.reducer._exchange
+    for _ in range(VOTES):
+        model(torch.ones(4, 1000)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    cores, written = [group._core for group in (vote._group, vote._tellers)], 0
+    deadline = time.monotonic() + 30
+    while written < vote.sent_bytes and time.monotonic() < deadline:
+        time.sleep(0.1)  # it is added up once in a while
+        written = sum(core.bytes_sent() for core in cores)
+    return vote.sent_bytes, written
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_the_bytes_that_travel(workers: int) -> None:
+    """Each on a host of its own; the roll call travels as well, and every message has a header."""
+    cache_line, signs = 16, 64
+    shapes = [77, 130 * 77, 130, 130 * 1000]
+    elements = sum(-(-count // cache_line) * cache_line for count in shapes)
+    words = -(-elements // signs)  # in one bucket
+    by_rank = run_ranks(workers, count_bytes, "bitmap", hosts=workers)
+    total = sum(handed for handed, _ in by_rank) / VOTES
+    assert total == 2 * (workers - 1) * words * 8
+    ring = 2 * (workers - 1) * elements * 4
+    assert total <= ring / 32 + 2 * (workers - 1) * 8
+    for handed, written in by_rank:
+        assert abs(handed / VOTES - total / workers) <= 2 * (workers - 1) * 8, "shared out evenly"
+        assert handed <= written <= handed + VOTES * 1000 * (workers - 1)
+    with_scales = run_ranks(workers, count_bytes, "bitmap[feedback=yes]", hosts=workers)
+    scales = workers * (workers - 1) * 8
+    assert sum(handed for handed, _ in with_scales) / VOTES == total + scales
