@@ -226,16 +226,18 @@ def vote(
     momentum: float,
     feedback: bool,
     seed: int = 0,
+    left: Callable[[int], int] = lambda _: 1 << 30,
 ) -> int:
     """The majority of signs; `indices` says which place of the coin belongs to an element,
-    `buckets` which elements have a scale in common. Return how many ties there were."""
+    `buckets` which elements have a scale in common, and `left` how many of the team are left in a
+    step. Return how many ties there were."""
     nothing = torch.zeros_like(team[0].flat)
     moments, errors = [nothing.clone() for _ in team], [nothing.clone() for _ in team]
     ties = 0
     for step in range(steps):
         thrown = torch.tensor([coin(seed, step, index) for index in indices], dtype=DTYPE)
         votes, scales = [], []
-        for number, player in enumerate(team):
+        for number, player in enumerate(team[: left(step)]):
             grad = player.backward(step)
             moments[number] = momentum * moments[number] + (1 - momentum) * grad
             value = moments[number] + errors[number] if feedback else moments[number]
@@ -252,6 +254,6 @@ def vote(
         count = torch.stack(votes).sum(0)
         ties += int((count == 0).sum())
         agreed = torch.where(count == 0, thrown, count.sign()) * mean(scales)
-        for player in team:
+        for player in team[: left(step)]:
             player.step_with(agreed)
     return ties

@@ -11,8 +11,10 @@ from imitation import loss_of, make_model, players
 from torch import nn
 
 import paceline as pl
+from paceline.cluster.policy import Policy
 from paceline.collectives.group import Group
-from support import run_ranks
+from support import hear, run_ranks, tell
+from support.elastic import elastic_job
 
 STEPS = 12
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}  # float64; sums of sizes in another order
@@ -194,3 +196,47 @@ def test_the_bytes_that_travel(workers: int) -> None:
     with_scales = run_ranks(workers, count_bytes, "bitmap[feedback=yes]", hosts=workers)
     scales = workers * (workers - 1) * 8
     assert sum(handed for handed, _ in with_scales) / VOTES == total + scales
+
+
+LOST_IN = 5
+
+
+def lose_the_last(group: Group, pace: str) -> tuple[Flat, list[float]]:
+    """The last worker is killed where the others have voted already; batches weigh differently."""
+    del group
+    model = make_model()
+    model, optimizer = pl.distribute(model, sgd(model), pace=pace)
+    pl.data_parallel.distribute._trainings[model].reducer.weighting.set(0.5 + 0.5 * pl.rank())
+    sizes = set()
+    for step in range(STEPS):
+        if step == LOST_IN and pl.rank() == 2:
+            tell("here")
+            hear()
+        loss_of(model, pl.rank(), step).backward()
+        sizes |= {size for p in model.parameters() for size in p.grad.abs().unique().tolist()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model), sorted(sizes)
+
+
+@pytest.mark.parametrize("momentum", ["0.9", "0"])
+def test_a_repeated_step_counts_once(momentum: str) -> None:
+    policy = Policy(num_workers=3, is_elastic=True, min_workers=1, max_workers=3)
+    with elastic_job(policy) as job:
+        job.start(lose_the_last, f"bitmap[momentum={momentum},{SMALL}]")
+        assert job.ranks.hear(2) == "here"
+        time.sleep(0.5)  # so that the others wait for its votes
+        job.ranks.kill(2)
+        outcomes = job.ranks.wait(40)
+    assert [outcome.status for outcome in outcomes] == [0, 0, -9], "\n".join(map(str, outcomes))
+    team, (indices, buckets) = players(3, sgd), places(1049)
+
+    def left(step: int) -> int:
+        return 3 if step < LOST_IN else 2
+
+    options = {"momentum": float(momentum), "feedback": False}
+    imitation.vote(team, STEPS, indices, buckets, left=left, **options)  # type: ignore[arg-type]
+    for rank in (0, 1):
+        weights, sizes = outcomes[rank].value
+        assert sizes == [1.0], "weights have no part in a count"
+        assert torch.equal(weights, team[rank].flat)
