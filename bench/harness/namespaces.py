@@ -24,16 +24,16 @@ class Cable:
     interfaces = ("plbench0", "plbench1")
 
     def __enter__(self) -> Cable:
-        self._holders = [_hold(), _hold()]
+        self._holders = [hold(), hold()]
         self._pids = [str(holder.pid) for holder in self._holders]
         first, second = self.interfaces
         near = ["ip", "link", "add", first, "netns", self._pids[0], "type", "veth"]
-        _run([*near, "peer", "name", second, "netns", self._pids[1]])
+        run([*near, "peer", "name", second, "netns", self._pids[1]])
         for end, (interface, address) in enumerate(
             zip(self.interfaces, self.addresses, strict=True)
         ):
-            _run([*self.enter(end), "ip", "addr", "add", f"{address}/24", "dev", interface])
-            _run([*self.enter(end), "ip", "link", "set", interface, "up"])
+            run([*self.enter(end), "ip", "addr", "add", f"{address}/24", "dev", interface])
+            run([*self.enter(end), "ip", "link", "set", interface, "up"])
         return self
 
     def __exit__(
@@ -81,10 +81,11 @@ class Cable:
         """Let each direction carry no more than this; the frames' headers count."""
         for end, interface in enumerate(self.interfaces):
             limit = ["tbf", "rate", f"{rate_mbit}mbit", "burst", "256kb", "latency", "50ms"]
-            _run([*self.enter(end), "tc", "qdisc", "replace", "dev", interface, "root", *limit])
+            run([*self.enter(end), "tc", "qdisc", "replace", "dev", interface, "root", *limit])
 
 
-def _hold() -> subprocess.Popen[str]:
+def hold() -> subprocess.Popen[str]:
+    """Make a network namespace; it lives until the returned process has lost its stdin."""
     holder = subprocess.Popen(
         ["unshare", "--net", "sh", "-c", _HOLD],
         stdin=subprocess.PIPE,
@@ -97,7 +98,8 @@ def _hold() -> subprocess.Popen[str]:
     return holder
 
 
-def _run(command: list[str]) -> None:
+def run(command: list[str]) -> None:
+    """Run one of the commands that change a network, or say why it would not."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"network: {' '.join(command)}: {done.stderr.strip()}")

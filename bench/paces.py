@@ -1,0 +1,89 @@
+"""Every pace beside the others: final loss, slow workers, slow links, throughput and bytes.
+
+    python bench/paces.py                                all parts; those with links need root
+    python bench/paces.py --quick                        a smoke test: its figures mean nothing
+    python bench/paces.py --only loss --paces local:8,async --seeds 3
+    python docs/images/pace_curves.py bench/results/paces.json
+
+Four workers learn the next letter of a book (and, for the final loss, the digits). Writes
+paces.json and paces.md; a part that is measured again replaces its former self there. A pace that
+this version does not know is left out with a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness.report import machine
+from pace_runs import measure, table
+from pace_runs.plans import QUICK, Sizes
+from pace_runs.report import render
+
+PARTS = ("loss", "stragglers", "links", "throughput")
+_RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def choose_rows(wanted: str) -> tuple[list[table.Row], list[str]]:
+    """Return the rows to run, the reference always among them, and who is left out."""
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    rows = table.choose([table.REFERENCE, *names] if names else [])
+    return table.known(rows)
+
+
+def measure_part(name: str, rows: list[table.Row], sizes: Sizes, seeds: int) -> dict[str, Any]:
+    """Run one part; say when it began, how busy the machine was, and how long it took."""
+    facts = machine()
+    print(f"\n{name}: machine {facts['idle_before']:.0%} idle, {facts['commit']}", flush=True)
+    started_s = time.monotonic()
+    parts = {
+        "loss": partial(measure.loss, rows, sizes, seeds),
+        "stragglers": partial(measure.stragglers, rows, sizes),
+        "links": partial(measure.links, rows, sizes),
+        "throughput": partial(measure.throughput, rows, sizes),
+    }
+    found = measure.in_scratch(parts[name])
+    print(f"{name}: {time.monotonic() - started_s:.0f} s", flush=True)
+    return {**found, "machine": {**facts, "quick": sizes is QUICK}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few steps, one seed")
+    parser.add_argument("--only", choices=PARTS, action="append", help="may be given several times")
+    parser.add_argument("--paces", default="", help="labels or words, with commas; default: all")
+    parser.add_argument("--seeds", type=int, default=5, help="of the reference, for the noise")
+    parser.add_argument("--pace-seeds", type=int, help="of every other pace (default: 3)")
+    parser.add_argument("--out", type=Path, default=_RESULTS, help="where the results go")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # must clean up as well
+    sizes, seeds = (QUICK, min(options.seeds, 2)) if options.quick else (Sizes(), options.seeds)
+    if options.pace_seeds:
+        sizes = dataclasses.replace(sizes, pace_seeds=options.pace_seeds)
+    rows, left_out = choose_rows(options.paces)
+    for note in left_out:
+        print(note)
+    options.out.mkdir(parents=True, exist_ok=True)
+    kept = options.out / "paces.json"
+    content = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    for name in options.only or PARTS:
+        if name in ("links", "throughput") and (why := measure.can_shape()):
+            print(f"{name}: left out: {why}")
+            continue
+        content[name] = measure_part(name, rows, sizes, seeds)
+        content["left_out"] = left_out
+        kept.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (options.out / "paces.md").write_text(render(content), encoding="utf-8")
+    print(f"\n{render(content)}\nwritten to {kept} and {kept.with_suffix('.md')}")
+
+
+if __name__ == "__main__":
+    main()
