@@ -17,6 +17,7 @@ from typing import Any
 
 try:
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 except ModuleNotFoundError:
     sys.exit("pace_curves: matplotlib is missing; pip install matplotlib")
 
@@ -71,7 +72,9 @@ def draw(axes: Any, title: str, found: Results) -> None:
     axes.axhline(target, color="black", linewidth=0.8, linestyle=":")
     axes.set_title(f"{title}: seconds to a loss of {target:.2f}", fontsize=10, loc="left")
     axes.set(xlabel="seconds", ylabel="held-out loss")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -84,19 +87,20 @@ def _name(axes: Any, label: str, at_s: float | None, down: float, look: Mapping[
     weight = "bold" if label == REFERENCE else "normal"
     style = {"transform": across, "fontsize": 7.5, "va": "center", "color": look["color"]}
     axes.text(1.085, height, label, weight=weight, **style)
-    axes.text(1.52, height, took, ha="right", weight=weight, **style)
+    axes.text(1.47, height, took, ha="right", weight=weight, **style)
 
 
 def figure(panels: Mapping[str, Results], target: Path) -> None:
     """Draw panels one below the other, and write them."""
     plt.rcParams["svg.hashsalt"] = "paceline"  # the same picture gives the same file
-    size = (8.0, 4.1 * len(panels) + 0.4)
-    drawing, all_axes = plt.subplots(len(panels), figsize=size, squeeze=False)
+    inches = 4.0 * len(panels) + 0.5
+    drawing, all_axes = plt.subplots(len(panels), figsize=(8.0, inches), squeeze=False)
     for axes, (title, found) in zip(all_axes[:, 0], panels.items(), strict=True):
         draw(axes, title, found)
     lines = [plt.Line2D([], [], color=colour, label=words) for colour, words in FAMILIES.values()]
     drawing.legend(handles=lines, loc="lower left", ncol=3, frameon=False, fontsize=7.5)
-    drawing.tight_layout(rect=(0, 0.16 / len(panels), 1, 1))
+    below, above = 1.0 / inches, 1 - 0.3 / inches
+    drawing.subplots_adjust(left=0.07, right=0.69, bottom=below, top=above, hspace=0.25)
     drawing.savefig(target, metadata={"Date": None})
     plt.close(drawing)
     sys.stdout.write(f"written to {target}\n")
