@@ -117,6 +117,17 @@ void pack_tracked_at(uintptr_t values, uintptr_t last, uintptr_t next, size_t co
                reinterpret_cast<void*>(next), count, DType(dtype), keep, to_coin(coin), to_words(bits));
 }
 
+std::pair<double, uint64_t> pack_corrected_at(uintptr_t values, uintptr_t last, uintptr_t next, size_t count, int dtype,
+                                              double scale, const CoinParts& coin, uintptr_t bits, size_t words) {
+  require_wide("pack_corrected", dtype);
+  require_words("pack_corrected", count, words);
+  nb::gil_scoped_release release;
+  Sizes sizes = pack_corrected(reinterpret_cast<const void*>(values), reinterpret_cast<const void*>(last),
+                               reinterpret_cast<void*>(next), count, DType(dtype), scale, to_coin(coin),
+                               to_words(bits));
+  return {sizes.sum, sizes.count};
+}
+
 void majority_at(const std::vector<uintptr_t>& rows, size_t words, const CoinParts& coin, uintptr_t bits) {
   if (rows.empty()) throw Error(ErrorKind::usage, "majority: there are no rows");
   nb::gil_scoped_release release;
@@ -367,6 +378,8 @@ NB_MODULE(_core, m) {
         "first"_a = 0);
   m.def("pack_signs", &pack_signs_at, "values"_a, "count"_a, "dtype"_a, "coin"_a, "bits"_a, "words"_a);
   m.def("pack_tracked", &pack_tracked_at, "values"_a, "last"_a, "next"_a, "count"_a, "dtype"_a, "keep"_a, "coin"_a,
+        "bits"_a, "words"_a);
+  m.def("pack_corrected", &pack_corrected_at, "values"_a, "last"_a, "next"_a, "count"_a, "dtype"_a, "scale"_a, "coin"_a,
         "bits"_a, "words"_a);
   m.def("majority", &majority_at, "rows"_a, "words"_a, "coin"_a, "bits"_a);
   m.def("unpack_signs", &unpack_signs_at, "bits"_a, "words"_a, "count"_a, "dtype"_a, "scale"_a, "values"_a);

@@ -84,12 +84,43 @@ void check_tracking() {
   }
 }
 
+template <class T>
+void check_correcting() {
+  for (size_t count : kCounts) {
+    auto values = some_values<T>(count), last = some_values<T>(count);
+    for (auto& v : last)
+      if (!std::isfinite(v) || std::abs(v) < std::numeric_limits<T>::min()) v = 0;  // as results are
+    std::vector<T> next[2] = {std::vector<T>(count), std::vector<T>(count)};
+    Words bits[2] = {Words(words_of(count)), Words(words_of(count))};
+    Sizes sizes[2];
+    for (bool portable : {false, true}) {
+      use_portable_kernels(portable);
+      sizes[portable] = pack_corrected(values.data(), last.data(), next[portable].data(), count, dtype_of<T>, 0.25,
+                                       kCoin, bits[portable].data());
+    }
+    use_portable_kernels(false);
+    CHECK(next[0] == next[1] && bits[0] == bits[1] && bits[0] == packed(next[0]));
+    CHECK(sizes[0].sum == sizes[1].sum && sizes[0].count == sizes[1].count);
+    uint64_t num_signed = 0;
+    for (size_t i = 0; i < count; ++i) {
+      T left_out = last[i] > 0 ? last[i] - T(0.25) : last[i] < 0 ? last[i] + T(0.25) : T(0);
+      T expected = (std::isfinite(values[i]) ? values[i] : T(0)) + left_out;
+      bool counts = std::isfinite(expected) && std::abs(expected) >= std::numeric_limits<T>::min();
+      CHECK(next[0][i] == (counts ? expected : T(0)));
+      num_signed += counts;
+    }
+    CHECK(sizes[0].count == num_signed);
+  }
+}
+
 }  // namespace
 
 TEST(signs_of_floats) { check_signs<float>(); }
 TEST(signs_of_doubles) { check_signs<double>(); }
 TEST(tracked_floats) { check_tracking<float>(); }
 TEST(tracked_doubles) { check_tracking<double>(); }
+TEST(corrected_floats) { check_correcting<float>(); }
+TEST(corrected_doubles) { check_correcting<double>(); }
 
 TEST(the_majority_of_every_number_of_rows) {
   for (size_t num_rows = 1; num_rows <= 17; ++num_rows)

@@ -41,6 +41,20 @@ def pack_tracked(
     bits: int,
     words: int,
 ) -> None: ...
+
+# The same of next = values + (last - scale * sign(last)). Gives the sum of sizes, and how many have
+# a sign.
+def pack_corrected(
+    values: int,
+    last: int,
+    next: int,
+    count: int,
+    dtype: int,
+    scale: float,
+    coin: Coin,
+    bits: int,
+    words: int,
+) -> tuple[float, int]: ...
 def majority(rows: list[int], words: int, coin: Coin, bits: int) -> None: ...
 def unpack_signs(
     bits: int, words: int, count: int, dtype: int, scale: float, values: int

@@ -34,6 +34,17 @@ void pack_signs(const void* values, size_t count, DType dtype, const Coin& coin,
 void pack_tracked(const void* values, const void* last, void* next, size_t count, DType dtype, double keep,
                   const Coin& coin, uint64_t* bits);
 
+struct Sizes {
+  double sum = 0;      // of the sizes of all numbers
+  uint64_t count = 0;  // of those that have a sign
+};
+
+// next = values + (last - scale * sign(last)), and its signs and sizes: `last` is what was voted with, `scale` what a
+// sign stood for, so that what is in the brackets is what the vote has left out. Values and results that are not
+// finite count as 0, as do subnormal results.
+Sizes pack_corrected(const void* values, const void* last, void* next, size_t count, DType dtype, double scale,
+                     const Coin& coin, uint64_t* bits);
+
 // A bit is 1 where more than half of the rows have a 1; where exactly half of them do, it is the coin's.
 void majority(const uint64_t* const* rows, size_t num_rows, size_t words, const Coin& coin, uint64_t* bits);
 

@@ -8,6 +8,10 @@
 namespace paceline {
 namespace {
 
+// Nobody reads a momentum before the next step: what is larger than this goes past the cache, and is not read into
+// it in order to be overwritten.
+constexpr size_t kTrackStreamingBytes = 1u << 20;
+
 // Eight floats or four doubles. `Mask` has a bit for each of them.
 template <class T>
 struct Lanes;
@@ -18,12 +22,21 @@ struct Lanes<float> {
   using Vector = __m256;
   static Vector load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, Vector v) { _mm256_storeu_ps(p, v); }
+  static void stream(float* p, Vector v) { _mm256_stream_ps(p, v); }
   static Vector all(float v) { return _mm256_set1_ps(v); }
   static Vector size(Vector v) { return _mm256_andnot_ps(all(-0.0f), v); }
   static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
   static Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
   static Vector both(Vector a, Vector b) { return _mm256_and_ps(a, b); }
   static Vector at_least(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
+  static Vector either(Vector a, Vector b) { return _mm256_or_ps(a, b); }
+  static Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
+  static Vector differ(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_NEQ_UQ); }
+  // Adds to the sums of elements 0 to 3 and 4 to 7.
+  static void add_up(Vector v, size_t, __m256d& low, __m256d& high) {
+    low = _mm256_add_pd(low, _mm256_cvtps_pd(_mm256_castps256_ps128(v)));
+    high = _mm256_add_pd(high, _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
+  }
   static uint64_t signs(Vector v) { return unsigned(_mm256_movemask_ps(v)); }
   static uint64_t decided(Vector v) {
     __m256i bits = _mm256_castps_si256(size(v));
@@ -39,12 +52,20 @@ struct Lanes<double> {
   using Vector = __m256d;
   static Vector load(const double* p) { return _mm256_loadu_pd(p); }
   static void store(double* p, Vector v) { _mm256_storeu_pd(p, v); }
+  static void stream(double* p, Vector v) { _mm256_stream_pd(p, v); }
   static Vector all(double v) { return _mm256_set1_pd(v); }
   static Vector size(Vector v) { return _mm256_andnot_pd(all(-0.0), v); }
   static Vector add(Vector a, Vector b) { return _mm256_add_pd(a, b); }
   static Vector mul(Vector a, Vector b) { return _mm256_mul_pd(a, b); }
   static Vector both(Vector a, Vector b) { return _mm256_and_pd(a, b); }
   static Vector at_least(Vector a, Vector b) { return _mm256_cmp_pd(a, b, _CMP_GE_OQ); }
+  static Vector either(Vector a, Vector b) { return _mm256_or_pd(a, b); }
+  static Vector sub(Vector a, Vector b) { return _mm256_sub_pd(a, b); }
+  static Vector differ(Vector a, Vector b) { return _mm256_cmp_pd(a, b, _CMP_NEQ_UQ); }
+  static void add_up(Vector v, size_t at, __m256d& low, __m256d& high) {
+    if (at % 8) high = _mm256_add_pd(high, v);
+    else low = _mm256_add_pd(low, v);
+  }
   static uint64_t signs(Vector v) { return unsigned(_mm256_movemask_pd(v)); }
   static uint64_t decided(Vector v) {
     __m256i bits = _mm256_castpd_si256(size(v));
@@ -54,10 +75,11 @@ struct Lanes<double> {
   }
 };
 
-// `each(at)` gives the vector that belongs to the elements from `at` on.
+// `each(at)` gives the vector that belongs to the elements from `at` on. Returns how many have a sign.
 template <class T, class Each>
-void pack_words(size_t words, const Coin& coin, uint64_t* bits, Each each) {
+uint64_t pack_words(size_t words, const Coin& coin, uint64_t* bits, Each each) {
   using L = Lanes<T>;
+  uint64_t num_signed = 0;
   for (size_t word = 0; word < words; ++word) {
     uint64_t minus = 0, decided = 0;
     for (size_t i = 0; i < 64; i += L::kCount) {
@@ -67,7 +89,9 @@ void pack_words(size_t words, const Coin& coin, uint64_t* bits, Each each) {
     }
     bits[word] = ~minus;
     if (decided != ~uint64_t(0)) bits[word] = (~minus & decided) | (coin_word(coin, word) & ~decided);
+    num_signed += uint64_t(std::popcount(decided));
   }
+  return num_signed;
 }
 
 template <class T>
@@ -76,8 +100,8 @@ void pack_avx2_of(const T* values, size_t count, const Coin& coin, uint64_t* bit
   pack_plain(values, count, coin, bits, count / 64);
 }
 
-template <class T>
-void track_avx2_of(const T* values, const T* last, T* next, size_t count, T keep, T take, const Coin& coin,
+template <class T, bool streaming>
+void track_words(const T* values, const T* last, T* next, size_t count, T keep, T take, const Coin& coin,
                    uint64_t* bits) {
   using L = Lanes<T>;
   const auto kept = L::all(keep), taken = L::all(take);
@@ -87,10 +111,45 @@ void track_avx2_of(const T* values, const T* last, T* next, size_t count, T keep
     value = L::both(value, L::at_least(largest, L::size(value)));
     auto now = L::add(L::mul(kept, L::load(last + at)), L::mul(taken, value));
     now = L::both(now, L::at_least(L::size(now), smallest));
-    L::store(next + at, now);
+    streaming ? L::stream(next + at, now) : L::store(next + at, now);
     return now;
   });
+  if (streaming) _mm_sfence();
   track_plain(values, last, next, count, keep, take, coin, bits, count / 64);
+}
+
+template <class T>
+void track_avx2_of(const T* values, const T* last, T* next, size_t count, T keep, T take, const Coin& coin,
+                   uint64_t* bits) {
+  bool is_aligned = reinterpret_cast<uintptr_t>(next) % 32 == 0;
+  bool streaming = is_aligned && next != last && count * sizeof(T) >= kTrackStreamingBytes;
+  streaming ? track_words<T, true>(values, last, next, count, keep, take, coin, bits)
+            : track_words<T, false>(values, last, next, count, keep, take, coin, bits);
+}
+
+template <class T>
+Sizes correct_avx2_of(const T* values, const T* last, T* next, size_t count, T scale, const Coin& coin,
+                      uint64_t* bits) {
+  using L = Lanes<T>;
+  const auto scales = L::all(scale), top = L::all(T(-0.0)), zero = L::all(T(0));
+  const auto largest = L::all(std::numeric_limits<T>::max()), smallest = L::all(std::numeric_limits<T>::min());
+  __m256d low = _mm256_setzero_pd(), high = low;
+  uint64_t num_signed = pack_words<T>(count / 64, coin, bits, [&](size_t at) {
+    auto value = L::load(values + at), before = L::load(last + at);
+    value = L::both(value, L::at_least(largest, L::size(value)));
+    auto left_out = L::sub(before, L::either(scales, L::both(before, top)));
+    auto now = L::add(value, L::both(left_out, L::differ(before, zero)));
+    auto size = L::size(now);
+    now = L::both(now, L::both(L::at_least(size, smallest), L::at_least(largest, size)));
+    L::store(next + at, now);
+    L::add_up(L::size(now), at, low, high);
+    return now;
+  });
+  double sums[kSums];
+  _mm256_storeu_pd(sums, low);
+  _mm256_storeu_pd(sums + 4, high);
+  num_signed += correct_plain(values, last, next, count, scale, coin, bits, sums, count / 64);
+  return total(sums, num_signed);
 }
 
 // A byte of bits becomes eight floats: each lane looks at its own bit of the byte.
@@ -118,6 +177,15 @@ void track_avx2(const void* values, const void* last, void* next, size_t count, 
                   T(1 - keep), coin, bits);
   };
   dtype == DType::float64 ? run(double()) : run(float());
+}
+
+Sizes correct_avx2(const void* values, const void* last, void* next, size_t count, DType dtype, double scale,
+                   const Coin& coin, uint64_t* bits) {
+  auto run = [&]<class T>(T) {
+    return correct_avx2_of(static_cast<const T*>(values), static_cast<const T*>(last), static_cast<T*>(next), count,
+                           T(scale), coin, bits);
+  };
+  return dtype == DType::float64 ? run(double()) : run(float());
 }
 
 void unpack_avx2(const uint64_t* bits, size_t count, DType dtype, double scale, void* values) {

@@ -77,6 +77,39 @@ void track_plain(const T* values, const T* last, T* next, size_t count, T keep, 
   }
 }
 
+constexpr size_t kSums = 8;  // side by side, added up at the end: the same in both kernel sets
+
+inline Sizes total(const double (&sums)[kSums], uint64_t count) {
+  Sizes sizes{0, count};
+  for (double sum : sums) sizes.sum += sum;
+  return sizes;
+}
+
+template <class T>
+T corrected(T value, T last, T scale) {
+  T left_out = last == 0 ? T(0) : last - std::copysign(scale, last);
+  T next = (std::abs(value) <= std::numeric_limits<T>::max() ? value : T(0)) + left_out;
+  T size = std::abs(next);
+  return size >= std::numeric_limits<T>::min() && size <= std::numeric_limits<T>::max() ? next : T(0);
+}
+
+// Adds to `sums`, and returns how many have a sign.
+template <class T>
+uint64_t correct_plain(const T* values, const T* last, T* next, size_t count, T scale, const Coin& coin,
+                       uint64_t* bits, double (&sums)[kSums], size_t word = 0) {
+  uint64_t num_signed = 0;
+  for (size_t at = word * 64; at < count; at += 64, ++word) {
+    size_t n = std::min<size_t>(64, count - at);
+    for (size_t i = at; i < at + n; ++i) {
+      next[i] = corrected(values[i], last[i], scale);
+      sums[i % kSums] += double(std::abs(next[i]));
+      num_signed += next[i] != 0;
+    }
+    bits[word] = sign_word(next + at, n, coin, word);
+  }
+  return num_signed;
+}
+
 constexpr size_t kBlockWords = 256;
 constexpr size_t kMaxPlanes = 32;  // rows are counted in 32 bits
 

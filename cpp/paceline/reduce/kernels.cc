@@ -60,6 +60,11 @@ void pack_tracked(const void* values, const void* last, void* next, size_t count
   chosen->pack_tracked(values, last, next, count, dtype, keep, coin, bits);
 }
 
+Sizes pack_corrected(const void* values, const void* last, void* next, size_t count, DType dtype, double scale,
+                     const Coin& coin, uint64_t* bits) {
+  return chosen->pack_corrected(values, last, next, count, dtype, scale, coin, bits);
+}
+
 void majority(const uint64_t* const* rows, size_t num_rows, size_t words, const Coin& coin, uint64_t* bits) {
   chosen->majority(rows, num_rows, words, coin, bits);
 }

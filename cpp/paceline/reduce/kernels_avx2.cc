@@ -115,7 +115,7 @@ void copy_avx2(void* to, const void* from, size_t bytes, bool streaming) {
 
 }  // namespace
 
-const KernelSet kAvx2Kernels = {"avx2",    reduce_avx2, copy_avx2,    round_any,
-                                pack_avx2, track_avx2,  majority_any, unpack_avx2};
+const KernelSet kAvx2Kernels = {"avx2",     reduce_avx2,  copy_avx2,    round_any,  pack_avx2,
+                                track_avx2, correct_avx2, majority_any, unpack_avx2};
 
 }  // namespace paceline

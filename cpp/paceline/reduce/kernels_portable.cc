@@ -27,9 +27,20 @@ void track_portable(const void* values, const void* last, void* next, size_t cou
   dtype == DType::float64 ? run(double()) : run(float());
 }
 
+Sizes correct_portable(const void* values, const void* last, void* next, size_t count, DType dtype, double scale,
+                       const Coin& coin, uint64_t* bits) {
+  auto run = [&]<class T>(T) {
+    double sums[kSums] = {};
+    return total(sums, correct_plain(static_cast<const T*>(values), static_cast<const T*>(last), static_cast<T*>(next),
+                                     count, T(scale), coin, bits, sums));
+  };
+  return dtype == DType::float64 ? run(double()) : run(float());
+}
+
 }  // namespace
 
-const KernelSet kPortableKernels = {"portable",    reduce_portable, copy_portable, round_any,
-                                    pack_portable, track_portable,  majority_any,  unpack_any};
+const KernelSet kPortableKernels = {"portable",     reduce_portable, copy_portable,
+                                    round_any,      pack_portable,   track_portable,
+                                    correct_portable, majority_any,    unpack_any};
 
 }  // namespace paceline

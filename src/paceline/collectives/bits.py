@@ -81,6 +81,36 @@ def pack_tracked(
     )
 
 
+def pack_corrected(
+    values: torch.Tensor,
+    last: torch.Tensor,
+    following: torch.Tensor,
+    scale: float,
+    coin: Coin,
+    bits: torch.Tensor,
+) -> float:
+    """Let `following` be values + (last - scale * sign(last)), and write its signs to `bits`.
+
+    Returns the mean size of those that have a sign. What is not finite counts as 0.
+    """
+    _require("values", values)
+    for name, tensor in (("last", last), ("following", following)):
+        _require(name, tensor, values.dtype, values.numel())
+    _require("bits", bits, torch.int64)
+    total, count = _core.pack_corrected(
+        values.data_ptr(),
+        last.data_ptr(),
+        following.data_ptr(),
+        values.numel(),
+        _code(values),
+        scale,
+        coin.parts,
+        bits.data_ptr(),
+        bits.numel(),
+    )
+    return total / count if count else 0.0
+
+
 def majority(rows: Sequence[torch.Tensor], coin: Coin, bits: torch.Tensor) -> None:
     """Write what most of the rows have to `bits`; where they are divided, what the coin has."""
     for row in (*rows, bits):

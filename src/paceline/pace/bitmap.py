@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.bits import Coin, pack_signs, pack_tracked
+from paceline.collectives.bits import Coin, pack_corrected, pack_signs, pack_tracked
 from paceline.errors import UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.ballot import Ballot
@@ -57,7 +57,9 @@ class Voter:
         self._wide = wide
         self._first = first  # index of its first element among those of the whole model
         self._momentum = _Kept(size, wide) if method.momentum else None
-        self._error = _Kept(size, wide) if method.has_feedback else None
+        # What was voted with; the error is what it has more than its scaled signs.
+        self._voted = _Kept(size, wide) if method.has_feedback else None
+        self._scale = 0.0  # of the signs of what was voted with
         self._is_fresh = False
         self.bucket = bucket
         self.ballot = Ballot(size, method.setting.allocate, has_scale=method.has_feedback)
@@ -76,15 +78,13 @@ class Voter:
             last, then = self._momentum.now, self._momentum.then
             pack_tracked(values, last, then, method.momentum, mine, ballot.signs)
             values = then
-        elif self._error is None:
+        elif self._voted is None:
             pack_signs(values, mine, ballot.signs)
-        if self._error is not None:
-            error = torch.nan_to_num(values, 0.0, 0.0, 0.0, out=self._error.then)
-            error.add_(self._error.now)
-            pack_signs(error, mine, ballot.signs)
-            signs = error.sign()
-            ballot.scale = _mean_size(error)
-            error.sub_(signs, alpha=ballot.scale)
+        if self._voted is not None:
+            last, then = self._voted.now, self._voted.then
+            scale = pack_corrected(values, last, then, self._scale, mine, ballot.signs)
+            # As the kernel will see it when it takes it off.
+            ballot.scale = float(torch.tensor(scale, dtype=self._wide))
         self._is_fresh = True
 
     def keep(self) -> None:
@@ -92,15 +92,10 @@ class Voter:
         if not self._is_fresh:
             return
         self._is_fresh = False
-        for kept in (self._momentum, self._error):
+        self._scale = self.ballot.scale
+        for kept in (self._momentum, self._voted):
             if kept is not None:
                 kept.turn()
-
-
-def _mean_size(values: torch.Tensor) -> float:
-    """Return the mean size of those that have a sign."""
-    count = int(torch.count_nonzero(values))
-    return float(values.abs().sum(dtype=torch.float64)) / count if count else 0.0
 
 
 class Bitmap(Method):

@@ -15,6 +15,7 @@ from paceline.collectives.bits import (
     Coin,
     majority,
     num_words,
+    pack_corrected,
     pack_signs,
     pack_tracked,
     unpack_signs,
@@ -99,6 +100,22 @@ def test_tracked_signs(seed: int, count: int, dtype: torch.dtype, coin: Coin, ke
     expected[expected.abs() < torch.finfo(dtype).tiny] = 0
     assert torch.equal(following, expected)
     assert (read(bits)[:count] == signs_of(expected, coin)).all()
+
+
+@given(st.integers(0, 10**6), LENGTHS, DTYPES, COINS, st.sampled_from([0.0, 0.5, 1e-7]))
+def test_corrected_signs(
+    seed: int, count: int, dtype: torch.dtype, coin: Coin, scale: float
+) -> None:
+    values, last = draw(seed, count, dtype), draw(seed + 1, count, dtype).nan_to_num(0, 0, 0)
+    following, bits = torch.empty_like(values), torch.empty(num_words(count), dtype=torch.int64)
+    mean = pack_corrected(values, last, following, scale, coin, bits)
+    left_out = last - torch.tensor(scale, dtype=dtype) * last.sign()
+    expected = values.where(values.isfinite(), torch.zeros_like(values)) + left_out
+    expected[(expected.abs() < torch.finfo(dtype).tiny) | ~expected.isfinite()] = 0
+    assert torch.equal(following, expected)
+    assert (read(bits)[:count] == signs_of(expected, coin)).all()
+    sizes = expected[expected != 0].abs().double()
+    assert mean == (pytest.approx(float(sizes.mean()), rel=1e-12) if len(sizes) else 0.0)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 300), st.integers(1, 9), COINS)
