@@ -110,6 +110,17 @@ def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
     return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
 
 
+def centre_reports(number: int | None = None) -> list[TableReport]:
+    """Ask every server what it has counted about places of a method; None: of the last one."""
+    found = []
+    for link in job.current().servers:
+        reports = [msgspec.convert(r, TableReport) for r in link.ask(m.Stats).wait().reports]
+        found += [report for report in reports if report.table.startswith("centre ")]
+    last = max(int(report.table.split()[1].partition(".")[0]) for report in found)
+    start = f"centre {last if number is None else number}."
+    return [report for report in found if report.table.startswith(start)]
+
+
 def newest_reports() -> list[TableReport]:
     """Ask every server what it has counted about the table that was made last."""
     found = []

@@ -246,5 +246,5 @@ def needs_servers(name: str) -> bool:
 
 
 def paces_with_servers() -> list[str]:
-    """Return the paces that go through parameter servers, for messages."""
-    return sorted(name for name, row in KNOWN.items() if row.needs_servers or row.uses_servers)
+    """Return the paces that need parameter servers, for messages."""
+    return sorted(name for name, pace in KNOWN.items() if pace.needs_servers)
