@@ -110,17 +110,18 @@ class Centre:
         count = len(self._job.fabric.membership.servers)
         return f"centre on {count} server{'s' if count > 1 else ''}"
 
-    def place(self, bucket: Bucket, outer: Mapping[str, Any] | None) -> Place:
-        """Bring a bucket to the servers, with the settings of the outer SGD. Collective.
+    def place(self, bucket: Bucket, *, is_free: bool = False) -> Place:
+        """Bring a bucket to the servers. Collective.
 
-        `outer` None: differences are added as they come, and nobody waits for anybody.
+        The settings of the outer SGD come with every commit. `is_free`: there is none; differences
+        are added as they come, and nobody waits for anybody.
         """
-        params, self._is_free = bucket.params, outer is None
+        params, self._is_free = bucket.params, is_free
         values, outbox = (self._allocate(params.numel(), params.dtype) for _ in range(2))
         values.copy_(params)
         held = Held(bucket.label, 0, 0, params.numel(), (params.numel(),))
         rule = Rule(bound=0, aggregate=True, all_speak=True)
-        if outer is None:
+        if is_free:
             rule = Rule(bound=None, push="delta")
         place = Place(
             RemoteTable(
@@ -128,7 +129,7 @@ class Centre:
                 self._job.fabric.membership.worker_numbers,
                 f"{self._name}.{len(self._places)}",
                 [Item(bucket.label, [held], outbox, values)],
-                OptimizerSpec("SGD", (dict(outer or outer_settings(lr=1.0)),)),
+                OptimizerSpec("SGD", (outer_settings(lr=1.0),)),
                 rule,
             )
         )

@@ -75,8 +75,7 @@ class ElasticAveraging(Method):
             size, dtype = bucket.params.numel(), bucket.params.dtype
             before = self.setting.allocate(size, dtype)
             if self.setting.centre is not None:
-                outer = None if self.is_free else self._outer_settings()
-                place = self.setting.centre.place(bucket, outer)
+                place = self.setting.centre.place(bucket, is_free=self.is_free)
                 self._parts.append(_Part(bucket, place.values, before, None, place))
                 continue
             mean = self.setting.allocate(size, dtype)

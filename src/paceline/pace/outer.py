@@ -117,7 +117,7 @@ class OuterSteps(Method):
         for bucket in buckets:
             part = _Part(bucket)
             if self.setting.centre is not None:
-                part.place = self.setting.centre.place(bucket, self._outer_settings())
+                part.place = self.setting.centre.place(bucket)
                 part.begin = part.place.values
             elif not self._is_plain:
                 part.begin, part.momentum = bucket.params.clone(), torch.zeros_like(bucket.params)
