@@ -13,6 +13,8 @@ from torch import nn
 import paceline as pl
 from paceline.cluster.policy import Policy
 from paceline.collectives.group import Group
+from paceline.data_parallel.training import Training
+from paceline.job import current
 from support import hear, run_ranks, tell
 from support.elastic import elastic_job
 
@@ -159,22 +161,22 @@ def test_small_types_and_numbers_that_are_none(dtype: torch.dtype) -> None:
 VOTES = 20
 
 
+def training_of(model: nn.Module) -> Training:
+    return pl.data_parallel.distribute._successions[model].training
+
+
 def count_bytes(group: Group, pace: str) -> tuple[int, int]:
     """Return what was handed to others, and what the engine has written to its sockets."""
     del group
     model = nn.Sequential(nn.Linear(1000, 130), nn.Linear(130, 77))
     model, optimizer = pl.distribute(model, sgd(model), pace=pace)
-    training = pl.data_parallel.distribute._trainings[model]
-    vote = training.reducer._exchange
+    vote = training_of(model).reducer._exchange
+    before = current().fabric.engine.bytes_sent()
     for _ in range(VOTES):
         model(torch.ones(4, 1000)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    cores, written = [group._core for group in (vote._group, vote._tellers)], 0
-    deadline = time.monotonic() + 30
-    while written < vote.sent_bytes and time.monotonic() < deadline:
-        time.sleep(0.1)  # it is added up once in a while
-        written = sum(core.bytes_sent() for core in cores)
+    written = sum(current().fabric.engine.bytes_sent()) - sum(before)
     return vote.sent_bytes, written
 
 
@@ -206,7 +208,7 @@ def lose_the_last(group: Group, pace: str) -> tuple[Flat, list[float]]:
     del group
     model = make_model()
     model, optimizer = pl.distribute(model, sgd(model), pace=pace)
-    pl.data_parallel.distribute._trainings[model].reducer.weighting.set(0.5 + 0.5 * pl.rank())
+    training_of(model).reducer.weighting.set(0.5 + 0.5 * pl.rank())
     sizes = set()
     for step in range(STEPS):
         if step == LOST_IN and pl.rank() == 2:
