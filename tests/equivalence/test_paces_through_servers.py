@@ -12,7 +12,7 @@ from ways import centre_reports
 import paceline as pl
 from paceline import job
 from paceline.collectives.group import Group
-from support import run_ranks
+from support import run_ranks, started
 
 STEPS = 24
 WIDTH = 200  # so that the middle is cut in two: less than 64 KB is not
@@ -93,3 +93,14 @@ def test_a_centre_on_servers_is_the_same(
     for pace in PACES:  # all read the same bits
         agreed = [found[pace][1] for found in central]
         assert all(torch.equal(agreed[0], other) for other in agreed[1:]), pace
+
+
+def train_once(group: Group) -> None:
+    del group
+    train("diloco:6", "sgd", torch.float32)
+
+
+def test_the_line_at_the_start_says_where_the_centre_is() -> None:
+    with started(2, train_once, servers=2) as ranks:
+        outcomes = ranks.wait(60)
+    assert "centre on 2 servers" in outcomes[0].output, outcomes[0]

@@ -40,8 +40,9 @@ def distribute(
     locally.
 
     pace       how the workers agree: "allreduce", or through parameter servers "ps" (in lockstep),
-               "async", "ssp:3" (at most 3 clocks apart), or less often: "local:8", "diloco:500",
-               "easgd:10" and more (docs/guides/paces.md); `paceline run --pace` wins over it
+               "backup:1" (without the slowest one), "async", "ssp:3" (at most 3 clocks apart), or
+               less often: "local:8", "diloco:500", "easgd:10" and more (docs/guides/paces.md);
+               `paceline run --pace` wins over it
     options    of the pace, as keywords here or in its brackets: "allreduce[update=sharded]"
 
     allreduce and ps:
