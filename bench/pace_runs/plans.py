@@ -28,8 +28,8 @@ class Sizes:
     timed_steps: int = 320  # with slow workers, and on links
     copies: int = 20  # points of each curve
     pace_seeds: int = 3
-    rounds: int = 3  # of throughput
-    throughput_steps: int = 200
+    rounds: int = 2  # of throughput
+    throughput_steps: int = 400  # several blocks of the longest, or its bytes are not right
     # What a step sleeps instead of computing. Long enough that the real rest of it, of four
     # workers on two cores, does not matter much; short enough that a slow link does.
     sleep_s: float = 0.010

@@ -154,7 +154,7 @@ def _throughput(part: Mapping[str, Any]) -> Iterable[str]:
             continue
         share = _share(row, alone, "steps_per_s")
         sent = _share(row, reference, "sent_per_step")
-        inverse = f" (1/{1 / sent:.1f})" if sent else ""
+        inverse = f" (1/{1 / sent:.1f})" if sent > 1e-4 else ""
         yield (
             f"| `{label}` | {row['steps_per_s']:.0f} | {share:.1%} |"
             f" {row['sent_per_step'] / 1e3:.2f} | {sent:.4f}{inverse} |"

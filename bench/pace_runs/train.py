@@ -11,6 +11,7 @@ delay is a sleep between forward and backward: computing for longer, without a c
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -61,7 +62,9 @@ class Training:
         optimizer = tasks.make_optimizer(run["optimizer"] or task.optimizer, model)
         model, optimizer = pl.distribute(model, optimizer, pace=run["pace"])
         steps = run["steps"][self._rank]
-        batches = iter(pl.shard(self._loader()))
+        shared_out = iter(pl.shard(self._loader()))
+        # The workers agree on the pass when it begins: not while they are timed.
+        batches = itertools.chain([next(shared_out)], shared_out)
         delays = Delays.from_request(run["delays"]).of(self._rank, steps) if run["delays"] else None
         due = {steps * part // run["copies"] for part in range(1, run["copies"])}
         meet(run)
@@ -79,7 +82,7 @@ class Training:
         seconds, sent = watch.read()
         if run["stands_aside"]:
             model.subscribe()  # nobody waits for a worker that has done its part
-        batches.close()
+        shared_out.close()
         pl.world().barrier()  # what the others did until here belongs to the last copy
         all_seconds, _ = watch.read()
         model.pull()
