@@ -132,17 +132,17 @@ def independent(places: Sequence[list[str]]) -> Start:
     return start
 
 
-def on_hosts(switch: Switch, scratch: Path, *, with_servers: bool) -> Start:
-    """Return how to start a worker on each host, with a server beside each if wanted."""
+def on_hosts(switch: Switch, scratch: Path, num_servers: int) -> Start:
+    """Return how to start a worker on each host, with a server beside each of the first ones."""
 
     def start(arguments: list[str], log: Path) -> list[subprocess.Popen[bytes]]:
-        return _start(list(_commands(switch, scratch, arguments, with_servers)), log)
+        return _start(list(_commands(switch, scratch, arguments, num_servers)), log)
 
     return start
 
 
 def _commands(
-    switch: Switch, scratch: Path, arguments: list[str], with_servers: bool
+    switch: Switch, scratch: Path, arguments: list[str], num_servers: int
 ) -> Iterator[tuple[list[str], dict[str, str]]]:
     job, count = secrets.token_hex(6), len(switch.addresses)
     secret = scratch / f"{job}.secret"
@@ -152,14 +152,14 @@ def _commands(
         "PACELINE_JOB": f"bench-{job}",
         "PACELINE_COORDINATOR": f"{switch.addresses[0]}:18600",
         "PACELINE_SECRET_FILE": str(secret),
-        "PACELINE_SERVERS": str(count if with_servers else 0),
+        "PACELINE_SERVERS": str(num_servers),
     }
     for host, address in enumerate(switch.addresses):
         here = {**shared, "PACELINE_BIND": address}
         place = {"RANK": str(host), "WORLD_SIZE": str(count)}
         local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         yield [*switch.enter(host), sys.executable, *arguments], {**here, **place, **local}
-        if with_servers:
+        if host < num_servers:
             numbers = {f"PACELINE_{name}": value for name, value in place.items()}
             server = [*switch.enter(host), sys.executable, "-m", "paceline.serve"]
             yield server, {**here, **numbers, "PACELINE_ROLE": "server"}

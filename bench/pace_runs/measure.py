@@ -60,7 +60,9 @@ def links(rows: Sequence[Row], sizes: Sizes, scratch: Path) -> Part:
             switch.shape(rate_mbit)
             told = {}
             for group in _groups(rows):
-                start = jobs.on_hosts(switch, scratch, with_servers=group[0].servers)
+                num_servers = 1 if group[0].one_server else NUM_WORKERS
+                num_servers = num_servers if group[0].servers else 0
+                start = jobs.on_hosts(switch, scratch, num_servers)
                 runs = [plans.timed(row, sizes, delays) for row in group]
                 told |= jobs.carry_out(start, runs, scratch)
             found[str(rate_mbit)] = _by_label(told, rows)
@@ -74,7 +76,7 @@ def throughput(rows: Sequence[Row], sizes: Sizes, scratch: Path) -> Part:
     found["independent"] = []
     with Switch(NUM_WORKERS) as switch:
         switch.shape(min(plans.RATES_MBIT))
-        together = jobs.on_hosts(switch, scratch, with_servers=False)
+        together = jobs.on_hosts(switch, scratch, num_servers=0)
         apart = jobs.independent([switch.enter(host) for host in range(NUM_WORKERS)])
         for number in range(sizes.rounds):
             shift = number % max(1, len(rows))
@@ -105,9 +107,9 @@ def in_scratch(part: Callable[[Path], Part]) -> Part:
 
 
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Divide into those without and those with servers: a job has them or not."""
-    both = [[row for row in rows if row.servers == servers] for servers in (False, True)]
-    return [group for group in both if group]
+    """Divide by the servers that they need: a job has them or not."""
+    kinds = dict.fromkeys((row.servers, row.one_server) for row in rows)
+    return [[row for row in rows if (row.servers, row.one_server) == kind] for kind in kinds]
 
 
 def _here(rows: Sequence[Row], lines: Lines, scratch: Path) -> dict[str, jobs.Result]:

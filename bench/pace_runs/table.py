@@ -24,6 +24,7 @@ class Row:
     pace: str
     family: str  # decides on the colour in the figures
     servers: bool = False
+    one_server: bool = False  # it can have no more
     # Free-running: nobody waits, or only for who is more than `bound` steps behind; workers of
     # different speed then do different numbers of steps.
     free: bool = False
@@ -52,10 +53,17 @@ TABLE = (
         note=_BITS,
     ),
     Row("ps", "ps", "servers", servers=True),
-    Row("backup:1", "backup:1", "servers", servers=True),
+    Row(
+        "backup:1",
+        "backup:1",
+        "servers",
+        servers=True,
+        one_server=True,
+        note="with one server only, also on links",
+    ),
     Row("ssp:3", "ssp:3", "servers", servers=True, free=True, bound=3),
     Row("async", "async", "servers", servers=True, free=True),
-    Row("hogwild", "hogwild", "servers", free=True, one_host=True),
+    Row("hogwild", "hogwild", "servers", one_host=True),
     Row("local:8", "local:8", "local"),
     Row(
         "local:8 streaming",
