@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 
 import msgspec
 import pytest
@@ -211,3 +212,30 @@ def test_lockstep_means_the_same_values_for_all() -> None:
         for report in by_rank[0][number][1]:
             assert report.version == STEPS
             assert all(worker.staleness == {0: STEPS} for worker in report.workers)
+
+
+def leave_one_out(group: Group, pace: str) -> tuple[list[float], int]:
+    """The second worker never uses one of the parameters, and the others do."""
+    model = nn.ModuleDict({"used": nn.Linear(2, 1), "rare": nn.Linear(2, 1)})
+    before = model["rare"].weight.detach().clone()
+    model, optimizer = pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), pace=pace)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            output = model["used"](torch.ones(1, 2))
+            if group.rank != 1:
+                output = output + model["rare"](torch.ones(1, 2))
+            output.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    group.barrier()
+    model.pull()
+    moved = (model["rare"].weight.detach() - before).abs().max().item()
+    return [moved], sum("no gradient on rank" in str(one.message) for one in said)
+
+
+@pytest.mark.parametrize("pace", ["async", "ssp:2"])
+def test_a_worker_without_some_gradients_holds_up_nobody(pace: str) -> None:
+    found = run_ranks(2, leave_one_out, pace, servers=1)
+    assert [number for _, number in found] == [0, 1], "who lacks them says so, once"
+    assert all(moved[0] > 0 for moved, _ in found)

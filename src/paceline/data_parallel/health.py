@@ -25,9 +25,16 @@ class Health:
     """Looks at the gradients after each exchange, as the options say."""
 
     def __init__(
-        self, group: Group, options: Options, elastic: Elastic, *, on_servers: bool = False
+        self,
+        group: Group,
+        options: Options,
+        elastic: Elastic,
+        *,
+        on_servers: bool = False,
+        is_free: bool = False,
     ) -> None:
         self._group = group
+        self._is_free = is_free  # the others are elsewhere: this worker speaks for itself
         self._elastic = elastic
         self._options = options
         self._checks_values = options.nonfinite != "ignore" and not on_servers  # else they do
@@ -55,6 +62,9 @@ class Health:
             if flag < 1.0 and name not in frozen and name not in self._named
         ]
         if not names:
+            return
+        if self._is_free:
+            self._warn_alone(reducer, names)
             return
         lacking = self._tell([name for name in names if name in reducer.absent])
         everywhere = [name for name in names if all(name in there for there in lacking)]
@@ -84,6 +94,15 @@ class Health:
                 " unused='ignore'. (This is said once for each parameter.)",
                 stacklevel=2,
             )
+
+    def _warn_alone(self, reducer: Reducer, names: list[str]) -> None:
+        self._named.update(names)
+        warnings.warn(
+            f"step {reducer.step}: no gradient on rank {self._group.ranks[self._group.rank]} for"
+            f" {_list(names)}; servers leave them as they are. Freeze parameters that are not used"
+            " with requires_grad_(False). (This is said once for each parameter.)",
+            stacklevel=2,
+        )
 
     # -- not finite ---------------------------------------------------------------------------
 

@@ -87,7 +87,13 @@ class Training:
         self._method = self._choose_method(pace, optimizer)
         self._shares_params = self._wants_sharing(optimizer)
         self._is_common = self._method is not None and self._method.shares_params
-        self.health = Health(group, options, job.elastic, on_servers=self._serving is not None)
+        self.health = Health(
+            group,
+            options,
+            job.elastic,
+            on_servers=self._serving is not None,
+            is_free=self._is_free,
+        )
         exchange = self._choose_exchange()
         self.reducer = Reducer(group, exchange, job.elastic)
         self.reducer.wants_stop = job.stopping.is_wanted
