@@ -8,9 +8,20 @@
 namespace paceline {
 namespace {
 
-// Nobody reads a momentum before the next step: what is larger than this goes past the cache, and is not read into
-// it in order to be overwritten.
-constexpr size_t kTrackStreamingBytes = 1u << 20;
+// Results are read when all buckets are done: those that are larger than this go past the cache, and are not read
+// into it in order to be overwritten.
+constexpr size_t kPastCacheBytes = 1u << 20;
+constexpr size_t kAheadBytes = 2048;  // prefetch distance
+
+bool goes_past_cache(const void* to, size_t bytes) {
+  return bytes >= kPastCacheBytes && reinterpret_cast<uintptr_t>(to) % 32 == 0;
+}
+
+template <class T>
+void prefetch_line(const T* p, size_t at) {
+  constexpr size_t kInLine = 64 / sizeof(T);
+  if (at % kInLine == 0) _mm_prefetch(reinterpret_cast<const char*>(p + at) + kAheadBytes, _MM_HINT_T0);
+}
 
 // Eight floats or four doubles. `Mask` has a bit for each of them.
 template <class T>
@@ -96,7 +107,10 @@ uint64_t pack_words(size_t words, const Coin& coin, uint64_t* bits, Each each) {
 
 template <class T>
 void pack_avx2_of(const T* values, size_t count, const Coin& coin, uint64_t* bits) {
-  pack_words<T>(count / 64, coin, bits, [=](size_t at) { return Lanes<T>::load(values + at); });
+  pack_words<T>(count / 64, coin, bits, [=](size_t at) {
+    prefetch_line(values, at);
+    return Lanes<T>::load(values + at);
+  });
   pack_plain(values, count, coin, bits, count / 64);
 }
 
@@ -107,6 +121,8 @@ void track_words(const T* values, const T* last, T* next, size_t count, T keep, 
   const auto kept = L::all(keep), taken = L::all(take);
   const auto largest = L::all(std::numeric_limits<T>::max()), smallest = L::all(std::numeric_limits<T>::min());
   pack_words<T>(count / 64, coin, bits, [=](size_t at) {
+    prefetch_line(values, at);
+    prefetch_line(last, at);
     auto value = L::load(values + at);
     value = L::both(value, L::at_least(largest, L::size(value)));
     auto now = L::add(L::mul(kept, L::load(last + at)), L::mul(taken, value));
@@ -121,8 +137,7 @@ void track_words(const T* values, const T* last, T* next, size_t count, T keep, 
 template <class T>
 void track_avx2_of(const T* values, const T* last, T* next, size_t count, T keep, T take, const Coin& coin,
                    uint64_t* bits) {
-  bool is_aligned = reinterpret_cast<uintptr_t>(next) % 32 == 0;
-  bool streaming = is_aligned && next != last && count * sizeof(T) >= kTrackStreamingBytes;
+  bool streaming = next != last && goes_past_cache(next, count * sizeof(T));
   streaming ? track_words<T, true>(values, last, next, count, keep, take, coin, bits)
             : track_words<T, false>(values, last, next, count, keep, take, coin, bits);
 }
@@ -135,6 +150,8 @@ Sizes correct_avx2_of(const T* values, const T* last, T* next, size_t count, T s
   const auto largest = L::all(std::numeric_limits<T>::max()), smallest = L::all(std::numeric_limits<T>::min());
   __m256d low = _mm256_setzero_pd(), high = low;
   uint64_t num_signed = pack_words<T>(count / 64, coin, bits, [&](size_t at) {
+    prefetch_line(values, at);
+    prefetch_line(last, at);
     auto value = L::load(values + at), before = L::load(last + at);
     value = L::both(value, L::at_least(largest, L::size(value)));
     auto left_out = L::sub(before, L::either(scales, L::both(before, top)));
@@ -153,6 +170,7 @@ Sizes correct_avx2_of(const T* values, const T* last, T* next, size_t count, T s
 }
 
 // A byte of bits becomes eight floats: each lane looks at its own bit of the byte.
+template <bool streaming>
 void unpack_float32(const uint64_t* bits, size_t count, uint32_t plus, uint32_t* values) {
   const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), top = _mm256_set1_epi32(INT32_MIN);
   const __m256i minus = _mm256_or_si256(_mm256_set1_epi32(int32_t(plus)), top);
@@ -160,8 +178,11 @@ void unpack_float32(const uint64_t* bits, size_t count, uint32_t plus, uint32_t*
     for (size_t byte = 0; byte < 8; ++byte) {
       __m256i mine = _mm256_and_si256(_mm256_set1_epi32(int32_t(bits[word] >> 8 * byte & 0xff)), lane);
       __m256i is_plus = _mm256_and_si256(_mm256_cmpeq_epi32(mine, lane), top);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + 64 * word + 8 * byte), _mm256_xor_si256(minus, is_plus));
+      auto* to = reinterpret_cast<__m256i*>(values + 64 * word + 8 * byte);
+      __m256i eight = _mm256_xor_si256(minus, is_plus);
+      streaming ? _mm256_stream_si256(to, eight) : _mm256_storeu_si256(to, eight);
     }
+  if (streaming) _mm_sfence();
   unpack_patterns(bits, count, plus, values, count / 64);
 }
 
@@ -190,7 +211,10 @@ Sizes correct_avx2(const void* values, const void* last, void* next, size_t coun
 
 void unpack_avx2(const uint64_t* bits, size_t count, DType dtype, double scale, void* values) {
   if (dtype != DType::float32) return unpack_any(bits, count, dtype, scale, values);
-  unpack_float32(bits, count, pattern_of<float, uint32_t>(scale), static_cast<uint32_t*>(values));
+  auto* to = static_cast<uint32_t*>(values);
+  auto plus = pattern_of<float, uint32_t>(scale);
+  goes_past_cache(to, count * sizeof(float)) ? unpack_float32<true>(bits, count, plus, to)
+                                             : unpack_float32<false>(bits, count, plus, to);
 }
 
 }  // namespace

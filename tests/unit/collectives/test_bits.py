@@ -140,6 +140,19 @@ def test_signs_become_numbers(seed: int, count: int, scale: float) -> None:
         assert torch.equal(values, torch.where(torch.from_numpy(signs), one, -one))
 
 
+def test_what_is_larger_than_the_cache_of_a_core() -> None:
+    count, coin = 1_000_003, Coin(3, 1)
+    values, last = torch.randn(count), torch.randn(count)
+    following, bits = torch.empty(count), torch.empty(num_words(count), dtype=torch.int64)
+    pack_tracked(values, last, following, 0.5, coin, bits)
+    assert torch.equal(following, 0.5 * last + 0.5 * values)
+    assert (read(bits)[:count] == (following > 0).numpy()).all()
+    for offset in (0, 1):  # memory that is aligned, and memory that is not
+        out = torch.empty(count + offset)[offset:]
+        unpack_signs(bits, 0.25, out)
+        assert torch.equal(out, torch.where(following > 0, 0.25, -0.25))
+
+
 @given(st.integers(0, 10**6), st.integers(2, 2000), st.data())
 def test_parts_of_a_coin_fit_together(seed: int, count: int, data: st.DataObject) -> None:
     cut, coin = data.draw(st.integers(1, count - 1)), Coin(seed, 3, 21)
