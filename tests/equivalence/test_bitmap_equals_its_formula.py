@@ -60,6 +60,7 @@ def train_all(group: Group, paces: list[str]) -> list[Flat]:
     for pace in paces:
         model = make_model()
         model, optimizer = pl.distribute(model, sgd(model), pace=pace)
+        assert (training_of(model)._centre is None) == (not current().servers)
         for step in range(STEPS):
             loss_of(model, pl.rank(), step).backward()
             optimizer.step()
@@ -80,10 +81,14 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("workers", "hosts"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2)]
+    ("workers", "hosts", "servers"),
+    [
+        *((1, 1, 0), (2, 1, 0), (2, 2, 0), (3, 1, 0), (3, 3, 0), (4, 1, 0), (4, 2, 0)),
+        *((2, 1, 1), (3, 2, 2), (4, 1, 2)),  # counted by servers
+    ],
 )
-def test_the_formula(workers: int, hosts: int) -> None:
-    by_rank = run_ranks(workers, train_all, list(CASES), hosts=hosts)
+def test_the_formula(workers: int, hosts: int, servers: int) -> None:
+    by_rank = run_ranks(workers, train_all, list(CASES), hosts=hosts, servers=servers)
     for number, (pace, (momentum, feedback, seed)) in enumerate(CASES.items()):
         indices, buckets = places(1049 if SMALL in pace else 1 << 20)
         team = players(workers, sgd)

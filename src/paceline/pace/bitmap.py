@@ -31,6 +31,7 @@ from paceline.collectives.bits import Coin, pack_corrected, pack_signs, pack_tra
 from paceline.errors import UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.ballot import Ballot
+from paceline.pace.ballot_box import BallotBox, ServedBallot, mean_scale
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.method import Method, Setting
 from paceline.work import Work
@@ -62,7 +63,12 @@ class Voter:
         self._scale = 0.0  # of the signs of what was voted with
         self._is_fresh = False
         self.bucket = bucket
-        self.ballot = Ballot(size, method.setting.allocate, has_scale=method.has_feedback)
+        allocate, on_servers = method.setting.allocate, method.setting.centre is not None
+        self.ballot: Ballot | ServedBallot = (
+            ServedBallot(bucket.label, size, allocate, first)
+            if on_servers
+            else Ballot(size, allocate, has_scale=method.has_feedback)
+        )
 
     @property
     def coin(self) -> Coin:
@@ -107,6 +113,7 @@ class Bitmap(Method):
         self.has_feedback = setting.is_on("feedback")
         self.seed = int(setting.number("seed", 0))
         self.voters: dict[int, Voter] = {}  # by the number of the bucket
+        self.boxes: dict[int, tuple[BallotBox, int]] = {}  # the same: on servers, and its place
         self._num_elements = 0
         if self.momentum >= 1:
             raise UsageError(
@@ -120,17 +127,25 @@ class Bitmap(Method):
         return f"majority of {self.workers.size} on signs of {what}{feedback}"
 
     def exchange(self) -> Exchange:
-        return Vote(self)
+        return Vote(self) if self.setting.centre is None else ServedVote(self)
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         super().take(buckets)
         for bucket in buckets:
             self.voters[bucket.index] = Voter(bucket, self._num_elements, self)
             self._num_elements += bucket.grads.numel()
+        if self.setting.centre is not None and buckets:
+            served = [self.voters[bucket.index].ballot for bucket in buckets]
+            ballots = [ballot for ballot in served if isinstance(ballot, ServedBallot)]
+            box = BallotBox(self.setting.centre, ballots, self.seed)
+            for number, bucket in enumerate(buckets):
+                self.boxes[bucket.index] = (box, number)
 
     def before_step(self) -> None:
         for voter in self.voters.values():
             voter.keep()
+        for box in {id(box): box for box, _ in self.boxes.values()}.values():
+            box.end_step()
 
     def agreed(self, bucket: Bucket) -> torch.Tensor:
         """All have the same values, to the bit; a mean of them could be rounded."""
@@ -161,6 +176,7 @@ class Vote(AllReduce):
         self._last = bucket.index
         voter = self._method.voters[bucket.index]
         voter.vote()
+        assert isinstance(voter.ballot, Ballot)
         work = voter.ballot.cast(self._method.workers, voter.coin)
         self.sent_bytes += voter.ballot.sent_bytes
         self._uncounted.append(voter.ballot)
@@ -178,4 +194,29 @@ class Vote(AllReduce):
 
     def _finish(self, voter: Voter) -> None:
         self._count_all()
+        assert isinstance(voter.ballot, Ballot)
         voter.ballot.read(voter.bucket.averaged)
+
+
+class ServedVote(AllReduce):
+    """Has buckets voted on during backward, and the votes counted by servers."""
+
+    def __init__(self, method: Bitmap) -> None:
+        super().__init__(method.workers)
+        self._method = method
+        self.sent_bytes = 0  # handed to others so far
+        self.is_weighted = method.has_feedback
+
+    def submit(self, bucket: Bucket, step: int) -> Work[Any]:  # noqa: ARG002
+        voter, (box, number) = self._method.voters[bucket.index], self._method.boxes[bucket.index]
+        voter.vote()
+        work = box.cast(number)
+        self.sent_bytes += voter.ballot.sent_bytes
+        return Work(work.handle, lambda: self._finish(voter, work), keep=work)
+
+    def _finish(self, voter: Voter, work: Work[Any]) -> None:
+        work.wait()
+        ballot, method = voter.ballot, self._method
+        assert isinstance(ballot, ServedBallot)
+        scale = mean_scale(method.workers, ballot.scale) if method.has_feedback else 1.0
+        ballot.read(voter.bucket.averaged, scale)

@@ -104,11 +104,13 @@ class Centre:
         self._seats: list[Place] = []  # to be taken by a newcomer
         self._settled: list[int] = []  # by place: the last step that is behind all workers
         self._is_free = False
+        self._boxes: list[RemoteTable] = []
 
     def describe(self) -> str:
         """Say in a few words where it is."""
         count = len(self._job.fabric.membership.servers)
-        return f"centre on {count} server{'s' if count > 1 else ''}"
+        what = "counted" if self._boxes else "centre"
+        return f"{what} on {count} server{'s' if count > 1 else ''}"
 
     def place(self, bucket: Bucket, *, is_free: bool = False) -> Place:
         """Bring a bucket to the servers. Collective.
@@ -140,14 +142,32 @@ class Centre:
             self._set_up(place)
         return place
 
-    def _set_up(self, place: Place) -> None:
+    def ballot_box(self, items: Sequence[Item], seed: int) -> RemoteTable:
+        """Make a table that counts votes (ballot_box.py). Collective."""
+        table = RemoteTable(
+            self._job.servers,
+            self._job.fabric.membership.worker_numbers,
+            f"{self._name}.{len(self._boxes)}",
+            items,
+            OptimizerSpec("SGD", (outer_settings(lr=1.0),)),
+            Rule(bound=0, aggregate=True, push="delta", votes=True, seed=seed, all_speak=True),
+        )
+        self._boxes.append(table)
+        self._open(table)
+        return table
+
+    def _open(self, table: RemoteTable) -> None:
         is_first = self._workers.rank == 0
         if is_first:
-            place.table.open()
-            place.assign()
+            table.open()
+            for number in range(len(table.items)):
+                table.assign(number)
         self._workers.barrier()
         if not is_first:
-            place.table.open()
+            table.open()
+
+    def _set_up(self, place: Place) -> None:
+        self._open(place.table)
         if self._is_free:
             place.pull()  # servers remember from which values each worker computes
         self._workers.barrier()

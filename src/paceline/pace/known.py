@@ -196,6 +196,7 @@ KNOWN: dict[str, Pace] = {
     "bitmap": Pace(
         {**_BACKWARD, "momentum": FROM_0, "feedback": ("no", "yes"), "seed": COUNT},
         method="paceline.pace.bitmap:Bitmap",
+        uses_servers=True,
     ),
     "bmuf_bitmap": Pace(
         stands_for="bitmap",

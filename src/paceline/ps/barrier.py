@@ -304,7 +304,9 @@ class Barrier:
         return self._mean_of(number, sound)
 
     def _mean_of(self, number: int, pushes: dict[int, Push]) -> Push:
-        average = self._shards[number].reduce([push.grad for push in pushes.values()])
+        shard, grads = self._shards[number], [push.grad for push in pushes.values()]
+        votes = self._spec.rule.votes
+        average = shard.elect(grads, self._last_clock) if votes else shard.reduce(grads)
         return Push(average, common(pushes.values()))
 
     # -- the end of a step --------------------------------------------------------------------

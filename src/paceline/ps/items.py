@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.collectives.bits import SIGNS_IN_WORD
 from paceline.ps import messages as m
 from paceline.ps.link import ServerLink
 from paceline.ps.placement import Part
@@ -39,6 +40,7 @@ class Item:
     average: torch.Tensor | None = None  # where averages land; None: this worker wants none
     is_shared: bool = False  # both lie in memory that all workers and servers of the host share
     home: tuple[torch.Tensor, torch.Tensor] | None = None  # (params, average), on its owner only
+    first_sign: int = 0  # votes: index in the model of the element that its first bit is of
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def spec_of(item: Item, part: Part) -> ShardSpec:
                 Piece(held.name, number, held.group, start - part.start, stop - start, shape)
             )
     label = f"{item.label}[{part.start}:{part.stop}]"
-    return ShardSpec(label, dtype_name(item.params.dtype), part.stop - part.start, tuple(pieces))
+    dtype, first = dtype_name(item.params.dtype), item.first_sign + part.start * SIGNS_IN_WORD
+    return ShardSpec(label, dtype, part.stop - part.start, tuple(pieces), first)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

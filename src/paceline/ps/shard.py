@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from paceline import _core
+from paceline.collectives.bits import Coin, majority
 from paceline.collectives.tensors import Buffer
 from paceline.errors import ShapeMismatch, UnknownKey, UsageError
 from paceline.ps.grains import GrainedOptimizer, OnDone
@@ -95,6 +96,13 @@ class Shard:
         _core.reduce_mean(inputs, to.address, to.count, to.dtype)
         return self.average
 
+    def elect(self, votes: Sequence[torch.Tensor], step: int) -> torch.Tensor:
+        """Return the majority of signs; the words of their bits travel as float64."""
+        assert self.average is not None
+        coin = Coin(self._rule.seed, step, self.spec.first_sign)
+        majority([vote.view(torch.int64) for vote in votes], coin, self.average.view(torch.int64))
+        return self.average
+
     def update(
         self,
         grad: torch.Tensor,
@@ -109,6 +117,8 @@ class Shard:
 
         `out` gets the fresh values, while they are in the cache where that is possible.
         """
+        if self._rule.votes:
+            return  # workers step with what they voted for
         grad, values = self.computable(grad), self.values()
         can_follow = values is self.params and self._optimizer is not None
         if self._optimizer is not None:

@@ -33,6 +33,7 @@ class ShardSpec(msgspec.Struct, frozen=True):
     dtype: str  # of the parameters as the workers have them: "float32"
     count: Count
     pieces: tuple[Piece, ...]
+    first_sign: Count = 0  # votes: index in the model of the element that its first bit is of
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True):
@@ -58,6 +59,7 @@ class Rule(msgspec.Struct, frozen=True):
     server_dtype: str = "fp32"
     seed: int = 0
     backup: int = 0  # synchronous: so many workers are not waited for
+    votes: bool = False  # the average is the majority of signs, as bits; nothing is applied
     all_speak: bool = False  # every worker tells what the script has changed, not only the first
 
 

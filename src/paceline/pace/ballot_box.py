@@ -1,0 +1,74 @@
+"""The vote on the signs of buckets, counted by parameter servers.
+
+Each bucket is an item of one table, whose elements are the words of its bits; they travel as
+float64, which nobody computes with. When every worker has pushed its words the servers have the
+majority (ps/shard.py), with the same coin for ties as the workers have among themselves
+(ballot.py), so the result is the same to the bit. A worker sends one bit for each element, and one
+comes back.
+
+The scales of error feedback are one number for each bucket: they go from worker to worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.collectives.bits import num_words, unpack_signs
+from paceline.collectives.group import Group
+from paceline.pace.ballot import Allocate
+from paceline.pace.centre import Centre
+from paceline.ps.items import Held, Item
+from paceline.ps.remote_table import RemoteTable
+from paceline.work import Work
+
+
+class ServedBallot:
+    """The votes on one bucket; takes the place of a Ballot."""
+
+    def __init__(self, label: str, size: int, allocate: Allocate, first: int) -> None:
+        words = num_words(size)
+        outbox, values, average = (allocate(words, torch.float64).zero_() for _ in range(3))
+        held = Held(label, 0, 0, words, (words,))
+        self.item = Item(label, [held], outbox, values, average, first_sign=first)
+        self.signs = outbox.view(torch.int64)  # this worker's
+        self.scale = 1.0  # this worker's
+
+    def read(self, out: torch.Tensor, scale: float) -> None:
+        """Write what the workers agreed on: plus or minus `scale`."""
+        average = self.item.average
+        assert average is not None
+        unpack_signs(average.view(torch.int64), scale, out)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this worker hands to others in one vote."""
+        return self.signs.numel() * self.signs.element_size()
+
+
+class BallotBox:
+    """The table of some buckets; made by all workers together."""
+
+    def __init__(self, centre: Centre, ballots: Sequence[ServedBallot], seed: int) -> None:
+        self._table: RemoteTable = centre.ballot_box([ballot.item for ballot in ballots], seed)
+        self._is_open = False  # something was cast since the last step
+
+    def cast(self, number: int) -> Work[Any]:
+        """Hand over this worker's votes on a bucket; done when the majority is there."""
+        self._is_open = True
+        return self._table.push(number)
+
+    def end_step(self) -> None:
+        """The step counts: the next votes are on the next one. Blocks."""
+        if self._is_open:
+            self._is_open = False
+            self._table.commit(None).wait()
+
+
+def mean_scale(workers: Group, scale: float) -> float:
+    """Return the mean of all workers' scales. Collective."""
+    mean = torch.tensor([scale], dtype=torch.float64)
+    workers.all_reduce(mean, "mean")
+    return mean.item()
