@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,16 +37,11 @@ class Chosen:
 class Choice:
     """Chooses for one call of `distribute`, then and later."""
 
-    def __init__(
-        self,
-        job: Job,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        given: Mapping[str, str | float],
-    ) -> None:
+    def __init__(self, job: Job, given: Mapping[str, str | float]) -> None:
         self._job = job
-        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         self._given = given
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._mine = self._asked = Schedule.of(PaceSpec("allreduce"))
 
     def at_start(self, pace: str) -> list[Chosen]:
@@ -70,6 +65,15 @@ class Choice:
             say(notice)
         return phases
 
+    def find_problem(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, phases: Sequence[Chosen]
+    ) -> str | None:
+        """Say why these two cannot be trained at one of the paces; None: they can. From now on
+        `while_running` is about them."""
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        found = (self._problem_with_servers(phase.pace, phase.options) for phase in phases)
+        return next((problem for problem in found if problem is not None), None)
+
     def while_running(self, pace: str) -> Chosen:
         """Say what another pace comes to; UsageError when it cannot be."""
         asked = parse_schedule(pace)
@@ -81,7 +85,11 @@ class Choice:
         if self._job.elastic.is_on:
             _refuse_free_running(asked)
             _refuse_free_running(self._asked)
-        return self._choose(asked.phases[0], asked)
+        chosen = self._choose(asked.phases[0], asked)
+        problem = self._problem_with_servers(chosen.pace, chosen.options)
+        if problem is not None:
+            raise UsageError(problem)
+        return chosen
 
     def _choose(self, phase: Phase, asked: Schedule) -> Chosen:
         full, given = self._complete(phase.pace, asked)
@@ -124,12 +132,16 @@ class Choice:
                     " workers count themselves"
                 )
             _refuse_in_elastic_jobs(pace, options)
+
+    def _problem_with_servers(self, pace: PaceSpec, options: Options) -> str | None:
         model, optimizer = self._model(), self._optimizer()
-        if model is None or optimizer is None or not (needs_servers(pace.name) and job.servers):
-            return
-        reason = find_problem_with_servers(model, optimizer, options.push)
-        if reason is not None:
-            raise UsageError(reason)
+        if (
+            model is None
+            or optimizer is None
+            or not (needs_servers(pace.name) and self._job.servers)
+        ):
+            return None
+        return find_problem_with_servers(model, optimizer, options.push)
 
 
 def _refuse_free_running(asked: Schedule) -> None:

@@ -78,13 +78,14 @@ def distribute(
     """
     job, number = current(), next(_numbers)
     group = job.worker_group(f"distribute {number}")  # its own order of operations
-    problem = find_problem(model, optimizer) or _find_second_call(model, optimizer)
-    choice = Choice(job, model, optimizer, options)
-    phases: list[Chosen] = []
+    choice, phases = Choice(job, options), list[Chosen]()
+    problem: str | None = None
     try:
         phases = choice.at_start(pace)
     except PacelineError as error:  # the others must hear of it
-        problem = problem or str(error)
+        problem = str(error)
+    problem = problem or find_problem(model, optimizer) or _find_second_call(model, optimizer)
+    problem = problem or choice.find_problem(model, optimizer, phases)
     try:
         refuse_problems(group.ranks, "distribute", tell_all(group, problem))
         told = [f"pace {phase.pace}@{phase.start}, options {phase.options}" for phase in phases]
