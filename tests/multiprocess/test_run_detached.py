@@ -100,7 +100,7 @@ def test_a_detached_job_outlives_its_keeper_and_can_be_changed(bench: Workbench)
 
 def test_stop_ends_a_job_and_what_cannot_be_found_is_said(bench: Workbench) -> None:
     nothing = bench.run("status")
-    assert nothing.returncode == 1 and "no elastic job of yours runs on this host" in nothing.stderr
+    assert nothing.returncode == 1 and "no job of yours runs on this host" in nothing.stderr
     script = bench.script("""
         import os, pathlib, time
         pathlib.Path("pid-" + os.environ["RANK"]).write_text(f"{os.getpid()}\\n")
