@@ -123,6 +123,8 @@ class ForkServer:
         message: tuple[Any, ...] = pickle.loads(data)
         if message[0] == "ended":
             self.statuses[message[1]] = message[2]
+        elif message[0] == "started":  # a pid that another process had before
+            self.statuses.pop(message[1], None)
         return message
 
     def _expect(self, kind: str) -> Any:
