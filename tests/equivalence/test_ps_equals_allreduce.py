@@ -31,7 +31,7 @@ from support.reference import bits
 PLACES = [
     pytest.param(2, [0, 0, 0], {}, marks=pytest.mark.slow),
     (2, [0, 0, 0, 0], {}),
-    (2, [0, 0, 0], {"wait": "layer", "bucket_mb": 0.1}),
+    pytest.param(2, [0, 0, 0], {"wait": "layer", "bucket_mb": 0.1}, marks=pytest.mark.slow),
     (2, [0, 1, 0], {}),
     pytest.param(3, [0, 0, 0, 1, 0], {"bucket_mb": 0.1}, marks=pytest.mark.slow),
 ]

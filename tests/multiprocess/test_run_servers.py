@@ -53,7 +53,7 @@ _TRAIN = """
     [
         pytest.param("1", "1 server", "ssp:3", marks=pytest.mark.slow),
         ("2", "2 servers", "ps"),
-        ("colocated", "2 servers", "async"),
+        pytest.param("colocated", "2 servers", "async", marks=pytest.mark.slow),
     ],
 )
 def test_a_script_trains_through_servers(
@@ -129,7 +129,9 @@ def test_a_worker_that_fails_ends_the_servers(bench: Workbench) -> None:
     assert bench.left_behind() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_servers_end_with_the_launcher(bench: Workbench, number: signal.Signals) -> None:
     options = ("-n", "1", "-s", "1", "--pace", "async")
     with bench.started("run", *options, bench.script(_TRAIN), "-1") as launcher:

@@ -17,7 +17,10 @@ MANY = 300  # seeds, if the one that is known to find it does not any more
 UNFOUND = pytest.mark.xfail(
     strict=False, reason="no seed is known that finds it: search with make simulate"
 )
-NAMES = [pytest.param(n, marks=UNFOUND if n == "opens at once" else ()) for n in MUTANTS]
+NAMES = [
+    pytest.param(n, marks=(UNFOUND, pytest.mark.slow) if n == "opens at once" else ())
+    for n in MUTANTS
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
