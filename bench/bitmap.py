@@ -25,7 +25,7 @@ from harness.report import machine, write_json
 from models import TASKS
 
 import paceline as pl
-from paceline.data_parallel.distribute import _trainings
+from paceline.data_parallel.distribute import _successions
 from paceline.pace import ballot, bitmap
 
 PACES = (
@@ -65,7 +65,7 @@ def prepare(pace: str, name: str) -> tuple[Callable[[], None], Callable[[], int]
     model, optimizer = pl.distribute(plain, optimizer, pace=pace)
     torch.manual_seed(100 + pl.rank())
     batches = cycle(task.batches(4))
-    exchange = _trainings[model].reducer._exchange
+    exchange = _successions[model].training.reducer._exchange
 
     def step() -> None:
         x, target = next(batches)
