@@ -89,7 +89,9 @@ class PaceChange:
         wish, membership = self._roster.state.wish, self._roster.membership
         if wish is None or wish.is_settled or membership is None:
             return
-        workers = [rank for rank in membership.workers if self._roster.is_here(rank)]
+        gone = self._audience.left | self._audience.lost.keys()  # also of a job that is not elastic
+        here = [rank for rank in membership.workers if self._roster.is_here(rank)]
+        workers = [rank for rank in here if rank not in gone]
         if workers and all(rank in self._steps for rank in workers):
             step = max(self._steps[rank] for rank in workers)
             self._settle(wish, step, step)
