@@ -320,7 +320,9 @@ class Coordinator:
                 if decision.presence.state in ("lost", "left"):
                     self._store.forget(decision.presence.rank)
                 self._audience.tell(decision.presence)
-        if decisions:
+        if changes:
+            self._pace.ask()
+        elif decisions:
             self._pace.look()
 
     async def _watch_members(self) -> None:

@@ -44,8 +44,9 @@ class PaceChange:
         if self._roster.membership is None:
             raise RendezvousError("the job is still forming; set its pace when it trains")
         if wish is not None and wish.request == request:  # asked again after a restart of ours
-            if wish.step >= 0:
-                answer(wish.step)
+            if wish.is_settled:
+                refused = UsageError(f"pace {text} was refused; ask again to hear why")
+                answer(wish.step if wish.step >= 0 else refused)
                 return
         else:
             self._settle_waiting(UsageError(f"pace {text} was wished for instead"))
@@ -55,7 +56,7 @@ class PaceChange:
         self.ask()
 
     def ask(self) -> None:
-        """Ask everybody about the wish that is not settled."""
+        """Ask everybody about the wish that is not settled; also when there are new members."""
         wish = self._roster.state.wish
         self._steps.clear()
         if wish is not None and not wish.is_settled:
@@ -75,9 +76,11 @@ class PaceChange:
 
     def answered(self, rank: int, answer: m.PaceAnswer) -> None:
         """Take in what a worker says."""
-        wish = self._roster.state.wish
+        wish, membership = self._roster.state.wish, self._roster.membership
         if wish is None or wish.is_settled or answer.number != wish.number:
             return
+        if membership is None or rank not in membership.workers:
+            return  # a newcomer that is not in yet: it is asked again when it is
         if answer.problem:
             self._settle(wish, Wish.REFUSED, UsageError(answer.problem))
             return

@@ -83,6 +83,15 @@ def test_a_worker_that_is_lost_meanwhile_is_not_waited_for(make, eventually, clu
     eventually(lambda: workers[0].settled)
 
 
+def test_who_is_no_worker_of_the_job_has_no_say(make, eventually, cluster):
+    workers, operator = make(7, 12)
+    newcomer = cluster.agent(5)
+    newcomer.look()
+    Worker(newcomer, -1, "rank 5 has no distributed model yet")
+    assert operator.set_pace("local:4") == 12
+    eventually(lambda: all(worker.settled for worker in workers))
+
+
 def test_a_job_that_is_not_complete_has_no_pace(cluster, secret, job_id):
     cluster.start(2)
     operator = Operator.connect(cluster.address, secret, job_id)
