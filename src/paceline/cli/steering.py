@@ -70,6 +70,8 @@ def describe(told: Status) -> list[str]:
         return [f"forming: waits for ranks {', '.join(map(str, told.missing))}"]
     policy = told.policy
     bounds = f"{policy.min_workers} to {policy.max_workers} workers, on loss {policy.on_loss}"
+    if not policy.is_elastic:
+        bounds = "not elastic: the first loss ends the job"
     lines = [f"generation {told.generation}; {bounds}"]
     for member in _by_place(told.membership.members):
         state = told.states.get(member.rank, "")

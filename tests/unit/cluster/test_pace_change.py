@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -85,9 +86,20 @@ def test_a_worker_that_is_lost_meanwhile_is_not_waited_for(make, eventually, clu
 
 def test_who_is_no_worker_of_the_job_has_no_say(make, eventually, cluster):
     workers, operator = make(7, 12)
-    newcomer = cluster.agent(5)
+    newcomer, has_refused = cluster.agent(5), threading.Event()
     newcomer.look()
-    Worker(newcomer, -1, "rank 5 has no distributed model yet")
+
+    def refuse(news) -> None:
+        if isinstance(news, PaceWanted):
+            newcomer.answer_pace(PaceAnswer(news.number, -1, "it has no distributed model yet"))
+            newcomer.thread.post(has_refused.set)
+
+    def answer_behind_it(news) -> None:
+        assert has_refused.wait(20)
+        time.sleep(0.1)  # what the newcomer has said is on its way
+        Worker._on_news(workers[1], news)
+
+    newcomer.on_pace, workers[1].agent.on_pace = refuse, answer_behind_it
     assert operator.set_pace("local:4") == 12
     eventually(lambda: all(worker.settled for worker in workers))
 
