@@ -12,7 +12,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build"
-TESTS = ("wire_test", "reduce_test", "bits_test", "arena_test", "group_test", "peers_test")
+TESTS = (
+    "wire_test",
+    "reduce_test",
+    "bits_test",
+    "codec_test",
+    "arena_test",
+    "group_test",
+    "peers_test",
+)
 
 
 def tool(name: str) -> str:

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "codecs.h"
 #include "errors.h"
 #include "paceline/base/clock.h"
 #include "paceline/base/heap.h"
@@ -364,6 +365,7 @@ NB_MODULE(_core, m) {
   // A future of torch that never ended keeps its work beyond the interpreter's end: no reason to alarm a user.
   nb::set_leak_warnings(false);
   register_errors();
+  register_codecs(m);
   m.def("crc32c", [](nb::bytes data, uint32_t crc) { return crc32c(crc, data.data(), data.size()); },
         "data"_a, "crc"_a = 0);
   m.def("kernel_name", &kernel_name);

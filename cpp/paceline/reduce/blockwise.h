@@ -6,12 +6,12 @@
 // with its own flags.
 #pragma once
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
+#include "paceline/reduce/half.h"
 #include "paceline/reduce/kernels.h"
 
 namespace paceline {
@@ -19,38 +19,7 @@ namespace {
 
 constexpr size_t kBlock = 2048;  // elements
 
-struct Half { uint16_t bits; };
-struct BFloat { uint16_t bits; };
 struct Bool { uint8_t byte; };
-
-inline float to_float(Half h) {
-  uint32_t sign = uint32_t(h.bits & 0x8000) << 16, rest = h.bits & 0x7fff;
-  // Shift exponent and mantissa into place and rescale; multiplying also normalises subnormals.
-  float scaled = std::bit_cast<float>(rest << 13) * 0x1p112f;
-  uint32_t inf_nan = rest >= 0x7c00 ? 0x7f800000u | (rest & 0x3ff) << 13 : std::bit_cast<uint32_t>(scaled);
-  return std::bit_cast<float>(sign | inf_nan);
-}
-
-inline Half to_half(float f) {
-  uint32_t u = std::bit_cast<uint32_t>(f), sign = u >> 16 & 0x8000, rest = u & 0x7fffffff;
-  if (rest > 0x7f800000) return {uint16_t(sign | 0x7e00 | (rest >> 13 & 0x3ff))};
-  if (rest >= 0x47800000) return {uint16_t(sign | 0x7c00)};  // 65536 and more, infinity
-  if (rest < 0x38800000) {
-    // Below the smallest normal half: adding 0.5 lets the float unit round to a multiple of 2^-24.
-    float r = std::bit_cast<float>(rest) + 0.5f;
-    return {uint16_t(sign | (std::bit_cast<uint32_t>(r) - 0x3f000000))};
-  }
-  uint32_t rounded = rest + 0xfff + (rest >> 13 & 1);
-  return {uint16_t(sign | ((rounded - 0x38000000) >> 13))};
-}
-
-inline float to_float(BFloat b) { return std::bit_cast<float>(uint32_t(b.bits) << 16); }
-inline BFloat to_bfloat(float f) {
-  uint32_t u = std::bit_cast<uint32_t>(f);
-  uint32_t rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
-  bool nan = (u & 0x7fffffff) > 0x7f800000;
-  return {uint16_t(nan ? (u >> 16 | 0x40) : rounded)};
-}
 
 // Stored<T> says what a T is accumulated in and how it gets there and back.
 template <class T>

@@ -75,5 +75,6 @@ void unpack_signs(const uint64_t* bits, size_t count, DType dtype, double scale,
 
 const char* kernel_name() { return chosen->name; }
 void use_portable_kernels(bool on) { chosen = on ? &kPortableKernels : best(); }
+bool kernels_are_portable() { return chosen == &kPortableKernels; }
 
 }  // namespace paceline

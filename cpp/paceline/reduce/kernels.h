@@ -37,5 +37,6 @@ void round_stochastic(const float* from, void* to, size_t count, DType dtype, ui
 // "avx2" or "portable"; `use_portable_kernels(true)` is for the tests that compare both.
 const char* kernel_name();
 void use_portable_kernels(bool on);
+bool kernels_are_portable();
 
 }  // namespace paceline

@@ -1,0 +1,34 @@
+// Random numbers for every element of a tensor: a function of seed, step and index only, so that everybody who knows
+// these draws the same, whoever computes which part.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "paceline/reduce/scramble.h"
+
+namespace paceline::codec {
+
+struct Draw {
+  uint64_t key;    // of seed and step
+  uint64_t first;  // index of the element that the first number belongs to
+};
+
+namespace {
+
+inline Draw make_draw(uint64_t seed, uint64_t step, uint64_t first) { return {key_of(key_of(seed) + step), first}; }
+
+// numbers[i] = 32 random bits of element draw.first + at + i. The index is hashed in two halves, because the upper
+// one rarely changes.
+inline void draw_numbers(const Draw& draw, uint64_t at, size_t count, uint32_t* numbers) {
+  for (uint64_t index = draw.first + at; count;) {
+    const uint64_t key = key_of(draw.key ^ key_of(index >> 32));
+    const uint32_t low = uint32_t(index), key0 = uint32_t(key), key1 = uint32_t(key >> 32);
+    const size_t n = std::min<uint64_t>(count, (uint64_t(1) << 32) - low);
+    for (size_t i = 0; i < n; ++i) numbers[i] = scramble(scramble(low + uint32_t(i) + key0) ^ key1);
+    index += n, numbers += n, count -= n;
+  }
+}
+
+}  // namespace
+}  // namespace paceline::codec
