@@ -2,33 +2,16 @@
 #pragma once
 #include <immintrin.h>
 
+#include "paceline/codec/avx2_lanes.h"
 #include "paceline/codec/plain_formats.h"
 
 namespace paceline::codec {
 namespace {
 
-inline __m256i load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-inline __m128i load_half(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
-inline __m128i load_quarter(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
-inline void store_bits(void* p, __m256i v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
-
-template <bool add>
-inline void put(__m256 value, float* out) {
-  _mm256_storeu_ps(out, add ? _mm256_add_ps(_mm256_loadu_ps(out), value) : value);
-}
-
-inline uint32_t largest_bits_avx2(const float* v, size_t count) {
-  const __m256i mask = _mm256_set1_epi32(int32_t(kSizeMask));
-  __m256i largest[4] = {};
-  for (size_t i = 0; i < count; i += 32)
-    for (size_t j = 0; j < 4; ++j)
-      largest[j] = _mm256_max_epi32(largest[j], _mm256_and_si256(load_bits(v + i + 8 * j), mask));
-  __m256i all = _mm256_max_epi32(_mm256_max_epi32(largest[0], largest[1]), _mm256_max_epi32(largest[2], largest[3]));
-  __m128i four = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0b01001110));
-  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0b10110001));
-  return uint32_t(_mm_cvtsi128_si32(four));
-}
+struct Avx2 {
+  using Lanes = Avx2Lanes;
+  using Eight = __m256;
+};
 
 // Four vectors of small integers as 32 bytes.
 inline __m256i narrow(__m256i a, __m256i b, __m256i c, __m256i d) {
@@ -36,14 +19,13 @@ inline __m256i narrow(__m256i a, __m256i b, __m256i c, __m256i d) {
   return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d)), order);
 }
 
-struct Avx2Bf16 : PlainBf16 {
+struct Avx2Bf16 : Avx2, OfFormat<Format::bf16> {
   static __m256i round(__m256i bits) {
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-    __m256i size = _mm256_and_si256(bits, _mm256_set1_epi32(int32_t(kSizeMask)));
-    __m256i is_nan = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(int32_t(kInfinityBits)));
+    __m256 number = _mm256_castsi256_ps(bits), is_nan = _mm256_cmp_ps(number, number, _CMP_UNORD_Q);
     __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(is_nan)), 16);
   }
   static void encode(const float* v, size_t, const Draw&, uint64_t, uint8_t* to) {
     for (size_t i = 0; i < kValues; i += 16) {
@@ -51,31 +33,34 @@ struct Avx2Bf16 : PlainBf16 {
       store_bits(to + 2 * i, _mm256_permute4x64_epi64(both, 0b11011000));
     }
   }
-  template <bool add>
-  static void decode(const uint8_t* from, float* out) {
-    for (size_t i = 0; i < kValues; i += 8) {
-      __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(from + 2 * i)), 16);
-      put<add>(_mm256_castsi256_ps(bits), out + i);
+  struct Reader {
+    Reader() = default;
+    explicit Reader(const uint8_t* from) : from(from) {}
+    Eight at(size_t i) const {
+      return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(from + 2 * i)), 16));
     }
-  }
+    const uint8_t* from;
+  };
 };
 
-struct Avx2Fp16 : PlainFp16 {
+struct Avx2Fp16 : Avx2, OfFormat<Format::fp16> {
   static void encode(const float* v, size_t, const Draw&, uint64_t, uint8_t* to) {
     for (size_t i = 0; i < kValues; i += 8) {
       __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(v + i), _MM_FROUND_TO_NEAREST_INT);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * i), halves);
     }
   }
-  template <bool add>
-  static void decode(const uint8_t* from, float* out) {
-    for (size_t i = 0; i < kValues; i += 8) put<add>(_mm256_cvtph_ps(load_half(from + 2 * i)), out + i);
-  }
+  struct Reader {
+    Reader() = default;
+    explicit Reader(const uint8_t* from) : from(from) {}
+    Eight at(size_t i) const { return _mm256_cvtph_ps(load_half(from + 2 * i)); }
+    const uint8_t* from;
+  };
 };
 
-struct Avx2Int8 : PlainInt8 {
+struct Avx2Int8 : Avx2, OfFormat<Format::int8> {
   static void encode(const float* v, size_t, const Draw&, uint64_t, uint8_t* to) {
-    const float step = step_of(largest_bits_avx2(v, kValues), 127);
+    const float step = step_of(Lanes::largest(v, kValues), 127);
     std::memcpy(to, &step, 4);
     if (!(step > 0)) {
       std::memset(to + 4, 0, kValues);
@@ -86,19 +71,21 @@ struct Avx2Int8 : PlainInt8 {
     for (size_t i = 0; i < kValues; i += 32)
       store_bits(to + 4 + i, narrow(level(i), level(i + 8), level(i + 16), level(i + 24)));
   }
-  template <bool add>
-  static void decode(const uint8_t* from, float* out) {
-    const __m256 step = _mm256_broadcast_ss(reinterpret_cast<const float*>(from));
-    for (size_t i = 0; i < kValues; i += 8) {
-      __m256 level = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_quarter(from + 4 + i)));
-      put<add>(_mm256_mul_ps(level, step), out + i);
+  struct Reader {
+    Reader() = default;
+    explicit Reader(const uint8_t* from) : levels(from + 4), step(_mm256_set1_ps(read_float(from))) {}
+    Eight at(size_t i) const {
+      return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_quarter(levels + i))), step);
     }
-  }
+    const uint8_t* levels;
+    __m256 step;
+  };
 };
 
-struct Avx2Int4 : PlainInt4 {
+struct Avx2Int4 : Avx2, OfFormat<Format::int4> {
+  static constexpr size_t kHalf = kValues / 2;
   static void encode(const float* v, size_t, const Draw& draw, uint64_t at, uint8_t* to) {
-    const float step = step_of(largest_bits_avx2(v, kValues), 7);
+    const float step = step_of(Lanes::largest(v, kValues), 7);
     std::memcpy(to, &step, 4);
     if (!(step > 0)) {
       std::memset(to + 4, 0, kHalf);
@@ -123,18 +110,19 @@ struct Avx2Int4 : PlainInt4 {
       store_bits(to + 4 + i, _mm256_or_si256(_mm256_and_si256(a, low), b));
     }
   }
-  template <bool add>
-  static void decode(const uint8_t* from, float* out) {
-    const __m256 step = _mm256_broadcast_ss(reinterpret_cast<const float*>(from));
-    for (size_t i = 0; i < kHalf; i += 8) {
-      __m256i bytes = _mm256_cvtepu8_epi32(load_quarter(from + 4 + i));
+  struct Reader {
+    Reader() = default;
+    explicit Reader(const uint8_t* from) : levels(from + 4), step(_mm256_set1_ps(read_float(from))) {}
+    Eight at(size_t i) const {
       // Four bits to the top and back again: the sign comes along.
-      __m256i low = _mm256_srai_epi32(_mm256_slli_epi32(bytes, 28), 28);
-      __m256i high = _mm256_srai_epi32(_mm256_slli_epi32(bytes, 24), 28);
-      put<add>(_mm256_mul_ps(_mm256_cvtepi32_ps(low), step), out + i);
-      put<add>(_mm256_mul_ps(_mm256_cvtepi32_ps(high), step), out + i + kHalf);
+      const int to_top = i < kHalf ? 28 : 24;
+      __m256i bytes = _mm256_cvtepu8_epi32(load_quarter(levels + i % kHalf));
+      __m256i level = _mm256_srai_epi32(_mm256_slli_epi32(bytes, to_top), 28);
+      return _mm256_mul_ps(_mm256_cvtepi32_ps(level), step);
     }
-  }
+    const uint8_t* levels;
+    __m256 step;
+  };
 };
 
 }  // namespace

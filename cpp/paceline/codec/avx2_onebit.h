@@ -23,7 +23,7 @@ struct EightSums {
   }
 };
 
-struct Avx2Onebit : PlainOnebit {
+struct Avx2Onebit : Avx2, OfFormat<Format::onebit> {
   static void encode(const float* v, size_t n, const Draw&, uint64_t, uint8_t* to) {
     EightSums plus, minus;
     for (size_t at = 0; at < kValues; at += 32) {
@@ -43,17 +43,21 @@ struct Avx2Onebit : PlainOnebit {
     }
     finish_onebit(v, n, plus.side(), minus.side(), to);
   }
-  // A byte of bits becomes eight floats: each lane looks at its own bit of the byte.
-  template <bool add>
-  static void decode(const uint8_t* from, float* out) {
-    const __m256 plus = _mm256_broadcast_ss(reinterpret_cast<const float*>(from));
-    const __m256 minus = _mm256_broadcast_ss(reinterpret_cast<const float*>(from + 4));
-    const __m256i shift = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
-    for (size_t i = 0; i < kValues; i += 8) {
-      __m256i top = _mm256_sllv_epi32(_mm256_set1_epi32(from[8 + i / 8]), shift);
-      put<add>(_mm256_blendv_ps(minus, plus, _mm256_castsi256_ps(top)), out + i);
+  struct Reader {
+    Reader() = default;
+    explicit Reader(const uint8_t* from)
+        : bits(from + 8), plus(_mm256_set1_ps(read_float(from))), minus(_mm256_set1_ps(read_float(from + 4))) {}
+    // Each lane has 32 bits and shifts its own one to the top, where it chooses.
+    Eight at(size_t i) const {
+      int32_t word;
+      std::memcpy(&word, bits + i / 32 * 4, 4);
+      __m256i shift = _mm256_sub_epi32(_mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24), _mm256_set1_epi32(i % 32));
+      __m256i top = _mm256_sllv_epi32(_mm256_set1_epi32(word), shift);
+      return _mm256_blendv_ps(minus, plus, _mm256_castsi256_ps(top));
     }
-  }
+    const uint8_t* bits;
+    __m256 plus, minus;
+  };
 };
 
 }  // namespace

@@ -1,105 +1,147 @@
-// Tensors block by block, for any format: written once, compiled once per instruction set. A block's values, their sum
-// and what they decode to stay in the L1 cache; memory is passed once.
+// Tensors block by block, for any format: written once, compiled once per instruction set. A block's values stay in the
+// L1 cache, sums of rows in registers; memory is passed once.
+//
+// A format F has `encode(v, n, draw, at, to)`, which takes a whole block of values of which the first n count and the
+// others are 0, and a READER, which gives eight decoded values of a block at a time.
 #pragma once
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "paceline/codec/blocks.h"
-#include "paceline/codec/numbers.h"
 
 namespace paceline::codec {
 namespace {
 
-// What the loops need from the instruction set beside the formats.
-struct PlainMemory {
-  static bool goes_past_cache(const float*, size_t) { return false; }
-  static void copy_past_cache(float* to, const float* from, size_t count) {
-    std::memcpy(to, from, count * sizeof(float));
-  }
-  static void finish() {}
-};
-
-inline void add_block(const float* __restrict a, const float* __restrict b, size_t count, float* __restrict sum) {
-  for (size_t i = 0; i < count; ++i) sum[i] = a[i] + b[i];
-}
-
-inline void divide_block(float* values, size_t count, float divisor) {
-  for (size_t i = 0; i < count; ++i) values[i] /= divisor;
-}
-
-// A sum of `times` values missed their mean by this much, `times` times.
-template <bool add>
-void keep_rest(const float* __restrict v, const float* __restrict decoded, float times, size_t count,
-               float* __restrict residual) {
-  for (size_t i = 0; i < count; ++i) {
-    float rest = v[i] - decoded[i];
-    if (add) rest = residual[i] + times * rest;
-    residual[i] = is_finite(decoded[i]) ? rest : residual[i];
+template <class F>
+void encode_block(const float* values, float* residual, size_t n, const Draw& draw, uint64_t at, uint8_t* payload) {
+  using L = typename F::Lanes;
+  constexpr size_t kValues = F::kValues;
+  if (!residual) return F::encode(values, n, draw, at, payload);
+  alignas(64) float sum[kValues];
+  for (size_t i = 0; i < kValues; i += 8) L::store(sum + i, L::add(L::load(values + i), L::load(residual + i)));
+  F::encode(sum, n, draw, at, payload);
+  const typename F::Reader reader(payload);
+  for (size_t i = 0; i < kValues; i += 8) {
+    auto decoded = reader.at(i);
+    auto rest = L::sub(L::load(sum + i), decoded);
+    L::store(residual + i, L::if_finite(decoded, rest, L::load(residual + i)));
   }
 }
 
 template <class F>
 void encode_blocks(const float* values, float* residual, size_t count, const Draw& draw, uint8_t* payload) {
   constexpr size_t kValues = F::kValues;
-  alignas(64) float sum[kValues], decoded[kValues];
-  for (size_t at = 0; at < count; at += kValues, payload += F::kBytes) {
-    const size_t n = std::min(kValues, count - at);
-    const float* v = values + at;
-    if (n < kValues) std::memset(sum + n, 0, (kValues - n) * sizeof(float));
-    if (residual) {
-      add_block(values + at, residual + at, n, sum);
-      v = sum;
-    } else if (n < kValues) {
-      std::memcpy(sum, values + at, n * sizeof(float));
-      v = sum;
-    }
-    F::encode(v, n, draw, at, payload);
-    if (residual) {
-      F::template decode<false>(payload, decoded);
-      keep_rest<false>(sum, decoded, 1, n, residual + at);
-    }
+  size_t at = 0;
+  for (; at + kValues <= count; at += kValues, payload += F::kBytes) {
+    F::Lanes::prefetch(values + at, kValues);
+    if (residual) F::Lanes::prefetch(residual + at, kValues);
+    encode_block<F>(values + at, residual ? residual + at : nullptr, kValues, draw, at, payload);
+  }
+  if (at == count) return;
+  alignas(64) float last[kValues] = {}, left[kValues] = {};
+  const size_t n = count - at;
+  std::memcpy(last, values + at, n * sizeof(float));
+  if (residual) std::memcpy(left, residual + at, n * sizeof(float));
+  encode_block<F>(last, residual ? left : nullptr, n, draw, at, payload);
+  if (residual) std::memcpy(residual + at, left, n * sizeof(float));
+}
+
+// Division, by a multiplication where that gives the same bits.
+template <class L>
+struct Divisor {
+  explicit Divisor(size_t number)
+      : is_exact(std::has_single_bit(number)), number(L::all(float(number))), inverse(L::all(1 / float(number))) {}
+  typename L::Eight divide(typename L::Eight v) const { return is_exact ? L::mul(v, inverse) : L::div(v, number); }
+  const bool is_exact;
+  const typename L::Eight number, inverse;
+};
+
+// put(i, sum) gets the sums of N rows, and of what there was before, if anything.
+template <class F, size_t N, class Put>
+void add_rows(const uint8_t* const* rows, size_t offset, const float* before, Put put) {
+  using L = typename F::Lanes;
+  typename F::Reader readers[N];
+  for (size_t r = 0; r < N; ++r) readers[r] = typename F::Reader(rows[r] + offset);
+  for (size_t i = 0; i < F::kValues; i += 8) {
+    auto sum = readers[0].at(i);
+    if (before) sum = L::add(L::load(before + i), sum);
+    for (size_t r = 1; r < N; ++r) sum = L::add(sum, readers[r].at(i));
+    put(i, sum);
   }
 }
 
 template <class F>
-void mean_of_block(const uint8_t* const* rows, size_t num_rows, size_t offset, float* out) {
-  F::template decode<false>(rows[0] + offset, out);
-  for (size_t row = 1; row < num_rows; ++row) F::template decode<true>(rows[row] + offset, out);
-  if (num_rows > 1) divide_block(out, F::kValues, float(num_rows));
+void mean_of_block(const uint8_t* const* rows, size_t num_rows, size_t offset, const Divisor<typename F::Lanes>& by,
+                   bool streaming, float* out) {
+  using L = typename F::Lanes;
+  alignas(64) float sums[F::kValues];
+  const float* before = nullptr;
+  for (; num_rows > 4; rows += 4, num_rows -= 4, before = sums)
+    add_rows<F, 4>(rows, offset, before, [&](size_t i, auto sum) { L::store(sums + i, sum); });
+  auto put = [&](size_t i, auto sum) {
+    auto mean = by.divide(sum);
+    streaming ? L::stream(out + i, mean) : L::store(out + i, mean);
+  };
+  switch (num_rows) {
+    case 1: return add_rows<F, 1>(rows, offset, before, put);
+    case 2: return add_rows<F, 2>(rows, offset, before, put);
+    case 3: return add_rows<F, 3>(rows, offset, before, put);
+    default: return add_rows<F, 4>(rows, offset, before, put);
+  }
 }
 
-template <class F, class Memory>
+template <class F>
 void mean_of_blocks(const uint8_t* const* rows, size_t num_rows, size_t count, float* out) {
   constexpr size_t kValues = F::kValues;
-  alignas(64) float mean[kValues];
-  const bool past_cache = Memory::goes_past_cache(out, count);
-  size_t offset = 0;
-  for (size_t at = 0; at < count; at += kValues, offset += F::kBytes) {
-    const size_t n = std::min(kValues, count - at);
-    const bool in_place = n == kValues && !past_cache;
-    mean_of_block<F>(rows, num_rows, offset, in_place ? out + at : mean);
-    if (in_place) continue;
-    if (n == kValues) Memory::copy_past_cache(out + at, mean, n);
-    else std::memcpy(out + at, mean, n * sizeof(float));
+  const Divisor<typename F::Lanes> by(num_rows);
+  const bool streaming = F::Lanes::can_stream(out, count * sizeof(float));
+  size_t at = 0, offset = 0;
+  for (; at + kValues <= count; at += kValues, offset += F::kBytes)
+    mean_of_block<F>(rows, num_rows, offset, by, streaming, out + at);
+  if (streaming) F::Lanes::finish_stream();
+  if (at == count) return;
+  alignas(64) float last[kValues];
+  mean_of_block<F>(rows, num_rows, offset, by, false, last);
+  std::memcpy(out + at, last, (count - at) * sizeof(float));
+}
+
+// A payload misses the sum of so many rows by that many times what it misses their mean by.
+template <class F>
+void recode_block(const uint8_t* const* rows, size_t num_rows, size_t offset,
+                  const Divisor<typename F::Lanes>& by, float* residual, size_t n, const Draw& draw, uint64_t at,
+                  uint8_t* payload) {
+  using L = typename F::Lanes;
+  alignas(64) float mean[F::kValues];
+  mean_of_block<F>(rows, num_rows, offset, by, false, mean);
+  std::memset(mean + n, 0, (F::kValues - n) * sizeof(float));
+  F::encode(mean, n, draw, at, payload);
+  if (!residual) return;
+  const typename F::Reader reader(payload);
+  for (size_t i = 0; i < F::kValues; i += 8) {
+    auto decoded = reader.at(i), before = L::load(residual + i);
+    auto missed = L::mul(by.number, L::sub(L::load(mean + i), decoded));
+    L::store(residual + i, L::if_finite(decoded, L::add(before, missed), before));
   }
-  if (past_cache) Memory::finish();
 }
 
 template <class F>
 void recode_blocks(const uint8_t* const* rows, size_t num_rows, float* residual, size_t count, const Draw& draw,
                    uint8_t* payload) {
   constexpr size_t kValues = F::kValues;
-  alignas(64) float mean[kValues], decoded[kValues];
-  size_t offset = 0;
-  for (size_t at = 0; at < count; at += kValues, offset += F::kBytes) {
-    const size_t n = std::min(kValues, count - at);
-    mean_of_block<F>(rows, num_rows, offset, mean);
-    if (n < kValues) std::memset(mean + n, 0, (kValues - n) * sizeof(float));
-    F::encode(mean, n, draw, at, payload + offset);
-    if (!residual) continue;
-    F::template decode<false>(payload + offset, decoded);
-    keep_rest<true>(mean, decoded, float(num_rows), n, residual + at);
+  const Divisor<typename F::Lanes> by(num_rows);
+  size_t at = 0, offset = 0;
+  for (; at + kValues <= count; at += kValues, offset += F::kBytes) {
+    if (residual) F::Lanes::prefetch(residual + at, kValues);
+    recode_block<F>(rows, num_rows, offset, by, residual ? residual + at : nullptr, kValues, draw, at,
+                    payload + offset);
   }
+  if (at == count) return;
+  alignas(64) float left[kValues] = {};
+  const size_t n = count - at;
+  if (residual) std::memcpy(left, residual + at, n * sizeof(float));
+  recode_block<F>(rows, num_rows, offset, by, residual ? left : nullptr, n, draw, at, payload + offset);
+  if (residual) std::memcpy(residual + at, left, n * sizeof(float));
 }
 
 }  // namespace

@@ -11,22 +11,9 @@
 namespace paceline::codec {
 namespace {
 
-// Results are read when all buckets are done: those that are larger than this go past the cache, and are not read
-// into it in order to be overwritten.
-struct Avx2Memory {
-  static constexpr size_t kPastCacheBytes = 1u << 20;
-  static bool goes_past_cache(const float* to, size_t count) {
-    return count * sizeof(float) >= kPastCacheBytes && reinterpret_cast<uintptr_t>(to) % 32 == 0;
-  }
-  static void copy_past_cache(float* to, const float* from, size_t count) {
-    for (size_t i = 0; i < count; i += 8) _mm256_stream_ps(to + i, _mm256_load_ps(from + i));
-  }
-  static void finish() { _mm_sfence(); }
-};
-
 template <class F>
 constexpr FormatKernels of() {
-  return {encode_blocks<F>, mean_of_blocks<F, Avx2Memory>, recode_blocks<F>};
+  return {encode_blocks<F>, mean_of_blocks<F>, recode_blocks<F>};
 }
 
 template <bool has_residual>
@@ -63,6 +50,6 @@ size_t collect_avx2(const float* values, float* residual, size_t count, uint32_t
 
 const Kernels kAvx2Codecs = {
     {of<Avx2Bf16>(), of<Avx2Fp16>(), of<Avx2Int8>(), of<Avx2Int4>(), of<Avx2Onebit>()},
-    block_largest_loop, encode_shared_loop, decode_shared_loop, collect_avx2};
+    block_largest_loop<Avx2Lanes>, encode_shared_loop<Avx2Lanes>, decode_shared_loop, collect_avx2};
 
 }  // namespace paceline::codec

@@ -10,7 +10,7 @@ namespace {
 
 template <class F>
 constexpr FormatKernels of() {
-  return {encode_blocks<F>, mean_of_blocks<F, PlainMemory>, recode_blocks<F>};
+  return {encode_blocks<F>, mean_of_blocks<F>, recode_blocks<F>};
 }
 
 size_t collect_portable(const float* values, float* residual, size_t count, uint32_t first, uint32_t threshold,
@@ -22,6 +22,6 @@ size_t collect_portable(const float* values, float* residual, size_t count, uint
 
 const Kernels kPortableCodecs = {
     {of<PlainBf16>(), of<PlainFp16>(), of<PlainInt8>(), of<PlainInt4>(), of<PlainOnebit>()},
-    block_largest_loop, encode_shared_loop, decode_shared_loop, collect_portable};
+    block_largest_loop<PlainLanes>, encode_shared_loop<PlainLanes>, decode_shared_loop, collect_portable};
 
 }  // namespace paceline::codec

@@ -1,11 +1,11 @@
-// The formats (format.h) in plain loops, a block at a time. `encode` takes a whole block of values, of which the first
-// n count and the others are 0; `decode` writes a whole block, or adds to it.
+// The formats (format.h) in plain C++, a block at a time (block_loops.h).
 #pragma once
 #include <cstring>
 
 #include "paceline/codec/draw.h"
 #include "paceline/codec/format.h"
 #include "paceline/codec/numbers.h"
+#include "paceline/codec/plain_lanes.h"
 #include "paceline/reduce/half.h"
 
 namespace paceline::codec {
@@ -17,48 +17,59 @@ struct OfFormat {
   static constexpr size_t kValues = block_of(format).values, kBytes = block_of(format).bytes;
 };
 
-template <bool add>
-inline void put(float value, float& out) {
-  if constexpr (add) out += value;
-  else out = value;
+struct Plain {
+  using Lanes = PlainLanes;
+  using Eight = PlainLanes::Eight;
+};
+
+inline float read_float(const uint8_t* from) {
+  float value;
+  std::memcpy(&value, from, 4);
+  return value;
 }
 
-struct PlainBf16 : OfFormat<Format::bf16> {
+struct PlainBf16 : Plain, OfFormat<Format::bf16> {
   static void encode(const float* v, size_t, const Draw&, uint64_t, uint8_t* to) {
     for (size_t i = 0; i < kValues; ++i) {
       uint16_t bits = to_bfloat(v[i]).bits;
       std::memcpy(to + 2 * i, &bits, 2);
     }
   }
-  template <bool add>
-  static void decode(const uint8_t* from, float* out) {
-    for (size_t i = 0; i < kValues; ++i) {
-      BFloat b;
-      std::memcpy(&b, from + 2 * i, 2);
-      put<add>(to_float(b), out[i]);
+  struct Reader {
+    Reader() = default;
+    explicit Reader(const uint8_t* from) : from(from) {}
+    Eight at(size_t i) const {
+      BFloat b[8];
+      std::memcpy(b, from + 2 * i, sizeof b);
+      return Lanes::each([&](size_t j) { return to_float(b[j]); });
     }
-  }
+    const uint8_t* from;
+  };
 };
 
-struct PlainFp16 : OfFormat<Format::fp16> {
+struct PlainFp16 : Plain, OfFormat<Format::fp16> {
   static void encode(const float* v, size_t, const Draw&, uint64_t, uint8_t* to) {
     for (size_t i = 0; i < kValues; ++i) {
       uint16_t bits = to_half(v[i]).bits;
       std::memcpy(to + 2 * i, &bits, 2);
     }
   }
-  template <bool add>
-  static void decode(const uint8_t* from, float* out) {
-    for (size_t i = 0; i < kValues; ++i) {
-      Half h;
-      std::memcpy(&h, from + 2 * i, 2);
-      if ((h.bits & 0x7fff) > 0x7c00) h.bits |= 0x200;  // a quiet NaN, as the processor's conversion gives
-      put<add>(to_float(h), out[i]);
+  struct Reader {
+    Reader() = default;
+    explicit Reader(const uint8_t* from) : from(from) {}
+    Eight at(size_t i) const {
+      Half h[8];
+      std::memcpy(h, from + 2 * i, sizeof h);
+      return Lanes::each([&](size_t j) {
+        if ((h[j].bits & 0x7fff) > 0x7c00) h[j].bits |= 0x200;  // a quiet NaN, as the processor's conversion gives
+        return to_float(h[j]);
+      });
     }
-  }
+    const uint8_t* from;
+  };
 };
 
-struct PlainInt8 : OfFormat<Format::int8> {
+struct PlainInt8 : Plain, OfFormat<Format::int8> {
   static void encode(const float* v, size_t, const Draw&, uint64_t, uint8_t* to) {
     const float step = step_of(largest_bits(v, kValues), 127);
     std::memcpy(to, &step, 4);
@@ -69,17 +80,20 @@ struct PlainInt8 : OfFormat<Format::int8> {
     const float inverse = 1 / step;
     for (size_t i = 0; i < kValues; ++i) to[4 + i] = uint8_t(std::bit_cast<uint32_t>(v[i] * inverse + kRounder));
   }
-  template <bool add>
-  static void decode(const uint8_t* from, float* out) {
+  struct Reader {
+    Reader() = default;
+    explicit Reader(const uint8_t* from) : levels(from + 4), step(read_float(from)) {}
+    Eight at(size_t i) const {
+      return Lanes::each([&](size_t j) { return float(int8_t(levels[i + j])) * step; });
+    }
+    const uint8_t* levels;
     float step;
-    std::memcpy(&step, from, 4);
-    for (size_t i = 0; i < kValues; ++i) put<add>(float(int8_t(from[4 + i])) * step, out[i]);
-  }
+  };
 };
 
 // Rounding at random in fixed point: a number with 24 bits behind the point plus 24 random bits, of which the integer
 // part stays. Whole numbers stay what they are.
-struct PlainInt4 : OfFormat<Format::int4> {
+struct PlainInt4 : Plain, OfFormat<Format::int4> {
   static constexpr size_t kHalf = kValues / 2;
   static void encode(const float* v, size_t, const Draw& draw, uint64_t at, uint8_t* to) {
     const float step = step_of(largest_bits(v, kValues), 7);
@@ -98,13 +112,17 @@ struct PlainInt4 : OfFormat<Format::int4> {
     }
     for (size_t i = 0; i < kHalf; ++i) to[4 + i] = uint8_t((level[i] & 15) | (level[i + kHalf] & 15) << 4);
   }
-  template <bool add>
-  static void decode(const uint8_t* from, float* out) {
+  struct Reader {
+    Reader() = default;
+    explicit Reader(const uint8_t* from) : levels(from + 4), step(read_float(from)) {}
+    Eight at(size_t i) const {
+      const uint8_t* bytes = levels + i % kHalf;
+      const unsigned shift = i < kHalf ? 0 : 4;
+      return Lanes::each([&](size_t j) { return float(((bytes[j] >> shift & 15) ^ 8) - 8) * step; });
+    }
+    const uint8_t* levels;
     float step;
-    std::memcpy(&step, from, 4);
-    for (size_t i = 0; i < kHalf; ++i) put<add>(float(((from[4 + i] & 15) ^ 8) - 8) * step, out[i]);
-    for (size_t i = 0; i < kHalf; ++i) put<add>(float(((from[4 + i] >> 4) ^ 8) - 8) * step, out[i + kHalf]);
-  }
+  };
 };
 
 }  // namespace

@@ -57,7 +57,7 @@ inline void finish_onebit(const float* v, size_t n, const Side& plus, const Side
   std::memcpy(to, means, 8);
 }
 
-struct PlainOnebit : OfFormat<Format::onebit> {
+struct PlainOnebit : Plain, OfFormat<Format::onebit> {
   static void encode(const float* v, size_t n, const Draw&, uint64_t, uint8_t* to) {
     Side plus, minus;
     for (size_t at = 0; at < kValues; at += 32) {
@@ -79,12 +79,16 @@ struct PlainOnebit : OfFormat<Format::onebit> {
     }
     finish_onebit(v, n, plus, minus, to);
   }
-  template <bool add>
-  static void decode(const uint8_t* from, float* out) {
-    float means[2];
-    std::memcpy(means, from, 8);
-    for (size_t i = 0; i < kValues; ++i) put<add>(from[8 + i / 8] >> i % 8 & 1 ? means[0] : means[1], out[i]);
-  }
+  struct Reader {
+    Reader() = default;
+    explicit Reader(const uint8_t* from) : bits(from + 8), plus(read_float(from)), minus(read_float(from + 4)) {}
+    Eight at(size_t i) const {
+      const unsigned byte = bits[i / 8];
+      return Lanes::each([&](size_t j) { return byte >> j & 1 ? plus : minus; });
+    }
+    const uint8_t* bits;
+    float plus, minus;
+  };
 };
 
 }  // namespace
