@@ -67,9 +67,9 @@ TABLE = (
     Row("local:8", "local:8", "local"),
     Row(
         "local:8 streaming",
-        "local:8[fragments=2,delay=2,merge=0.5,bucket_mb=0.15]",
+        "local:8[delay=7,late=shift]",
         "local",
-        note=_STREAM,
+        note="a mean may travel until the next one is due",
     ),
     Row("post_local:8", "post_local:8[after={tenth}]", "local", note=_EARLY),
     Row("bmuf:10", "bmuf:10[after={tenth}]", "local", note=_EARLY),

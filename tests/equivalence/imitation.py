@@ -141,21 +141,34 @@ def fairseq_blocks(team: list[Player], steps: int, every: int, *, momentum: floa
                 player.put(begin)
 
 
-def streaming(team: list[Player], steps: int, every: int, *, delay: int, merge: float) -> None:
+def streaming(
+    team: list[Player],
+    steps: int,
+    every: int,
+    *,
+    delay: int,
+    merge: float = 0.0,
+    shifts: bool = False,
+    outer_lr: float = 0.7,
+    momentum: float = 0.9,
+) -> None:
     """DiLoCo whose mean is put to use `delay` steps after it was sent."""
     begin = nn.Parameter(team[0].flat.clone())
-    optimizer = torch.optim.SGD([begin], lr=0.7, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD([begin], lr=outer_lr, momentum=momentum, nesterov=momentum > 0)
     sent: torch.Tensor | None = None
+    from_where: list[torch.Tensor] = []
     for step in range(1, steps + 1):
         for player in team:
             player.step(step - 1)
         if step % every == 0:
-            sent = mean([player.flat for player in team])
+            from_where = [player.flat.clone() for player in team]
+            sent = mean(from_where)
         if sent is not None and step % every == delay:
             begin.grad = begin.detach() - sent
             optimizer.step()
-            for player in team:
-                player.put(merge * player.flat + (1 - merge) * begin.detach())
+            for player, left in zip(team, from_where, strict=True):
+                mixed = merge * player.flat + (1 - merge) * begin.detach()
+                player.put(begin.detach() + (player.flat - left) if shifts else mixed)
             sent = None
 
 

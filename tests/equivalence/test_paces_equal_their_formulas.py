@@ -75,6 +75,14 @@ def test_streaming() -> None:
     cases = {
         "diloco:6[delay=2]": {"every": 6, "delay": 2, "merge": 0.0},
         "diloco:6[delay=2,merge=0.5]": {"every": 6, "delay": 2, "merge": 0.5},
+        "diloco:6[delay=5,late=shift]": {"every": 6, "delay": 5, "shifts": True},
+        "local:4[delay=3,late=shift]": {
+            "every": 4,
+            "delay": 3,
+            "shifts": True,
+            "outer_lr": 1.0,
+            "momentum": 0.0,
+        },
     }
     found = trained([(pace, "sgd") for pace in cases])
     for (pace, options), values in zip(cases.items(), found, strict=True):

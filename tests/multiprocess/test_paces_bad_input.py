@@ -14,6 +14,8 @@ WRONG = {
     "local:7[fragments=2]": "7 steps cannot be divided into 2 fragments; .* a multiple of 2",
     "diloco:8[fragments=2,delay=4]": "a delay of 4 steps, expected less than the 4 steps",
     "diloco:8[merge=1.5]": "merge=1.5, expected 0 to 1",
+    "local:8[late=shift]": "give a delay, such as delay=1",
+    "local:8[delay=2,late=shift,merge=0.5]": "leave out merge",
     "bmuf:8[momentum=1]": "momentum=1, expected less than 1",
     "easgd:4[alpha=1]": "expected alpha < 1",
     "partial:0.5[carry=yes,skip_compute=yes]": "has nothing to carry over; choose one",

@@ -6,6 +6,9 @@ A meeting is a point of training (elastic/session.py): repeated among whoever is
 succeeds, and only then put to use. With it the workers agree on buffers, on stopping and on changes
 of the membership; in between nobody hears of anybody. What was computed since the last meeting
 counts when the next one has succeeded.
+
+Where what a meeting needs is sent some steps before it, so is what the workers agree on: else a
+message of a few bytes, for which all wait for all, would queue behind it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.known import find
 from paceline.pace.method import Method, Setting
+from paceline.work import Work
 
 
 def make_method(setting: Setting) -> Method | None:
@@ -55,6 +59,7 @@ class Paced:
         self._buffers = buffers
         self._is_late = False
         self._flags = torch.zeros(2)
+        self._early: Work[Any] | None = None  # carries the flags of the next meeting
         self._group = group
         if job.elastic.is_on:
             reducer.with_exchange = buffers.synchronise
@@ -103,6 +108,8 @@ class Paced:
         result = step()
         self._method.steps += 1
         self._method.after_step()
+        if self._early is None and self._method.is_under_way and not self._job.elastic.is_on:
+            self._early = self._send_flags()
         if brings_buffers:
             self._buffers.finish()
         if self._reducer.rests:  # from now on a batch weighs nothing in particular
@@ -157,7 +164,13 @@ class Paced:
         if self._method.steps % self._method.agrees_every and not self._job.elastic.is_on:
             return [0.0, 0.0]
         self._buffers.synchronise()
+        work, self._early = self._early or self._send_flags(), None
+        work.wait()
+        return self._flags.tolist()
+
+    def _send_flags(self) -> Work[Any]:
         self._flags[0] = float(self._job.stopping.is_wanted())
         self._flags[1] = float(self._job.elastic.is_change_due)
-        self._group.all_reduce(self._flags, "max")
-        return self._flags.tolist()
+        work = self._group.all_reduce(self._flags, "max", async_op=True)
+        assert isinstance(work, Work)
+        return work

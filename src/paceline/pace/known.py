@@ -85,7 +85,8 @@ _FREE_RUNNING = {
     **_EVERYWHERE,
 }
 _LOCALLY = {"buffers": ("average", "broadcast", "local"), **_EVERYWHERE}
-_OUTER = {**_LOCALLY, "fragments": WHOLE, "delay": COUNT, "merge": FROM_0}
+_LATE = {"delay": COUNT, "merge": FROM_0, "late": ("replace", "shift")}
+_OUTER = {**_LOCALLY, "fragments": WHOLE, **_LATE}
 _STEPS = "the number of local steps"
 _ELASTIC = {**_LOCALLY, "alpha": FROM_0, "beta": ABOVE_0, "mode": ("sync", "async")}
 _FREE = {"mode": "async"}

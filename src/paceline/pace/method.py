@@ -100,6 +100,11 @@ class Method:
         """Whether all workers meet behind the step that is done; alike on all of them."""
         return False
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether what the next meeting needs travels already; alike on all workers."""
+        return False
+
     def meet(self) -> None:
         """Exchange; nothing that is kept may change before all of it has succeeded."""
 

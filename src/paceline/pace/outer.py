@@ -16,8 +16,11 @@ the workers' own optimizers stays where it is.
 
 FRAGMENTS: buckets may be brought together one part after the other, each H steps after its last
 time, so that less travels at once; with a DELAY the mean of a part is put to use so many steps
-after it was sent, and travels while they compute. MERGE is how much of its own value a worker then
-keeps (0: it takes the outer one).
+after it was sent, and travels while they compute. What becomes of the steps that a worker has taken
+meanwhile, from x_i to y_i?
+
+    late=replace   they give way: y_i <- w, or with MERGE a mix of the two, merge * y_i + ...
+    late=shift     they are kept: y_i <- w + (y_i - x_i)
 
 Without servers every worker has w and D, and computes the same from the same mean. With servers w
 and D are theirs (centre.py): there torch's SGD makes the same step, of the mean of w - x_i.
@@ -70,6 +73,7 @@ class OuterSteps(Method):
         self.nesterov = setting.is_on("nesterov", default=True)
         self.delay = int(setting.number("delay", 0))
         self.merge = setting.number("merge", 0.0)
+        self.keeps_late = setting.options.get("late") == "shift"
         self.after = int(setting.number("after", self.default_after))
         self._num_fragments = int(setting.number("fragments", 1))
         self._parts: list[_Part] = []
@@ -94,6 +98,11 @@ class OuterSteps(Method):
             )
         if self.merge > 1:
             raise UsageError(f"pace {pace}: merge={self.merge:g}, expected 0 to 1")
+        if self.keeps_late and (self.merge or not self.delay):
+            raise UsageError(
+                f"pace {pace}: late=shift keeps the steps that were taken during a delay;"
+                f" {'leave out merge' if self.merge else 'give a delay, such as delay=1'}"
+            )
         if self.momentum >= 1:
             raise UsageError(f"pace {pace}: momentum={self.momentum:g}, expected less than 1")
 
@@ -162,6 +171,10 @@ class OuterSteps(Method):
                 part.sent.copy_(part.bucket.params)
                 self._send(part, part.sent)
 
+    @property
+    def is_under_way(self) -> bool:
+        return any(part.work is not None for part in self._parts)
+
     def _send(self, part: _Part, values: torch.Tensor) -> None:
         if part.place is not None:
             part.work = part.place.push(values, self._gain / self.lr)
@@ -208,10 +221,13 @@ class OuterSteps(Method):
             part.momentum.mul_(self.momentum).add_(change, alpha=self._gain)
             self._advance(target, change, part.momentum)
         assert target is not None
-        if self.merge and not self.is_last:
-            params.lerp_(target, 1.0 - self.merge)
-        else:
+        if self.is_last:
             params.copy_(target)
+        elif self.keeps_late:
+            assert part.sent is not None
+            params.sub_(part.sent).add_(target)
+        else:
+            params.lerp_(target, 1.0 - self.merge) if self.merge else params.copy_(target)
 
     @property
     def _gain(self) -> float:
@@ -233,7 +249,7 @@ class OuterSteps(Method):
 
     def agreed(self, bucket: Bucket) -> torch.Tensor:
         part = next(part for part in self._parts if part.bucket is bucket)
-        if part.met_at == self.steps and not self.merge:
+        if part.met_at == self.steps and not (self.merge or self.keeps_late):
             return bucket.params.clone()  # all workers have just agreed on it
         if self._is_plain:
             return super().agreed(bucket)
