@@ -13,7 +13,8 @@ that names it in an entry point:
 
 import paceline as pl
 import torch
-from paceline.pace.known import WHOLE, Pace, register
+from paceline.grammar import WHOLE
+from paceline.pace.known import Pace, register
 from paceline.pace.method import Method
 from torch import nn
 

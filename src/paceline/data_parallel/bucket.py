@@ -96,6 +96,11 @@ class Bucket:
             slot.ready = slot.claimed = False
 
     @property
+    def segments(self) -> Sequence[Place]:
+        """Where each parameter is in the flat tensors, in order."""
+        return [slot.place for slot in self.slots]
+
+    @property
     def absent(self) -> Sequence[int]:
         """The parameters, by their number here, that have no gradient in this pass."""
         return [number for number, slot in enumerate(self.slots) if not slot.ready]

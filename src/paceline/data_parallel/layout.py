@@ -42,6 +42,11 @@ class Place:
     start: int
     count: int
 
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's."""
+        return self.named.param.shape
+
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this part of a flat tensor in the parameter's shape and strides."""
         param = self.named.param

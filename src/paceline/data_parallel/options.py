@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+from paceline.compress.known import CODEC
+from paceline.compress.parse import parse_codec
 from paceline.errors import UsageError
-from paceline.pace.known import KNOWN, NUMBERS, find, is_allowed
-from paceline.pace.parse import PaceSpec, number_text
+from paceline.grammar import NUMBERS, is_allowed, number_text
+from paceline.pace.known import KNOWN, find
+from paceline.pace.parse import PaceSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class Options:
     nonfinite: str = "ignore"
     bucket_mb: float = 16.0
     resize_lr: str = "keep"
+    compress: str = "none"
     wait: str = "step"
     server_dtype: str = "fp32"
     wire: str = "fp32"
@@ -70,7 +74,7 @@ def fits(pace: PaceSpec, name: str, value: object) -> bool:
     """Say whether a pace has an option that can have this value."""
     row = find(pace.name)
     choices = row.options.get(name, ()) if row is not None else ()
-    return choices in NUMBERS or value in choices
+    return choices in (*NUMBERS, CODEC) or value in choices
 
 
 def _check(pace: PaceSpec, name: str, value: object) -> None:
@@ -84,6 +88,9 @@ def _check(pace: PaceSpec, name: str, value: object) -> None:
             f"pace {pace.name} has no option {name!r}{where}; its options: {', '.join(options)}"
         )
     choices = options[name]
+    if choices == CODEC:
+        parse_codec(value)
+        return
     if choices not in NUMBERS:
         if value not in choices:
             raise UsageError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")

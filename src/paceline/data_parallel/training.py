@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
+from paceline.compress.parse import parse_codec
 from paceline.data_parallel.batchnorm import use_global_statistics, use_own_statistics
 from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.direct import compute_as_usual, compute_in_bucket
@@ -47,6 +48,7 @@ from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.centre import Centre
+from paceline.pace.compressed import CompressedAllReduce, Journeys
 from paceline.pace.exchange import Exchange
 from paceline.pace.known import needs_servers
 from paceline.pace.method import Method, Setting
@@ -94,8 +96,8 @@ class Training:
             on_servers=self._serving is not None,
             is_free=self._is_free,
         )
-        exchange = self._choose_exchange()
-        self.reducer = Reducer(group, exchange, job.elastic)
+        self._exchange = self._choose_exchange()
+        self.reducer = Reducer(group, self._exchange, job.elastic)
         self.reducer.wants_stop = job.stopping.is_wanted
         self.reducer.after_exchange = self._look_at_gradients
         if self._method is not None:
@@ -171,10 +173,7 @@ class Training:
         if needs_servers(pace.name):
             return None
         workers = self._form("pace")
-
-        def memory(count: int, dtype: torch.dtype) -> torch.Tensor:
-            return allocate(self._engine, (count,), dtype)
-
+        memory = self._memory
         if self._job.servers and pace.uses_servers:
             self._centre = Centre(self._job, workers, f"centre {self._label}", memory)
         options, own = self._options.own, weakref.ref(optimizer)
@@ -188,8 +187,19 @@ class Training:
         if self._serving is not None:
             return self._serving.exchange
         if self._method is None:
-            return AllReduce(self._group)
+            return self._average_all()
         return self._method.exchange() or OwnGradients()
+
+    def _average_all(self) -> AllReduce:
+        spec = parse_codec(self._options.compress)
+        if not spec.is_on:
+            return AllReduce(self._group)
+        is_elastic, group = self._job.elastic.is_on, self._group
+        journeys = Journeys(spec, self._memory, group, self._form, is_elastic=is_elastic)
+        return CompressedAllReduce(group, journeys)
+
+    def _memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return allocate(self._engine, (count,), dtype)
 
     def _skips_backward(self) -> bool:
         return self._method is not None and self._method.skips_backward
@@ -248,6 +258,8 @@ class Training:
             self._serving.take(buckets)
         if self._method is not None:
             self._method.take(buckets)
+        if isinstance(self._exchange, CompressedAllReduce):
+            self._exchange.take(buckets)
         self.reducer.add(buckets, sparse)
         compute_in_bucket(model, self._housing.slots, self.reducer)
         self._known = {param: param.requires_grad for param in model.parameters()}

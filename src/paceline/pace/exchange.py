@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.cluster.member import Membership
+from paceline.compress.layout import Segment
 from paceline.work import Work
 
 
@@ -25,6 +26,10 @@ class Bucket(Protocol):
     grads: torch.Tensor  # this worker's; never written by the exchange, so it can be sent again
     averaged: torch.Tensor  # where agreed-on gradients land: every param.grad is a view of it
     params: torch.Tensor  # the parameters themselves: every param.data is a view of it
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """Where each parameter is in the flat tensors, in order."""
 
     @property
     def absent(self) -> Sequence[int]:

@@ -12,26 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 
+from paceline.compress.known import CODEC
 from paceline.errors import UsageError
+from paceline.grammar import ABOVE_0, COUNT, FROM_0, NUMBERS, SHARE, WHOLE
 
 ENTRY_POINTS = "paceline.paces"
-
-# These stand for the allowed values of options that are numbers.
-ABOVE_0 = ("a number above 0",)
-FROM_0 = ("a number, 0 or more",)
-WHOLE = ("a whole number above 0",)
-COUNT = ("a whole number, 0 or more",)
-SHARE = ("a number above 0, up to 1",)
-NUMBERS = (ABOVE_0, FROM_0, WHOLE, COUNT, SHARE)
-
-
-def is_allowed(value: float, kind: tuple[str, ...]) -> bool:
-    """Say whether a finite number >= 0 is of a kind."""
-    if kind in (WHOLE, COUNT) and value != int(value):
-        return False
-    if kind is SHARE and value > 1:
-        return False
-    return value > 0 or kind in (FROM_0, COUNT)
 
 
 @dataclass(frozen=True)
@@ -86,7 +71,8 @@ _FREE_RUNNING = {
 }
 _LOCALLY = {"buffers": ("average", "broadcast", "local"), **_EVERYWHERE}
 _LATE = {"delay": COUNT, "merge": FROM_0, "late": ("replace", "shift")}
-_OUTER = {**_LOCALLY, "fragments": WHOLE, **_LATE}
+_COMPRESSED = {"compress": CODEC}
+_OUTER = {**_LOCALLY, **_COMPRESSED, "fragments": WHOLE, **_LATE}
 _STEPS = "the number of local steps"
 _ELASTIC = {**_LOCALLY, "alpha": FROM_0, "beta": ABOVE_0, "mode": ("sync", "async")}
 _FREE = {"mode": "async"}
@@ -98,6 +84,7 @@ KNOWN: dict[str, Pace] = {
             **_BACKWARD,
             **_RESIZES,
             "nonfinite": ("ignore", "raise", "skip"),
+            **_COMPRESSED,
         }
     ),
     "ps": Pace(

@@ -9,17 +9,18 @@ a typing error is answered before any process starts. No torch: the command line
 
 from __future__ import annotations
 
-import difflib
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from paceline.compress.known import CODEC
+from paceline.compress.parse import parse_codec
 from paceline.errors import UsageError
-from paceline.pace.known import KNOWN, NUMBERS, Pace, find, is_allowed
+from paceline.grammar import NUMBERS, near, number_text, read_number
+from paceline.pace.known import KNOWN, Pace, find
 
 _FORM = re.compile(r"([^:\[\]]*)(?::([^\[\]]*))?(?:\[([^\[\]]*)\])?")
-_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
+_COMMA = re.compile(r",(?![^(]*\))")  # not those in parentheses
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,6 @@ def find_problem_with_backups(pace: PaceSpec, workers: int, servers: int) -> str
     return ""
 
 
-def number_text(value: float) -> str:
-    """Write a number in the one form in which it appears in a pace: 8, not 8.0."""
-    return str(int(value)) if value == int(value) and value < 1e15 else repr(float(value))
-
-
 def _read_number(text: str, name: str, known: Pace, number: str) -> float | str:
     if not known.number:
         raise _wrong(text, f"{name} takes no number; leave out {':' + number[:40]!r}")
@@ -136,11 +132,11 @@ def _read_number(text: str, name: str, known: Pace, number: str) -> float | str:
         if word not in known.kind:
             choices = ", ".join(known.kind)
             raise _wrong(
-                text, f"{known.number}: {word[:40]!r}{_near(word, known.kind)}; choose {choices}"
+                text, f"{known.number}: {word[:40]!r}{near(word, known.kind)}; choose {choices}"
             )
         return word
-    value = _number(number)
-    if value is None or not is_allowed(value, known.kind):
+    value = read_number(number, known.kind)
+    if value is None:
         raise _wrong(
             text,
             f"{known.number} must be {known.kind[0]} (got {number[:40]!r}); write for example"
@@ -152,12 +148,12 @@ def _read_number(text: str, name: str, known: Pace, number: str) -> float | str:
 def _read_options(text: str, name: str, known: Pace, options: str) -> dict[str, str]:
     """Read what is between the brackets; spaces around keys and values do not count."""
     read: dict[str, str] = {}
-    for item in options.split(","):
+    for item in _COMMA.split(options):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not key:
             raise _wrong(text, f"expected option=value, found {item.strip()[:40]!r}")
         if key not in known.options:
-            hint = _near(key, known.options)
+            hint = near(key, known.options)
             raise _wrong(
                 text,
                 f"{name} has no option {key[:40]!r}{hint}; its options: {', '.join(known.options)}",
@@ -169,32 +165,23 @@ def _read_options(text: str, name: str, known: Pace, options: str) -> dict[str, 
 
 
 def _read_value(text: str, key: str, value: str, allowed: tuple[str, ...]) -> str:
+    if allowed == CODEC:
+        return str(parse_codec(value))
     if allowed not in NUMBERS:
         if value not in allowed:
             raise _wrong(
-                text, f"{key}={value[:40]!r}{_near(value, allowed)}; allowed: {', '.join(allowed)}"
+                text, f"{key}={value[:40]!r}{near(value, allowed)}; allowed: {', '.join(allowed)}"
             )
         return value
-    number = _number(value)
-    if number is None or not is_allowed(number, allowed):
+    number = read_number(value, allowed)
+    if number is None:
         raise _wrong(text, f"{key}={value[:40]!r}: expected {allowed[0]}, such as {key}=1")
     return number_text(number)
 
 
-def _number(text: str) -> float | None:
-    """Return a finite number >= 0, or None for anything else."""
-    value = float(text) if _NUMBER.fullmatch(text) else math.inf
-    return value if math.isfinite(value) else None
-
-
 def _unknown(name: str) -> str:
     exist = f"this version has: {', '.join(KNOWN)}"
-    return f"there is no such pace{_near(name, KNOWN)}; {exist}"
-
-
-def _near(word: str, words: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word[:40].lower(), list(words), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return f"there is no such pace{near(name, KNOWN)}; {exist}"
 
 
 def _wrong(text: str, why: str) -> UsageError:

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.compress.known import CODEC
 from paceline.errors import UsageError
+from paceline.grammar import number_text
 from paceline.pace import known
 from paceline.pace.known import KNOWN, Pace
-from paceline.pace.parse import PaceSpec, notice_of, number_text, parse
+from paceline.pace.parse import PaceSpec, notice_of, parse
 
 
 def _numbers() -> dict[tuple[str, ...], st.SearchStrategy[float]]:
@@ -28,6 +30,7 @@ def _numbers() -> dict[tuple[str, ...], st.SearchStrategy[float]]:
 
 def _specs_of(name: str) -> st.SearchStrategy[PaceSpec]:
     kinds = {kind: numbers.map(number_text) for kind, numbers in _numbers().items()}
+    kinds[CODEC] = st.sampled_from(["none", "int8", "topk:0.01(feedback=no,min=8)+int8"])
     options = {
         key: kinds[values] if values in kinds else st.sampled_from(values)
         for key, values in KNOWN[name].options.items()

@@ -1,0 +1,74 @@
+"""Which parts of a flat tensor a codec is used on.
+
+Small tensors (biases, norms) stay as they are: they are few bytes, and the ones that suffer most.
+What is large and lies side by side is one SPAN, of which the codec knows nothing but its numbers;
+between two tensors are a few zeros, so that each begins on a cache line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+_GAP = 64  # more elements than lie between two neighbours
+
+
+class Segment(Protocol):
+    """One tensor in a flat one."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def shape(self) -> torch.Size: ...
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of elements."""
+
+    start: int
+    count: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this part of a flat tensor."""
+        return flat[self.start : self.start + self.count]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One flat tensor: what is compressed of it, and what is not."""
+
+    size: int
+    first: int  # index of its first element in the whole model
+    large: tuple[Span, ...]
+    small: tuple[Span, ...]
+    matrices: tuple[tuple[Span, torch.Size], ...]  # the large ones, one by one, with their shapes
+
+    @property
+    def num_small(self) -> int:
+        """How many elements stay as they are."""
+        return sum(span.count for span in self.small)
+
+
+def plan(segments: Sequence[Segment], size: int, first: int, min_elements: int) -> Layout:
+    """Divide a flat tensor; a pure function of what all workers know."""
+    large: list[Span] = []
+    small: list[Span] = []
+    matrices: list[tuple[Span, torch.Size]] = []
+    for segment in segments:
+        span = Span(segment.start, segment.count)
+        if segment.count < max(1, min_elements):
+            small.append(span)
+            continue
+        matrices.append((span, segment.shape))
+        last = large[-1] if large else None
+        if last is not None and 0 <= span.start - (last.start + last.count) < _GAP:
+            large[-1] = Span(last.start, span.start + span.count - last.start)
+        else:
+            large.append(span)
+    return Layout(size, first, tuple(large), tuple(small), tuple(matrices))

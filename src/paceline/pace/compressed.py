@@ -1,0 +1,118 @@
+"""Lockstep with fewer bytes: the mean over all workers of gradients that a codec has gone over.
+
+Each bucket makes a journey (compress/journey.py). Its second hop is in a group of its own, where
+the order is that of the buckets again: when it can begin differs from worker to worker.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.collectives.group import Group
+from paceline.compress.codec import Allocate, Ground, make_codec
+from paceline.compress.journey import Journey
+from paceline.compress.layout import plan
+from paceline.compress.parse import CodecSpec
+from paceline.pace.allreduce import AllReduce
+from paceline.pace.exchange import Bucket
+from paceline.telemetry.compression import Account
+from paceline.work import Work
+
+
+class Journeys:
+    """The journeys of some buckets, in the order in which they are sent. Main thread only."""
+
+    def __init__(
+        self,
+        spec: CodecSpec,
+        allocate: Allocate,
+        group: Group,
+        another: Callable[[str], Group],
+        *,
+        is_elastic: bool,
+    ) -> None:
+        self.codec = make_codec(spec)
+        self._allocate = allocate
+        self._group = group
+        self._tellers = another("second hop")
+        self._is_elastic = is_elastic
+        self._journeys: dict[int, Journey] = {}  # by the number of the bucket
+        self._waiting: deque[Journey] = deque()  # for their second hop
+        self._first = 0
+
+    def take(self, buckets: Sequence[Bucket]) -> None:
+        """Look after more buckets; those of other kinds of numbers travel as they are."""
+        spec = self.codec.spec
+        for bucket in buckets:
+            size = bucket.grads.numel()
+            if bucket.grads.dtype == torch.float32:
+                layout = plan(bucket.segments, size, self._first, spec.min_elements)
+                ground = Ground(layout, self._allocate, self._group.rank, self._is_elastic)
+                if layout.large:
+                    self._journeys[bucket.index] = self.codec.journey(ground)
+            self._first += size
+
+    def of(self, bucket: Bucket) -> Journey | None:
+        """Return the journey of a bucket; None: it travels as it is."""
+        return self._journeys.get(bucket.index)
+
+    @property
+    def accounts(self) -> list[Account]:
+        """What each has saved and cost."""
+        return [journey.account for journey in self._journeys.values()]
+
+    def start(self, journey: Journey, values: torch.Tensor, key: int) -> Work[Any]:
+        """Send it off; forward others whose first hop is done meanwhile."""
+        work = journey.start(values, self._group, key)
+        self._waiting.append(journey)
+        self.forward_some()
+        return work
+
+    def forward_some(self) -> None:
+        """Do the second hops that are due, without waiting."""
+        while self._waiting and self._waiting[0].is_here:
+            self._waiting.popleft().forward(self._tellers)
+
+    def forward_all(self) -> None:
+        """Do all second hops; blocks until they can be done."""
+        while self._waiting:
+            self._waiting.popleft().forward(self._tellers)
+
+    def begin_again(self) -> None:
+        """Forget those under way: all are sent again."""
+        self._waiting.clear()
+
+
+class CompressedAllReduce(AllReduce):
+    """Averages gradients among all workers, in fewer bytes."""
+
+    def __init__(self, group: Group, journeys: Journeys) -> None:
+        super().__init__(group)
+        self.journeys = journeys
+        self._last = -1
+
+    def take(self, buckets: Sequence[Bucket]) -> None:
+        """Look after more buckets."""
+        self.journeys.take(buckets)
+
+    def submit(self, bucket: Bucket, step: int) -> Work[Any]:
+        if bucket.index <= self._last:  # another pass, or the same one again
+            self.journeys.begin_again()
+        self._last = bucket.index
+        journey = self.journeys.of(bucket)
+        if journey is None:
+            return super().submit(bucket, step)
+        work = self.journeys.start(journey, bucket.grads, step)
+        return Work(work.handle, lambda: self._finish(journey, bucket), keep=work)
+
+    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
+        self.journeys.forward_all()
+        return super().call_roll(here)
+
+    def _finish(self, journey: Journey, bucket: Bucket) -> None:
+        self.journeys.forward_all()
+        journey.finish(bucket.averaged)

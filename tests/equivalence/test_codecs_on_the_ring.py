@@ -1,0 +1,182 @@
+"""What workers agree on through a codec: the same on all, nothing lost, and in special cases exact.
+
+The gradient of `(p * c).sum()` is c, so that what each worker sends is known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline as pl
+from paceline.collectives.group import Group
+from paceline.data_parallel.distribute import _successions
+from paceline.pace.compressed import CompressedAllReduce
+from support import run_ranks
+
+WORKERS, STEPS = 3, 6
+SHAPES = ((130, 70), (7,), (50, 90), (2500,))  # the second one is small
+
+FEEDBACK = (
+    "onebit",
+    "int8(feedback=yes)",
+    "int4(feedback=yes)",
+    "int8(scales=shared,feedback=yes)",
+    "bf16(feedback=yes)",
+    "topk:0.05",
+    "topk:0.05+int8",
+    "topk:0.05+fp16",
+    "randomk:0.1",
+    "powersgd:2",
+    "dgc:0.01(momentum=0,warmup=0)",
+)
+OTHERS = ("fp16", "bf16", "int8", "int4", "int8(scales=shared)", "topk:0.1(feedback=no)")
+
+
+class Numbers(nn.Module):
+    """Parameters whose gradients are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
+
+    def forward(self, given: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.all, given, strict=True)]).sum()
+
+
+def gradients(rank: int, step: int) -> list[torch.Tensor]:
+    draws = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(shape, generator=draws) for shape in SHAPES]
+
+
+def flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def exchange_all(group: Group, codecs: list[str]) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
+    """Return by codec the averages of all steps, and the residual of this worker behind them."""
+    del group
+    found = []
+    for codec in codecs:
+        model = Numbers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        pl.distribute(model, optimizer, compress=codec, bucket_mb=0.05)
+        averages = []
+        for step in range(STEPS):
+            model(gradients(pl.rank(), step)).backward()
+            averages.append(flat(p.grad for p in model.all))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((averages, residual_of(model)))
+    return found
+
+
+def residual_of(model: nn.Module) -> torch.Tensor:
+    """Return what waits on this worker, in the order of the parameters."""
+    training = _successions[model].training
+    exchange = training._exchange
+    assert isinstance(exchange, CompressedAllReduce)
+    by_param = {}
+    for bucket in training.reducer.buckets:
+        journey = exchange.journeys.of(bucket)
+        for slot in bucket.slots:
+            waits = None if journey is None else journey.residual
+            by_param[slot.param] = (
+                torch.zeros_like(slot.param) if waits is None else slot.place.view(waits)
+            )
+    return flat(by_param[p] for p in model.parameters())
+
+
+def means() -> list[torch.Tensor]:
+    return [
+        torch.stack([flat(gradients(rank, step)) for rank in range(WORKERS)]).mean(0)
+        for step in range(STEPS)
+    ]
+
+
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_all_workers_agree_and_nothing_is_lost(hosts: int) -> None:
+    codecs = [*FEEDBACK, *OTHERS]
+    by_rank = run_ranks(WORKERS, exchange_all, codecs, hosts=hosts)
+    for number, codec in enumerate(codecs):
+        averages = [results[number][0] for results in by_rank]
+        for other in averages[1:]:
+            for mine, theirs in zip(averages[0], other, strict=True):
+                assert torch.equal(mine, theirs), codec
+        small = slice(130 * 70, 130 * 70 + 7)
+        for mine, expected in zip(averages[0], means(), strict=True):
+            if "bf16" not in codec and codec != "fp16":  # these take them all
+                torch.testing.assert_close(mine[small], expected[small], msg=codec)
+        if codec in FEEDBACK:
+            waits = torch.stack([results[number][1] for results in by_rank]).mean(0)
+            total = torch.stack(averages[0]).sum(0) + waits
+            torch.testing.assert_close(
+                total, torch.stack(means()).sum(0), rtol=1e-4, atol=1e-4, msg=codec
+            )
+
+
+def test_special_cases_are_dense() -> None:
+    codecs = [
+        "none",
+        "topk:1",
+        "randomk:1",
+        "powersgd:90(rate=0.01)",
+        "topk:1+int8",
+        "dgc:1(momentum=0)",
+    ]
+    (first, *_) = run_ranks(WORKERS, exchange_all_but_residuals, codecs)
+    dense, *others = first
+    for codec, averages in zip(codecs[1:], others, strict=True):
+        atol = 0.1 if "int8" in codec else 2e-5
+        for mine, expected in zip(averages, dense, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-4, atol=atol, msg=codec)
+
+
+def exchange_all_but_residuals(group: Group, codecs: list[str]) -> list[list[torch.Tensor]]:
+    del group
+    found = []
+    for codec in codecs:
+        model = Numbers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        pl.distribute(model, optimizer, compress=codec)
+        averages = []
+        for step in range(STEPS):
+            model(gradients(pl.rank(), step)).backward()
+            averages.append(flat(p.grad for p in model.all))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(averages)
+    return found
+
+
+def show_broken(group: Group, codecs: list[str]) -> list[list[bool]]:
+    """Return by codec: does a NaN of one worker reach this one, and is the next step without it?"""
+    del group
+    found = []
+    for codec in codecs:
+        model = Numbers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        pl.distribute(model, optimizer, compress=codec)
+        finite = []
+        for step in range(3):
+            given = gradients(pl.rank(), step)
+            if step == 1 and pl.rank() == 1:
+                given[0][5, 5] = float("inf")
+                given[2][5, 5] = float("nan")
+            model(given).backward()
+            averages = [p.grad for p in model.all]
+            finite.append(all(bool(torch.isfinite(g).all()) for g in averages))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(finite)
+    return found
+
+
+def test_what_is_no_number_is_seen_by_all_and_gone_in_the_next_step() -> None:
+    codecs = [*(c for c in FEEDBACK if "randomk" not in c), *OTHERS]
+    for results in run_ranks(WORKERS, show_broken, codecs):
+        for codec, finite in zip(codecs, results, strict=True):
+            assert finite == [True, False, True], codec
