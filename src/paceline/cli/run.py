@@ -22,7 +22,7 @@ from paceline.launcher.machine import usable_cores
 from paceline.launcher.outcome import Outcome
 from paceline.launcher.report import state_words
 from paceline.launcher.spec import RunSpec
-from paceline.telemetry import staleness, traffic
+from paceline.telemetry import compression, staleness, traffic
 
 # After Ctrl-C, for a terminal that is held or a reader that does not read.
 _PATIENCE_S = 1.5
@@ -105,7 +105,7 @@ def _tell(job: LocalJob, outcome: Outcome, display: Display, spec: RunSpec) -> N
         display.summary(picture)
     for line in staleness.describe(reports):
         display.say(printable(line.encode()))
-    for line in traffic.describe(job.traffic()):
+    for line in traffic.describe(job.traffic()) + compression.describe(job.compression()):
         display.say(f"paceline: {line}")
     story = job.story()
     if picture is not None or reports or story or outcome.interrupted_by is not None:

@@ -126,7 +126,6 @@ class _KnownPlaces(Journey):
         self._places = [torch.empty(count, dtype=torch.int32) for count in counts]
         self._values = ground.allocate(sum(counts), torch.float32)
         self._mean = ground.allocate(sum(counts), torch.float32)
-        self._work: Work[Any] | None = None
         self._num_workers = 1
 
     def encode(self, values: torch.Tensor, draw: Draw) -> None:
@@ -147,12 +146,10 @@ class _KnownPlaces(Journey):
         self._num_workers = group.size
         work = group.all_reduce(self._values, "mean", out=self._mean, async_op=True)
         assert isinstance(work, Work)
-        self._work = work
+        self.last_hop = work
         return work
 
     def write(self, out: torch.Tensor) -> None:
-        assert self._work is not None, "it is sent before it is read"
-        self._work.wait()
         parts = self._mean.split([places.numel() for places in self._places])
         for span, places, part in zip(self.layout.large, self._places, parts, strict=True):
             span.of(out).zero_().index_copy_(0, places.long(), part)

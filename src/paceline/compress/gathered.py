@@ -26,7 +26,6 @@ class Gathered(Journey):
         self._ends = [0]
         self._payload = self._rows_memory = torch.empty(0, dtype=torch.uint8)
         self._rows: Sequence[torch.Tensor] = ()
-        self._work: Work[Any] | None = None
         self.resize()
 
     def resize(self) -> None:
@@ -51,12 +50,10 @@ class Gathered(Journey):
             self._rows = [self._rows_memory[n * size : (n + 1) * size] for n in range(group.size)]
         work = group.all_gather(self._payload, out=self._rows, async_op=True)
         assert isinstance(work, Work)
-        self._work = work
+        self.last_hop = work
         return work
 
     def write(self, out: torch.Tensor) -> None:
-        assert self._work is not None, "it is sent before it is read"
-        self._work.wait()
         for number, span in enumerate(self.layout.large):
             self.codec.mean([self._part(row, number) for row in self._rows], span.of(out))
 

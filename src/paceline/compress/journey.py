@@ -40,6 +40,7 @@ class Journey:
         self._small_mean = ground.allocate(self.layout.num_small, torch.float32)
         self._small_work: Work[Any] | None = None
         self._first_hop: Work[Any] | None = None
+        self.last_hop: Work[Any] | None = None  # what the mean is made of comes with it
 
     # -- what a kind of journey says --------------------------------------------------------------
 
@@ -55,7 +56,7 @@ class Journey:
         """Make use of what has come, and send what comes of it."""
 
     def write(self, out: torch.Tensor) -> None:
-        """Wait for the last hop, and write the mean of the large spans."""
+        """Write the mean of the large spans; the last hop is done."""
         raise NotImplementedError
 
     @property
@@ -95,6 +96,8 @@ class Journey:
 
     def finish(self, out: torch.Tensor) -> None:
         """Write the mean of what the workers sent."""
+        assert self.last_hop is not None, "it is sent before it is read"
+        self.last_hop.wait()
         if self._small_work is not None:
             self._small_work.wait()
         with self.account.working():

@@ -89,7 +89,6 @@ class _TwoThinOnes(Journey):
         self._begin = [right.clone() for right in self._rights]
         self._wanted = torch.zeros(layout.size) if self.residual is None else self.residual
         self._is_broken = False  # some worker's numbers are none
-        self._work: Work[Any] | None = None
         self._num_workers = 1
 
     def _room(self, side: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -128,11 +127,9 @@ class _TwoThinOnes(Journey):
         out = self._right_mean[1]
         work = group.all_reduce(self._right_memory, "mean", out=out, async_op=True)
         assert isinstance(work, Work)
-        self._work = work
+        self.last_hop = work
 
     def write(self, out: torch.Tensor) -> None:
-        assert self._work is not None, "it is forwarded before it is read"
-        self._work.wait()
         for number, thin in enumerate(self._thin):
             left, right = self._left_mean[0][number], self._right_mean[0][number]
             torch.matmul(left, right.t(), out=thin.view(out))

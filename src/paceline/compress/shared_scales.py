@@ -36,7 +36,6 @@ class SharedScales(Journey):
         # The exchange may be repeated from here.
         keeps = ground.is_elastic and self.residual is not None
         self._kept = torch.zeros(self.layout.size) if keeps else None
-        self._work: Work[Any] | None = None
         self._num_workers = 1
 
     def encode(self, values: torch.Tensor, draw: Draw) -> None:
@@ -64,11 +63,9 @@ class SharedScales(Journey):
             kernels.encode_shared(span.of(self._values), sizes, levels, part, residual=left)
         work = group.all_reduce(self._bytes, "sum", out=self._sums, async_op=True)
         assert isinstance(work, Work)
-        self._work = work
+        self.last_hop = work
 
     def write(self, out: torch.Tensor) -> None:
-        assert self._work is not None, "it is forwarded before it is read"
-        self._work.wait()
         workers = self._num_workers
         levels = kernels.levels_for(workers)
         for span, sizes, part in self._parts(self._sums):

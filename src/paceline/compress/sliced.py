@@ -86,7 +86,6 @@ class Sliced(Journey):
         self._seats = (0, 0)  # rank and size of the group whose slices the following are of
         self._bounds: list[int] = []
         self._heard: Sequence[torch.Tensor] = ()
-        self._work: Work[Any] | None = None
         # What the row leaves out is not the residual's yet: the exchange may be repeated.
         is_late = ground.is_elastic and self.residual is not None
         self._owed = torch.zeros(self.layout.size) if is_late else None
@@ -138,11 +137,9 @@ class Sliced(Journey):
         parts = [self._cut(self._result, a, b) for a, b in pairs]
         work = group.all_gather(told, out=parts, async_op=True)
         assert isinstance(work, Work)
-        self._work = work
+        self.last_hop = work
 
     def write(self, out: torch.Tensor) -> None:
-        assert self._work is not None, "it is forwarded before it is read"
-        self._work.wait()
         at = 0
         for span in self.layout.large:
             blocks = self.codec.num_blocks(span.count)

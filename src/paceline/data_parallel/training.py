@@ -181,7 +181,13 @@ class Training:
         def another(name: str) -> Group:
             return self._form(f"pace {name}")
 
-        return make_method(Setting(pace, workers, options, own, memory, another, self._centre))
+        return make_method(
+            Setting(
+                *(pace, workers, options, own, memory, another, self._centre),
+                is_elastic=self._job.elastic.is_on,
+                open_books=self._job.reporter.books.open,
+            )
+        )
 
     def _choose_exchange(self) -> Exchange:
         if self._serving is not None:
@@ -196,6 +202,7 @@ class Training:
             return AllReduce(self._group)
         is_elastic, group = self._job.elastic.is_on, self._group
         journeys = Journeys(spec, self._memory, group, self._form, is_elastic=is_elastic)
+        self._job.reporter.books.open(str(spec), journeys.accounts)
         return CompressedAllReduce(group, journeys)
 
     def _memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -43,6 +43,7 @@ from paceline.launcher.process import RankProcess
 from paceline.launcher.screen import Picture
 from paceline.launcher.seat import Seat, names
 from paceline.launcher.spec import RunSpec
+from paceline.telemetry.compression import Compression
 from paceline.telemetry.events import Event, Note, Progress
 from paceline.telemetry.staleness import TableReport
 from paceline.telemetry.traffic import Traffic
@@ -75,6 +76,7 @@ class LocalJob:
         self._crew = Crew(display, self._on_end)
         self._table_reports: dict[tuple[str, int], TableReport] = {}
         self._traffic: dict[int, Traffic] = {}  # by rank, also of those who are gone
+        self._compression: dict[int, Compression] = {}  # the same
         self._interrupts: list[signal.Signals] = []
         self._changed = asyncio.Event()
         self._coordinator: Coordinator | None = None
@@ -135,6 +137,10 @@ class LocalJob:
     def traffic(self) -> list[Traffic]:
         """Return what each worker has sent, as far as it told."""
         return [self._traffic[rank] for rank in sorted(self._traffic)]
+
+    def compression(self) -> list[Compression]:
+        """Return what each worker has compressed, by rank; of those who did."""
+        return [self._compression[rank] for rank in sorted(self._compression)]
 
     def was_lost_at_start(self, outcome: Outcome) -> bool:
         """Say whether the job may be started again from its beginning; only elastic ones are."""
@@ -265,6 +271,8 @@ class LocalJob:
             self._board.on_progress(event, time.monotonic())
             if event.traffic is not None:
                 self._traffic[event.rank] = event.traffic
+            if event.compression is not None:
+                self._compression[event.rank] = event.compression
         elif isinstance(event, Note) and event.rank in self._seats:
             self._on_note(self._seats[event.rank], printable(event.text[:1000].encode()))
 

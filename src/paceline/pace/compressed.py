@@ -43,6 +43,7 @@ class Journeys:
         self._journeys: dict[int, Journey] = {}  # by the number of the bucket
         self._waiting: deque[Journey] = deque()  # for their second hop
         self._first = 0
+        self.accounts: list[Account] = []  # what each has saved and cost
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Look after more buckets; those of other kinds of numbers travel as they are."""
@@ -53,17 +54,13 @@ class Journeys:
                 layout = plan(bucket.segments, size, self._first, spec.min_elements)
                 ground = Ground(layout, self._allocate, self._group.rank, self._is_elastic)
                 if layout.large:
-                    self._journeys[bucket.index] = self.codec.journey(ground)
+                    journey = self._journeys[bucket.index] = self.codec.journey(ground)
+                    self.accounts.append(journey.account)
             self._first += size
 
     def of(self, bucket: Bucket) -> Journey | None:
         """Return the journey of a bucket; None: it travels as it is."""
         return self._journeys.get(bucket.index)
-
-    @property
-    def accounts(self) -> list[Account]:
-        """What each has saved and cost."""
-        return [journey.account for journey in self._journeys.values()]
 
     def start(self, journey: Journey, values: torch.Tensor, key: int) -> Work[Any]:
         """Send it off; forward others whose first hop is done meanwhile."""

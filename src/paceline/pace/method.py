@@ -30,6 +30,7 @@ from paceline.elastic.protocol import Change, Parcel
 from paceline.pace.centre import Centre
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.parse import PaceSpec
+from paceline.telemetry.compression import Account
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Setting:
     # Makes another group of all workers, whose operations run beside those of `workers`.
     another: Callable[[str], Group] | None = None
     centre: Centre | None = None  # on the servers, if the job has some and the pace can use them
+    is_elastic: bool = False  # workers come and go
+    open_books: Callable[[str, Sequence[Account]], None] = lambda codec, accounts: None  # noqa: ARG005
 
     def number(self, name: str, default: float) -> float:
         """Return an option that is a number."""

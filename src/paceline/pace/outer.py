@@ -34,11 +34,14 @@ from typing import Any
 
 import torch
 
+from paceline.compress.parse import parse_codec
 from paceline.elastic.protocol import Parcel
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.centre import Place, outer_settings
+from paceline.pace.compressed import Journeys
 from paceline.pace.exchange import Bucket, Exchange
+from paceline.pace.means import Means
 from paceline.pace.method import Method, Setting
 from paceline.work import Work
 
@@ -77,7 +80,9 @@ class OuterSteps(Method):
         self.after = int(setting.number("after", self.default_after))
         self._num_fragments = int(setting.number("fragments", 1))
         self._parts: list[_Part] = []
+        self._codec = parse_codec(setting.options.get("compress", "none"))
         self._check()
+        self._means = Means(self.workers, self._make_journeys())
 
     @property
     def momentum(self) -> float:
@@ -105,6 +110,22 @@ class OuterSteps(Method):
             )
         if self.momentum >= 1:
             raise UsageError(f"pace {pace}: momentum={self.momentum:g}, expected less than 1")
+        if self._codec.is_on and self.setting.centre is not None:
+            raise UsageError(
+                f"pace {pace} with servers: models travel to them as they are; leave out compress,"
+                " or start the job without -s"
+            )
+
+    def _make_journeys(self) -> Journeys | None:
+        another = self.setting.another
+        if not self._codec.is_on or another is None:
+            return None
+        elastic = self.setting.is_elastic
+        journeys = Journeys(
+            self._codec, self.setting.allocate, self.workers, another, is_elastic=elastic
+        )
+        self.setting.open_books(str(self._codec), journeys.accounts)
+        return journeys
 
     def describe(self) -> str:
         words = f"every {self.every} steps"
@@ -123,6 +144,7 @@ class OuterSteps(Method):
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         super().take(buckets)
+        self._means.take(buckets)
         for bucket in buckets:
             part = _Part(bucket)
             if self.setting.centre is not None:
@@ -130,6 +152,8 @@ class OuterSteps(Method):
                 part.begin = part.place.values
             elif not self._is_plain:
                 part.begin, part.momentum = bucket.params.clone(), torch.zeros_like(bucket.params)
+            elif self._codec.is_on:  # what is compressed is what has changed since
+                part.begin = bucket.params.clone()
             if part.place is None:
                 part.mean = self.setting.allocate(bucket.params.numel(), bucket.params.dtype)
             if self.delay:
@@ -157,6 +181,7 @@ class OuterSteps(Method):
 
     def after_step(self) -> None:
         """Send what will be needed `delay` steps from now."""
+        self._means.move_on()
         if self.steps == self.after:  # the first block begins here
             for part in self._parts:
                 part.met_at = self.steps
@@ -179,11 +204,21 @@ class OuterSteps(Method):
         if part.place is not None:
             part.work = part.place.push(values, self._gain / self.lr)
             return
-        work = self.workers.all_reduce(values, "mean", out=part.mean, async_op=True)
-        assert isinstance(work, Work)
-        part.work = work
+        part.work = self._means.start(
+            part.bucket, values, part.begin, part.mean, key=self.rounds, is_last=self.is_last
+        )
 
     def meet(self) -> None:
+        try:
+            self._meet()
+        except PeerError:
+            self._means.begin_again()
+            for part in self._fragment:
+                if part.place is None:
+                    part.work = None
+            raise
+
+    def _meet(self) -> None:
         fragment, centre = self._fragment, self.setting.centre
         for part in fragment:
             is_through = part.place is not None and part.place.is_committed
@@ -214,9 +249,12 @@ class OuterSteps(Method):
         """Let the outer optimizer make its step, and the worker go on from there."""
         params, mean, target = part.bucket.params, part.mean, part.begin
         part.met_at = self.steps
-        if target is None:
+        if part.place is None and self._is_plain:
+            if target is not None and mean is not None:
+                target.copy_(mean)
             target = mean
-        elif mean is not None and part.momentum is not None:  # else the servers have done this
+        # Where there are servers, they have done this.
+        elif target is not None and mean is not None and part.momentum is not None:
             change = mean.sub_(target)
             part.momentum.mul_(self.momentum).add_(change, alpha=self._gain)
             self._advance(target, change, part.momentum)

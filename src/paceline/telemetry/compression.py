@@ -57,18 +57,31 @@ class Account:
         self.num_errors += 1
 
 
-def add_up(codec: str, steps: int, trained_s: float, accounts: Sequence[Account]) -> Compression:
-    """Return what a worker tells about all of its accounts."""
-    num_errors = sum(one.num_errors for one in accounts)
-    return Compression(
-        codec,
-        steps,
-        sum(one.plain_bytes for one in accounts),
-        sum(one.sent_bytes for one in accounts),
-        sum(one.spent_s for one in accounts),
-        trained_s,
-        sum(one.errors for one in accounts) / num_errors if num_errors else None,
-    )
+class Books:
+    """All accounts of a process. Opened by the main thread, read by any."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[str, Sequence[Account]]] = []
+
+    def open(self, codec: str, accounts: Sequence[Account]) -> None:
+        """Follow these accounts, of which there may be more later."""
+        self._open.append((codec, accounts))
+
+    def read(self, steps: int, trained_s: float) -> Compression | None:
+        """Return the sum behind so many steps; None where nothing is compressed."""
+        if not self._open or not steps:
+            return None
+        accounts = [one for _, several in self._open for one in several]
+        num_errors = sum(one.num_errors for one in accounts)
+        return Compression(
+            ", ".join(dict.fromkeys(codec for codec, _ in self._open)),
+            steps,
+            sum(one.plain_bytes for one in accounts),
+            sum(one.sent_bytes for one in accounts),
+            sum(one.spent_s for one in accounts),
+            trained_s,
+            sum(one.errors for one in accounts) / num_errors if num_errors else None,
+        )
 
 
 def describe(workers: Sequence[Compression]) -> list[str]:

@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from paceline.telemetry.compression import Compression
 from paceline.telemetry.staleness import TableReport
 from paceline.telemetry.traffic import Traffic
 
@@ -39,6 +40,7 @@ class Progress(msgspec.Struct, frozen=True, tag_field="type", tag="progress"):
     values: dict[str, float] = {}
     age_s: float = 0.0
     traffic: Traffic | None = None  # all of it so far
+    compression: Compression | None = None  # as well
 
 
 class Note(msgspec.Struct, frozen=True, tag_field="type", tag="note"):

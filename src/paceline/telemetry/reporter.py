@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from paceline.telemetry.compression import Books
 from paceline.telemetry.events import Progress
 from paceline.telemetry.traffic import Meter
 
@@ -41,6 +42,7 @@ class Reporter:
         self._values: dict[str, float] = {}
         self._is_news = False
         self._meter = Meter(sent_bytes)
+        self.books = Books()  # what compression has saved and cost
 
     def step_done(
         self, values: Mapping[str, float], took_s: float = 0.0, waited_s: float = 0.0
@@ -79,4 +81,5 @@ class Reporter:
         self._is_news, self._sent_s = False, now_s
         step = self.steps_done if self._own_step is None else self._own_step
         age_s, traffic = now_s - self._step_s, self._meter.traffic()
-        self._send(Progress(self._rank, step, values, age_s, traffic))
+        read = self.books.read(traffic.steps, traffic.trained_s) if traffic is not None else None
+        self._send(Progress(self._rank, step, values, age_s, traffic, read))
