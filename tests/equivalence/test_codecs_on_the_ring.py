@@ -152,6 +152,35 @@ def exchange_all_but_residuals(group: Group, codecs: list[str]) -> list[list[tor
     return found
 
 
+def change_pace(group: Group, paces: list[str]) -> list[torch.Tensor]:
+    """Return by schedule the sum of what was agreed on."""
+    del group
+    found = []
+    for pace in paces:
+        model = Numbers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        pl.distribute(model, optimizer, pace=pace)
+        total = torch.zeros(flat(model.all).numel())
+        for step in range(STEPS):
+            model(gradients(pl.rank(), step)).backward()
+            total += flat(p.grad for p in model.all)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(total)
+    return found
+
+
+def test_what_is_left_out_goes_along_when_the_pace_changes() -> None:
+    paces = [
+        "allreduce[compress=topk:0.02]@0, allreduce[compress=none]@3",
+        "allreduce[compress=onebit]@0, allreduce[compress=topk:0.1]@2, allreduce[compress=none]@5",
+    ]
+    for results in run_ranks(WORKERS, change_pace, paces):
+        for pace, total in zip(paces, results, strict=True):
+            expected = torch.stack(means()).sum(0)
+            torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4, msg=pace)
+
+
 def show_broken(group: Group, codecs: list[str]) -> list[list[bool]]:
     """Return by codec: does a NaN of one worker reach this one, and is the next step without it?"""
     del group

@@ -5,10 +5,10 @@ numbers. That is all that one from outside the package has to do:
 
     class Half(Codec):
         def num_bytes(self, count): return 2 * count
-        def encode(self, values, payload, residual, draw): ...
-        def decode(self, payload, out): ...
+        def squeeze(self, values, payload, draw): payload.view(torch.float16).copy_(values)
+        def decode(self, payload, out): out.copy_(payload.view(torch.float16))
 
-    pl.register_codec("half", Half)          # and then compress="half"
+    paceline.compress.known.register("half", Half)          # and then compress="half"
 
 With a RESIDUAL (error feedback) what a payload leaves out is kept, and added to what is sent next:
 nothing is lost, it comes later. A JOURNEY (journey.py) is what happens to one flat tensor between

@@ -11,6 +11,7 @@ they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Journey:
         self.residual = torch.zeros(self.layout.size) if codec.has_feedback else None
         self.account = Account()
         self._key: int | None = None
-        self._steps = 0
+        self.steps = 0  # how often something was encoded; alike on all workers
         self._small = ground.allocate(self.layout.num_small, torch.float32)
         self._small_mean = ground.allocate(self.layout.num_small, torch.float32)
         self._small_work: Work[Any] | None = None
@@ -58,6 +59,10 @@ class Journey:
     def write(self, out: torch.Tensor) -> None:
         """Write the mean of the large spans; the last hop is done."""
         raise NotImplementedError
+
+    def common(self) -> Iterator[torch.Tensor]:
+        """Yield what is kept from step to step alike on all workers, which a newcomer must have."""
+        return iter(())
 
     @property
     def sent_bytes(self) -> int:
@@ -107,6 +112,10 @@ class Journey:
                 span.of(out).copy_(self._small_mean[at : at + span.count])
                 at += span.count
 
+    def left_out(self) -> torch.Tensor | None:
+        """Return what has not been sent yet."""
+        return self.residual
+
     def forget(self) -> None:
         """Everything has been handed over by other means: nothing is left out."""
         if self.residual is not None:
@@ -114,10 +123,10 @@ class Journey:
 
     def _encode(self, values: torch.Tensor, key: int) -> None:
         self._key = key
-        is_looking = self.residual is not None and self._steps % _LOOK_EVERY == 0
+        is_looking = self.residual is not None and self.steps % _LOOK_EVERY == 0
         size = self._wanted_size(values) if is_looking else 0.0
-        self.encode(values, Draw(self.codec.seed + 1 + self.rank, self._steps, self.layout.first))
-        self._steps += 1
+        self.encode(values, Draw(self.codec.seed + 1 + self.rank, self.steps, self.layout.first))
+        self.steps += 1
         at = 0
         for span in self.layout.small:
             self._small[at : at + span.count].copy_(span.of(values))

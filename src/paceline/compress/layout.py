@@ -13,8 +13,6 @@ from typing import Protocol
 
 import torch
 
-_GAP = 64  # more elements than lie between two neighbours
-
 
 class Segment(Protocol):
     """One tensor in a flat one."""
@@ -60,15 +58,17 @@ def plan(segments: Sequence[Segment], size: int, first: int, min_elements: int) 
     large: list[Span] = []
     small: list[Span] = []
     matrices: list[tuple[Span, torch.Size]] = []
+    is_open = False  # the last tensor was a large one
     for segment in segments:
         span = Span(segment.start, segment.count)
         if segment.count < max(1, min_elements):
             small.append(span)
+            is_open = False
             continue
         matrices.append((span, segment.shape))
-        last = large[-1] if large else None
-        if last is not None and 0 <= span.start - (last.start + last.count) < _GAP:
-            large[-1] = Span(last.start, span.start + span.count - last.start)
-        else:
-            large.append(span)
+        if is_open:
+            last = large.pop()
+            span = Span(last.start, span.start + span.count - last.start)
+        large.append(span)
+        is_open = True
     return Layout(size, first, tuple(large), tuple(small), tuple(matrices))

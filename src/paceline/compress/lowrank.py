@@ -14,6 +14,7 @@ Vogels et al. 2019, arXiv 1905.13727.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -139,6 +140,9 @@ class _TwoThinOnes(Journey):
             self._begin[number].copy_(right)
             if self.residual is not None:
                 thin.span.of(self.residual).sub_(thin.span.of(out))
+
+    def common(self) -> Iterator[torch.Tensor]:
+        return iter(self._begin)
 
     @property
     def sent_bytes(self) -> int:

@@ -93,10 +93,7 @@ class Sliced(Journey):
         self._draw = Draw(0, 0)
 
     def encode(self, values: torch.Tensor, draw: Draw) -> None:
-        if self._owes and self._owed is not None and self.residual is not None:
-            for piece in self._mine():
-                piece.of(self.residual).add_(piece.of(self._owed))
-        self._owes = False
+        self._settle()
         at = 0
         for span in self.layout.large:
             blocks = self.codec.num_blocks(span.count)
@@ -152,8 +149,19 @@ class Sliced(Journey):
         mine = self._bounds[rank + 1] - self._bounds[rank]
         return (self._num_blocks - mine + mine * (size - 1)) * self.codec.format.num_bytes
 
+    def left_out(self) -> torch.Tensor | None:
+        self._settle()
+        return self.residual
+
     def forget(self) -> None:
         super().forget()
+        self._owes = False
+
+    def _settle(self) -> None:
+        """The last exchange stands: what its row has left out is this worker's to send."""
+        if self._owes and self._owed is not None and self.residual is not None:
+            for piece in self._mine():
+                piece.of(self.residual).add_(piece.of(self._owed))
         self._owes = False
 
     def _sit(self, group: Group) -> None:

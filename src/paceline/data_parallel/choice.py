@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from paceline.compress.codec import make_codec
+from paceline.compress.parse import parse_codec
 from paceline.config import requested_pace
 from paceline.data_parallel.checks import find_problem_with_servers
 from paceline.data_parallel.options import Options, fits
@@ -71,7 +73,7 @@ class Choice:
         """Say why these two cannot be trained at one of the paces; None: they can. From now on
         `while_running` is about them."""
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
-        found = (self._problem_with_servers(phase.pace, phase.options) for phase in phases)
+        found = (self._problem_with(phase.pace, phase.options) for phase in phases)
         return next((problem for problem in found if problem is not None), None)
 
     def while_running(self, pace: str) -> Chosen:
@@ -86,7 +88,7 @@ class Choice:
             _refuse_free_running(asked)
             _refuse_free_running(self._asked)
         chosen = self._choose(asked.phases[0], asked)
-        problem = self._problem_with_servers(chosen.pace, chosen.options)
+        problem = self._problem_with(chosen.pace, chosen.options)
         if problem is not None:
             raise UsageError(problem)
         return chosen
@@ -132,6 +134,15 @@ class Choice:
                     " workers count themselves"
                 )
             _refuse_in_elastic_jobs(pace, options)
+
+    def _problem_with(self, pace: PaceSpec, options: Options) -> str | None:
+        codec = parse_codec(options.own.get("compress", options.compress))
+        optimizer = self._optimizer()
+        if codec.is_on and optimizer is not None:
+            problem = make_codec(codec).find_problem(optimizer)
+            if problem:
+                return problem
+        return self._problem_with_servers(pace, options)
 
     def _problem_with_servers(self, pace: PaceSpec, options: Options) -> str | None:
         model, optimizer = self._model(), self._optimizer()

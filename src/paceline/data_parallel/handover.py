@@ -2,12 +2,14 @@
 
 However parameters and optimizer were spread (parts on each worker of a host, shards on servers,
 copies that went apart for some steps), behind the last step at a pace every worker has all of it,
-the same as all others. The next pace spreads it again.
+the same as all others. The next pace spreads it again. Only what a codec has left out of gradients
+is each worker's own; it is added to the first ones at the next pace.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -71,6 +73,25 @@ def make_plain(model: nn.Module) -> None:
             param.data = param.detach().clone()
             if grad is not None:
                 param.grad = grad.clone()
+
+
+def add_once(left: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    """Let the next gradient of each parameter have this added to it: a codec has left it out."""
+    for param, tensor in left.items():
+        _AddOnce(param, tensor)
+
+
+class _AddOnce:
+    """A hook that removes itself."""
+
+    def __init__(self, param: nn.Parameter, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._handle = param.register_hook(self._add) if param.requires_grad else None
+
+    def _add(self, grad: torch.Tensor) -> torch.Tensor:
+        assert self._handle is not None
+        self._handle.remove()
+        return grad + self._tensor
 
 
 def _copy(value: Any) -> Any:

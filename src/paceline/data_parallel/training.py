@@ -26,6 +26,7 @@ from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.direct import compute_as_usual, compute_in_bucket
 from paceline.data_parallel.elastic_step import ElasticStep
 from paceline.data_parallel.handover import (
+    add_once,
     average_state,
     give_state,
     make_plain,
@@ -301,6 +302,8 @@ class Training:
         elastic.register(self._name, kept)
         if self._method is not None:
             elastic.register(f"{self._name} pace", self._method)
+        if isinstance(self._exchange, CompressedAllReduce):
+            elastic.register(f"{self._name} codec", self._exchange.journeys)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -396,7 +399,7 @@ class Training:
             self._paced.finish()
         if goes_apart:
             average_state(optimizer, self._group)
-        state = whole_state(optimizer)
+        state, left = whole_state(optimizer), self._left_out()
         self._group.barrier()  # everybody has read what others hold
         self.reducer.close()
         compute_as_usual(model)
@@ -407,10 +410,23 @@ class Training:
             self.update.state.close()
         give_state(optimizer, state)
         make_plain(model)
-        for name in (self._name, f"{self._name} pace"):
+        add_once(left)
+        for name in (self._name, f"{self._name} pace", f"{self._name} codec"):
             self._job.elastic.unregister(name)
         for group in self._groups:
             group.close()
+
+    def _left_out(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return what of gradients has not been sent yet."""
+        if not isinstance(self._exchange, CompressedAllReduce):
+            return {}
+        found = [(b, self._exchange.left_out(b)) for b in self.reducer.buckets]
+        return {
+            slot.param: slot.place.view(left).clone()
+            for bucket, left in found
+            if left is not None
+            for slot in bucket.slots
+        }
 
     # -- step ---------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from paceline.compress.codec import Allocate, Ground, make_codec
 from paceline.compress.journey import Journey
 from paceline.compress.layout import plan
 from paceline.compress.parse import CodecSpec
+from paceline.elastic.protocol import Change, Parcel
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.exchange import Bucket
 from paceline.telemetry.compression import Account
@@ -83,6 +84,27 @@ class Journeys:
         """Forget those under way: all are sent again."""
         self._waiting.clear()
 
+    # -- changes of the membership: what is left out stays each worker's own ----------------------
+
+    def tell(self) -> None:
+        """Nothing has to be known before a change is decided."""
+
+    def pack(self) -> Parcel:
+        """Return what all workers have alike."""
+        journeys = self._journeys.values()
+        return [one.steps for one in journeys], [t for one in journeys for t in one.common()]
+
+    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Take it over."""
+        for journey, steps in zip(self._journeys.values(), plain, strict=True):
+            journey.steps = steps
+        mine = (tensor for one in self._journeys.values() for tensor in one.common())
+        for here, there in zip(mine, tensors, strict=True):
+            here.copy_(there)
+
+    def resume(self, change: Change) -> None:
+        """Nothing is left to do: the groups follow by themselves."""
+
 
 class CompressedAllReduce(AllReduce):
     """Averages gradients among all workers, in fewer bytes."""
@@ -95,6 +117,11 @@ class CompressedAllReduce(AllReduce):
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Look after more buckets."""
         self.journeys.take(buckets)
+
+    def left_out(self, bucket: Bucket) -> torch.Tensor | None:
+        """Return what of a bucket's gradients has not been sent yet; None: nothing."""
+        journey = self.journeys.of(bucket)
+        return None if journey is None else journey.left_out()
 
     def submit(self, bucket: Bucket, step: int) -> Work[Any]:
         if bucket.index <= self._last:  # another pass, or the same one again

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from paceline.collectives.group import Group
+from paceline.elastic.protocol import Parcel
 from paceline.pace.compressed import Journeys
 from paceline.pace.exchange import Bucket
 from paceline.work import Work
@@ -76,3 +77,12 @@ class Means:
         """A worker was lost: what was under way is sent again."""
         if self._journeys is not None:
             self._journeys.begin_again()
+
+    def pack(self) -> Parcel:
+        """Return what a newcomer must have."""
+        return ([], []) if self._journeys is None else self._journeys.pack()
+
+    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Take it over."""
+        if self._journeys is not None:
+            self._journeys.unpack(plain, tensors)

@@ -302,11 +302,14 @@ class OuterSteps(Method):
 
     def pack(self) -> Parcel:
         plain, tensors = super().pack()
-        return [*plain, [part.met_at for part in self._parts]], tensors
+        told, more = self._means.pack()
+        return [*plain, told, [part.met_at for part in self._parts]], [*tensors, *more]
 
     def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
-        *counts, met_at = plain
-        super().unpack(counts, tensors)
+        *counts, told, met_at = plain
+        count = len(list(self.kept()))
+        super().unpack(counts, tensors[:count])
+        self._means.unpack(told, tensors[count:])
         for part, step in zip(self._parts, met_at, strict=True):
             part.met_at = step
 
