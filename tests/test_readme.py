@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.compress.known import CODECS
 from paceline.pace.known import KNOWN, paces_with_servers
 from paceline.pace.parse import parse
 
@@ -18,6 +19,7 @@ GUIDE = (ROOT / "docs" / "guides" / "three-lines.md").read_text()
 SERVER_GUIDE = (ROOT / "docs" / "guides" / "parameter-server.md").read_text()
 PACES_GUIDE = (ROOT / "docs" / "guides" / "paces.md").read_text()
 ELASTIC_GUIDE = (ROOT / "docs" / "guides" / "elastic.md").read_text()
+COMPRESSION_GUIDE = (ROOT / "docs" / "guides" / "compression.md").read_text()
 CLIENT_GUIDE = (ROOT / "docs" / "guides" / "neutral-client.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = re.findall(r"^(paceline [a-z].*?)\s*(?:#.*)?$", README, re.MULTILINE)
@@ -124,6 +126,25 @@ def test_the_paces_guide_has_every_option_of_its_paces():
     for row in own:
         for option in row.options.keys() - common:
             assert f"`{option}" in PACES_GUIDE, option
+
+
+def test_python_of_the_compression_guide_is_one_script_that_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", COMPRESSION_GUIDE, re.DOTALL)
+    (tmp_path / "train.py").write_text("".join(blocks) + "\nprint(pl.check_consistency(model))\n")
+    out = paceline("run", "-n", "2", "train.py", cwd=tmp_path)
+    ends = re.findall(r"^\[\d\] (\w{16})$", out, re.MULTILINE)
+    assert len(ends) == 2 and ends[0] == ends[1], out
+    told = re.findall(r'^paceline run -n 4 --pace "(.*?)" train', COMPRESSION_GUIDE, re.MULTILINE)
+    assert len(told) >= 3
+    for command in told:
+        assert paceline("run", "--dry-run", "-n", "4", "--pace", command, "train.py", cwd=tmp_path)
+
+
+def test_the_compression_guide_has_every_codec_and_option():
+    for name, row in CODECS.items():
+        assert name == "none" or re.search(rf"`{name}[`:(]", COMPRESSION_GUIDE), name
+        for option in row.options:
+            assert re.search(rf"[`(]{option}[`=]", COMPRESSION_GUIDE), option
 
 
 def test_commands_of_the_elastic_guide_are_understood(tmp_path):

@@ -13,6 +13,9 @@ from torch import nn
 
 import paceline as pl
 from paceline.collectives.group import Group
+from paceline.compress.codec import Codec
+from paceline.compress.draw import Draw
+from paceline.compress.known import register
 from paceline.data_parallel.distribute import _successions
 from paceline.pace.compressed import CompressedAllReduce
 from support import run_ranks
@@ -150,6 +153,35 @@ def exchange_all_but_residuals(group: Group, codecs: list[str]) -> list[list[tor
             optimizer.zero_grad()
         found.append(averages)
     return found
+
+
+class Bytes(Codec):
+    """A codec from outside: 127 steps of the largest size."""
+
+    def num_bytes(self, count: int) -> int:
+        return 4 + count
+
+    def squeeze(self, values: torch.Tensor, payload: torch.Tensor, draw: Draw) -> None:
+        del draw
+        scale = values.abs().max() / 127
+        payload[:4].view(torch.float32).fill_(float(scale))
+        payload[4:].view(torch.int8).copy_((values / scale).round())
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(payload[4:].view(torch.int8)).mul_(payload[:4].view(torch.float32))
+
+
+def exchange_with_own(group: Group) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
+    register("bytes_of_mine", Bytes)
+    return exchange_all(group, ["bytes_of_mine"])
+
+
+def test_a_codec_from_outside() -> None:
+    by_rank = run_ranks(WORKERS, exchange_with_own)
+    waits = torch.stack([results[0][1] for results in by_rank]).mean(0)
+    total = torch.stack(by_rank[0][0][0]).sum(0) + waits
+    assert float(waits.abs().max()) > 0
+    torch.testing.assert_close(total, torch.stack(means()).sum(0), rtol=1e-4, atol=1e-4)
 
 
 def change_pace(group: Group, paces: list[str]) -> list[torch.Tensor]:
