@@ -10,14 +10,12 @@ can carry. iperf3 is asked too when it is installed. The namespaces vanish with 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from harness import figures
 from harness.iperf import Iperf
-from harness.namespaces import Cable
+from harness.namespaces import Cable, can_shape
 from harness.ranks import RankSet
 from harness.report import Section, machine, write_json
 from harness.rounds import Plan, Runner, collective, interleave
@@ -80,9 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few samples of a small size")
     quick = parser.parse_args().quick
-    missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
-    if os.geteuid() != 0 or missing:
-        raise SystemExit(f"network: needs root, ip, tc, unshare, nsenter (missing: {missing})")
+    if why := can_shape():
+        raise SystemExit(f"network: cannot run here: {why}")
     facts = machine()
     print("  ".join(f"{name}: {value}" for name, value in facts.items()))
 

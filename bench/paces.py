@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness.namespaces import can_shape
 from harness.report import machine
 from pace_runs import measure, table
 from pace_runs.plans import QUICK, Sizes
@@ -75,7 +76,7 @@ def main() -> None:
     kept = options.out / "paces.json"
     content = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     for name in options.only or PARTS:
-        if name in ("links", "throughput") and (why := measure.can_shape()):
+        if name in ("links", "throughput") and (why := can_shape()):
             print(f"{name}: left out: {why}")
             continue
         content[name] = measure_part(name, rows, sizes, seeds)

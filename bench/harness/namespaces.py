@@ -6,7 +6,9 @@ the pipe to this one. So nothing is left behind, even after a kill -9. Root only
 
 from __future__ import annotations
 
+import os
 import secrets
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +62,7 @@ class Cable:
             "LOCAL_WORLD_SIZE": "1",
             "BENCH_STORE": str(scratch / f"{name}.store"),
             "BENCH_TCP_HOST": self.addresses[0],
-            "PACELINE_JOB": f"bench-{name}",
+            "PACELINE_JOB": f"bench-{secrets.token_hex(6)}",
             "PACELINE_COORDINATOR": f"{self.addresses[0]}:{port}",
             "PACELINE_SECRET_FILE": str(secret),
         }
@@ -77,11 +79,10 @@ class Cable:
             for end in range(2)
         ]
 
-    def shape(self, rate_mbit: int) -> None:
+    def shape(self, rate_mbit: int, burst_kb: int = 256) -> None:
         """Let each direction carry no more than this; the frames' headers count."""
         for end, interface in enumerate(self.interfaces):
-            limit = ["tbf", "rate", f"{rate_mbit}mbit", "burst", "256kb", "latency", "50ms"]
-            run([*self.enter(end), "tc", "qdisc", "replace", "dev", interface, "root", *limit])
+            shape(self.enter(end), interface, rate_mbit, burst_kb)
 
 
 def hold() -> subprocess.Popen[str]:
@@ -96,6 +97,25 @@ def hold() -> subprocess.Popen[str]:
     if holder.stdout.readline() != "ready\n":
         raise SystemExit("network: cannot make a network namespace (is this root?)")
     return holder
+
+
+def can_shape() -> str:
+    """Return why there can be no shaped links here; "" if there can."""
+    missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
+    if missing:
+        return f"these tools are missing: {', '.join(missing)}"
+    return "" if os.geteuid() == 0 else "only root can make network namespaces"
+
+
+def shape(enter: list[str], interface: str, rate_mbit: int, burst_kb: int) -> None:
+    """Let an interface send no more than this, once it has sent the burst at full speed."""
+    limit = ["tbf", "rate", f"{rate_mbit}mbit", "burst", f"{burst_kb}kb", "latency", "50ms"]
+    run([*enter, "tc", "qdisc", "replace", "dev", interface, "root", *limit])
+
+
+def one_millisecond_kb(rate_mbit: int) -> int:
+    """Return the burst for what sends little: all of it would fit into the usual one."""
+    return max(16, rate_mbit // 8)
 
 
 def run(command: list[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from types import TracebackType
 
-from harness.namespaces import hold, run
+from harness.namespaces import hold, one_millisecond_kb, run, shape
 
 
 class Switch:
@@ -58,14 +58,9 @@ class Switch:
         return ["nsenter", f"--net=/proc/{self._pids[index]}/ns/net"]
 
     def shape(self, rate_mbit: int) -> None:
-        """Let each cable carry no more than this, in each direction; headers count.
-
-        The burst that passes at full speed is kept small: a whole small model would fit into the
-        usual one.
-        """
-        burst_kb = max(16, rate_mbit // 8)  # one millisecond
-        limit = ["tbf", "rate", f"{rate_mbit}mbit", "burst", f"{burst_kb}kb", "latency", "50ms"]
+        """Let each cable carry no more than this, in each direction; headers count."""
+        burst_kb = one_millisecond_kb(rate_mbit)
         for host in range(len(self.addresses)):
             ends = [(self._enter(host), "cable"), (self._enter(-1), f"port{host}")]
             for enter, interface in ends:
-                run([*enter, "tc", "qdisc", "replace", "dev", interface, "root", *limit])
+                shape(enter, interface, rate_mbit, burst_kb)

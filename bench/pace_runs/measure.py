@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -90,14 +88,6 @@ def throughput(rows: Sequence[Row], sizes: Sizes, scratch: Path) -> Part:
             found["independent"] += jobs.carry_out(apart, [run], scratch).values()
     summaries = {label: _summary(results) for label, results in found.items()}
     return {"rows": summaries, "sleep_s": sizes.throughput_sleep_s, "steps": sizes.throughput_steps}
-
-
-def can_shape() -> str:
-    """Return why the parts with links cannot run here; "" if they can."""
-    missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
-    if missing:
-        return f"these tools are missing: {', '.join(missing)}"
-    return "" if os.geteuid() == 0 else "only root can make network namespaces"
 
 
 def in_scratch(part: Callable[[Path], Part]) -> Part:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.traffic import sent_bytes
 from servers.delays import Delays
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -125,13 +126,6 @@ def meet(run: dict[str, Any]) -> None:
     (directory / os.environ["BENCH_RANK"]).touch()
     while len(list(directory.iterdir())) < count:
         time.sleep(0.005)
-
-
-def sent_bytes() -> int:
-    """Return what this host has sent, except to itself."""
-    with open("/proc/self/net/dev", encoding="ascii") as file:
-        rows = [line.split(":") for line in file if ":" in line]
-    return sum(int(counts.split()[8]) for name, counts in rows if name.strip() != "lo")
 
 
 def main() -> None:
