@@ -127,10 +127,10 @@ def _idle_share() -> float:
     return (idle_after - idle) / max(1, total_after - total)
 
 
-def write_json(name: str, content: dict[str, Any]) -> Path:
-    """Keep the figures under bench/results/."""
-    folder = _BENCH / "results"
-    folder.mkdir(exist_ok=True)
+def write_json(name: str, content: dict[str, Any], folder: Path | None = None) -> Path:
+    """Keep the figures, by default under bench/results/."""
+    folder = folder or _BENCH / "results"
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return path

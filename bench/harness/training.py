@@ -20,7 +20,7 @@ from harness.namespaces import Cable
 from harness.ranks import ContenderFailed, Process, RankSet
 from harness.rounds import Plan, Runner, interleave
 from harness.session import Session
-from harness.training_kinds import KINDS
+from harness.training_kinds import kind_of
 
 _FIRST_STEPS = 3  # uncounted: memory is mapped, and DDP forms its buckets anew after one step
 _PARKED_SHARE = 0.02
@@ -53,17 +53,22 @@ class Contender:
     runner: Runner = field(init=False)
     turns_s: list[float] = field(default_factory=list)  # mean step of each turn
     losses: list[float] = field(default_factory=list)  # mean over the workers, after each turn
+    sent: list[float] = field(default_factory=list)  # bytes of a host in a step, of each turn
     parked_share: float = 0.0
 
     def __post_init__(self) -> None:
-        self.label = KINDS[self.name].label
+        self.label = kind_of(self.name).label
         self.runner = Runner(self.label, self._measure, self.ranks.version)
 
     def _measure(self, plan: Plan, _: int) -> list[float]:
         warmup = plan.warmup if plan.samples else _FIRST_STEPS
         request = {"op": "train", "warmup": warmup, "steps": plan.samples}
-        answers = self.ranks.ask(request)
-        if KINDS[self.name].is_coordinated and len({a["checksum"] for a in answers}) > 1:
+        try:
+            answers = self.ranks.ask(request)
+        except ContenderFailed:
+            self.ranks.stop()  # it may still use the cores and the link, which the others need
+            raise
+        if kind_of(self.name).is_coordinated and len({a["checksum"] for a in answers}) > 1:
             raise self.ranks.failure("the workers' parameters differ after a turn")
         self.losses.append(statistics.fmean(a["loss"] for a in answers))
         for answer in answers:  # a short time would say nothing
@@ -72,6 +77,8 @@ class Contender:
                 self.parked_share = max(self.parked_share, share)
         spans = [answer["spans"] for answer in answers]
         if plan.samples:
+            told = [answer["sent"] for answer in answers if "sent" in answer]
+            self.sent += [statistics.fmean(told) / plan.samples] if told else []
             self.turns_s.append(max((s[-1][1] - s[0][0]) / len(s) for s in spans))
         steps = zip(*spans, strict=True)
         return [max(end - start for start, end in step) for step in steps]
@@ -83,7 +90,7 @@ class Contender:
 def launch(work: Work, name: str, number: int, scratch: Path) -> RankSet:
     """Start the workers of one contender; `number` tells it from the others of this comparison."""
     what = {"BENCH_MODEL": work.model, "BENCH_OPTIMIZER": work.optimizer}
-    kind, module = KINDS[name], "harness.training_rank"
+    kind, module = kind_of(name), "harness.training_rank"
     world = 1 if kind.is_alone else work.world
     if kind.library == "tensorflow":  # its chief speaks for all
         places, world, module = [_tensorflow(work)], 1, "servers.tensorflow_chief"
@@ -92,7 +99,7 @@ def launch(work: Work, name: str, number: int, scratch: Path) -> RankSet:
             raise ContenderFailed(f"{name}: is measured on one host only")
         places = [with_servers(world, kind.servers)]
     elif work.cable is not None and world == 2:
-        places = work.cable.ranks(name, scratch, port=18600 + number)
+        places = work.cable.ranks(f"training-{number}", scratch, port=18600 + number)
     else:
         job = {"PACELINE_JOB": f"bench-{uuid.uuid4().hex}"}
         places = [
@@ -121,7 +128,7 @@ def start(session: Session, work: Work, names: Sequence[str]) -> list[Contender]
             print(f"  {failure}", flush=True)
             continue
         if session.wait_until_ready([ranks]):
-            world = 1 if KINDS[name].is_alone else work.world
+            world = 1 if kind_of(name).is_alone else work.world
             started.append(Contender(name, ranks, world))
     return started
 
@@ -146,7 +153,7 @@ def doubts(contenders: Sequence[Contender]) -> list[str]:
         if one.parked_share > _PARKED_SHARE
     ]
     # Same model, same samples, same number of steps: all that exchange gradients learn the same.
-    losses = {c.label: c.losses[0] for c in contenders if KINDS[c.name].is_coordinated}
+    losses = {c.label: c.losses[0] for c in contenders if kind_of(c.name).is_coordinated}
     if losses and max(losses.values()) > min(losses.values()) * (1 + _SAME_LOSS):
         told = ", ".join(f"{label} {loss:.4f}" for label, loss in losses.items())
         lines.append(f"losses after {_FIRST_STEPS} steps differ: {told}")
@@ -173,6 +180,7 @@ def as_json(contender: Contender) -> dict[str, Any]:
         "steps_s": contender.step_times(),
         "turns_s": contender.turns_s,
         "losses": contender.losses,
+        "sent_bytes": contender.sent,
         "parked_share": contender.parked_share,
         "version": contender.runner.version,
     }

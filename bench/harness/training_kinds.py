@@ -13,8 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.optim import Optimizer
 
+from paceline.pace.parse import parse
+
+_OURS = "paceline "
+_WITH_LOCAL_STEPS = ("local", "post_local", "bmuf", "diloco", "easgd", "eamsgd")
+_ONE_BUCKET_MB = 200  # several of PowerSGD's wait for each other on gloo, for ever
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # from malloc.h
 
 
@@ -29,12 +35,27 @@ class Kind:
     servers: int = 0  # processes beside the workers
     keeps_memory: bool = False
     views: bool = False  # DDP's gradient_as_bucket_view
+    hook: str = ""  # of DDP: "fp16" or "powersgd"
     is_alone: bool = False  # one process whatever the number of workers
 
     @property
     def is_coordinated(self) -> bool:
         """Whether all workers have the same parameters after the same number of steps."""
-        return bool(self.library) and self.pace in ("allreduce", "ps")
+        return bool(self.library) and self._word in ("allreduce", "ps")
+
+    @property
+    def is_free(self) -> bool:
+        """Whether each worker goes on whatever the others do."""
+        return not self.library or self._word in ("async", "ssp")
+
+    @property
+    def period(self) -> int:
+        """After how many steps everything has happened that happens in some of them."""
+        return int(parse(self.pace).value) if self._word in _WITH_LOCAL_STEPS else 1
+
+    @property
+    def _word(self) -> str:
+        return self.pace.partition("[")[0].partition(":")[0]
 
 
 KINDS = {
@@ -43,6 +64,8 @@ KINDS = {
     "independent-kept": Kind("independent, memory kept", keeps_memory=True),
     "ddp-gloo": Kind("DDP gloo", "gloo"),
     "ddp-gloo-views": Kind("DDP gloo, views", "gloo", views=True),
+    "ddp-fp16": Kind("DDP gloo, fp16 hook", "gloo", hook="fp16"),
+    "ddp-powersgd": Kind("DDP gloo, PowerSGD rank 1", "gloo", hook="powersgd"),
     "ddp-paceline": Kind("DDP paceline", "paceline"),
     "replicated": Kind("paceline replicated", "ours", update="replicated"),
     "sharded": Kind("paceline sharded", "ours", update="sharded"),
@@ -52,6 +75,18 @@ KINDS = {
     "ssp": Kind("paceline ssp:3", "ours", "ssp:3", servers=1),
     "tensorflow": Kind("TensorFlow servers", "tensorflow", "async", servers=1),
 }
+
+
+def at_pace(text: str) -> str:
+    """Return the name of the contender that trains at this pace of ours."""
+    return _OURS + text
+
+
+def kind_of(name: str) -> Kind:
+    """Return a contender of the table, or one that was named by `at_pace`."""
+    if name.startswith(_OURS):
+        return Kind(name, "ours", name.removeprefix(_OURS))
+    return KINDS[name]
 
 
 class Worker:
@@ -96,10 +131,23 @@ class Worker:
             options = {"update": self._kind.update} if self._kind.update else {}
             return pl.distribute(model, optimizer, pace=self._kind.pace, **options)
         if self._kind.library:
-            views = self._kind.views
-            wrap = nn.parallel.DistributedDataParallel
-            return wrap(model, gradient_as_bucket_view=views), optimizer
+            return self._wrap(model), optimizer
         return model, optimizer
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        kind, wrap = self._kind, nn.parallel.DistributedDataParallel
+        cap = {"bucket_cap_mb": _ONE_BUCKET_MB} if kind.hook == "powersgd" else {}
+        wrapped = wrap(model, gradient_as_bucket_view=kind.views, **cap)
+        if kind.hook == "fp16":
+            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif kind.hook == "powersgd":
+            # Plain all-reduce in the first two steps, which nobody counts: DDP forms its buckets
+            # anew behind the first one, and the hook keeps state by bucket.
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=1, start_powerSGD_iter=2
+            )
+            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return wrapped
 
 
 def keep_freed_memory() -> None:

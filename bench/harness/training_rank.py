@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 
 from harness.barrier import SpinBarrier
 from harness.controller import take_turns
-from harness.training_kinds import KINDS, Worker
+from harness.traffic import sent_bytes
+from harness.training_kinds import Worker, kind_of
 
 _BATCHES = 4  # made beforehand and used in turns: loading data is not what is measured
 
@@ -38,9 +39,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 class Training:
     """A model in training, and the measured loop."""
 
-    def __init__(self, worker: Worker, is_coordinated: bool, barrier: SpinBarrier) -> None:
+    def __init__(self, worker: Worker, is_free: bool, barrier: SpinBarrier) -> None:
         self._task, self._barrier = TASKS[os.environ["BENCH_MODEL"]], barrier
-        self._is_coordinated = is_coordinated
+        self._is_free = is_free
         torch.manual_seed(1)  # the same model everywhere
         self._plain = self._task.model()
         optimizer = OPTIMIZERS[os.environ["BENCH_OPTIMIZER"]](self._plain)
@@ -55,14 +56,15 @@ class Training:
         self._barrier.wait()
         for _ in range(request["warmup"]):
             loss = self._step()
-        spans = []
+        spans, sent_before = [], sent_bytes()
         for _ in range(request["steps"]):
             start_s = time.perf_counter()
             loss = self._step()
             spans.append((start_s, time.perf_counter()))
-        if not self._is_coordinated:
+        sent = sent_bytes() - sent_before
+        if self._is_free:
             self._keep_on()
-        answer = {"spans": spans, "loss": loss.item(), "checksum": self._checksum()}
+        answer = {"spans": spans, "sent": sent, "loss": loss.item(), "checksum": self._checksum()}
         self._parked_at = (time.monotonic(), time.process_time())
         return {**answer, "parked_s": parked_s, "parked_cpu_s": parked_cpu_s}
 
@@ -108,10 +110,10 @@ def memory_mb() -> dict[str, float]:
 def main() -> None:
     name, socket_path, barrier_path = sys.argv[1:]
     torch.set_num_threads(1)
-    kind = KINDS[name]
+    kind = kind_of(name)
     worker = Worker(kind)
     barrier = SpinBarrier(Path(barrier_path), worker.rank, worker.world)
-    training = Training(worker, kind.is_coordinated, barrier)
+    training = Training(worker, kind.is_free, barrier)
 
     def turn(request: dict[str, Any]) -> dict[str, Any]:
         return memory_mb() if request["op"] == "memory" else training.turn(request)

@@ -1,0 +1,1 @@
+"""What bench/slow_network.py runs: the codecs, turns that are limited in time, and the tables."""
