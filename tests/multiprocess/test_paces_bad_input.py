@@ -16,6 +16,9 @@ WRONG = {
     "diloco:8[merge=1.5]": "merge=1.5, expected 0 to 1",
     "local:8[late=shift]": "give a delay, such as delay=1",
     "local:8[delay=2,late=shift,merge=0.5]": "leave out merge",
+    "diloco:8[compress=dgc]": "brings models together, and compress=dgc cannot be used on them",
+    "allreduce[compress=inte8]": "did you mean int8",
+    "partial:0.5[compress=int8]": "partial has no option 'compress'",
     "bmuf:8[momentum=1]": "momentum=1, expected less than 1",
     "easgd:4[alpha=1]": "expected alpha < 1",
     "partial:0.5[carry=yes,skip_compute=yes]": "has nothing to carry over; choose one",
@@ -32,6 +35,14 @@ def refuse(group: Group) -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(pl.errors.UsageError, match="gives SGD a momentum, .* AdamW"):
         pl.distribute(model, torch.optim.AdamW(model.parameters()), pace="eamsgd:4")
+    for optimizer, words in (
+        (torch.optim.AdamW(model.parameters()), "AdamW. a memory of its own"),
+        (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "SGD. a momentum of its own"),
+    ):
+        with pytest.raises(pl.errors.UsageError, match=words):
+            pl.distribute(model, optimizer, compress="dgc")
+    with pytest.raises(pl.errors.UsageError, match="write word"):
+        pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), compress=8)
     table = nn.Embedding(4, 2, sparse=True)
     with pytest.raises(pl.errors.UsageError, match="weight .* has sparse gradients"):
         pl.distribute(table, torch.optim.SGD(table.parameters(), lr=0.1), pace="local:4")

@@ -35,6 +35,7 @@ class Row:
     min_elements: int = 1024
     has_values: bool = False  # sends some values, for which another codec may be named behind +
     no_servers: str = ""  # why it cannot go through servers
+    only_gradients: str = ""  # why it cannot be used on models that are brought together
 
 
 _TWO_ROUNDS = "it needs two averages, one after the other, of all workers at once"
@@ -70,6 +71,7 @@ CODECS: dict[str, Row] = {
         kind=SHARE,
         default="0.001",
         has_values=True,
+        only_gradients="its momentum is one of gradients; use topk",
     ),
     "powersgd": Row(
         "paceline.compress.lowrank:PowerSGD",

@@ -110,6 +110,11 @@ class OuterSteps(Method):
             )
         if self.momentum >= 1:
             raise UsageError(f"pace {pace}: momentum={self.momentum:g}, expected less than 1")
+        if self._codec.row.only_gradients:
+            raise UsageError(
+                f"pace {pace} brings models together, and compress={self._codec} cannot be used on"
+                f" them: {self._codec.row.only_gradients}"
+            )
         if self._codec.is_on and self.setting.centre is not None:
             raise UsageError(
                 f"pace {pace} with servers: models travel to them as they are; leave out compress,"
