@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
 from paceline.compress.parse import parse_codec
+from paceline.data_parallel.averaging import Compressing, compressed_average, left_out
 from paceline.data_parallel.batchnorm import use_global_statistics, use_own_statistics
 from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.direct import compute_as_usual, compute_in_bucket
@@ -49,7 +50,6 @@ from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.centre import Centre
-from paceline.pace.compressed import CompressedAllReduce, Journeys
 from paceline.pace.exchange import Exchange
 from paceline.pace.known import needs_servers
 from paceline.pace.method import Method, Setting
@@ -194,17 +194,12 @@ class Training:
         if self._serving is not None:
             return self._serving.exchange
         if self._method is None:
-            return self._average_all()
+            spec = parse_codec(self._options.compress)
+            if not spec.is_on:
+                return AllReduce(self._group)
+            makes = (self._form, self._groups.append, self._memory)
+            return compressed_average(self._job, self._group, self._host, spec, *makes)
         return self._method.exchange() or OwnGradients()
-
-    def _average_all(self) -> AllReduce:
-        spec = parse_codec(self._options.compress)
-        if not spec.is_on:
-            return AllReduce(self._group)
-        is_elastic, group = self._job.elastic.is_on, self._group
-        journeys = Journeys(spec, self._memory, group, self._form, is_elastic=is_elastic)
-        self._job.reporter.books.open(str(spec), journeys.accounts)
-        return CompressedAllReduce(group, journeys)
 
     def _memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(self._engine, (count,), dtype)
@@ -266,7 +261,7 @@ class Training:
             self._serving.take(buckets)
         if self._method is not None:
             self._method.take(buckets)
-        if isinstance(self._exchange, CompressedAllReduce):
+        if isinstance(self._exchange, Compressing):
             self._exchange.take(buckets)
         self.reducer.add(buckets, sparse)
         compute_in_bucket(model, self._housing.slots, self.reducer)
@@ -302,7 +297,7 @@ class Training:
         elastic.register(self._name, kept)
         if self._method is not None:
             elastic.register(f"{self._name} pace", self._method)
-        if isinstance(self._exchange, CompressedAllReduce):
+        if isinstance(self._exchange, Compressing) and self._exchange.journeys is not None:
             elastic.register(f"{self._name} codec", self._exchange.journeys)
 
     # -- forward ------------------------------------------------------------------------------
@@ -399,7 +394,7 @@ class Training:
             self._paced.finish()
         if goes_apart:
             average_state(optimizer, self._group)
-        state, left = whole_state(optimizer), self._left_out()
+        state, left = whole_state(optimizer), left_out(self._exchange, self.reducer.buckets)
         self._group.barrier()  # everybody has read what others hold
         self.reducer.close()
         compute_as_usual(model)
@@ -415,18 +410,6 @@ class Training:
             self._job.elastic.unregister(name)
         for group in self._groups:
             group.close()
-
-    def _left_out(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return what of gradients has not been sent yet."""
-        if not isinstance(self._exchange, CompressedAllReduce):
-            return {}
-        found = [(b, self._exchange.left_out(b)) for b in self.reducer.buckets]
-        return {
-            slot.param: slot.place.view(left).clone()
-            for bucket, left in found
-            if left is not None
-            for slot in bucket.slots
-        }
 
     # -- step ---------------------------------------------------------------------------------
 

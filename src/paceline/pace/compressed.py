@@ -15,7 +15,7 @@ import torch
 from paceline.collectives.group import Group
 from paceline.compress.codec import Allocate, Ground, make_codec
 from paceline.compress.journey import Journey
-from paceline.compress.layout import plan
+from paceline.compress.layout import Layout, plan
 from paceline.compress.parse import CodecSpec
 from paceline.elastic.protocol import Change, Parcel
 from paceline.pace.allreduce import AllReduce
@@ -48,16 +48,13 @@ class Journeys:
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Look after more buckets; those of other kinds of numbers travel as they are."""
-        spec = self.codec.spec
         for bucket in buckets:
-            size = bucket.grads.numel()
-            if bucket.grads.dtype == torch.float32:
-                layout = plan(bucket.segments, size, self._first, spec.min_elements)
+            layout = layout_of(bucket, self._first, self.codec.spec)
+            if layout is not None:
                 ground = Ground(layout, self._allocate, self._group.rank, self._is_elastic)
-                if layout.large:
-                    journey = self._journeys[bucket.index] = self.codec.journey(ground)
-                    self.accounts.append(journey.account)
-            self._first += size
+                journey = self._journeys[bucket.index] = self.codec.journey(ground)
+                self.accounts.append(journey.account)
+            self._first += bucket.grads.numel()
 
     def of(self, bucket: Bucket) -> Journey | None:
         """Return the journey of a bucket; None: it travels as it is."""
@@ -104,6 +101,14 @@ class Journeys:
 
     def resume(self, change: Change) -> None:
         """Nothing is left to do: the groups follow by themselves."""
+
+
+def layout_of(bucket: Bucket, first: int, spec: CodecSpec) -> Layout | None:
+    """Say what of a bucket is compressed; None: nothing. Alike on all workers."""
+    if bucket.grads.dtype != torch.float32:
+        return None
+    layout = plan(bucket.segments, bucket.grads.numel(), first, spec.min_elements)
+    return layout if layout.large else None
 
 
 class CompressedAllReduce(AllReduce):

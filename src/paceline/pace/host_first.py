@@ -1,0 +1,126 @@
+"""Compressed averages where hosts have several workers: once for each host, not for each worker.
+
+    add up    the workers of a host, in memory that they share, as it is
+    travel    the first of each host sends the sum, compressed (compress/journey.py)
+    tell      it gives what all agreed on to the others of its host
+
+So a host sends what one worker would, and encodes it once. What a codec leaves out is kept by the
+first of the host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.collectives.group import Group
+from paceline.compress.codec import Allocate
+from paceline.compress.journey import Journey
+from paceline.compress.parse import CodecSpec
+from paceline.pace.allreduce import AllReduce
+from paceline.pace.compressed import Journeys, layout_of
+from paceline.pace.exchange import Bucket
+from paceline.work import Work
+
+
+class _Trip:
+    """One bucket on its way."""
+
+    def __init__(self, bucket: Bucket, journey: Journey | None, total: torch.Tensor | None) -> None:
+        self.bucket = bucket
+        self.journey = journey  # only the first of a host has it, and the next
+        self.total = total
+        self.added: Work[Any] | None = None
+        self.step = 0
+
+    @property
+    def is_added(self) -> bool:
+        """Whether the host's sum is there, and not an error instead."""
+        return self.added is not None and self.added.done() and self.added.error() is None
+
+
+class HostFirst(AllReduce):
+    """Averages gradients among all workers: on each host first, then between hosts."""
+
+    def __init__(
+        self,
+        group: Group,
+        host: Group,
+        num_hosts: int,
+        spec: CodecSpec,
+        journeys: Journeys | None,  # of the first of each host
+        allocate: Allocate,
+    ) -> None:
+        super().__init__(group)
+        self.journeys = journeys
+        self._host = host
+        self._spec = spec
+        # The mean over hosts of such sums is the mean over workers.
+        self._scale = num_hosts / group.size
+        self._allocate = allocate
+        self._trips: dict[int, _Trip] = {}  # by the number of the bucket
+        self._waiting: deque[_Trip] = deque()  # for the sum of the host
+        self._last = -1
+
+    def take(self, buckets: Sequence[Bucket]) -> None:
+        """Look after more buckets."""
+        if self.journeys is not None:
+            self.journeys.take(buckets)
+        for bucket in buckets:
+            if layout_of(bucket, 0, self._spec) is None:
+                continue
+            journey, total = None, None
+            if self.journeys is not None:
+                journey = self.journeys.of(bucket)
+                total = self._allocate(bucket.grads.numel(), torch.float32)
+            self._trips[bucket.index] = _Trip(bucket, journey, total)
+
+    def left_out(self, bucket: Bucket) -> torch.Tensor | None:
+        """Return what of a bucket's gradients has not been sent yet, as this worker's; or None."""
+        journey = None if self.journeys is None else self.journeys.of(bucket)
+        left = None if journey is None else journey.left_out()
+        return None if left is None else left / self._scale
+
+    def submit(self, bucket: Bucket, step: int) -> Work[Any]:
+        if bucket.index <= self._last:  # another pass
+            self._waiting.clear()
+            if self.journeys is not None:
+                self.journeys.begin_again()
+        self._last = bucket.index
+        trip = self._trips.get(bucket.index)
+        if trip is None:
+            return super().submit(bucket, step)
+        work = self._host.reduce(bucket.grads, 0, "sum", out=trip.total, async_op=True)
+        assert isinstance(work, Work)
+        trip.added, trip.step = work, step
+        self._waiting.append(trip)
+        while self._waiting and self._waiting[0].is_added:
+            self._send(self._waiting.popleft())
+        if self.journeys is not None:
+            self.journeys.forward_some()
+        return Work(work.handle, lambda: self._finish(trip), keep=work)
+
+    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
+        self._send_all()
+        return super().call_roll(here)
+
+    def _send(self, trip: _Trip) -> None:
+        assert trip.added is not None
+        trip.added.wait()
+        if self.journeys is not None and trip.journey is not None and trip.total is not None:
+            self.journeys.start(trip.journey, trip.total.mul_(self._scale), trip.step)
+
+    def _send_all(self) -> None:
+        while self._waiting:
+            self._send(self._waiting.popleft())
+        if self.journeys is not None:
+            self.journeys.forward_all()
+
+    def _finish(self, trip: _Trip) -> None:
+        self._send_all()
+        if trip.journey is not None:
+            trip.journey.finish(trip.bucket.averaged)
+        self._host.broadcast(trip.bucket.averaged, 0)
