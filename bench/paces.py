@@ -14,18 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import signal
-import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from harness.namespaces import can_shape
-from harness.report import machine
-from pace_runs import measure, table
+from pace_runs import measure, parts, plans, table
 from pace_runs.plans import QUICK, Sizes
-from pace_runs.report import render
 
 PARTS = ("loss", "stragglers", "links", "throughput")
 _RESULTS = Path(__file__).resolve().parent / "results"
@@ -36,22 +30,6 @@ def choose_rows(wanted: str) -> tuple[list[table.Row], list[str]]:
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     rows = table.choose([table.REFERENCE, *names] if names else [])
     return table.known(rows)
-
-
-def measure_part(name: str, rows: list[table.Row], sizes: Sizes, seeds: int) -> dict[str, Any]:
-    """Run one part; say when it began, how busy the machine was, and how long it took."""
-    facts = machine()
-    print(f"\n{name}: machine {facts['idle_before']:.0%} idle, {facts['commit']}", flush=True)
-    started_s = time.monotonic()
-    parts = {
-        "loss": partial(measure.loss, rows, sizes, seeds),
-        "stragglers": partial(measure.stragglers, rows, sizes),
-        "links": partial(measure.links, rows, sizes),
-        "throughput": partial(measure.throughput, rows, sizes),
-    }
-    found = measure.in_scratch(parts[name])
-    print(f"{name}: {time.monotonic() - started_s:.0f} s", flush=True)
-    return {**found, "machine": {**facts, "quick": sizes is QUICK}}
 
 
 def main() -> None:
@@ -72,18 +50,15 @@ def main() -> None:
     rows, left_out = choose_rows(options.paces)
     for note in left_out:
         print(note)
-    options.out.mkdir(parents=True, exist_ok=True)
-    kept = options.out / "paces.json"
-    content = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    for name in options.only or PARTS:
-        if name in ("links", "throughput") and (why := can_shape()):
-            print(f"{name}: left out: {why}")
-            continue
-        content[name] = measure_part(name, rows, sizes, seeds)
-        content["left_out"] = left_out
-        kept.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        (options.out / "paces.md").write_text(render(content), encoding="utf-8")
-    print(f"\n{render(content)}\nwritten to {kept} and {kept.with_suffix('.md')}")
+    every = {
+        "loss": partial(measure.loss, rows, sizes, seeds),
+        "stragglers": partial(measure.stragglers, rows, sizes),
+        "links": partial(measure.links, rows, sizes, plans.RATES_MBIT),
+        "throughput": partial(measure.throughput, rows, sizes),
+    }
+    asked = parts.chosen(every, options.only)
+    about = {"left_out": left_out}
+    parts.carry_out(asked, options.out / "paces.json", about, quick=options.quick)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What bench/paces.py runs: the paces, the script that trains, the jobs, and what comes of it."""
+"""What bench/paces.py and codec_loss.py run: paces, the training script, jobs, and the report."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,13 +47,13 @@ def stragglers(rows: Sequence[Row], sizes: Sizes, scratch: Path) -> Part:
     return {"scenarios": found, "sleep_s": sizes.sleep_s, "steps": sizes.timed_steps}
 
 
-def links(rows: Sequence[Row], sizes: Sizes, scratch: Path) -> Part:
+def links(rows: Sequence[Row], sizes: Sizes, rates_mbit: Sequence[int], scratch: Path) -> Part:
     """Loss over time between four hosts, at each rate of their links."""
     rows = [row for row in rows if not row.one_host]
     delays = plans.one_slow(NUM_WORKERS, sizes.sleep_s, 1.0)
     found = {}
     with Switch(NUM_WORKERS) as switch:
-        for rate_mbit in plans.RATES_MBIT:
+        for rate_mbit in rates_mbit:
             switch.shape(rate_mbit)
             told = {}
             for group in _groups(rows):
@@ -88,12 +87,6 @@ def throughput(rows: Sequence[Row], sizes: Sizes, scratch: Path) -> Part:
             found["independent"] += jobs.carry_out(apart, [run], scratch).values()
     summaries = {label: _summary(results) for label, results in found.items()}
     return {"rows": summaries, "sleep_s": sizes.throughput_sleep_s, "steps": sizes.throughput_steps}
-
-
-def in_scratch(part: Callable[[Path], Part]) -> Part:
-    """Run a part with a directory that is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="paceline-paces-") as directory:
-        return part(Path(directory))
 
 
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:

@@ -19,7 +19,7 @@ _NOTES = {row.label: row.note for row in TABLE if row.note}
 
 def render(content: Mapping[str, Any]) -> str:
     """Return the whole report; parts that were not measured are missing."""
-    lines = ["# Paces", ""]
+    lines = [f"# {content.get('title', 'Paces')}", ""]
     parts = {"loss": _loss, "stragglers": _stragglers, "links": _links, "throughput": _throughput}
     for name, write in parts.items():
         if name in content:

@@ -106,14 +106,15 @@ def choose(wanted: Sequence[str] = (), table: Sequence[Row] = TABLE) -> list[Row
 
 def known(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """Divide the rows: those that this version can run, and a line for each that it cannot."""
-    problems = {row.label: _problem(row) for row in rows}
+    problems = {row.label: problem_with(row.text(1000)) for row in rows}
     notes = [f"{label}: left out: {problem}" for label, problem in problems.items() if problem]
     return [row for row in rows if not problems[row.label]], notes
 
 
-def _problem(row: Row) -> str:
+def problem_with(pace: str) -> str:
+    """Say why this version cannot run a pace; "" if it can."""
     try:
-        parse(row.text(1000))
+        parse(pace)
     except UsageError as error:
         return str(error)
     return ""

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.errors import UsageError
+from pace_runs.table import REFERENCE, Row, problem_with
+
 from paceline.pace.known import find
 from paceline.pace.parse import parse
 
-REFERENCE = "allreduce"
-CODECS = (
-    "bf16",
-    "int8",
-    "int4",
-    "onebit",
-    "topk:0.01",
-    "topk:0.01+int8",
-    "dgc",
-    "powersgd:1",
-)
+CODECS = ("bf16", "int8", "int4", "onebit", "topk:0.01", "topk:0.01+int8", "dgc", "powersgd:1")
+_FAMILIES = {"topk": "values", "randomk": "values", "dgc": "values", "powersgd": "rank"}
 
 
 def with_codec(codec: str) -> str:
@@ -29,18 +21,26 @@ def with_codec(codec: str) -> str:
 PACES = (REFERENCE, *(with_codec(codec) for codec in CODECS))
 
 
+def rows(codecs: Sequence[str] = CODECS) -> list[Row]:
+    """Return a table of paces for the losses: without a codec, and with each of these."""
+    return [Row(REFERENCE, REFERENCE, "lockstep"), *map(_row, codecs)]
+
+
+def _row(codec: str) -> Row:
+    """Name the row by its codec; what that saves on decides on the colour in the figures."""
+    word = codec.partition(":")[0].partition("+")[0].partition("(")[0]
+    return Row(codec, with_codec(codec), _FAMILIES.get(word, "bits"))
+
+
 def known(paces: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide: those that two hosts without servers can run, and a line for each other one."""
-    problems = {pace: _problem(pace) for pace in paces}
+    problems = {pace: problem_with(pace) or _problem_here(pace) for pace in paces}
     notes = [f"{pace}: left out: {problem}" for pace, problem in problems.items() if problem]
     return [pace for pace, problem in problems.items() if not problem], notes
 
 
-def _problem(pace: str) -> str:
-    try:
-        asked = parse(pace)
-    except UsageError as error:
-        return str(error)
+def _problem_here(pace: str) -> str:
+    asked = parse(pace)
     row = find(asked.name)
     if asked.needs_servers:
         return "it needs parameter servers, and there are none here"

@@ -1,17 +1,20 @@
-"""Draw the loss over time of all paces, from what bench/paces.py wrote.
+"""Draw the loss over time of all paces, from what bench/paces.py wrote, or of all codecs.
 
     python docs/images/pace_curves.py bench/results/paces.json [FOLDER]
+    python docs/images/pace_curves.py bench/results/codecs.json [FOLDER]
 
-Three figures: 4 workers on one host (pace-loss.svg), slow workers (pace-stragglers.svg) and slow
-links (pace-links.svg). Paces are named at the right, the first at the target on top, with the
-seconds that it took. Needs matplotlib (pip install matplotlib), which nothing else here does.
+Figures of paces: 4 workers on one host (pace-loss.svg), slow workers (pace-stragglers.svg) and slow
+links (pace-links.svg); of codecs: codec-loss.svg and codec-links.svg. They are named at the right,
+the first at the target on top, with the seconds that it took. Needs matplotlib (pip install
+matplotlib), which nothing else here does.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,8 @@ except ModuleNotFoundError:
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 from pace_runs.figures import rank, target_of
-from pace_runs.table import REFERENCE, TABLE
+from pace_runs.table import REFERENCE, TABLE, Row
+from slow_runs import codecs
 
 FAMILIES = {
     "lockstep": ("#333333", "every step, all workers"),
@@ -31,6 +35,9 @@ FAMILIES = {
     "local": ("#4c72b0", "local steps"),
     "elastic": ("#8c6bb1", "elastic averaging"),
     "gossip": ("#2a9d5c", "neighbours"),
+    "bits": ("#c44e52", "fewer bits of each value"),
+    "values": ("#4c72b0", "fewer values"),
+    "rank": ("#2a9d5c", "low rank"),
 }
 DASHES = [
     "solid",
@@ -43,14 +50,24 @@ DASHES = [
 Results = Mapping[str, Mapping[str, Any]]
 
 
-def look_of(label: str) -> dict[str, Any]:
+def rows_of(labels: Collection[str]) -> Sequence[Row]:
+    """Return the table of paces, or one of codecs if that is what these are."""
+    if set(labels) <= {row.label for row in TABLE}:
+        return TABLE
+    return codecs.rows([label for label in labels if label != REFERENCE])
+
+
+def looks_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Return colour and dashes: the colour says the family, the dashes which of it."""
-    row = next(row for row in TABLE if row.label == label)
-    place = [other.label for other in TABLE if other.family == row.family].index(label)
-    return {"color": FAMILIES[row.family][0], "linestyle": DASHES[place % len(DASHES)]}
+    looks, seen = {}, Counter[str]()
+    for row in rows:
+        dashes = DASHES[seen[row.family] % len(DASHES)]
+        looks[row.label] = {"color": FAMILIES[row.family][0], "linestyle": dashes}
+        seen[row.family] += 1
+    return looks
 
 
-def draw(axes: Any, title: str, found: Results) -> None:
+def draw(axes: Any, title: str, found: Results, looks: Mapping[str, dict[str, Any]]) -> None:
     """Draw one panel."""
     curves = {label: told["curve"] for label, told in found.items() if "failed" not in told}
     target = target_of(curves[REFERENCE])
@@ -64,7 +81,7 @@ def draw(axes: Any, title: str, found: Results) -> None:
     axes.set_ylim(bottom, top)
     for number, (label, at_s) in enumerate(places):
         _, seconds, values = zip(*curves[label], strict=True)
-        look, is_reference = look_of(label), label == REFERENCE
+        look, is_reference = looks[label], label == REFERENCE
         axes.plot(seconds, values, linewidth=2.4 if is_reference else 1.3, **look)
         if at_s is not None:
             axes.plot([at_s], [target], "o", color=look["color"], markersize=3.5)
@@ -95,9 +112,13 @@ def figure(panels: Mapping[str, Results], target: Path) -> None:
     plt.rcParams["svg.hashsalt"] = "paceline"  # the same picture gives the same file
     inches = 4.0 * len(panels) + 0.5
     drawing, all_axes = plt.subplots(len(panels), figsize=(8.0, inches), squeeze=False)
+    labels = dict.fromkeys(label for found in panels.values() for label in found)
+    rows = rows_of(labels)
+    looks, families = looks_of(rows), dict.fromkeys(row.family for row in rows)
     for axes, (title, found) in zip(all_axes[:, 0], panels.items(), strict=True):
-        draw(axes, title, found)
-    lines = [plt.Line2D([], [], color=colour, label=words) for colour, words in FAMILIES.values()]
+        draw(axes, title, found, looks)
+    named = [FAMILIES[family] for family in families]
+    lines = [plt.Line2D([], [], color=colour, label=words) for colour, words in named]
     drawing.legend(handles=lines, loc="lower left", ncol=3, frameon=False, fontsize=7.5)
     below, above = 1.0 / inches, 1 - 0.3 / inches
     drawing.subplots_adjust(left=0.07, right=0.69, bottom=below, top=above, hspace=0.25)
@@ -109,17 +130,18 @@ def figure(panels: Mapping[str, Results], target: Path) -> None:
 def panels_of(content: Mapping[str, Any]) -> dict[str, dict[str, Results]]:
     """Return the figures that can be drawn: file, panels by title, curves by pace."""
     found: dict[str, dict[str, Results]] = {}
+    of = content.get("of", "pace")
     if "loss" in content:
         book = content["loss"]["tasks"]["book"]
         first = {label: told[0] for label, told in book.items() if label != "one process"}
-        found["pace-loss.svg"] = {"4 workers on one host of 2 cores": first}
+        found[f"{of}-loss.svg"] = {"4 workers on one host of 2 cores": first}
     if "stragglers" in content:
         titles = {"steady": "one worker steadily 4 x slower", "stalls": "random stalls"}
         scenarios = content["stragglers"]["scenarios"]
-        found["pace-stragglers.svg"] = {titles[name]: scenarios[name] for name in titles}
+        found[f"{of}-stragglers.svg"] = {titles[name]: scenarios[name] for name in titles}
     if "links" in content:
         rates = content["links"]["rates_mbit"]
-        found["pace-links.svg"] = {f"links of {rate} Mbit/s": rates[rate] for rate in rates}
+        found[f"{of}-links.svg"] = {f"links of {rate} Mbit/s": rates[rate] for rate in rates}
     return found
 
 

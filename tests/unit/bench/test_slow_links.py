@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from harness.training_kinds import at_pace, kind_of
+from pace_runs import parts
 from slow_runs import codecs
 from slow_runs.report import CEILING, FP16, KEPT, PLAIN, POWERSGD, Link
 from slow_runs.turns import Amount, Line, steps_in
@@ -87,3 +90,31 @@ def test_contenders_know_how_their_workers_keep_together():
     assert not streaming.is_coordinated and not streaming.is_free and streaming.period == 50
     assert kind_of("independent").is_free and kind_of("async").is_free
     assert not kind_of("ps").is_free and not kind_of(FP16).is_free
+
+
+def test_codecs_become_rows_beside_the_one_without():
+    rows = codecs.rows(["int8", "topk:0.01+int8", "powersgd:1", "randomk:0.1"])
+    assert [row.label for row in rows] == [
+        "allreduce",
+        "int8",
+        "topk:0.01+int8",
+        "powersgd:1",
+        "randomk:0.1",
+    ]
+    assert [row.pace for row in rows[:2]] == ["allreduce", "allreduce[compress=int8]"]
+    assert [row.family for row in rows] == ["lockstep", "bits", "values", "rank", "values"]
+
+
+def test_a_part_that_is_measured_again_replaces_its_former_self_only(tmp_path, capsys):
+    kept = tmp_path / "deep" / "codecs.json"
+    found = {"tasks": {}, "workers": 4}
+    about = {"title": "Codecs", "left_out": ["int9: left out: because"]}
+    parts.carry_out({"loss": lambda _: found}, kept, about, quick=True)
+    other = {"scenarios": {}, "sleep_s": 0.01, "steps": 8}
+    parts.carry_out({"stragglers": lambda _: other}, kept, about, quick=False)
+    parts.carry_out({"loss": lambda _: {**found, "workers": 2}}, kept, about, quick=False)
+    content = json.loads(kept.read_text(encoding="utf-8"))
+    assert content["loss"]["workers"] == 2 and content["stragglers"]["steps"] == 8
+    written = kept.with_suffix(".md").read_text(encoding="utf-8")
+    assert written.startswith("# Codecs\n") and "- int9: left out: because" in written
+    assert "--quick" not in written and written in capsys.readouterr().out
