@@ -35,7 +35,9 @@ def loss(rows: Sequence[Row], sizes: Sizes, seeds: int, scratch: Path) -> Part:
         found["one process"] = _seeds_of(told_alone, f"{task}/{REFERENCE}/")
         tasks[task] = found
     steps = {"book": sizes.book_steps, "digits": sizes.digits_steps}
-    return {"tasks": tasks, "steps": steps, "batch": plans.BATCHES, "workers": NUM_WORKERS}
+    notes = {row.label: row.note for row in rows if row.note}
+    sizes_told = {"steps": steps, "batch": plans.BATCHES, "workers": NUM_WORKERS}
+    return {"tasks": tasks, "notes": notes, **sizes_told}
 
 
 def stragglers(rows: Sequence[Row], sizes: Sizes, scratch: Path) -> Part:

@@ -8,13 +8,12 @@ from typing import Any
 
 from pace_runs.figures import Noise, rank, sent_per_step, steps_per_s, target_of
 from pace_runs.plans import CHANCE, NUM_WORKERS, SLOW_FACTOR
-from pace_runs.table import REFERENCE, TABLE
+from pace_runs.table import REFERENCE
 
 _TITLES = {
     "steady": f"One worker steadily {SLOW_FACTOR:g} x slower",
     "stalls": f"Random stalls: any step {SLOW_FACTOR:g} x as long, with a chance of {CHANCE:.0%}",
 }
-_NOTES = {row.label: row.note for row in TABLE if row.note}
 
 
 def render(content: Mapping[str, Any]) -> str:
@@ -58,7 +57,8 @@ def _loss(part: Mapping[str, Any]) -> Iterable[str]:
         yield "|---|---|---|---|---|"
         for label, results in found.items():
             at_once = batch * (part["workers"] if label == "one process" else 1)
-            yield _loss_row(label, results, noise, at_once)
+            note = part.get("notes", {}).get(label, "")
+            yield _loss_row(label, results, noise, at_once, note)
 
 
 def _noise(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Noise | None:
@@ -70,8 +70,10 @@ def _final(results: Sequence[Mapping[str, Any]]) -> list[float]:
     return [result["curve"][-1][2] for result in results if "failed" not in result]
 
 
-def _loss_row(label: str, results: Sequence[Mapping[str, Any]], noise: Noise, batch: int) -> str:
-    losses, note = _final(results), _NOTES.get(label, "")
+def _loss_row(
+    label: str, results: Sequence[Mapping[str, Any]], noise: Noise, batch: int, note: str
+) -> str:
+    losses = _final(results)
     if not losses:
         return f"| `{label}` | failed | | | {note} |"
     done = [result for result in results if "failed" not in result]

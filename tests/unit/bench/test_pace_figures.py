@@ -172,6 +172,7 @@ def test_the_report_sets_losses_and_bytes_against_the_reference():
         "ps": [{"failed": "w"}],
     }
     part = {"tasks": {"book": task}, "steps": {"book": 100}, "batch": {"book": 8}, "workers": 4}
+    part["notes"] = {"async": "why"}
     rows = {
         "allreduce": {"steps_per_s": 50.0, "sent_per_step": 1000.0},
         "diloco:50": {"steps_per_s": 96.0, "sent_per_step": 20.0},
@@ -184,7 +185,7 @@ def test_the_report_sets_losses_and_bytes_against_the_reference():
         }
     )
     assert "| `allreduce` | 2.1000 (2) | within 2 sd | 1600 |  |" in text
-    assert "| `async` | 3.0000 (1) | 0.900 worse (+6.4 sd) | 1600 |  |" in text
+    assert "| `async` | 3.0000 (1) | 0.900 worse (+6.4 sd) | 1600 | why |" in text
     assert "| `ps` | failed | | |" in text
     assert "| `diloco:50` | 96 | 96.0% | 0.02 | 0.0200 (1/50.0) |" in text
     assert text.count("--quick") == 1

@@ -103,6 +103,10 @@ def test_codecs_become_rows_beside_the_one_without():
     ]
     assert [row.pace for row in rows[:2]] == ["allreduce", "allreduce[compress=int8]"]
     assert [row.family for row in rows] == ["lockstep", "bits", "values", "rank", "values"]
+    assert not any(row.optimizers for row in rows)
+    own, plain = codecs.rows(["dgc:0.01(warmup=8)", "dgc(momentum=0)"])[1:]
+    assert (own.family, plain.family) == ("values", "values")
+    assert own.optimizers and own.note and not plain.optimizers  # its momentum is not the task's
 
 
 def test_a_part_that_is_measured_again_replaces_its_former_self_only(tmp_path, capsys):
