@@ -44,11 +44,10 @@ class Link:
         return {by: self._samples / s for by, s in zip(_BY, found, strict=True)}
 
     def ratio(self, name: str, *references: str) -> dict[str, float] | None:
-        """Return how many times the throughput of the best reference `name` has, if known."""
-        others = [self.rates(one) for one in references if one in self._lines]
-        if name not in self._lines or not others:
-            return None
-        ours = self.rates(name)
+        """Return how many times the throughput of the best reference `name` has; None: unknown."""
+        if not {name, *references} <= self._lines.keys():
+            return None  # the missing one may be the best
+        ours, others = self.rates(name), [self.rates(one) for one in references]
         return {by: ours[by] / max(other[by] for other in others) for by in _BY}
 
     def best_of_ours(self) -> str | None:

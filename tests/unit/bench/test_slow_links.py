@@ -38,6 +38,7 @@ def test_ratios_are_to_the_best_of_several_references():
     assert link().ratio(PACED, FP16) == {"best": 2.0, "median": 2.0}
     assert link().ratio(PACED, FP16, POWERSGD) == {"best": 2.0, "median": 1.0}
     assert link().ratio(PACED, PLAIN) is None
+    assert link().ratio(PACED, FP16, PLAIN) is None  # who is missing may be the best
 
 
 def test_the_figures_are_of_the_fastest_that_averages_every_step():
