@@ -67,7 +67,7 @@ def exchange_all(group: Group, codecs: list[str]) -> list[tuple[list[torch.Tenso
     for codec in codecs:
         model = Numbers()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        pl.distribute(model, optimizer, compress=codec, bucket_mb=0.05)
+        pl.distribute(model, optimizer, compress=codec, bucket_mb=0.012)
         averages = []
         for step in range(STEPS):
             model(gradients(pl.rank(), step)).backward()

@@ -11,6 +11,7 @@ they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,8 +137,5 @@ class Journey:
 
     def _wanted_size(self, values: torch.Tensor) -> float:
         assert self.residual is not None
-        sizes = [
-            torch.linalg.vector_norm(span.of(values) + span.of(self.residual))
-            for span in self.layout.large
-        ]
-        return float(torch.linalg.vector_norm(torch.stack(sizes)))
+        wanted = (span.of(values) + span.of(self.residual) for span in self.layout.large)
+        return math.hypot(*(float(torch.linalg.vector_norm(part)) for part in wanted))
