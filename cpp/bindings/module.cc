@@ -109,22 +109,23 @@ void pack_signs_at(uintptr_t values, size_t count, int dtype, const CoinParts& c
   pack_signs(reinterpret_cast<const void*>(values), count, DType(dtype), to_coin(coin), to_words(bits));
 }
 
-void pack_tracked_at(uintptr_t values, uintptr_t last, uintptr_t next, size_t count, int dtype, double keep,
-                     const CoinParts& coin, uintptr_t bits, size_t words) {
+void pack_tracked_at(uintptr_t values, uintptr_t momentum, double keep, size_t count, int dtype, const CoinParts& coin,
+                     uintptr_t bits, size_t words) {
   require_wide("pack_tracked", dtype);
   require_words("pack_tracked", count, words);
   nb::gil_scoped_release release;
-  pack_tracked(reinterpret_cast<const void*>(values), reinterpret_cast<const void*>(last),
-               reinterpret_cast<void*>(next), count, DType(dtype), keep, to_coin(coin), to_words(bits));
+  pack_tracked(reinterpret_cast<const void*>(values), {reinterpret_cast<void*>(momentum), keep}, count, DType(dtype),
+               to_coin(coin), to_words(bits));
 }
 
-std::pair<double, uint64_t> pack_corrected_at(uintptr_t values, uintptr_t last, uintptr_t next, size_t count, int dtype,
-                                              double scale, const CoinParts& coin, uintptr_t bits, size_t words) {
+std::pair<double, uint64_t> pack_corrected_at(uintptr_t values, uintptr_t momentum, double keep, uintptr_t voted,
+                                              double scale, size_t count, int dtype, const CoinParts& coin,
+                                              uintptr_t bits, size_t words) {
   require_wide("pack_corrected", dtype);
   require_words("pack_corrected", count, words);
   nb::gil_scoped_release release;
-  Sizes sizes = pack_corrected(reinterpret_cast<const void*>(values), reinterpret_cast<const void*>(last),
-                               reinterpret_cast<void*>(next), count, DType(dtype), scale, to_coin(coin),
+  Sizes sizes = pack_corrected(reinterpret_cast<const void*>(values), {reinterpret_cast<void*>(momentum), keep},
+                               reinterpret_cast<void*>(voted), count, DType(dtype), scale, to_coin(coin),
                                to_words(bits));
   return {sizes.sum, sizes.count};
 }
@@ -379,10 +380,10 @@ NB_MODULE(_core, m) {
   m.def("round_stochastic", &round_stochastic_at, "source"_a, "target"_a, "count"_a, "dtype"_a, "seed"_a,
         "first"_a = 0);
   m.def("pack_signs", &pack_signs_at, "values"_a, "count"_a, "dtype"_a, "coin"_a, "bits"_a, "words"_a);
-  m.def("pack_tracked", &pack_tracked_at, "values"_a, "last"_a, "next"_a, "count"_a, "dtype"_a, "keep"_a, "coin"_a,
-        "bits"_a, "words"_a);
-  m.def("pack_corrected", &pack_corrected_at, "values"_a, "last"_a, "next"_a, "count"_a, "dtype"_a, "scale"_a, "coin"_a,
-        "bits"_a, "words"_a);
+  m.def("pack_tracked", &pack_tracked_at, "values"_a, "momentum"_a, "keep"_a, "count"_a, "dtype"_a, "coin"_a, "bits"_a,
+        "words"_a);
+  m.def("pack_corrected", &pack_corrected_at, "values"_a, "momentum"_a, "keep"_a, "voted"_a, "scale"_a, "count"_a,
+        "dtype"_a, "coin"_a, "bits"_a, "words"_a);
   m.def("majority", &majority_at, "rows"_a, "words"_a, "coin"_a, "bits"_a);
   m.def("unpack_signs", &unpack_signs_at, "bits"_a, "words"_a, "count"_a, "dtype"_a, "scale"_a, "values"_a);
   m.attr("DTYPES") = [] {

@@ -14,7 +14,7 @@ using Words = std::vector<uint64_t>;
 namespace {
 
 std::mt19937_64 rng(7);
-const size_t kCounts[] = {0, 1, 7, 63, 64, 65, 127, 128, 1000, 4099};
+const size_t kCounts[] = {0, 1, 7, 63, 64, 65, 127, 128, 1000, 4099, 40001};  // the last: more than four streams
 const Coin kCoin = make_coin(5, 8, 0);
 
 bool bit(const Words& words, size_t i) { return words[i / 64] >> i % 64 & 1; }
@@ -29,7 +29,7 @@ Words packed(const std::vector<T>& values, const Coin& coin = kCoin) {
   return bits;
 }
 
-// Ordinary numbers, and now and then one without a sign.
+// Ordinary numbers, and in every other word now and then one without a sign.
 template <class T>
 std::vector<T> some_values(size_t count) {
   using Limits = std::numeric_limits<T>;
@@ -37,7 +37,7 @@ std::vector<T> some_values(size_t count) {
                        -Limits::infinity(), Limits::denorm_min(), -Limits::denorm_min(), Limits::max(), -Limits::max()};
   std::normal_distribution<double> normal;
   std::vector<T> values(count);
-  for (auto& v : values) v = rng() % 16 ? T(normal(rng)) : special[rng() % 10];
+  for (size_t i = 0; i < count; ++i) values[i] = i / 64 % 2 || rng() % 16 ? T(normal(rng)) : special[rng() % 10];
   return values;
 }
 
@@ -60,51 +60,58 @@ void check_signs() {
 }
 
 template <class T>
+T tracked(T value, T last) {
+  T next = T(0.75) * last + T(0.25) * (std::isfinite(value) ? value : T(0));
+  return std::abs(next) < std::numeric_limits<T>::min() ? T(0) : next;
+}
+
+// What a worker keeps is never infinite, and never subnormal.
+template <class T>
+std::vector<T> kept_values(size_t count) {
+  auto values = some_values<T>(count);
+  for (auto& v : values)
+    if (!std::isfinite(v) || std::abs(v) < std::numeric_limits<T>::min()) v = 0;
+  return values;
+}
+
+template <class T>
 void check_tracking() {
   for (size_t count : kCounts) {
-    auto values = some_values<T>(count), last = some_values<T>(count);
-    for (auto& v : last)
-      if (!std::isfinite(v)) v = 0;  // as a momentum is
-    std::vector<T> next[2] = {std::vector<T>(count), std::vector<T>(count)};
+    auto values = some_values<T>(count), last = kept_values<T>(count);
+    std::vector<T> next[2] = {last, last};
     Words bits[2] = {Words(words_of(count)), Words(words_of(count))};
     for (bool portable : {false, true}) {
       use_portable_kernels(portable);
-      pack_tracked(values.data(), last.data(), next[portable].data(), count, dtype_of<T>, 0.75, kCoin,
-                   bits[portable].data());
+      pack_tracked(values.data(), {next[portable].data(), 0.75}, count, dtype_of<T>, kCoin, bits[portable].data());
     }
     use_portable_kernels(false);
     CHECK(next[0] == next[1] && bits[0] == bits[1] && bits[0] == packed(next[0]));
-    for (size_t i = 0; i < count; ++i) {
-      T expected = T(0.75) * last[i] + T(0.25) * (std::isfinite(values[i]) ? values[i] : T(0));
-      CHECK(next[0][i] == (std::abs(expected) < std::numeric_limits<T>::min() ? T(0) : expected));
-    }
-    auto in_place = last;
-    pack_tracked(values.data(), in_place.data(), in_place.data(), count, dtype_of<T>, 0.75, kCoin, bits[1].data());
-    CHECK(in_place == next[0] && bits[1] == bits[0]);
+    for (size_t i = 0; i < count; ++i) CHECK(next[0][i] == tracked(values[i], last[i]));
   }
 }
 
 template <class T>
-void check_correcting() {
+void check_correcting(bool has_momentum) {
   for (size_t count : kCounts) {
-    auto values = some_values<T>(count), last = some_values<T>(count);
-    for (auto& v : last)
-      if (!std::isfinite(v) || std::abs(v) < std::numeric_limits<T>::min()) v = 0;  // as results are
-    std::vector<T> next[2] = {std::vector<T>(count), std::vector<T>(count)};
+    auto values = some_values<T>(count), momentum = kept_values<T>(count), last = kept_values<T>(count);
+    std::vector<T> next[2] = {last, last}, moved[2] = {momentum, momentum};
     Words bits[2] = {Words(words_of(count)), Words(words_of(count))};
     Sizes sizes[2];
     for (bool portable : {false, true}) {
       use_portable_kernels(portable);
-      sizes[portable] = pack_corrected(values.data(), last.data(), next[portable].data(), count, dtype_of<T>, 0.25,
-                                       kCoin, bits[portable].data());
+      Momentum given{has_momentum ? moved[portable].data() : nullptr, 0.75};
+      sizes[portable] = pack_corrected(values.data(), given, next[portable].data(), count, dtype_of<T>, 0.25, kCoin,
+                                       bits[portable].data());
     }
     use_portable_kernels(false);
-    CHECK(next[0] == next[1] && bits[0] == bits[1] && bits[0] == packed(next[0]));
+    CHECK(next[0] == next[1] && moved[0] == moved[1] && bits[0] == bits[1] && bits[0] == packed(next[0]));
     CHECK(sizes[0].sum == sizes[1].sum && sizes[0].count == sizes[1].count);
     uint64_t num_signed = 0;
     for (size_t i = 0; i < count; ++i) {
+      T value = has_momentum ? tracked(values[i], momentum[i]) : values[i];
+      CHECK(moved[0][i] == (has_momentum ? value : momentum[i]));
       T left_out = last[i] > 0 ? last[i] - T(0.25) : last[i] < 0 ? last[i] + T(0.25) : T(0);
-      T expected = (std::isfinite(values[i]) ? values[i] : T(0)) + left_out;
+      T expected = (std::isfinite(value) ? value : T(0)) + left_out;
       bool counts = std::isfinite(expected) && std::abs(expected) >= std::numeric_limits<T>::min();
       CHECK(next[0][i] == (counts ? expected : T(0)));
       num_signed += counts;
@@ -119,8 +126,8 @@ TEST(signs_of_floats) { check_signs<float>(); }
 TEST(signs_of_doubles) { check_signs<double>(); }
 TEST(tracked_floats) { check_tracking<float>(); }
 TEST(tracked_doubles) { check_tracking<double>(); }
-TEST(corrected_floats) { check_correcting<float>(); }
-TEST(corrected_doubles) { check_correcting<double>(); }
+TEST(corrected_floats) { check_correcting<float>(false), check_correcting<float>(true); }
+TEST(corrected_doubles) { check_correcting<double>(false), check_correcting<double>(true); }
 
 TEST(the_majority_of_every_number_of_rows) {
   for (size_t num_rows = 1; num_rows <= 17; ++num_rows)

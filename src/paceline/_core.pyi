@@ -29,28 +29,28 @@ Coin = tuple[int, int, int]
 # Signs of float32 or float64 as bits, 64 in a word (reduce/bits.h).
 def pack_signs(values: int, count: int, dtype: int, coin: Coin, bits: int, words: int) -> None: ...
 
-# The same of next = keep * last + (1 - keep) * values.
+# The same of what momentum becomes: keep * momentum + (1 - keep) * values.
 def pack_tracked(
     values: int,
-    last: int,
-    next: int,
+    momentum: int,
+    keep: float,
     count: int,
     dtype: int,
-    keep: float,
     coin: Coin,
     bits: int,
     words: int,
 ) -> None: ...
 
-# The same of next = values + (last - scale * sign(last)). Gives the sum of sizes, and how many have
-# a sign.
+# The same of what voted becomes: values + (voted - scale * sign(voted)). A momentum (0: none) is
+# tracked, and takes the place of values. Gives the sum of sizes, and how many have a sign.
 def pack_corrected(
     values: int,
-    last: int,
-    next: int,
+    momentum: int,
+    keep: float,
+    voted: int,
+    scale: float,
     count: int,
     dtype: int,
-    scale: float,
     coin: Coin,
     bits: int,
     words: int,

@@ -103,6 +103,51 @@ def test_the_formula(workers: int, hosts: int, servers: int) -> None:
                 assert torch.equal(found, player.flat), f"{pace} {rank}"
 
 
+def repeat_votes(group: Group, paces: list[str]) -> list[tuple[Flat, Flat]]:
+    """Train as usual, and with every vote done again; return what comes out of both."""
+    found = []
+    for pace in paces:
+        model = make_model()
+        model, optimizer = pl.distribute(model, sgd(model), pace=pace)
+        reducer = training_of(model).reducer
+        voters = reducer._exchange._method.voters.values()
+        for step in range(STEPS):
+            loss_of(model, pl.rank(), step).backward()
+            before = [(voter.ballot.signs.clone(), voter.ballot.scale) for voter in voters]
+            for voter, (signs, scale) in zip(voters, before, strict=True):
+                voter.ballot.signs.zero_()
+                voter.vote(reducer.step - 1)
+                assert torch.equal(voter.ballot.signs, signs) and voter.ballot.scale == scale
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(flat(model))
+    return list(zip(train_all(group, paces), found, strict=True))
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_repeated_vote_is_the_same(servers: int) -> None:
+    """Gradients come into momentum and error once, however often a pass is voted on."""
+    for outcome in run_ranks(2, repeat_votes, list(CASES), servers=servers):
+        for pace, (once, repeated) in zip(CASES, outcome, strict=True):
+            assert torch.equal(once, repeated), pace
+
+
+def vote_without_a_step(group: Group, second: float) -> float:
+    """Return what is agreed on in a second pass, with momentum 0.5; the first one saw 1.0."""
+    del group
+    weight = nn.Linear(1, 1, bias=False)
+    weight, optimizer = pl.distribute(weight, sgd(weight), pace="bitmap[momentum=0.5]")
+    for grad in (1.0, second):
+        optimizer.zero_grad()
+        weight(torch.tensor([[grad]])).sum().backward()
+    return weight.weight.grad.item()
+
+
+def test_a_pass_that_no_step_follows_is_in_the_momentum() -> None:
+    assert run_ranks(1, vote_without_a_step, -0.4) == [1.0]
+    assert run_ranks(1, vote_without_a_step, -0.6) == [-1.0]
+
+
 def test_one_worker_takes_its_own_signs() -> None:
     (found,) = run_ranks(1, train_all, ["bitmap[momentum=0]"])
     (alone,) = players(1, sgd)
@@ -213,7 +258,8 @@ def lose_the_last(group: Group, pace: str) -> tuple[Flat, list[float]]:
     del group
     model = make_model()
     model, optimizer = pl.distribute(model, sgd(model), pace=pace)
-    training_of(model).reducer.weighting.set(0.5 + 0.5 * pl.rank())
+    if "feedback" not in pace:
+        training_of(model).reducer.weighting.set(0.5 + 0.5 * pl.rank())
     sizes = set()
     for step in range(STEPS):
         if step == LOST_IN and pl.rank() == 2:
@@ -226,11 +272,12 @@ def lose_the_last(group: Group, pace: str) -> tuple[Flat, list[float]]:
     return flat(model), sorted(sizes)
 
 
-@pytest.mark.parametrize("momentum", ["0.9", "0"])
-def test_a_repeated_step_counts_once(momentum: str) -> None:
+@pytest.mark.parametrize(("momentum", "feedback"), [(0.9, False), (0.0, False), (0.9, True)])
+def test_a_repeated_step_counts_once(momentum: float, feedback: bool) -> None:
     policy = Policy(num_workers=3, is_elastic=True, min_workers=1, max_workers=3)
     with elastic_job(policy) as job:
-        job.start(lose_the_last, f"bitmap[momentum={momentum},{SMALL}]")
+        more = ",feedback=yes" if feedback else ""
+        job.start(lose_the_last, f"bitmap[momentum={momentum}{more},{SMALL}]")
         assert job.ranks.hear(2) == "here"
         time.sleep(0.5)  # so that the others wait for its votes
         job.ranks.kill(2)
@@ -241,9 +288,12 @@ def test_a_repeated_step_counts_once(momentum: str) -> None:
     def left(step: int) -> int:
         return 3 if step < LOST_IN else 2
 
-    options = {"momentum": float(momentum), "feedback": False}
+    options = {"momentum": momentum, "feedback": feedback}
     imitation.vote(team, STEPS, indices, buckets, left=left, **options)  # type: ignore[arg-type]
     for rank in (0, 1):
         weights, sizes = outcomes[rank].value
+        if feedback:
+            torch.testing.assert_close(weights, team[rank].flat, **TIGHT)
+            continue
         assert sizes == [1.0], "weights have no part in a count"
         assert torch.equal(weights, team[rank].flat)

@@ -29,21 +29,27 @@ Coin make_coin(uint64_t seed, uint64_t step, uint64_t first);
 // bits[w] = the signs of the elements from 64 w on; float32 or float64.
 void pack_signs(const void* values, size_t count, DType dtype, const Coin& coin, uint64_t* bits);
 
-// next = keep * last + (1 - keep) * values, and its signs. Values that are not finite count as 0; results that are
-// too small to be normal numbers become 0. `next` may be `last`.
-void pack_tracked(const void* values, const void* last, void* next, size_t count, DType dtype, double keep,
-                  const Coin& coin, uint64_t* bits);
+struct Momentum {
+  void* values = nullptr;  // of the same dtype; null: there is none
+  double keep = 0;
+};
+
+// momentum = keep * momentum + (1 - keep) * values, and its signs. Values that are not finite count as 0; results that
+// are too small to be normal numbers become 0.
+void pack_tracked(const void* values, const Momentum& momentum, size_t count, DType dtype, const Coin& coin,
+                  uint64_t* bits);
 
 struct Sizes {
   double sum = 0;      // of the sizes of all numbers
   uint64_t count = 0;  // of those that have a sign
 };
 
-// next = values + (last - scale * sign(last)), and its signs and sizes: `last` is what was voted with, `scale` what a
-// sign stood for, so that what is in the brackets is what the vote has left out. Values and results that are not
-// finite count as 0, as do subnormal results.
-Sizes pack_corrected(const void* values, const void* last, void* next, size_t count, DType dtype, double scale,
-                     const Coin& coin, uint64_t* bits);
+// voted = values + (voted - scale * sign(voted)), and its signs and sizes: `voted` is what the last vote was on,
+// `scale` what a sign stood for, so that what is in the brackets is what that vote has left out. With a momentum, that
+// takes the place of the values, and is tracked in the same pass. Values and results that are not finite count as 0,
+// as do subnormal results.
+Sizes pack_corrected(const void* values, const Momentum& momentum, void* voted, size_t count, DType dtype,
+                     double scale, const Coin& coin, uint64_t* bits);
 
 // A bit is 1 where more than half of the rows have a 1; where exactly half of them do, it is the coin's.
 void majority(const uint64_t* const* rows, size_t num_rows, size_t words, const Coin& coin, uint64_t* bits);

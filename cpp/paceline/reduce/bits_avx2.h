@@ -11,14 +11,15 @@ namespace {
 // Results are read when all buckets are done: those that are larger than this go past the cache, and are not read
 // into it in order to be overwritten.
 constexpr size_t kPastCacheBytes = 1u << 20;
-constexpr size_t kAheadBytes = 2048;  // prefetch distance
+constexpr size_t kAheadBytes = 512;  // prefetch distance in each stream
 
 bool goes_past_cache(const void* to, size_t bytes) {
   return bytes >= kPastCacheBytes && reinterpret_cast<uintptr_t>(to) % 32 == 0;
 }
 
+// Inlined early: GCC takes a function that only prefetches for one without effect, and drops the call.
 template <class T>
-void prefetch_line(const T* p, size_t at) {
+[[gnu::always_inline]] inline void prefetch_line(const T* p, size_t at) {
   constexpr size_t kInLine = 64 / sizeof(T);
   if (at % kInLine == 0) _mm_prefetch(reinterpret_cast<const char*>(p + at) + kAheadBytes, _MM_HINT_T0);
 }
@@ -33,7 +34,6 @@ struct Lanes<float> {
   using Vector = __m256;
   static Vector load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, Vector v) { _mm256_storeu_ps(p, v); }
-  static void stream(float* p, Vector v) { _mm256_stream_ps(p, v); }
   static Vector all(float v) { return _mm256_set1_ps(v); }
   static Vector size(Vector v) { return _mm256_andnot_ps(all(-0.0f), v); }
   static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
@@ -49,11 +49,12 @@ struct Lanes<float> {
     high = _mm256_add_pd(high, _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
   }
   static uint64_t signs(Vector v) { return unsigned(_mm256_movemask_ps(v)); }
-  static uint64_t decided(Vector v) {
+  // Looks at patterns, as sign_word() does.
+  static Vector decided(Vector v) {
     __m256i bits = _mm256_castps_si256(size(v));
     __m256i above = _mm256_cmpgt_epi32(bits, _mm256_setzero_si256());
     __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7f800000), bits);
-    return unsigned(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_and_si256(above, below))));
+    return _mm256_castsi256_ps(_mm256_and_si256(above, below));
   }
 };
 
@@ -63,7 +64,6 @@ struct Lanes<double> {
   using Vector = __m256d;
   static Vector load(const double* p) { return _mm256_loadu_pd(p); }
   static void store(double* p, Vector v) { _mm256_storeu_pd(p, v); }
-  static void stream(double* p, Vector v) { _mm256_stream_pd(p, v); }
   static Vector all(double v) { return _mm256_set1_pd(v); }
   static Vector size(Vector v) { return _mm256_andnot_pd(all(-0.0), v); }
   static Vector add(Vector a, Vector b) { return _mm256_add_pd(a, b); }
@@ -78,95 +78,88 @@ struct Lanes<double> {
     else low = _mm256_add_pd(low, v);
   }
   static uint64_t signs(Vector v) { return unsigned(_mm256_movemask_pd(v)); }
-  static uint64_t decided(Vector v) {
+  static Vector decided(Vector v) {
     __m256i bits = _mm256_castpd_si256(size(v));
     __m256i above = _mm256_cmpgt_epi64(bits, _mm256_setzero_si256());
     __m256i below = _mm256_cmpgt_epi64(_mm256_set1_epi64x(0x7ff0000000000000), bits);
-    return unsigned(_mm256_movemask_pd(_mm256_castsi256_pd(_mm256_and_si256(above, below))));
+    return _mm256_castsi256_pd(_mm256_and_si256(above, below));
   }
 };
 
-// `each(at)` gives the vector that belongs to the elements from `at` on. Returns how many have a sign.
+template <class T>
+struct Voted {
+  typename Lanes<T>::Vector values, decided;  // all ones in the lanes that have a sign
+};
+
+// The same as the call operators of bits_loops.h, for the elements from `at` on.
+template <class T>
+Voted<T> vote(Plain<T>& plain, size_t at) {
+  prefetch_line(plain.values, at);
+  auto values = Lanes<T>::load(plain.values + at);
+  return {values, Lanes<T>::decided(values)};
+}
+
+template <class T>
+Voted<T> vote(Tracked<T>& tracked, size_t at) {
+  using L = Lanes<T>;
+  const auto largest = L::all(std::numeric_limits<T>::max()), smallest = L::all(std::numeric_limits<T>::min());
+  prefetch_line(tracked.values, at);
+  prefetch_line(tracked.momentum, at);
+  auto values = L::load(tracked.values + at);
+  values = L::both(values, L::at_least(largest, L::size(values)));
+  auto next = L::add(L::mul(L::all(tracked.keep), L::load(tracked.momentum + at)), L::mul(L::all(tracked.take), values));
+  auto size = L::size(next), normal = L::at_least(size, smallest);
+  next = L::both(next, normal);
+  L::store(tracked.momentum + at, next);
+  return {next, L::both(normal, L::at_least(largest, size))};
+}
+
+// Sums are in registers until the end.
+template <class T, class Source>
+struct CorrectedLanes {
+  Corrected<T, Source>& plain;
+  __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
+};
+
+template <class T, class Source>
+Voted<T> vote(CorrectedLanes<T, Source>& corrected, size_t at) {
+  using L = Lanes<T>;
+  const auto largest = L::all(std::numeric_limits<T>::max()), smallest = L::all(std::numeric_limits<T>::min());
+  const auto top = L::all(T(-0.0)), zero = L::all(T(0));
+  auto& plain = corrected.plain;
+  prefetch_line(plain.voted, at);
+  auto values = vote(plain.source, at).values, last = L::load(plain.voted + at);
+  values = L::both(values, L::at_least(largest, L::size(values)));
+  auto left_out = L::sub(last, L::either(L::all(plain.scale), L::both(last, top)));
+  auto next = L::add(values, L::both(left_out, L::differ(last, zero)));
+  auto size = L::size(next), counts = L::both(L::at_least(size, smallest), L::at_least(largest, size));
+  L::store(plain.voted + at, L::both(next, counts));
+  L::add_up(L::both(size, counts), at, corrected.low, corrected.high);
+  return {L::both(next, counts), counts};
+}
+
+// Packs all whole words; returns how many of their elements have a sign.
 template <class T, class Each>
-uint64_t pack_words(size_t words, const Coin& coin, uint64_t* bits, Each each) {
+uint64_t pack_words(size_t words, const Coin& coin, uint64_t* bits, Each& each) {
   using L = Lanes<T>;
   uint64_t num_signed = 0;
-  for (size_t word = 0; word < words; ++word) {
+  visit_words(words, [&](size_t word) {
     uint64_t minus = 0, decided = 0;
-    for (size_t i = 0; i < 64; i += L::kCount) {
-      auto v = each(word * 64 + i);
-      minus |= L::signs(v) << i;
-      decided |= L::decided(v) << i;
+    for (size_t i = 0; i < kSignsInWord; i += L::kCount) {
+      auto voted = vote(each, word * kSignsInWord + i);
+      minus |= L::signs(voted.values) << i;
+      decided |= L::signs(voted.decided) << i;
     }
     bits[word] = ~minus;
     if (decided != ~uint64_t(0)) bits[word] = (~minus & decided) | (coin_word(coin, word) & ~decided);
     num_signed += uint64_t(std::popcount(decided));
-  }
+  });
   return num_signed;
 }
 
-template <class T>
-void pack_avx2_of(const T* values, size_t count, const Coin& coin, uint64_t* bits) {
-  pack_words<T>(count / 64, coin, bits, [=](size_t at) {
-    prefetch_line(values, at);
-    return Lanes<T>::load(values + at);
-  });
-  pack_plain(values, count, coin, bits, count / 64);
-}
-
-template <class T, bool streaming>
-void track_words(const T* values, const T* last, T* next, size_t count, T keep, T take, const Coin& coin,
-                   uint64_t* bits) {
-  using L = Lanes<T>;
-  const auto kept = L::all(keep), taken = L::all(take);
-  const auto largest = L::all(std::numeric_limits<T>::max()), smallest = L::all(std::numeric_limits<T>::min());
-  pack_words<T>(count / 64, coin, bits, [=](size_t at) {
-    prefetch_line(values, at);
-    prefetch_line(last, at);
-    auto value = L::load(values + at);
-    value = L::both(value, L::at_least(largest, L::size(value)));
-    auto now = L::add(L::mul(kept, L::load(last + at)), L::mul(taken, value));
-    now = L::both(now, L::at_least(L::size(now), smallest));
-    streaming ? L::stream(next + at, now) : L::store(next + at, now);
-    return now;
-  });
-  if (streaming) _mm_sfence();
-  track_plain(values, last, next, count, keep, take, coin, bits, count / 64);
-}
-
-template <class T>
-void track_avx2_of(const T* values, const T* last, T* next, size_t count, T keep, T take, const Coin& coin,
-                   uint64_t* bits) {
-  bool streaming = next != last && goes_past_cache(next, count * sizeof(T));
-  streaming ? track_words<T, true>(values, last, next, count, keep, take, coin, bits)
-            : track_words<T, false>(values, last, next, count, keep, take, coin, bits);
-}
-
-template <class T>
-Sizes correct_avx2_of(const T* values, const T* last, T* next, size_t count, T scale, const Coin& coin,
-                      uint64_t* bits) {
-  using L = Lanes<T>;
-  const auto scales = L::all(scale), top = L::all(T(-0.0)), zero = L::all(T(0));
-  const auto largest = L::all(std::numeric_limits<T>::max()), smallest = L::all(std::numeric_limits<T>::min());
-  __m256d low = _mm256_setzero_pd(), high = low;
-  uint64_t num_signed = pack_words<T>(count / 64, coin, bits, [&](size_t at) {
-    prefetch_line(values, at);
-    prefetch_line(last, at);
-    auto value = L::load(values + at), before = L::load(last + at);
-    value = L::both(value, L::at_least(largest, L::size(value)));
-    auto left_out = L::sub(before, L::either(scales, L::both(before, top)));
-    auto now = L::add(value, L::both(left_out, L::differ(before, zero)));
-    auto size = L::size(now);
-    now = L::both(now, L::both(L::at_least(size, smallest), L::at_least(largest, size)));
-    L::store(next + at, now);
-    L::add_up(L::size(now), at, low, high);
-    return now;
-  });
-  double sums[kSums];
-  _mm256_storeu_pd(sums, low);
-  _mm256_storeu_pd(sums + 4, high);
-  num_signed += correct_plain(values, last, next, count, scale, coin, bits, sums, count / 64);
-  return total(sums, num_signed);
+template <class T, class Each>
+void pack_rest(size_t count, const Coin& coin, uint64_t* bits, Each& each) {
+  if (count % kSignsInWord) pack_word<T>(count / kSignsInWord, count, coin, bits, each);
 }
 
 // A byte of bits becomes eight floats: each lane looks at its own bit of the byte.
@@ -186,25 +179,33 @@ void unpack_float32(const uint64_t* bits, size_t count, uint32_t plus, uint32_t*
   unpack_patterns(bits, count, plus, values, count / 64);
 }
 
-void pack_avx2(const void* values, size_t count, DType dtype, const Coin& coin, uint64_t* bits) {
-  if (dtype == DType::float64) pack_avx2_of(static_cast<const double*>(values), count, coin, bits);
-  else pack_avx2_of(static_cast<const float*>(values), count, coin, bits);
-}
-
-void track_avx2(const void* values, const void* last, void* next, size_t count, DType dtype, double keep,
-                const Coin& coin, uint64_t* bits) {
+void track_avx2(const void* values, const Momentum& momentum, size_t count, DType dtype, const Coin& coin,
+                uint64_t* bits) {
   auto run = [&]<class T>(T) {
-    track_avx2_of(static_cast<const T*>(values), static_cast<const T*>(last), static_cast<T*>(next), count, T(keep),
-                  T(1 - keep), coin, bits);
+    with_source<T>(values, momentum, [&](auto each) {
+      pack_words<T>(count / kSignsInWord, coin, bits, each);
+      pack_rest<T>(count, coin, bits, each);
+    });
   };
   dtype == DType::float64 ? run(double()) : run(float());
 }
 
-Sizes correct_avx2(const void* values, const void* last, void* next, size_t count, DType dtype, double scale,
+void pack_avx2(const void* values, size_t count, DType dtype, const Coin& coin, uint64_t* bits) {
+  track_avx2(values, {}, count, dtype, coin, bits);
+}
+
+Sizes correct_avx2(const void* values, const Momentum& momentum, void* voted, size_t count, DType dtype, double scale,
                    const Coin& coin, uint64_t* bits) {
   auto run = [&]<class T>(T) {
-    return correct_avx2_of(static_cast<const T*>(values), static_cast<const T*>(last), static_cast<T*>(next), count,
-                           T(scale), coin, bits);
+    return with_source<T>(values, momentum, [&](auto source) {
+      Corrected<T, decltype(source)> each{source, static_cast<T*>(voted), T(scale)};
+      CorrectedLanes<T, decltype(source)> lanes{each};
+      each.num_signed = pack_words<T>(count / kSignsInWord, coin, bits, lanes);
+      _mm256_storeu_pd(each.sums, lanes.low);
+      _mm256_storeu_pd(each.sums + 4, lanes.high);
+      pack_rest<T>(count, coin, bits, each);
+      return each.sizes();
+    });
   };
   return dtype == DType::float64 ? run(double()) : run(float());
 }

@@ -12,10 +12,10 @@ struct KernelSet {
   void (*copy)(void* to, const void* from, size_t bytes, bool streaming);
   void (*round_stochastic)(const float* from, void* to, size_t count, DType dtype, uint64_t seed, uint64_t first);
   void (*pack_signs)(const void* values, size_t count, DType dtype, const Coin& coin, uint64_t* bits);
-  void (*pack_tracked)(const void* values, const void* last, void* next, size_t count, DType dtype, double keep,
-                       const Coin& coin, uint64_t* bits);
-  Sizes (*pack_corrected)(const void* values, const void* last, void* next, size_t count, DType dtype, double scale,
-                          const Coin& coin, uint64_t* bits);
+  void (*pack_tracked)(const void* values, const Momentum& momentum, size_t count, DType dtype, const Coin& coin,
+                       uint64_t* bits);
+  Sizes (*pack_corrected)(const void* values, const Momentum& momentum, void* voted, size_t count, DType dtype,
+                          double scale, const Coin& coin, uint64_t* bits);
   void (*majority)(const uint64_t* const* rows, size_t num_rows, size_t words, const Coin& coin, uint64_t* bits);
   void (*unpack_signs)(const uint64_t* bits, size_t count, DType dtype, double scale, void* values);
 };

@@ -55,14 +55,14 @@ void pack_signs(const void* values, size_t count, DType dtype, const Coin& coin,
   chosen->pack_signs(values, count, dtype, coin, bits);
 }
 
-void pack_tracked(const void* values, const void* last, void* next, size_t count, DType dtype, double keep,
-                  const Coin& coin, uint64_t* bits) {
-  chosen->pack_tracked(values, last, next, count, dtype, keep, coin, bits);
+void pack_tracked(const void* values, const Momentum& momentum, size_t count, DType dtype, const Coin& coin,
+                  uint64_t* bits) {
+  chosen->pack_tracked(values, momentum, count, dtype, coin, bits);
 }
 
-Sizes pack_corrected(const void* values, const void* last, void* next, size_t count, DType dtype, double scale,
-                     const Coin& coin, uint64_t* bits) {
-  return chosen->pack_corrected(values, last, next, count, dtype, scale, coin, bits);
+Sizes pack_corrected(const void* values, const Momentum& momentum, void* voted, size_t count, DType dtype,
+                     double scale, const Coin& coin, uint64_t* bits) {
+  return chosen->pack_corrected(values, momentum, voted, count, dtype, scale, coin, bits);
 }
 
 void majority(const uint64_t* const* rows, size_t num_rows, size_t words, const Coin& coin, uint64_t* bits) {

@@ -13,26 +13,26 @@ void reduce_portable(const Reduction& what, const void* const* sources, size_t n
 
 void copy_portable(void* to, const void* from, size_t bytes, bool) { std::memcpy(to, from, bytes); }
 
-void pack_portable(const void* values, size_t count, DType dtype, const Coin& coin, uint64_t* bits) {
-  if (dtype == DType::float64) pack_plain(static_cast<const double*>(values), count, coin, bits);
-  else pack_plain(static_cast<const float*>(values), count, coin, bits);
-}
-
-void track_portable(const void* values, const void* last, void* next, size_t count, DType dtype, double keep,
-                    const Coin& coin, uint64_t* bits) {
+void track_portable(const void* values, const Momentum& momentum, size_t count, DType dtype, const Coin& coin,
+                    uint64_t* bits) {
   auto run = [&]<class T>(T) {
-    track_plain(static_cast<const T*>(values), static_cast<const T*>(last), static_cast<T*>(next), count, T(keep),
-                T(1 - keep), coin, bits);
+    with_source<T>(values, momentum, [&](auto each) { pack_each<T>(count, coin, bits, each); });
   };
   dtype == DType::float64 ? run(double()) : run(float());
 }
 
-Sizes correct_portable(const void* values, const void* last, void* next, size_t count, DType dtype, double scale,
-                       const Coin& coin, uint64_t* bits) {
+void pack_portable(const void* values, size_t count, DType dtype, const Coin& coin, uint64_t* bits) {
+  track_portable(values, {}, count, dtype, coin, bits);
+}
+
+Sizes correct_portable(const void* values, const Momentum& momentum, void* voted, size_t count, DType dtype,
+                       double scale, const Coin& coin, uint64_t* bits) {
   auto run = [&]<class T>(T) {
-    double sums[kSums] = {};
-    return total(sums, correct_plain(static_cast<const T*>(values), static_cast<const T*>(last), static_cast<T*>(next),
-                                     count, T(scale), coin, bits, sums));
+    return with_source<T>(values, momentum, [&](auto source) {
+      Corrected<T, decltype(source)> each{source, static_cast<T*>(voted), T(scale)};
+      pack_each<T>(count, coin, bits, each);
+      return each.sizes();
+    });
   };
   return dtype == DType::float64 ? run(double()) : run(float());
 }

@@ -52,29 +52,28 @@ def pack_signs(values: torch.Tensor, coin: Coin, bits: torch.Tensor) -> None:
     _core.pack_signs(values.data_ptr(), values.numel(), code, coin.parts, where, bits.numel())
 
 
-def pack_tracked(
-    values: torch.Tensor,
-    last: torch.Tensor,
-    following: torch.Tensor,
-    keep: float,
-    coin: Coin,
-    bits: torch.Tensor,
-) -> None:
-    """Let `following` be keep * last + (1 - keep) * values, and write its signs to `bits`.
+@dataclass(frozen=True)
+class Momentum:
+    """A mean of the values so far, of which later ones count more."""
+
+    values: torch.Tensor
+    keep: float  # the part that is kept when the next values come
+
+
+def pack_tracked(values: torch.Tensor, momentum: Momentum, coin: Coin, bits: torch.Tensor) -> None:
+    """Let the momentum become keep * momentum + (1 - keep) * values; write its signs to `bits`.
 
     Values that are not finite count as 0.
     """
     _require("values", values)
-    for name, tensor in (("last", last), ("following", following)):
-        _require(name, tensor, values.dtype, values.numel())
+    _require("momentum", momentum.values, values.dtype, values.numel())
     _require("bits", bits, torch.int64)
     _core.pack_tracked(
         values.data_ptr(),
-        last.data_ptr(),
-        following.data_ptr(),
+        momentum.values.data_ptr(),
+        momentum.keep,
         values.numel(),
         _code(values),
-        keep,
         coin.parts,
         bits.data_ptr(),
         bits.numel(),
@@ -83,27 +82,30 @@ def pack_tracked(
 
 def pack_corrected(
     values: torch.Tensor,
-    last: torch.Tensor,
-    following: torch.Tensor,
+    momentum: Momentum | None,
+    voted: torch.Tensor,
     scale: float,
     coin: Coin,
     bits: torch.Tensor,
 ) -> float:
-    """Let `following` be values + (last - scale * sign(last)), and write its signs to `bits`.
+    """Let `voted` become values + (voted - scale * sign(voted)), and write its signs to `bits`.
 
-    Returns the mean size of those that have a sign. What is not finite counts as 0.
+    A momentum is tracked first, and takes the place of the values. Returns the mean size of those
+    that have a sign. What is not finite counts as 0.
     """
     _require("values", values)
-    for name, tensor in (("last", last), ("following", following)):
-        _require(name, tensor, values.dtype, values.numel())
+    if momentum is not None:
+        _require("momentum", momentum.values, values.dtype, values.numel())
+    _require("voted", voted, values.dtype, values.numel())
     _require("bits", bits, torch.int64)
     total, count = _core.pack_corrected(
         values.data_ptr(),
-        last.data_ptr(),
-        following.data_ptr(),
+        0 if momentum is None else momentum.values.data_ptr(),
+        0.0 if momentum is None else momentum.keep,
+        voted.data_ptr(),
+        scale,
         values.numel(),
         _code(values),
-        scale,
         coin.parts,
         bits.data_ptr(),
         bits.numel(),

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.bits import Coin, pack_corrected, pack_signs, pack_tracked
+from paceline.collectives.bits import Coin, Momentum, pack_corrected, pack_signs, pack_tracked
 from paceline.errors import UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.ballot import Ballot
@@ -37,19 +37,12 @@ from paceline.pace.method import Method, Setting
 from paceline.work import Work
 
 
-class _Kept:
-    """Numbers of a bucket from step to step: as they are, and as they are if this one counts."""
-
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self.now = torch.zeros(size, dtype=dtype)
-        self.then = torch.empty_like(self.now)
-
-    def turn(self) -> None:
-        self.now, self.then = self.then, self.now
-
-
 class Voter:
-    """One bucket: how this worker votes on it, and what it keeps for that."""
+    """One bucket: how this worker votes on it, and what it keeps for that.
+
+    Momentum and error change in place, as soon as a backward pass is voted on. If a worker is lost,
+    the same pass is voted on again: what is kept has its gradients already, and has the signs.
+    """
 
     def __init__(self, bucket: Bucket, first: int, method: Bitmap) -> None:
         size, dtype = bucket.grads.numel(), bucket.grads.dtype
@@ -57,11 +50,13 @@ class Voter:
         self._method = method
         self._wide = wide
         self._first = first  # index of its first element among those of the whole model
-        self._momentum = _Kept(size, wide) if method.momentum else None
+        self._momentum = (
+            Momentum(torch.zeros(size, dtype=wide), method.momentum) if method.momentum else None
+        )
         # What was voted with; the error is what it has more than its scaled signs.
-        self._voted = _Kept(size, wide) if method.has_feedback else None
+        self._voted = torch.zeros(size, dtype=wide) if method.has_feedback else None
         self._scale = 0.0  # of the signs of what was voted with
-        self._is_fresh = False
+        self._last_pass = -1  # the one whose gradients were the last to come in
         self.bucket = bucket
         allocate, on_servers = method.setting.allocate, method.setting.centre is not None
         self.ballot: Ballot | ServedBallot = (
@@ -75,33 +70,27 @@ class Voter:
         """What decides on ties."""
         return Coin(self._method.seed, self._method.steps, self._first)
 
-    def vote(self) -> None:
-        """Write this worker's signs to the ballot; may be done again, from the same gradients."""
+    def vote(self, number: int) -> None:
+        """Write this worker's signs to the ballot; the same ones for the same backward pass."""
+        is_repeated, self._last_pass = number == self._last_pass, number
         method, ballot, coin = self._method, self.ballot, self.coin
         mine = Coin(coin.seed + 1 + method.workers.rank, coin.step, coin.first)
-        values = self.bucket.grads.to(self._wide)
-        if self._momentum is not None:
-            last, then = self._momentum.now, self._momentum.then
-            pack_tracked(values, last, then, method.momentum, mine, ballot.signs)
-            values = then
-        elif self._voted is None:
-            pack_signs(values, mine, ballot.signs)
-        if self._voted is not None:
-            last, then = self._voted.now, self._voted.then
-            scale = pack_corrected(values, last, then, self._scale, mine, ballot.signs)
-            # As the kernel will see it when it takes it off.
-            ballot.scale = float(torch.tensor(scale, dtype=self._wide))
-        self._is_fresh = True
-
-    def keep(self) -> None:
-        """The step counts: what it was voted with is what the next one begins with."""
-        if not self._is_fresh:
+        momentum, voted = self._momentum, self._voted
+        if is_repeated and voted is not None:
+            pack_signs(voted, mine, ballot.signs)
             return
-        self._is_fresh = False
-        self._scale = self.ballot.scale
-        for kept in (self._momentum, self._voted):
-            if kept is not None:
-                kept.turn()
+        if is_repeated and momentum is not None:
+            pack_signs(momentum.values, mine, ballot.signs)
+            return
+        values = self.bucket.grads.to(self._wide)
+        if voted is not None:
+            scale = pack_corrected(values, momentum, voted, self._scale, mine, ballot.signs)
+            # As the kernel will see it when it takes it off.
+            self._scale = ballot.scale = float(torch.tensor(scale, dtype=self._wide))
+        elif momentum is not None:
+            pack_tracked(values, momentum, mine, ballot.signs)
+        else:
+            pack_signs(values, mine, ballot.signs)
 
 
 class Bitmap(Method):
@@ -142,8 +131,6 @@ class Bitmap(Method):
                 self.boxes[bucket.index] = (box, number)
 
     def before_step(self) -> None:
-        for voter in self.voters.values():
-            voter.keep()
         for box in {id(box): box for box, _ in self.boxes.values()}.values():
             box.end_step()
 
@@ -170,12 +157,12 @@ class Vote(AllReduce):
         # What one worker's batch weighs has no part in a count of signs.
         self.is_weighted = method.has_feedback
 
-    def submit(self, bucket: Bucket, step: int) -> Work[Any]:  # noqa: ARG002
+    def submit(self, bucket: Bucket, step: int) -> Work[Any]:
         if bucket.index <= self._last:  # another pass, or the same one again
             self._uncounted.clear()
         self._last = bucket.index
         voter = self._method.voters[bucket.index]
-        voter.vote()
+        voter.vote(step)
         assert isinstance(voter.ballot, Ballot)
         work = voter.ballot.cast(self._method.workers, voter.coin)
         self.sent_bytes += voter.ballot.sent_bytes
@@ -207,9 +194,9 @@ class ServedVote(AllReduce):
         self.sent_bytes = 0  # handed to others so far
         self.is_weighted = method.has_feedback
 
-    def submit(self, bucket: Bucket, step: int) -> Work[Any]:  # noqa: ARG002
+    def submit(self, bucket: Bucket, step: int) -> Work[Any]:
         voter, (box, number) = self._method.voters[bucket.index], self._method.boxes[bucket.index]
-        voter.vote()
+        voter.vote(step)
         work = box.cast(number)
         self.sent_bytes += voter.ballot.sent_bytes
         return Work(work.handle, lambda: self._finish(voter, work), keep=work)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from paceline import _core
 from paceline.collectives.bits import (
     Coin,
+    Momentum,
     majority,
     num_words,
     pack_corrected,
@@ -90,29 +91,48 @@ def test_signs(seed: int, count: int, dtype: torch.dtype, coin: Coin) -> None:
     assert (found[:count] == signs_of(values, coin)).all() and not found[count:].any()
 
 
+def kept(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a worker may have kept: always finite."""
+    return draw(seed, count, dtype).nan_to_num(0, 0, 0)
+
+
+def track(values: torch.Tensor, last: torch.Tensor, keep: float) -> torch.Tensor:
+    kept, taken = (torch.tensor(part, dtype=values.dtype) for part in (keep, 1 - keep))
+    following = kept * last + taken * values.where(values.isfinite(), torch.zeros_like(values))
+    following[following.abs() < torch.finfo(values.dtype).tiny] = 0
+    return following
+
+
 @given(st.integers(0, 10**6), LENGTHS, DTYPES, COINS, st.sampled_from([0.0, 0.5, 0.9, 0.999]))
 def test_tracked_signs(seed: int, count: int, dtype: torch.dtype, coin: Coin, keep: float) -> None:
-    values, last = draw(seed, count, dtype), draw(seed + 1, count, dtype).nan_to_num(0, 0, 0)
-    following, bits = torch.empty_like(values), torch.empty(num_words(count), dtype=torch.int64)
-    pack_tracked(values, last, following, keep, coin, bits)
-    kept, taken = torch.tensor(keep, dtype=dtype), torch.tensor(1 - keep, dtype=dtype)
-    expected = kept * last + taken * values.where(values.isfinite(), torch.zeros_like(values))
-    expected[expected.abs() < torch.finfo(dtype).tiny] = 0
-    assert torch.equal(following, expected)
+    values, last = draw(seed, count, dtype), kept(seed + 1, count, dtype)
+    momentum, bits = Momentum(last.clone(), keep), torch.empty(num_words(count), dtype=torch.int64)
+    pack_tracked(values, momentum, coin, bits)
+    expected = track(values, last, keep)
+    assert torch.equal(momentum.values, expected)
     assert (read(bits)[:count] == signs_of(expected, coin)).all()
 
 
-@given(st.integers(0, 10**6), LENGTHS, DTYPES, COINS, st.sampled_from([0.0, 0.5, 1e-7]))
+@given(
+    *(st.integers(0, 10**6), LENGTHS, DTYPES, COINS, st.sampled_from([0.0, 0.5, 1e-7])),
+    st.sampled_from([None, 0.5, 0.9]),
+)
 def test_corrected_signs(
-    seed: int, count: int, dtype: torch.dtype, coin: Coin, scale: float
+    seed: int, count: int, dtype: torch.dtype, coin: Coin, scale: float, keep: float | None
 ) -> None:
-    values, last = draw(seed, count, dtype), draw(seed + 1, count, dtype).nan_to_num(0, 0, 0)
-    following, bits = torch.empty_like(values), torch.empty(num_words(count), dtype=torch.int64)
-    mean = pack_corrected(values, last, following, scale, coin, bits)
+    values, last, moving = (
+        make(seed + i, count, dtype) for i, make in enumerate((draw, kept, kept))
+    )
+    voted, bits = last.clone(), torch.empty(num_words(count), dtype=torch.int64)
+    momentum = None if keep is None else Momentum(moving.clone(), keep)
+    mean = pack_corrected(values, momentum, voted, scale, coin, bits)
+    if momentum is not None:
+        values = track(values, moving, momentum.keep)
+        assert torch.equal(momentum.values, values)
     left_out = last - torch.tensor(scale, dtype=dtype) * last.sign()
     expected = values.where(values.isfinite(), torch.zeros_like(values)) + left_out
     expected[(expected.abs() < torch.finfo(dtype).tiny) | ~expected.isfinite()] = 0
-    assert torch.equal(following, expected)
+    assert torch.equal(voted, expected)
     assert (read(bits)[:count] == signs_of(expected, coin)).all()
     sizes = expected[expected != 0].abs().double()
     assert mean == (pytest.approx(float(sizes.mean()), rel=1e-12) if len(sizes) else 0.0)
@@ -144,8 +164,9 @@ def test_what_is_larger_than_the_cache_of_a_core() -> None:
     count, coin = 1_000_003, Coin(3, 1)
     chance = torch.Generator().manual_seed(5)  # with which no two numbers cancel each other
     values, last = (torch.randn(count, generator=chance) for _ in range(2))
-    following, bits = torch.empty(count), torch.empty(num_words(count), dtype=torch.int64)
-    pack_tracked(values, last, following, 0.5, coin, bits)
+    momentum, bits = Momentum(last.clone(), 0.5), torch.empty(num_words(count), dtype=torch.int64)
+    pack_tracked(values, momentum, coin, bits)
+    following = momentum.values
     assert torch.equal(following, 0.5 * last + 0.5 * values) and bool(following.all())
     assert (read(bits)[:count] == (following > 0).numpy()).all()
     for offset in (0, 1):  # memory that is aligned, and memory that is not
@@ -177,12 +198,12 @@ def test_what_is_refused() -> None:
         (lambda: majority([bits, bits[:1]], coin, bits), "expected 2 elements, got 1"),
         (lambda: majority([], coin, bits), "no rows"),
         (
-            lambda: pack_tracked(values, values[:3], values.clone(), 0.5, coin, bits),
-            "last: expected 65 elements, got 3",
+            lambda: pack_tracked(values, Momentum(values[:3], 0.5), coin, bits),
+            "momentum: expected 65 elements, got 3",
         ),
         (
-            lambda: pack_tracked(values, values.double(), values, 0.5, coin, bits),
-            "last: expected torch.float32",
+            lambda: pack_corrected(values, None, values.double(), 0.5, coin, bits),
+            "voted: expected torch.float32",
         ),
     ):
         with pytest.raises(UsageError, match=words):
