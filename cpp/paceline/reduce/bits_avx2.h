@@ -1,9 +1,8 @@
 // Signs (bits.h) by hand for AVX2: whole words here, what is left over by the plain loops. Included by
 // kernels_avx2.cc only.
 #pragma once
-#include <immintrin.h>
-
 #include "paceline/reduce/bits_loops.h"
+#include "paceline/reduce/lanes_avx2.h"
 
 namespace paceline {
 namespace {
@@ -24,142 +23,159 @@ template <class T>
   if (at % kInLine == 0) _mm_prefetch(reinterpret_cast<const char*>(p + at) + kAheadBytes, _MM_HINT_T0);
 }
 
-// Eight floats or four doubles. `Mask` has a bit for each of them.
 template <class T>
-struct Lanes;
+using VectorOf = typename Lanes<T>::Vector;
 
-template <>
-struct Lanes<float> {
-  static constexpr size_t kCount = 8;
-  using Vector = __m256;
-  static Vector load(const float* p) { return _mm256_loadu_ps(p); }
-  static void store(float* p, Vector v) { _mm256_storeu_ps(p, v); }
-  static Vector all(float v) { return _mm256_set1_ps(v); }
-  static Vector size(Vector v) { return _mm256_andnot_ps(all(-0.0f), v); }
-  static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
-  static Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
-  static Vector both(Vector a, Vector b) { return _mm256_and_ps(a, b); }
-  static Vector at_least(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
-  static Vector either(Vector a, Vector b) { return _mm256_or_ps(a, b); }
-  static Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
-  static Vector differ(Vector a, Vector b) { return _mm256_cmp_ps(a, b, _CMP_NEQ_UQ); }
-  // Adds to the sums of elements 0 to 3 and 4 to 7.
-  static void add_up(Vector v, size_t, __m256d& low, __m256d& high) {
-    low = _mm256_add_pd(low, _mm256_cvtps_pd(_mm256_castps256_ps128(v)));
-    high = _mm256_add_pd(high, _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
-  }
-  static uint64_t signs(Vector v) { return unsigned(_mm256_movemask_ps(v)); }
-  // Looks at patterns, as sign_word() does.
-  static Vector decided(Vector v) {
-    __m256i bits = _mm256_castps_si256(size(v));
-    __m256i above = _mm256_cmpgt_epi32(bits, _mm256_setzero_si256());
-    __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7f800000), bits);
-    return _mm256_castsi256_ps(_mm256_and_si256(above, below));
-  }
+template <class T>
+struct Votes {
+  VectorOf<T> values, decided;  // in which lanes there is a sign
 };
 
-template <>
-struct Lanes<double> {
-  static constexpr size_t kCount = 4;
-  using Vector = __m256d;
-  static Vector load(const double* p) { return _mm256_loadu_pd(p); }
-  static void store(double* p, Vector v) { _mm256_storeu_pd(p, v); }
-  static Vector all(double v) { return _mm256_set1_pd(v); }
-  static Vector size(Vector v) { return _mm256_andnot_pd(all(-0.0), v); }
-  static Vector add(Vector a, Vector b) { return _mm256_add_pd(a, b); }
-  static Vector mul(Vector a, Vector b) { return _mm256_mul_pd(a, b); }
-  static Vector both(Vector a, Vector b) { return _mm256_and_pd(a, b); }
-  static Vector at_least(Vector a, Vector b) { return _mm256_cmp_pd(a, b, _CMP_GE_OQ); }
-  static Vector either(Vector a, Vector b) { return _mm256_or_pd(a, b); }
-  static Vector sub(Vector a, Vector b) { return _mm256_sub_pd(a, b); }
-  static Vector differ(Vector a, Vector b) { return _mm256_cmp_pd(a, b, _CMP_NEQ_UQ); }
-  static void add_up(Vector v, size_t at, __m256d& low, __m256d& high) {
-    if (at % 8) high = _mm256_add_pd(high, v);
-    else low = _mm256_add_pd(low, v);
+// What is voted with, as in bits_loops.h, for all lanes from `at` on. In most words every number is normal: quick()
+// gives them and changes nothing; `normal` says afterwards whether that was so. Then they are kept; if not, vote()
+// does all of it.
+template <class T>
+struct PlainLanes {
+  const T* values;
+
+  void prepare(size_t) {}
+
+  VectorOf<T> quick(size_t at, VectorOf<T>& normal) const {
+    prefetch_line(values, at);
+    auto found = Lanes<T>::load(values + at);
+    normal = Lanes<T>::both(normal, Lanes<T>::normal(found));
+    return found;
   }
-  static uint64_t signs(Vector v) { return unsigned(_mm256_movemask_pd(v)); }
-  static Vector decided(Vector v) {
-    __m256i bits = _mm256_castpd_si256(size(v));
-    __m256i above = _mm256_cmpgt_epi64(bits, _mm256_setzero_si256());
-    __m256i below = _mm256_cmpgt_epi64(_mm256_set1_epi64x(0x7ff0000000000000), bits);
-    return _mm256_castsi256_pd(_mm256_and_si256(above, below));
+
+  void keep(size_t, VectorOf<T>) {}
+
+  Votes<T> vote(size_t at) const {
+    auto found = Lanes<T>::load(values + at);
+    return {found, Lanes<T>::decided(found)};
   }
 };
 
 template <class T>
-struct Voted {
-  typename Lanes<T>::Vector values, decided;  // all ones in the lanes that have a sign
-};
-
-// The same as the call operators of bits_loops.h, for the elements from `at` on.
-template <class T>
-Voted<T> vote(Plain<T>& plain, size_t at) {
-  prefetch_line(plain.values, at);
-  auto values = Lanes<T>::load(plain.values + at);
-  return {values, Lanes<T>::decided(values)};
-}
-
-template <class T>
-Voted<T> vote(Tracked<T>& tracked, size_t at) {
+struct TrackedLanes {
   using L = Lanes<T>;
-  const auto largest = L::all(std::numeric_limits<T>::max()), smallest = L::all(std::numeric_limits<T>::min());
-  prefetch_line(tracked.values, at);
-  prefetch_line(tracked.momentum, at);
-  auto values = L::load(tracked.values + at);
-  values = L::both(values, L::at_least(largest, L::size(values)));
-  auto next = L::add(L::mul(L::all(tracked.keep), L::load(tracked.momentum + at)), L::mul(L::all(tracked.take), values));
-  auto size = L::size(next), normal = L::at_least(size, smallest);
-  next = L::both(next, normal);
-  L::store(tracked.momentum + at, next);
-  return {next, L::both(normal, L::at_least(largest, size))};
+  Tracked<T> plain;
+
+  void prepare(size_t) {}
+
+  VectorOf<T> next(size_t at, VectorOf<T> values) const {
+    return L::add(L::mul(L::all(plain.keep), L::load(plain.momentum + at)), L::mul(L::all(plain.take), values));
+  }
+
+  VectorOf<T> quick(size_t at, VectorOf<T>& normal) const {
+    prefetch_line(plain.values, at);
+    prefetch_line(plain.momentum, at);
+    auto found = next(at, L::load(plain.values + at));  // of a value that is not finite: not finite
+    normal = L::both(normal, L::normal(found));
+    return found;
+  }
+
+  void keep(size_t at, VectorOf<T> found) { L::store(plain.momentum + at, found); }
+
+  Votes<T> vote(size_t at) {
+    auto values = L::load(plain.values + at);
+    auto found = next(at, L::both(values, L::finite(values)));
+    found = L::both(found, L::at_least_normal(found));
+    keep(at, found);
+    return {found, L::normal(found)};
+  }
+};
+
+struct Word {
+  uint64_t minus = 0, decided = 0;
+};
+
+// Apart, so that the compiler does not share out registers between this and what is usual.
+template <class T, class Kind>
+[[gnu::noinline]] Word vote_on_any(Kind kind, size_t first) {
+  Word word;
+  for (size_t i = 0; i < kSignsInWord; i += Lanes<T>::kCount) {
+    auto votes = kind.vote(first + i);
+    word.minus |= Lanes<T>::signs(votes.values) << i;
+    word.decided |= Lanes<T>::signs(votes.decided) << i;
+  }
+  return word;
 }
 
-// Sums are in registers until the end.
-template <class T, class Source>
+template <class T, class Kind>
+[[gnu::always_inline]] inline Word vote_on_word(Kind& kind, size_t first) {
+  using L = Lanes<T>;
+  constexpr size_t kVectors = kSignsInWord / L::kCount;
+  kind.prepare(first);
+  VectorOf<T> found[kVectors], normal = L::ones();
+  for (size_t i = 0; i < kVectors; ++i) found[i] = kind.quick(first + i * L::kCount, normal);
+  if (L::signs(normal) != (1u << L::kCount) - 1) return vote_on_any<T>(kind, first);
+  Word word{0, ~uint64_t(0)};
+  for (size_t i = 0; i < kVectors; ++i) {
+    kind.keep(first + i * L::kCount, found[i]);
+    word.minus |= L::signs(found[i]) << i * L::kCount;
+  }
+  return word;
+}
+
+template <class T, class Source>  // PlainLanes or TrackedLanes
 struct CorrectedLanes {
-  Corrected<T, Source>& plain;
-  __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
+  using L = Lanes<T>;
+  Source source;
+  const T* values;  // what comes out of the source
+  T* voted;
+  T scale;
+
+  void prepare(size_t first) {
+    if constexpr (!std::is_same_v<Source, PlainLanes<T>>) vote_on_word<T>(source, first);
+  }
+
+  VectorOf<T> left_out(VectorOf<T> last) const {
+    return L::sub(last, L::either(L::all(scale), L::both(last, L::all(T(-0.0)))));
+  }
+
+  VectorOf<T> quick(size_t at, VectorOf<T>& normal) const {
+    prefetch_line(values, at);
+    prefetch_line(voted, at);
+    auto last = L::load(voted + at), found = L::add(L::load(values + at), left_out(last));
+    normal = L::both(normal, L::both(L::normal(found), L::differ(last, L::all(T(0)))));
+    return found;
+  }
+
+  void keep(size_t at, VectorOf<T> found) { L::store(voted + at, found); }
+
+  Votes<T> vote(size_t at) {
+    auto value = L::load(values + at), last = L::load(voted + at);
+    auto found = L::add(L::both(value, L::finite(value)), L::both(left_out(last), L::differ(last, L::all(T(0)))));
+    auto counts = L::both(L::finite(found), L::at_least_normal(found));
+    keep(at, L::both(found, counts));
+    return {L::both(found, counts), counts};
+  }
 };
 
-template <class T, class Source>
-Voted<T> vote(CorrectedLanes<T, Source>& corrected, size_t at) {
-  using L = Lanes<T>;
-  const auto largest = L::all(std::numeric_limits<T>::max()), smallest = L::all(std::numeric_limits<T>::min());
-  const auto top = L::all(T(-0.0)), zero = L::all(T(0));
-  auto& plain = corrected.plain;
-  prefetch_line(plain.voted, at);
-  auto values = vote(plain.source, at).values, last = L::load(plain.voted + at);
-  values = L::both(values, L::at_least(largest, L::size(values)));
-  auto left_out = L::sub(last, L::either(L::all(plain.scale), L::both(last, top)));
-  auto next = L::add(values, L::both(left_out, L::differ(last, zero)));
-  auto size = L::size(next), counts = L::both(L::at_least(size, smallest), L::at_least(largest, size));
-  L::store(plain.voted + at, L::both(next, counts));
-  L::add_up(L::both(size, counts), at, corrected.low, corrected.high);
-  return {L::both(next, counts), counts};
-}
-
-// Packs all whole words; returns how many of their elements have a sign.
-template <class T, class Each>
-uint64_t pack_words(size_t words, const Coin& coin, uint64_t* bits, Each& each) {
-  using L = Lanes<T>;
-  uint64_t num_signed = 0;
-  visit_words(words, [&](size_t word) {
-    uint64_t minus = 0, decided = 0;
-    for (size_t i = 0; i < kSignsInWord; i += L::kCount) {
-      auto voted = vote(each, word * kSignsInWord + i);
-      minus |= L::signs(voted.values) << i;
-      decided |= L::signs(voted.decided) << i;
-    }
-    bits[word] = ~minus;
-    if (decided != ~uint64_t(0)) bits[word] = (~minus & decided) | (coin_word(coin, word) & ~decided);
-    num_signed += uint64_t(std::popcount(decided));
+// Packs all whole words, and calls `after(first, decided)` behind each of them.
+template <class T, class Kind, class After>
+void pack_words(size_t words, const Coin& coin, uint64_t* bits, Kind kind, After after) {
+  visit_words(words, [&](size_t at) __attribute__((always_inline)) {
+    auto [minus, decided] = vote_on_word<T>(kind, at * kSignsInWord);
+    bits[at] = ~minus;
+    if (decided != ~uint64_t(0)) bits[at] = (~minus & decided) | (coin_word(coin, at) & ~decided);
+    after(at * kSignsInWord, decided);
   });
-  return num_signed;
 }
 
 template <class T, class Each>
 void pack_rest(size_t count, const Coin& coin, uint64_t* bits, Each& each) {
   if (count % kSignsInWord) pack_word<T>(count / kSignsInWord, count, coin, bits, each);
+}
+
+template <class T>
+PlainLanes<T> lanes_of(const Plain<T>& plain) {
+  return {plain.values};
+}
+
+template <class T>
+TrackedLanes<T> lanes_of(const Tracked<T>& tracked) {
+  return {tracked};
 }
 
 // A byte of bits becomes eight floats: each lane looks at its own bit of the byte.
@@ -183,7 +199,7 @@ void track_avx2(const void* values, const Momentum& momentum, size_t count, DTyp
                 uint64_t* bits) {
   auto run = [&]<class T>(T) {
     with_source<T>(values, momentum, [&](auto each) {
-      pack_words<T>(count / kSignsInWord, coin, bits, each);
+      pack_words<T>(count / kSignsInWord, coin, bits, lanes_of(each), [](size_t, uint64_t) {});
       pack_rest<T>(count, coin, bits, each);
     });
   };
@@ -199,10 +215,16 @@ Sizes correct_avx2(const void* values, const Momentum& momentum, void* voted, si
   auto run = [&]<class T>(T) {
     return with_source<T>(values, momentum, [&](auto source) {
       Corrected<T, decltype(source)> each{source, static_cast<T*>(voted), T(scale)};
-      CorrectedLanes<T, decltype(source)> lanes{each};
-      each.num_signed = pack_words<T>(count / kSignsInWord, coin, bits, lanes);
-      _mm256_storeu_pd(each.sums, lanes.low);
-      _mm256_storeu_pd(each.sums + 4, lanes.high);
+      auto* coming = static_cast<const T*>(momentum.values ? momentum.values : values);
+      CorrectedLanes<T, decltype(lanes_of(source))> lanes{lanes_of(source), coming, each.voted, each.scale};
+      __m256d low = _mm256_setzero_pd(), high = low;
+      pack_words<T>(count / kSignsInWord, coin, bits, lanes, [&](size_t first, uint64_t decided) {
+        each.num_signed += uint64_t(std::popcount(decided));
+        for (size_t at = first; at < first + kSignsInWord; at += Lanes<T>::kCount)
+          Lanes<T>::add_up(each.voted + at, at, low, high);
+      });
+      _mm256_storeu_pd(each.sums, low);
+      _mm256_storeu_pd(each.sums + 4, high);
       pack_rest<T>(count, coin, bits, each);
       return each.sizes();
     });
