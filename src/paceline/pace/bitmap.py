@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from paceline.collectives.bits import Coin, Momentum, pack_corrected, pack_signs, pack_tracked
+from paceline.collectives.memory import zeros_in_large_pages
 from paceline.errors import UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.ballot import Ballot
@@ -51,10 +52,10 @@ class Voter:
         self._wide = wide
         self._first = first  # index of its first element among those of the whole model
         self._momentum = (
-            Momentum(torch.zeros(size, dtype=wide), method.momentum) if method.momentum else None
+            Momentum(zeros_in_large_pages(size, wide), method.momentum) if method.momentum else None
         )
         # What was voted with; the error is what it has more than its scaled signs.
-        self._voted = torch.zeros(size, dtype=wide) if method.has_feedback else None
+        self._voted = zeros_in_large_pages(size, wide) if method.has_feedback else None
         self._scale = 0.0  # of the signs of what was voted with
         self._last_pass = -1  # the one whose gradients were the last to come in
         self.bucket = bucket
