@@ -1,4 +1,5 @@
-"""Methods whose centre is on servers, while workers and servers are killed, replaced and added."""
+"""Methods whose centre is on servers, or that have these count votes, while workers and servers are
+killed, replaced and added."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ from paceline.cluster.policy import Policy
 from paceline.collectives.group import Group
 from paceline.job import current
 from paceline.ps import messages as m
-from support import tell
+from support import hear, tell
 from support.elastic import ElasticJob, elastic_job
 
 SLOW = pytest.mark.slow
 PACES = [
-    "diloco:4",
+    *("diloco:4", "bitmap"),
     *(pytest.param(p, marks=SLOW) for p in ("local:4", "bmuf:4[after=6]", "easgd:4")),
     pytest.param("diloco:6[fragments=2,delay=1,bucket_mb=0.001]", marks=SLOW),
+    pytest.param("bitmap[feedback=yes,bucket_mb=0.001]", marks=SLOW),
 ]
 
 
@@ -139,3 +141,36 @@ def train_freely(group: Group, pace: str) -> int:
         time.sleep(0.01)
     assert all(torch.isfinite(p).all() for p in net.parameters())
     return current().steps_done
+
+
+def die_in_a_vote(group: Group, pace: str) -> tuple[str, list[int]]:
+    """One worker is killed when it has voted on some buckets of a step; the others go on."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+    first = net[0].weight  # in the last bucket
+    net, optimizer = pl.distribute(net, torch.optim.SGD(net.parameters(), lr=0.01), pace=pace)
+    sizes = []
+    for step in range(8):
+        if step == 4 and pl.rank() == 1:
+            first.register_post_accumulate_grad_hook(lambda _: (tell("here"), hear()))
+        x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * pl.rank() + step))
+        net(x).pow(2).mean().backward()
+        assert all(p.grad.abs().unique().numel() == 1 for p in net.parameters()), "signs"
+        sizes.append(pl.world_size())
+        optimizer.step()
+        optimizer.zero_grad()
+    del group
+    return digest(net), sizes
+
+
+@pytest.mark.parametrize("pace", ["bitmap[bucket_mb=0.001]", "bitmap[feedback=yes]"])
+def test_a_vote_is_settled_among_those_who_are_left(pace: str) -> None:
+    with elastic_job(policy(4)) as job:
+        job.start(die_in_a_vote, pace)
+        assert job.ranks.hear(1) == "here"
+        job.ranks.kill(1)
+        outcomes = job.ranks.wait(60, [0, 2, 3])
+        assert [o.status for o in outcomes] == [0, 0, 0], "\n".join(map(str, outcomes))
+        digests, sizes = zip(*(outcome.value for outcome in outcomes), strict=True)
+        assert len(set(digests)) == 1
+        assert list(sizes) == [[4, 4, 4, 4, 3, 3, 3, 3]] * 3

@@ -127,12 +127,6 @@ class Choice:
             raise UsageError(problem)
         _refuse_apart(job, pace)
         if job.elastic.is_on:
-            if pace.name == "bitmap" and job.servers:
-                raise UsageError(
-                    f"pace {pace} through servers cannot be used in an elastic job: votes of a step"
-                    " that is repeated would be on the next one there; leave out -s, and the"
-                    " workers count themselves"
-                )
             _refuse_in_elastic_jobs(pace, options)
 
     def _problem_with(self, pace: PaceSpec, options: Options) -> str | None:

@@ -7,6 +7,9 @@ majority (ps/shard.py), with the same coin for ties as the workers have among th
 comes back.
 
 The scales of error feedback are one number for each bucket: they go from worker to worker.
+
+When a worker is lost, the servers count without it what is not counted yet; what is counted stands.
+So nobody votes again, and all who are left read the same.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from paceline.collectives.group import Group
 from paceline.pace.ballot import Allocate
 from paceline.pace.centre import Centre
 from paceline.ps.items import Held, Item
-from paceline.ps.remote_table import RemoteTable
 from paceline.work import Work
 
 
@@ -52,23 +54,42 @@ class BallotBox:
     """The table of some buckets; made by all workers together."""
 
     def __init__(self, centre: Centre, ballots: Sequence[ServedBallot], seed: int) -> None:
-        self._table: RemoteTable = centre.ballot_box([ballot.item for ballot in ballots], seed)
+        self._place = centre.ballot_box([ballot.item for ballot in ballots], seed)
         self._is_open = False  # something was cast since the last step
 
     def cast(self, number: int) -> Work[Any]:
-        """Hand over this worker's votes on a bucket; done when the majority is there."""
+        """Hand over this worker's votes on a bucket; done when the majority is there.
+
+        Blocks until all workers have ended the step before.
+        """
+        if self._place.is_committed:
+            self._place.commit(None).wait()
+            self._place.conclude()
         self._is_open = True
-        return self._table.push(number)
+        return self._place.table.push(number)
 
     def end_step(self) -> None:
-        """The step counts: the next votes are on the next one. Blocks."""
+        """The step counts: the next votes are on the next one.
+
+        Does not wait for the others: one of them may have to hear of the step from this worker
+        before it can end it.
+        """
         if self._is_open:
             self._is_open = False
-            self._table.commit(None).wait()
+            self._place.commit(None)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether this worker has ended a step that others perhaps have not."""
+        return self._place.is_committed
+
+    def repeat_end(self) -> None:
+        """End the step that a peer has ended; where all have done so, servers only answer."""
+        self._place.commit(None)
 
 
-def mean_scale(workers: Group, scale: float) -> float:
-    """Return the mean of all workers' scales. Collective."""
-    mean = torch.tensor([scale], dtype=torch.float64)
-    workers.all_reduce(mean, "mean")
-    return mean.item()
+def mean_scales(workers: Group, scales: Sequence[float]) -> list[float]:
+    """Return the means of all workers' scales. Collective."""
+    means = torch.tensor(scales, dtype=torch.float64)
+    workers.all_reduce(means, "mean")
+    return means.tolist()

@@ -29,10 +29,11 @@ import torch
 
 from paceline.collectives.bits import Coin, Momentum, pack_corrected, pack_signs, pack_tracked
 from paceline.collectives.memory import zeros_in_large_pages
+from paceline.elastic.protocol import Change, Parcel
 from paceline.errors import UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.ballot import Ballot
-from paceline.pace.ballot_box import BallotBox, ServedBallot, mean_scale
+from paceline.pace.ballot_box import BallotBox, ServedBallot, mean_scales
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.method import Method, Setting
 from paceline.work import Work
@@ -105,6 +106,7 @@ class Bitmap(Method):
         self.voters: dict[int, Voter] = {}  # by the number of the bucket
         self.boxes: dict[int, tuple[BallotBox, int]] = {}  # the same: on servers, and its place
         self._num_elements = 0
+        self._ending: list[bool] = []  # by box, as a peer has told
         if self.momentum >= 1:
             raise UsageError(
                 f"pace {setting.pace}: momentum={self.momentum:g}, expected less than 1; 0 votes"
@@ -132,12 +134,36 @@ class Bitmap(Method):
                 self.boxes[bucket.index] = (box, number)
 
     def before_step(self) -> None:
-        for box in {id(box): box for box, _ in self.boxes.values()}.values():
+        for box in self._all_boxes():
             box.end_step()
+
+    def _all_boxes(self) -> list[BallotBox]:
+        return list(dict.fromkeys(box for box, _ in self.boxes.values()))
 
     def agreed(self, bucket: Bucket) -> torch.Tensor:
         """All have the same values, to the bit; a mean of them could be rounded."""
         return bucket.params
+
+    # -- changes of the membership ------------------------------------------------------------
+
+    def pack(self) -> Parcel:
+        plain, tensors = super().pack()
+        return [*plain, [box.is_ending for box in self._all_boxes()]], tensors
+
+    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
+        *plain, self._ending = plain
+        was_at = self.steps
+        super().unpack(plain, tensors)
+        if self.steps > was_at:  # the step under way counts: the others have taken it
+            self.before_step()
+
+    def resume(self, change: Change) -> None:
+        is_newcomer = change.is_new(self.workers.ranks[self.workers.rank])
+        super().resume(change)
+        if is_newcomer:
+            for box, is_ending in zip(self._all_boxes(), self._ending, strict=False):
+                if is_ending:
+                    box.repeat_end()
 
 
 class Vote(AllReduce):
@@ -192,19 +218,40 @@ class ServedVote(AllReduce):
     def __init__(self, method: Bitmap) -> None:
         super().__init__(method.workers)
         self._method = method
+        self._step = -1
+        self._cast: dict[int, Work[Any]] = {}  # in this step, by the number of the bucket
+        self._scales: dict[int, float] = {}  # those that all agreed on
         self.sent_bytes = 0  # handed to others so far
         self.is_weighted = method.has_feedback
 
     def submit(self, bucket: Bucket, step: int) -> Work[Any]:
-        voter, (box, number) = self._method.voters[bucket.index], self._method.boxes[bucket.index]
-        voter.vote(step)
-        work = box.cast(number)
-        self.sent_bytes += voter.ballot.sent_bytes
-        return Work(work.handle, lambda: self._finish(voter, work), keep=work)
+        if step != self._step:
+            self._step, self._cast = step, {}
+        index = bucket.index
+        voter, (box, number) = self._method.voters[index], self._method.boxes[index]
+        if index not in self._cast:  # else a worker was lost, and what servers have stands
+            voter.vote(step)
+            self._cast[index] = box.cast(number)
+            self.sent_bytes += voter.ballot.sent_bytes
+        work = self._cast[index]
+        return Work(work.handle, lambda: self._finish(voter), keep=work)
 
-    def _finish(self, voter: Voter, work: Work[Any]) -> None:
-        work.wait()
-        ballot, method = voter.ballot, self._method
-        assert isinstance(ballot, ServedBallot)
-        scale = mean_scale(method.workers, ballot.scale) if method.has_feedback else 1.0
-        ballot.read(voter.bucket.averaged, scale)
+    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
+        """Wait for the servers first: nobody is through before all have what these counted.
+
+        Whoever hears of a loss in that wait goes on from here; others may begin again, and come
+        here too. So what the workers exchange among themselves comes afterwards.
+        """
+        for work in self._cast.values():
+            work.wait()
+        if self._method.has_feedback:
+            voters = self._method.voters
+            scales = [voters[index].ballot.scale for index in self._cast]
+            means = mean_scales(self._method.workers, scales)
+            self._scales = dict(zip(self._cast, means, strict=True))
+        return super().call_roll(here)
+
+    def _finish(self, voter: Voter) -> None:
+        assert isinstance(voter.ballot, ServedBallot)
+        scale = self._scales.get(voter.bucket.index, 1.0)
+        voter.ballot.read(voter.bucket.averaged, scale)

@@ -9,6 +9,9 @@ average it, and torch's own SGD with the outer settings makes the step:
     elastic averaging   SGD(lr=beta) on the mean of c - x_i
     the same, free      no optimizer: what a worker pushes is added when it comes
 
+A method that votes (ballot_box.py) has a place for many buckets, where nothing is kept but the
+outcome of the last vote.
+
 The first worker makes the tables and gives them its values, then the others take their seats. A
 newcomer takes its seats when it is let in, and goes on at the clocks that a peer has told it; a
 step that the peer has committed, but behind which not all have met yet, it repeats, and the servers
@@ -38,7 +41,7 @@ Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
 
 class Place:
-    """One bucket's values on the servers."""
+    """One bucket's values on the servers, or the votes on several."""
 
     def __init__(self, table: RemoteTable) -> None:
         self.table = table
@@ -66,10 +69,10 @@ class Place:
             self.outbox.mul_(gain)
         return self.table.push(0)
 
-    def commit(self, settings: Mapping[str, Any]) -> Work[Any]:
+    def commit(self, settings: Mapping[str, Any] | None) -> Work[Any]:
         """End the step, once, however often it is called; fresh values are in `values` then."""
         if self._ended is None:
-            self._ended = self.table.commit([dict(settings)])
+            self._ended = self.table.commit(None if settings is None else [dict(settings)])
         return self._ended
 
     def conclude(self) -> None:
@@ -104,12 +107,11 @@ class Centre:
         self._seats: list[Place] = []  # to be taken by a newcomer
         self._settled: list[int] = []  # by place: the last step that is behind all workers
         self._is_free = False
-        self._boxes: list[RemoteTable] = []
 
     def describe(self) -> str:
         """Say in a few words where it is."""
         count = len(self._job.fabric.membership.servers)
-        what = "counted" if self._boxes else "centre"
+        what = "counted" if any(p.table.rule.votes for p in self._places) else "centre"
         return f"{what} on {count} server{'s' if count > 1 else ''}"
 
     def place(self, bucket: Bucket, *, is_free: bool = False) -> Place:
@@ -135,6 +137,21 @@ class Centre:
                 rule,
             )
         )
+        return self._add(place)
+
+    def ballot_box(self, items: Sequence[Item], seed: int) -> Place:
+        """Make a table that counts votes (ballot_box.py). Collective."""
+        table = RemoteTable(
+            self._job.servers,
+            self._job.fabric.membership.worker_numbers,
+            f"{self._name}.{len(self._places)}",
+            items,
+            OptimizerSpec("SGD", (outer_settings(lr=1.0),)),
+            Rule(bound=0, aggregate=True, push="delta", votes=True, seed=seed, all_speak=True),
+        )
+        return self._add(Place(table))
+
+    def _add(self, place: Place) -> Place:
         self._places.append(place)
         if self._job.elastic.is_candidate:
             self._seats.append(place)
@@ -142,22 +159,8 @@ class Centre:
             self._set_up(place)
         return place
 
-    def ballot_box(self, items: Sequence[Item], seed: int) -> RemoteTable:
-        """Make a table that counts votes (ballot_box.py). Collective."""
-        table = RemoteTable(
-            self._job.servers,
-            self._job.fabric.membership.worker_numbers,
-            f"{self._name}.{len(self._boxes)}",
-            items,
-            OptimizerSpec("SGD", (outer_settings(lr=1.0),)),
-            Rule(bound=0, aggregate=True, push="delta", votes=True, seed=seed, all_speak=True),
-        )
-        self._boxes.append(table)
-        self._open(table)
-        return table
-
-    def _open(self, table: RemoteTable) -> None:
-        is_first = self._workers.rank == 0
+    def _set_up(self, place: Place) -> None:
+        table, is_first = place.table, self._workers.rank == 0
         if is_first:
             table.open()
             for number in range(len(table.items)):
@@ -165,9 +168,6 @@ class Centre:
         self._workers.barrier()
         if not is_first:
             table.open()
-
-    def _set_up(self, place: Place) -> None:
-        self._open(place.table)
         if self._is_free:
             place.pull()  # servers remember from which values each worker computes
         self._workers.barrier()
@@ -183,16 +183,18 @@ class Centre:
         return [place.table.clock - place.is_committed for place in self._places]
 
     def follow(self, settled: Sequence[int]) -> None:
-        """Take over what a peer has told; what was under way here is concluded in it."""
+        """Take over what a peer has told; what is behind all is not under way here any more."""
         self._settled = [int(clock) for clock in settled]
-        for place in self._places:
-            place.conclude()
+        for place, clock in zip(self._places, self._settled, strict=False):
+            if clock >= place.table.clock:
+                place.conclude()
 
     def resume(self, change: Change) -> None:
         """Take the seats of a newcomer; the servers have noticed who is gone by themselves."""
         for place in self._seats:
             place.table.open(self._job.fabric.membership.worker_numbers)
-            place.pull()
+            if not place.table.rule.votes:
+                place.pull()
         if not self._is_free:
             for place, clock in zip(self._places, self._settled, strict=False):
                 if place in self._seats:
