@@ -11,11 +11,9 @@ from torch import nn
 
 import paceline as pl
 from paceline import job
-from paceline.cluster.policy import Policy
 from paceline.collectives.group import Group
 from paceline.ps import messages as m
 from support import hear, run_ranks, started, tell
-from support.elastic import elastic_job
 
 ROUNDS = 12
 
@@ -149,11 +147,3 @@ def refuse(group: Group, pace: str, words: str) -> None:
 )
 def test_what_cannot_be_is_refused(pace: str, servers: int, words: str) -> None:
     run_ranks(2, refuse, pace, words, servers=servers)
-
-
-def test_an_elastic_job_has_no_backups() -> None:
-    policy = Policy(num_workers=2, num_servers=1, is_elastic=True, num_partitions=1)
-    with elastic_job(policy) as elastic:
-        elastic.start(refuse, "backup:1", "cannot be used in an elastic job: .* use pace ps")
-        outcomes = elastic.ranks.wait(40)
-        assert [o.status for o in outcomes[:2]] == [0, 0], "\n".join(map(str, outcomes))

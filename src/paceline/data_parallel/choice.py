@@ -122,12 +122,21 @@ class Choice:
         job = self._job
         if pace.needs_servers and not job.servers:
             _do_without_servers(job, pace)
-        problem = find_problem_with_backups(pace, job.world.size, len(job.servers))
+        problem = find_problem_with_backups(pace, *self._numbers)
         if problem and job.servers:
             raise UsageError(problem)
         _refuse_apart(job, pace)
         if job.elastic.is_on:
-            _refuse_in_elastic_jobs(pace, options)
+            _refuse_in_elastic_jobs(options)
+
+    @property
+    def _numbers(self) -> tuple[int, int]:
+        """Return how many workers and servers there are; in an elastic job, where both come and go
+        and a table may lie on one of its parts: at the start, and one."""
+        job = self._job
+        if job.elastic.is_on:
+            return job.env.world_size, min(len(job.servers), 1)
+        return job.world.size, len(job.servers)
 
     def _problem_with(self, pace: PaceSpec, options: Options) -> str | None:
         codec = parse_codec(options.own.get("compress", options.compress))
@@ -151,7 +160,7 @@ class Choice:
 
 def _refuse_free_running(asked: Schedule) -> None:
     for phase in asked.phases:
-        if phase.pace.is_free_running:
+        if phase.pace.is_free_running or phase.pace.name == "backup":
             raise UsageError(
                 f"the pace of an elastic job cannot change from or to {phase.pace}, where workers"
                 " take different numbers of steps; change among paces in lockstep (allreduce, ps,"
@@ -179,14 +188,8 @@ def _refuse_apart(job: Job, pace: PaceSpec) -> None:
         )
 
 
-def _refuse_in_elastic_jobs(pace: PaceSpec, options: Options) -> None:
+def _refuse_in_elastic_jobs(options: Options) -> None:
     """Refuse what cannot go on when a worker is lost."""
-    if pace.name == "backup" and pace.value:
-        raise UsageError(
-            f"pace {pace} cannot be used in an elastic job: its servers do not know how many a"
-            " round needs while workers come and go; use pace ps, which goes on without those who"
-            " are lost, or start the job without --min, --max and --on-loss"
-        )
     if options.batchnorm == "global":
         raise UsageError(
             "batchnorm=global cannot be used in an elastic job: its exchange is in the middle of"

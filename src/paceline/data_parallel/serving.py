@@ -74,6 +74,8 @@ class Serving:
         # Otherwise the script sees its own memory through a private view, for the same reason; its
         # own optimizer, with push=delta and push=params, writes to everything anyway.
         self.watches_edits = can_see_edits and self.rule.push == "grad" and not self.shares_memory
+        # Who is in a round is decided in one place; in an elastic job servers hold many parts.
+        self._links = job.servers[:1] if self.rule.backup else job.servers
         self.exchange = ServerExchange(self.rule)
         self._by_layer = options.wait == "layer"
         kind: type[ServedUpdate] = LayerwiseUpdate if self._by_layer else ServedUpdate
@@ -131,7 +133,7 @@ class Serving:
         settings = tuple(settings_of(group) for group in self._optimizer.param_groups)
         number = len(self.exchange.tables)
         table = RemoteTable(
-            self._job.servers,
+            self._links,
             self._job.fabric.membership.worker_numbers,
             f"{self._name}.{number}" if number else self._name,
             [self._item(bucket, groups) for bucket in buckets],
@@ -204,7 +206,7 @@ class Serving:
             table.pull().wait()
             self.update.begin_with_values(buckets)
         tables = [table for table, _ in self._seats]
-        if self.rule.aggregate:
+        if self.rule.is_lockstep:
             # The first step is the one that the others are in, if they have committed it or not:
             # servers that have ended it already only answer.
             for table, clock in zip(tables, self._settled, strict=False):

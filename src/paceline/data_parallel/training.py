@@ -214,10 +214,10 @@ class Training:
 
     @property
     def _is_free(self) -> bool:
-        """Whether nobody waits for anybody."""
+        """Whether workers take their steps without all of the others."""
         if self._method is not None:
             return self._method.is_free
-        return self._serving is not None and not self._serving.rule.aggregate
+        return self._serving is not None and not self._serving.rule.is_lockstep
 
     def _set_weight(self, weight: float) -> None:
         """Let a batch weigh by its samples, where gradients are averaged."""
@@ -316,7 +316,7 @@ class Training:
         model = self._model()
         assert model is not None
         taken = {id(param) for param in self.reducer.params}
-        if self._is_free or (self._serving is not None and self._serving.rule.backup):
+        if self._is_free:
             raise UsageError(
                 f"rank {self._group.rank}: parameters were frozen or thawed under a free-running"
                 " pace, where workers cannot do so together; decide what is trained before"

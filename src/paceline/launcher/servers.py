@@ -67,7 +67,8 @@ class ServerPlan:
                 f" or choose a pace with servers ({', '.join(paces_with_servers())})"
             )
         if num_workers is not None and self.count:
-            problem = pace.problem_with(num_workers, self.count)
+            num_places = self.count if self.replicas == 1 else 1  # others may hold its copies
+            problem = pace.problem_with(num_workers, num_places)
             if problem:
                 raise ConfigError(problem)
 

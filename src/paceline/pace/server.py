@@ -27,6 +27,7 @@ def rule_of(pace: PaceSpec, **options: Any) -> Rule:
     """Return the rule of a server pace; ssp:0 and backup:0 are `ps`: all wait for all."""
     if pace.name == "backup" and pace.value:
         # Nobody is bound to the clock of the slowest; and the first worker may be that one.
+        options["is_elastic"] = options.get("all_speak", False)
         options["all_speak"] = True
         return Rule(bound=None, aggregate=True, backup=int(pace.value), **options)
     is_lockstep = pace.name == "ssp" and pace.number == 0 and options.get("unit") != "version"

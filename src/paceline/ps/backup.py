@@ -18,6 +18,13 @@ ahead of it, so at least N - b have pushed, and the round has its members.
 
 A round is decided in one place, so there must be one server: two of them would choose different
 members, and each could wait for workers that the other has let go.
+
+In a job of fixed size whoever leaves is through, and counts as ahead for good. In an ELASTIC job N
+is the number of workers that are there: who is lost or leaves is not counted any more, at least one
+is needed. If members of the round under way are lost, it needs as many commits less; their
+gradients are in the average, and stay. A newcomer counts as being as far as the foremost, so that
+nobody waits for it who need not. A place that is kept for a replacement counts: it is a backup that
+does not come.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ from paceline.ps.barrier import Barrier
 from paceline.ps.ledger import Ledger, Push
 from paceline.ps.precision import Scratch
 from paceline.ps.shard import Shard
+from paceline.ps.snapshot_form import BarrierForm, FirstArrivalsForm
 from paceline.ps.spec import TableSpec
 
 
@@ -38,8 +46,9 @@ class FirstArrivals(Barrier):
         self, spec: TableSpec, shards: Sequence[Shard], ledger: Ledger, scratch: Scratch
     ) -> None:
         super().__init__(spec, shards, ledger, scratch)
-        self._need = max(1, len(spec.workers) - spec.rule.backup)
         self._members: tuple[int, ...] = ()  # of the round under way, once they are known
+        self._quorum = 0  # commits that it needs then
+        self._withdrawn: set[int] = set()  # workers that were lost in it
         self._rounds = 0  # that are over
         self._read_at = dict.fromkeys(spec.workers, 0)  # rounds over when a worker last read
         self._taken = dict.fromkeys(spec.workers, 0)  # own steps, also of those who have left
@@ -87,9 +96,40 @@ class FirstArrivals(Barrier):
 
     def leave(self, worker: int) -> None:
         """Go on without a worker, whose clock is gone already."""
-        self._left.add(worker)
-        super().leave(worker)
+        if not self._spec.rule.is_elastic:
+            self._left.add(worker)
+            super().leave(worker)
+        else:
+            self._withdraw(worker)
+            del self._taken[worker], self._read_at[worker]
+            super().leave(worker)
+            if not self._members:
+                self._close_if_complete()  # fewer are needed now
         self._drop_those_behind()
+
+    def join(self, worker: int, left_at: int | None) -> int:
+        """Take in a worker; return the clock that it begins at: the slowest one's, or its own."""
+        self._clocks.join(worker, left_at)
+        self._taken[worker] = max(self._taken.values(), default=0)
+        self._read_at[worker] = -1
+        return self._clocks.clock(worker)
+
+    def vacate(self, worker: int) -> None:
+        """Keep the place of a worker that is gone; its step will be repeated."""
+        self._withdraw(worker)
+        self.discard(worker)
+        self._committed.discard(worker)
+        self._end_if_complete()
+
+    def _withdraw(self, worker: int) -> None:
+        """Expect no commit of a worker in the round under way."""
+        if worker in self._members and worker not in self._withdrawn:
+            self._quorum = max(1, self._quorum - 1)
+        self._withdrawn.add(worker)
+        self._dropped.discard(worker)
+        self._credited.discard(worker)
+        for stamps in self._stamps:
+            stamps.pop(worker, None)
 
     def ignores(self, worker: int) -> bool:
         """Say whether the step that a worker is in does not count."""
@@ -125,11 +165,16 @@ class FirstArrivals(Barrier):
         """Name those whose pushes are all there, in the order of ranks."""
         return [worker for worker in self._clocks.workers if self._has_pushed(worker)]
 
+    @property
+    def _need(self) -> int:
+        rule, workers = self._spec.rule, self._spec.workers
+        return max(1, len(self._clocks.workers if rule.is_elastic else workers) - rule.backup)
+
     def _close_if_complete(self) -> None:
-        members = self._complete()
-        if len(members) < self._need:
+        members, need = self._complete(), self._need
+        if len(members) < need:
             return
-        self._members = tuple(members)
+        self._members, self._quorum = tuple(members), need
         for number, pushes in enumerate(self._pushes):
             own = {worker: pushes[worker] for worker in members}
             self._pushes[number] = own  # what others have pushed of it is not needed
@@ -146,7 +191,8 @@ class FirstArrivals(Barrier):
         return ()  # all shards are averaged together, when the members are known
 
     def _enders(self) -> Sequence[int]:
-        return sorted(self._committed) if len(self._committed) >= self._need else ()
+        needed = self._quorum if self._members else self._need
+        return sorted(self._committed) if len(self._committed) >= needed else ()
 
     def _leader(self) -> int:
         return min(self._committed)  # the first worker may have the settings of an older step
@@ -160,7 +206,7 @@ class FirstArrivals(Barrier):
     def _end(
         self, workers: Collection[int], *, notice: str = "", error: str = "", text: str = ""
     ) -> None:
-        self._credited |= set(self._members) - set(workers)
+        self._credited |= set(self._members) - set(workers) - self._withdrawn
         super()._end(workers, notice=notice, error=error, text=text)
         for worker in workers:
             self._taken[worker] += 1
@@ -169,5 +215,35 @@ class FirstArrivals(Barrier):
     def _begin_step(self) -> None:
         super()._begin_step()
         self._members = ()
+        self._withdrawn.clear()
         for stamps in self._stamps:
             stamps.clear()
+
+    # -- for another copy ---------------------------------------------------------------------
+
+    def outline(self) -> FirstArrivalsForm:  # type: ignore[override]
+        """Return everything but numbers and pushes."""
+        return FirstArrivalsForm(
+            super().outline(),
+            self._members,
+            self._quorum,
+            tuple(sorted(self._withdrawn)),
+            self._rounds,
+            dict(self._read_at),
+            dict(self._taken),
+            tuple(sorted(self._left)),
+            tuple(dict(stamps) for stamps in self._stamps),
+            tuple(sorted(self._dropped)),
+            tuple(sorted(self._credited)),
+        )
+
+    def restore(self, form: BarrierForm | FirstArrivalsForm) -> None:
+        """Take over from another copy; pushes that are not in an average are pushed again."""
+        assert isinstance(form, FirstArrivalsForm)
+        super().restore(form.barrier)
+        self._members, self._quorum = form.members, form.quorum
+        self._withdrawn, self._rounds = set(form.withdrawn), form.rounds
+        self._read_at, self._taken = dict(form.read_at), dict(form.taken)
+        self._left = set(form.left)
+        self._stamps = [dict(stamps) for stamps in form.stamps]
+        self._dropped, self._credited = set(form.dropped), set(form.credited)

@@ -50,6 +50,22 @@ class BarrierForm(msgspec.Struct, frozen=True, tag=True):
     last_clock: int
 
 
+class FirstArrivalsForm(msgspec.Struct, frozen=True, tag=True):
+    """A round of a synchronous table with backup workers."""
+
+    barrier: BarrierForm
+    members: tuple[int, ...]
+    quorum: int
+    withdrawn: tuple[int, ...]
+    rounds: int
+    read_at: dict[int, int]
+    taken: dict[int, int]
+    left: tuple[int, ...]
+    stamps: tuple[dict[int, int], ...]  # by shard
+    dropped: tuple[int, ...]
+    credited: tuple[int, ...]
+
+
 class ArrivalsForm(msgspec.Struct, frozen=True, tag=True):
     """What a free-running table has besides what was pushed."""
 
@@ -74,7 +90,7 @@ class TableForm(msgspec.Struct, frozen=True):
     left_at: dict[int, int]
     may_repeat: tuple[int, ...]
     repeating: tuple[int, ...]
-    way: BarrierForm | ArrivalsForm
+    way: BarrierForm | FirstArrivalsForm | ArrivalsForm
     report: TableReport
 
 

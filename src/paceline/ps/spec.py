@@ -61,6 +61,12 @@ class Rule(msgspec.Struct, frozen=True):
     backup: int = 0  # synchronous: so many workers are not waited for
     votes: bool = False  # the average is the majority of signs, as bits; nothing is applied
     all_speak: bool = False  # every worker tells what the script has changed, not only the first
+    is_elastic: bool = False  # backups: of the workers that are there, not of those at the start
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether all workers take the same steps together."""
+        return self.aggregate and not self.backup
 
 
 class TableSpec(msgspec.Struct, frozen=True):

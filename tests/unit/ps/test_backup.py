@@ -185,3 +185,75 @@ def test_in_any_order_everybody_comes_through(seed: int, leaves: bool) -> None:
     assert table.version * (num - backup) == sum(updates for updates, _ in counts(table).values())
     moved = (t.noise(1)[0] - t.values(table)[0]).item()  # every gradient is 1
     assert moved == pytest.approx(0.1 * table.version, rel=1e-4)
+
+
+def test_who_is_lost_is_not_counted_any_more() -> None:
+    table = make(4, 1, is_elastic=True)
+    expected = alone()
+    for worker in (0, 1, 2):  # a round of three
+        t.push(table, worker, t.noise(10 + worker))
+    t.commit(table, 0)
+    table.leave(1)  # it is in the average
+    t.commit(table, 2)
+    expected.step(mean(*(t.noise(10 + worker) for worker in (0, 1, 2))))
+    for worker in (0, 2):
+        torch.testing.assert_close(t.read(table, worker), expected.flat)
+    t.read(table, 3)
+    t.push(table, 0, t.noise(20))
+    assert not table.is_reduced(0)
+    table.leave(2)
+    assert table.is_reduced(0)  # of two one is needed, and that was there
+    t.push(table, 3, t.noise(23))
+    assert torch.equal(end_step(table, 0), end_step(table, 3))
+    expected.step(t.noise(20))
+    torch.testing.assert_close(t.values(table), expected.flat)
+
+
+def test_who_takes_over_a_place_begins_its_step_anew() -> None:
+    table = make(3, 1, is_elastic=True)
+    t.push(table, 0, t.noise(10))
+    t.push(table, 1, t.noise(11))
+    t.commit(table, 1)
+    table.vacate(1)
+    assert table.join(1) == 0
+    t.read(table, 1)  # of values that the round will replace
+    end_step(table, 0)
+    assert table.version == 1
+    assert not push(table, 1, t.noise(12))
+    end_step(table, 1)
+    t.push(table, 0, t.noise(13))
+    t.push(table, 1, t.noise(14))
+    t.commit(table, 0)
+    end_step(table, 1)
+    assert table.version == 2
+
+
+@pytest.mark.parametrize("keeps_places", [False, True])
+@pytest.mark.parametrize("seed", range(80))
+def test_while_workers_come_and_go_everybody_comes_through(seed: int, keeps_places: bool) -> None:
+    chance = random.Random(seed)
+    num = chance.randint(2, 6)
+    table = make(num, chance.randint(1, num - 1), is_elastic=True)
+    speeds = [chance.choice((1, 1, 5, 25)) for _ in range(num)]
+    workers, changes = [Worker(number, table, 6) for number in range(num)], 4
+    gone: list[int] = []
+    while gone or any(worker.can_move for worker in workers):
+        under_way = [worker for worker in workers if worker.state != "through"]
+        if changes and under_way and chance.random() < 0.05:
+            changes -= 1
+            lost = chance.choice(under_way)
+            workers.remove(lost)
+            gone.append(lost.number)
+            table.vacate(lost.number) if keeps_places else table.leave(lost.number)
+        movable = [worker for worker in workers if worker.can_move]
+        if gone and (not movable or chance.random() < 0.1):
+            left = 6 - table.join(gone[0])
+            t.read(table, gone[0])
+            workers.append(Worker(gone.pop(0), table, max(left, 1)))
+        elif movable:
+            (one,) = chance.choices(movable, [1 / speeds[worker.number] for worker in movable])
+            one.move()
+            if one.state == "through":
+                table.leave(one.number)
+    assert all(worker.state == "through" for worker in workers), [w.state for w in workers]
+    assert table.version > 0

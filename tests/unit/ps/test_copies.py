@@ -139,6 +139,7 @@ def noise(seed: int, number: int) -> torch.Tensor:
 CASES = {
     "ps": (Rule(bound=0, aggregate=True, nonfinite="skip"), "Adam", {"weight_decay": 0.01}),
     "ps, bf16": (Rule(bound=0, aggregate=True, server_dtype="bf16"), "SGD", {"momentum": 0.9}),
+    "backup": (Rule(bound=None, aggregate=True, backup=1, is_elastic=True), "Adam", {}),
     "async": (Rule(bound=None), "SGD", {"momentum": 0.9, "weight_decay": 0.1}),
     "ssp": (Rule(bound=2), "AdamW", {}),
     "versions": (Rule(bound=3, unit="version"), "Adagrad", {}),
