@@ -22,11 +22,14 @@ PACES = (
     *("local:4", "bmuf:4[after=6]", "diloco:4", "diloco:6[fragments=2,delay=1]"),
     *("easgd:4", "eamsgd:4", "partial:0.6", "partial:0.6[carry=yes]"),
     *("gossip", "gossip:random", "gossip:exponential", "post_local:4[after=20]"),
-    *("bitmap", "bitmap[feedback=yes]"),
+    *("bitmap", "bitmap[feedback=yes]", "hogwild[agree=4,bucket_mb=0.001]"),
     # Newcomers find the others at another pace than the one that the script begins with.
     *("allreduce@0, diloco:4@5", "local:3@0, allreduce@4, local:4@9"),
 )
-FAST = ("diloco:4", "easgd:4", "partial:0.6", "bitmap", "allreduce@0, diloco:4@5")
+FAST = (
+    *("diloco:4", "easgd:4", "partial:0.6", "bitmap", "hogwild[agree=4,bucket_mb=0.001]"),
+    "allreduce@0, diloco:4@5",
+)
 
 
 def policy(workers: int, **changes: object) -> Policy:

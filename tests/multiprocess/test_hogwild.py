@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch import nn
 
 import paceline as pl
 from paceline.collectives.group import Group
-from support import run_ranks
+from support import run_ranks, tell
 from support.counted import policy
-from support.elastic import elastic_job
+from support.elastic import ElasticJob, elastic_job
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -228,8 +229,63 @@ def test_several_hosts_are_refused() -> None:
     run_ranks(3, refuse, "share memory.* 2 hosts; .*async", hosts=2)
 
 
-def test_elastic_jobs_are_refused() -> None:
+def come_and_go(group: Group) -> tuple[int, float, float]:
+    """Add one to every number of one copy, rows of it sparsely, until the test says stop."""
+    del group
+    rows = nn.Embedding(6, 4, sparse=True, dtype=torch.float64)
+    torch.nn.init.zeros_(rows.weight)
+    model = nn.ModuleDict({"sum": Sum(), "rows": rows})
+    model.forward = lambda: -model["sum"](1.0) - model["rows"](torch.arange(6)).sum()
+    model, optimizer = pl.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), pace="hogwild[agree=3]"
+    )
+    taken = 0
+    while not pl.should_stop():
+        model().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        taken += 1
+        tell(pl.world_size())
+        time.sleep(0.005)
+    with model.agreed():
+        return taken, float(model["sum"].w.max()), float(model["rows"].weight.max())
+
+
+def wait_for(job: ElasticJob, rank: int, size: int) -> None:
+    for _ in range(6):
+        while job.ranks.hear(rank, 40) != size:
+            pass
+
+
+def test_memory_outlives_its_owner_and_newcomers_share_it() -> None:
+    with elastic_job(policy(3)) as job:
+        job.start(come_and_go)
+        wait_for(job, 1, 3)
+        job.ranks.kill(0)  # whose memory it was
+        wait_for(job, 1, 2)
+        newcomer = job.add()
+        wait_for(job, newcomer, 3)
+        job.ranks.kill(2)
+        other = job.add()
+        wait_for(job, other, 3)
+        job.ranks.kill(1, signal.SIGTERM)
+        outcomes = job.ranks.wait(60, [1, newcomer, other])
+        assert [o.status for o in outcomes] == [0, 0, 0], "\n".join(map(str, outcomes))
+        taken, dense, sparse = zip(*(outcome.value for outcome in outcomes), strict=True)
+        assert len(set(dense)) == 1 and len(set(sparse)) == 1, "there is one copy"
+        # Those who are alive have added as much in sum; races may have lost a little of it, and
+        # those who were killed have added some.
+        assert max(taken) < dense[0] and max(taken) < sparse[0]
+
+
+def test_a_newcomer_on_another_host_makes_way() -> None:
     with elastic_job(policy(2)) as job:
-        job.start(refuse, "hogwild cannot be used in an elastic job: .*newcomer")
-        for outcome in job.ranks.wait(60):
-            assert outcome.status == 0, outcome
+        job.hosts = (0, 0, 1)
+        job.start(come_and_go)
+        wait_for(job, 0, 2)
+        newcomer = job.add()
+        (outcome,) = job.ranks.wait(60, [newcomer])
+        assert outcome.status == 0 and "a newcomer must be on their host" in str(outcome)
+        wait_for(job, 0, 2)
+        job.ranks.kill(0, signal.SIGTERM)
+        assert [o.status for o in job.ranks.wait(60, [0, 1])] == [0, 0]

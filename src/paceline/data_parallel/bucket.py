@@ -83,6 +83,13 @@ class Bucket:
         self.is_submitted = False
         self.refresh()
 
+    def move_params(self, flat: torch.Tensor) -> None:
+        """Let the parameters live in other memory, which has their values already."""
+        self.params = self.shown = flat
+        for slot in self.slots:
+            slot.home = slot.place.view(flat)
+            slot.param.data = slot.home
+
     def refresh(self) -> None:
         """Look again which parameters want a gradient."""
         self._wanted = sum(slot.param.requires_grad for slot in self.slots)

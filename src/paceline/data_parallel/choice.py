@@ -175,16 +175,14 @@ def _refuse_apart(job: Job, pace: PaceSpec) -> None:
         return
     members = job.fabric.membership
     hosts = {members.member(rank).host_id for rank in members.workers}
+    if job.elastic.is_candidate and hosts != {job.env.host_id}:
+        job.elastic.give_way(
+            f"pace {pace}: workers share memory, so a newcomer must be on their host"
+        )
     if len(hosts) > 1:
         raise UsageError(
             f"pace {pace}: its workers share memory, but they are on {len(hosts)} hosts; start them"
             " on one, or use async with servers (-s 1 --pace async)"
-        )
-    if job.elastic.is_on:
-        raise UsageError(
-            f"{pace} cannot be used in an elastic job: memory that all workers share cannot be"
-            " handed to a newcomer, and half an update of one that was lost would stay in it; use"
-            " async with servers, or start the job without --min, --max and --on-loss"
         )
 
 

@@ -48,6 +48,8 @@ class Housing:
         self._num_buckets = self._num_slots = 0
         self.slots: dict[torch.nn.Parameter, Slot] = {}
         self.shared_slots: dict[torch.nn.Parameter, Slot] = {}  # of them, those that a host shares
+        self._common: list[Bucket] = []  # whose parameters all workers write to
+        self._common_sparse: list[torch.nn.Parameter] = []  # the same, without a bucket
 
     def house(self, parameters: Sequence[Named]) -> list[Bucket]:
         """Move these parameters into new buckets, behind those that there are."""
@@ -67,6 +69,8 @@ class Housing:
             self.slots.update((slot.param, slot) for slot in bucket.slots)
             if is_shared:
                 self.shared_slots.update((slot.param, slot) for slot in bucket.slots)
+            if is_shared and self._is_common:
+                self._common.append(bucket)
             buckets.append(bucket)
         return buckets
 
@@ -108,7 +112,29 @@ class Housing:
                 if self._host.rank == 0:
                     memory.copy_(param)
                 param.data = memory
+            self._common_sparse.append(param)
             self._host.barrier()
+
+    def share_anew(self) -> None:
+        """Move what all workers write to into memory of those who are in the group now. Collective.
+
+        All have the same values, and nobody writes meanwhile. If somebody is lost before all have
+        mapped it, everything is where it was.
+        """
+        common = self._common
+        flats = [self._allocate_on_host(b.params.numel(), b.params.dtype).shared for b in common]
+        sparse = [self._allocate_on_host(p.numel(), p.dtype).shared for p in self._common_sparse]
+        with torch.no_grad():
+            if self._host.rank == 0:
+                for bucket, flat in zip(common, flats, strict=True):
+                    flat.copy_(bucket.params)
+                for param, flat in zip(self._common_sparse, sparse, strict=True):
+                    flat.copy_(param.detach().reshape(-1))
+            self._host.barrier()
+            for bucket, flat in zip(common, flats, strict=True):
+                bucket.move_params(flat)
+            for param, flat in zip(self._common_sparse, sparse, strict=True):
+                param.data = flat.view(param.shape)
 
     def _allocate_zeroed(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return self._allocate(count, dtype).zero_()

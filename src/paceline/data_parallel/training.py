@@ -24,6 +24,7 @@ from paceline.compress.parse import parse_codec
 from paceline.data_parallel.averaging import Compressing, compressed_average, left_out
 from paceline.data_parallel.batchnorm import use_global_statistics, use_own_statistics
 from paceline.data_parallel.buffers import Buffers
+from paceline.data_parallel.common_memory import CommonMemory
 from paceline.data_parallel.direct import compute_as_usual, compute_in_bucket
 from paceline.data_parallel.elastic_step import ElasticStep
 from paceline.data_parallel.handover import (
@@ -90,6 +91,8 @@ class Training:
         self._method = self._choose_method(pace, optimizer)
         self._shares_params = self._wants_sharing(optimizer)
         self._is_common = self._method is not None and self._method.shares_params
+        if self._is_common and job.elastic.is_on:  # there all workers are on one host
+            self._host = self._form("host")
         self.health = Health(
             group,
             options,
@@ -299,6 +302,9 @@ class Training:
             elastic.register(f"{self._name} pace", self._method)
         if isinstance(self._exchange, Compressing) and self._exchange.journeys is not None:
             elastic.register(f"{self._name} codec", self._exchange.journeys)
+        if self._is_common:
+            name, is_newcomer = f"{self._name} memory", elastic.is_candidate
+            elastic.register(name, CommonMemory(name, self._housing, is_newcomer=is_newcomer))
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -406,8 +412,8 @@ class Training:
         give_state(optimizer, state)
         make_plain(model)
         add_once(left)
-        for name in (self._name, f"{self._name} pace", f"{self._name} codec"):
-            self._job.elastic.unregister(name)
+        for use in ("", " pace", " memory", " codec"):
+            self._job.elastic.unregister(self._name + use)
         for group in self._groups:
             group.close()
 
