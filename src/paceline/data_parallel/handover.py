@@ -9,7 +9,8 @@ is each worker's own; it is added to the first ones at the next pace.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +18,19 @@ from torch import nn
 
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
+from paceline.elastic.plain import put_together, take_apart
+from paceline.elastic.protocol import Parcel
 
 State = dict[torch.Tensor, dict[str, Any]]
+_OWN = ("params", "param_names")  # of a param group: not settings
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What stands for all workers behind the last step at a pace."""
+
+    state: State  # of the optimizer
+    values: Sequence[torch.Tensor] = ()  # of the buckets, where parameters went apart
 
 
 def whole_state(optimizer: torch.optim.Optimizer) -> State:
@@ -37,8 +49,8 @@ def give_state(optimizer: torch.optim.Optimizer, state: State) -> None:
     optimizer.state = defaultdict(dict, state)
 
 
-def average_state(optimizer: torch.optim.Optimizer, group: Group) -> None:
-    """Let all workers have the mean of what their optimizers remember. Collective.
+def average_state(optimizer: torch.optim.Optimizer, state: State, group: Group) -> None:
+    """Let all workers have the mean of what their optimizers remember: in `state`. Collective.
 
     Counts (a tensor with one value, such as Adam's step) are the largest of them. What only some
     workers have, because the others never had a gradient there, is zero on the others.
@@ -47,14 +59,14 @@ def average_state(optimizer: torch.optim.Optimizer, group: Group) -> None:
     here = [
         [number, key, str(value.dtype).removeprefix("torch."), list(value.shape)]
         for number, param in enumerate(params)
-        for key, value in sorted(optimizer.state.get(param, {}).items())
+        for key, value in sorted(state.get(param, {}).items())
         if isinstance(value, torch.Tensor) and value.is_floating_point()
     ]
     everywhere: dict[tuple[int, str], tuple[str, list[int]]] = {}
     for told in tell_all(group, here):
         everywhere.update({(number, key): (dtype, shape) for number, key, dtype, shape in told})
     for (number, key), (dtype, shape) in sorted(everywhere.items()):
-        entries = optimizer.state[params[number]]
+        entries = state.setdefault(params[number], {})
         if key not in entries:
             entries[key] = torch.zeros(shape, dtype=getattr(torch, dtype))
         value = entries[key]
@@ -73,6 +85,30 @@ def make_plain(model: nn.Module) -> None:
             param.data = param.detach().clone()
             if grad is not None:
                 param.grad = grad.clone()
+
+
+def pack_plain(
+    optimizer: torch.optim.Optimizer, state: State, values: Sequence[torch.Tensor]
+) -> Parcel:
+    """Return a plain model's values and its optimizer's state and settings, for another worker."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    told = {
+        "settings": [{k: v for k, v in g.items() if k not in _OWN} for g in optimizer.param_groups],
+        "state": {number: state[param] for number, param in enumerate(params) if param in state},
+        "values": list(values),
+    }
+    return take_apart(told, f"the optimizer {type(optimizer).__name__}")
+
+
+def unpack_plain(
+    optimizer: torch.optim.Optimizer, plain: Any, tensors: Sequence[torch.Tensor]
+) -> tuple[State, list[torch.Tensor]]:
+    """Take over the settings; return state and values."""
+    told = put_together(plain, tensors)
+    for group, settings in zip(optimizer.param_groups, told["settings"], strict=True):
+        group.update(settings)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {params[number]: entries for number, entries in told["state"].items()}, told["values"]
 
 
 def add_once(left: Mapping[nn.Parameter, torch.Tensor]) -> None:

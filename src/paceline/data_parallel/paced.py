@@ -117,18 +117,22 @@ class Paced:
         return result
 
     def finish(self) -> None:
-        """Meet for the last time, and have the same parameters as all others. Collective."""
+        """Meet for the last time. Collective."""
         method = self._method
         if not self._reducer.rests:
-            return  # gradients are averaged, so that they are the same at any time
+            return  # gradients are averaged, so that parameters are the same at any time
         method.is_last = True
         while method.is_due:
             self._meet_once()
-        buckets = self._reducer.buckets
-        agreed = [method.agreed(bucket) for bucket in buckets]
-        with torch.no_grad():
-            for bucket, values in zip(buckets, agreed, strict=True):
-                bucket.params.copy_(values)
+
+    def gather(self) -> list[torch.Tensor]:
+        """Return the values of all buckets that stand for all workers. Collective; nothing changes.
+
+        Nothing: all have the same anyway.
+        """
+        if not self._reducer.rests:
+            return []
+        return [self._method.agreed(bucket) for bucket in self._reducer.buckets]
 
     def _meet_once(self) -> list[float]:
         self._is_late = False

@@ -8,6 +8,15 @@ The script's objects stay the same, and with them schedulers, hooks and referenc
 A newcomer of an elastic job must be at the pace that the others are at when it comes in. It asks
 which that is before it sets up its model; if they change pace before it is in, it ends, and another
 one is started.
+
+A worker may be lost at any moment of a change. There are two points in it (elastic/session.py):
+
+    gather    what a plain script would have, while the old training stands: it can be repeated
+    set up    the next training, all of it; whoever is cut off takes it down and begins again, under
+              another name, from the plain model
+
+Between the two a change is UNDER WAY: then there is no training, and who comes in, or is behind,
+gets the plain model and goes on from there.
 """
 
 from __future__ import annotations
@@ -15,6 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,13 +33,22 @@ from torch import nn
 
 from paceline.collectives.group import Group
 from paceline.data_parallel.choice import Chosen, say
+from paceline.data_parallel.handover import (
+    Gathered,
+    State,
+    give_state,
+    pack_plain,
+    unpack_plain,
+)
 from paceline.data_parallel.hooks import attach
+from paceline.data_parallel.options import Options
 from paceline.data_parallel.training import Training
 from paceline.data_parallel.update import Step, bind_step
 from paceline.data_parallel.wishes import Wishes
 from paceline.elastic.protocol import Change, Parcel
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, PeerError
 from paceline.job import Job
+from paceline.pace.parse import PaceSpec
 from paceline.ps.subscription import Subscription
 
 Choose = Callable[[str], Chosen]  # what a pace comes to for this script; raises why it cannot be
@@ -41,6 +60,18 @@ class _Now(msgspec.Struct, frozen=True):
     changes: int
     pace: str
     steps: int  # when it began
+    generation: int  # in which it was set up
+
+
+@dataclass
+class _UnderWay:
+    """A change whose next training does not stand yet on all workers."""
+
+    chosen: Chosen
+    before: PaceSpec
+    state: State  # of the plain optimizer
+    values: list[torch.Tensor]  # of the plain model's parameters, in order
+    is_made: bool = False  # here the next training stands
 
 
 class Succession:
@@ -69,11 +100,16 @@ class Succession:
         self._num_heard = wishes.num_settled
         self._number = number
         self._changes = 0  # of the pace, so far
+        self._generation = 0  # in which this training was set up, if it is not the first
+        self._under_way: _UnderWay | None = None
+        self._heeds_after = -1  # wishes about later steps than this
+        self._is_in = not job.elastic.is_candidate
         self._steps_before = 0  # at earlier paces
         first, *later = phases
         now = self._ask_others() if job.elastic.is_candidate else None
         if now is not None:
-            self._changes, first = now.changes, choose(now.pace)
+            self._changes, self._generation = now.changes, now.generation
+            first = choose(now.pace)
             later = [chosen for chosen in later if chosen.start > now.steps]
         self._later = later
         self.pace = first.pace
@@ -84,17 +120,23 @@ class Succession:
         wishes.add(weakref.ref(self))
 
     def _make(self, chosen: Chosen) -> Training:
-        model, optimizer = self._model(), self._optimizer()
-        assert model is not None and optimizer is not None, "the script has dropped its model"
-        label = f"{self._number}.{self._changes}" if self._changes else str(self._number)
+        model, optimizer = self._own()
+        label = str(self._number)
+        if self._changes:
+            label += f".{self._changes}.{self._generation}"
         return Training(
             self._job, self._group, model, optimizer, chosen.pace, chosen.options, label
         )
 
+    def _own(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer = self._model(), self._optimizer()
+        assert model is not None and optimizer is not None, "the script has dropped its model"
+        return model, optimizer
+
     @property
     def steps(self) -> int:
         """How many steps this model's optimizer has done."""
-        return self._steps_before + self.training.steps
+        return self._steps_before + (0 if self._under_way else self.training.steps)
 
     # -- changing the pace --------------------------------------------------------------------
 
@@ -105,9 +147,12 @@ class Succession:
 
     def _heed(self) -> None:
         """Behind a step: change the pace if it is time."""
+        if self._under_way is not None:  # this worker has come into the middle of it
+            self._set_up(self._under_way)
         for settled in self._wishes.heard(self._num_heard, self.steps):
             self._num_heard += 1
-            if settled.step >= self.steps:  # else a newcomer hears what was before its time
+            # Else a newcomer hears what was before its time.
+            if settled.step >= self.steps and settled.step > self._heeds_after:
                 kept = [chosen for chosen in self._later if chosen.start < settled.step]
                 wished = self._choose(settled.pace)
                 self._later = [*kept, Chosen(settled.step, wished.pace, wished.options)]
@@ -115,20 +160,73 @@ class Succession:
             self._change(self._later.pop(0))
 
     def _change(self, chosen: Chosen) -> None:
-        before, self.pace = self.pace, chosen.pace
-        steps = self.steps
-        self.training.end()
-        self._changes += 1
-        self._steps_before = steps
-        if self._job.elastic.is_on and self._job.world.rank == 0:
-            now = msgspec.msgpack.encode(_Now(self._changes, str(self.pace), steps))
-            self._job.rendezvous.agent.store_set(self._key, now)
-        self.training = self._make(chosen)
+        elastic, gathered = self._job.elastic, list[Gathered]()
+        self.training.finish()
+
+        def gather() -> None:
+            with elastic.raising():
+                gathered[:] = [self.training.gather()]
+
+        elastic.point(gather)
+        if self._under_way is None:  # else the others were through, and have told
+            steps = self.steps
+            self.training.end(gathered[0])
+            self._begin(chosen, gathered[0].state, steps, self._changes + 1)
+        assert self._under_way is not None
+        self._set_up(self._under_way)
+
+    def _begin(self, chosen: Chosen, state: State, steps: int, changes: int) -> None:
+        """Note that a change is under way; the model is plain."""
+        model, _ = self._own()
+        values = [param.data for param in model.parameters()]
+        self._under_way = _UnderWay(chosen, self.pace, state, values)
+        self.pace, self._steps_before, self._changes = chosen.pace, steps, changes
+
+    def _set_up(self, change: _UnderWay) -> None:
+        elastic = self._job.elastic
+
+        def attempt() -> None:
+            self._begin_again(change)
+            elastic.stage()
+            with elastic.raising():
+                self._attempt(change)
+
+        elastic.point(attempt)
+        elastic.unstage()
+        self._under_way = None
         if self._job.world.rank == 0:
             say(
-                f"behind step {steps}: pace {self.pace} instead of {before}:"
+                f"behind step {self._steps_before}: pace {self.pace} instead of {change.before}:"
                 f" {self.training.describe()}"
             )
+
+    def _attempt(self, change: _UnderWay) -> None:
+        """Set up the next training; all have it when this returns on any worker."""
+        self._generation = self._job.fabric.membership.workers_since
+        try:
+            self.training = self._make(change.chosen)
+        except PeerError:
+            self._make_plain(change)
+            raise
+        change.is_made = True
+        if self._job.elastic.is_on and self._job.world.rank == 0:
+            now = _Now(self._changes, str(self.pace), self._steps_before, self._generation)
+            self._job.rendezvous.agent.store_set(self._key, msgspec.msgpack.encode(now))
+        self._group.barrier()
+
+    def _begin_again(self, change: _UnderWay) -> None:
+        if change.is_made:  # but not on all
+            change.is_made = False
+            self.training.end(Gathered(change.state))
+            self._make_plain(change)
+
+    def _make_plain(self, change: _UnderWay) -> None:
+        """Let model and optimizer be as they were; memory that others share may never have been
+        written to."""
+        model, optimizer = self._own()
+        for param, value in zip(model.parameters(), change.values, strict=True):
+            param.data = value
+        give_state(optimizer, change.state)
 
     # -- wishes (from the control thread) -----------------------------------------------------
 
@@ -162,13 +260,43 @@ class Succession:
         """Nothing has to be known before a change is decided."""
 
     def pack(self) -> Parcel:
-        return [self._changes, self.steps], ()
+        place, change = [self._changes, self._generation, self.steps], self._under_way
+        if change is None:
+            return [place, None], ()
+        _, optimizer = self._own()
+        plain, tensors = pack_plain(optimizer, change.state, change.values)
+        later = [[chosen.start, str(chosen.pace)] for chosen in self._later]
+        return [place, [str(self.pace), later, self._job.steps_done, plain]], tensors
 
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
-        changes, steps = plain
-        if changes != self._changes:
+    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
+        (changes, generation, steps), under_way = plain
+        if under_way is not None:
+            self._come_into(changes, steps, under_way, tensors)
+            return
+        if (changes, generation) != (self._changes, self._generation):
             self._job.elastic.give_way("the others have changed to another pace meanwhile")
         self._steps_before = steps - self.training.steps
+
+    def _come_into(
+        self, changes: int, steps: int, told: Any, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Take over a plain model: the others are in the middle of a change."""
+        if self._under_way is not None:
+            return  # so is this worker, with the same
+        pace, later, steps_done, plain = told
+        model, optimizer = self._own()
+        state, values = unpack_plain(optimizer, plain, tensors)
+        self.training.end(Gathered(state))
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), values, strict=True):
+                param.copy_(value)
+        self._begin(self._choose(pace), state, steps, changes)
+        self._later = [Chosen(start, *self._wished(name)) for start, name in later]
+        self._heeds_after, self._job.reporter.steps_done = steps, steps_done
+
+    def _wished(self, pace: str) -> tuple[PaceSpec, Options]:
+        chosen = self._choose(pace)
+        return chosen.pace, chosen.options
 
     def resume(self, change: Change) -> None:
         """Nothing is left to do."""
@@ -176,9 +304,9 @@ class Succession:
     # -- what the model is bound to (hooks.py) ------------------------------------------------
 
     def before_forward(self) -> None:
-        was_candidate = self._job.elastic.is_candidate
         self.training.before_forward()
-        if was_candidate and not self._job.elastic.is_candidate:
+        if not self._is_in and not self._job.elastic.is_candidate:
+            self._is_in = True
             self._heed()  # they may change behind the step at which this worker came in
 
     def after_forward(self, output: Any) -> Any:

@@ -28,6 +28,7 @@ from paceline.data_parallel.common_memory import CommonMemory
 from paceline.data_parallel.direct import compute_as_usual, compute_in_bucket
 from paceline.data_parallel.elastic_step import ElasticStep
 from paceline.data_parallel.handover import (
+    Gathered,
     add_once,
     average_state,
     give_state,
@@ -47,7 +48,7 @@ from paceline.data_parallel.serving import Serving
 from paceline.data_parallel.sharded import ShardedUpdate
 from paceline.data_parallel.training_state import TrainingState
 from paceline.data_parallel.update import ReplicatedUpdate, Step, Update
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.job import Job
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.centre import Centre
@@ -72,6 +73,22 @@ class Training:
         pace: PaceSpec,
         options: Options,
         label: str,  # alike on all workers, and of this training alone
+    ) -> None:
+        try:
+            self._set_up(job, group, model, optimizer, pace, options, label)
+        except PeerError:  # the next attempt begins with a plain model
+            self._take_down(model)
+            raise
+
+    def _set_up(
+        self,
+        job: Job,
+        group: Group,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        pace: PaceSpec,
+        options: Options,
+        label: str,
     ) -> None:
         self._job = job
         self._group = group
@@ -388,30 +405,53 @@ class Training:
 
     # -- the end ------------------------------------------------------------------------------
 
-    def end(self) -> None:
-        """Leave a plain model and optimizer behind, the same on all workers. Collective."""
-        model, optimizer = self._model(), self._optimizer()
-        assert model is not None and optimizer is not None, "who steps is there"
+    def finish(self) -> None:
+        """Agree for the last time, behind the last step. Collective."""
+        if self._paced is not None:
+            self._paced.finish()
+
+    def gather(self) -> Gathered:
+        """Return what a plain script would have, the same on all workers. Collective.
+
+        Nothing changes, so that it can be repeated.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None, "who steps is there"
         self._group.barrier()  # everybody has done its last step
         if self._serving is not None:
             self._serving.finish()
-        goes_apart = self.reducer.rests or (self._serving is not None and not self._serving.state)
-        if self._paced is not None:
-            self._paced.finish()
-        if goes_apart:
-            average_state(optimizer, self._group)
-        state, left = whole_state(optimizer), left_out(self._exchange, self.reducer.buckets)
+        values = self._paced.gather() if self._paced is not None else []
+        state = whole_state(optimizer)
+        if self.reducer.rests or (self._serving is not None and not self._serving.state):
+            average_state(optimizer, state, self._group)
         self._group.barrier()  # everybody has read what others hold
-        self.reducer.close()
+        return Gathered(state, values)
+
+    def end(self, left: Gathered) -> None:
+        """Leave a plain model and optimizer behind, with what was gathered."""
+        model, optimizer = self._model(), self._optimizer()
+        assert model is not None and optimizer is not None, "who steps is there"
+        with torch.no_grad():
+            for bucket, values in zip(self.reducer.buckets, left.values, strict=False):
+                bucket.params.copy_(values)
+        unsent = left_out(self._exchange, self.reducer.buckets)
+        self._take_down(model)
+        give_state(optimizer, left.state)
+        make_plain(model)
+        add_once(unsent)
+
+    def _take_down(self, model: nn.Module) -> None:
+        """Let go of model and optimizer, also if only a part of it has been set up."""
+        reducer, update = getattr(self, "reducer", None), getattr(self, "update", None)
+        serving: Serving | None = getattr(self, "_serving", None)
+        if reducer is not None:
+            reducer.close()
         compute_as_usual(model)
         use_own_statistics(model)
-        if self._serving is not None:
-            self._serving.close()
-        if isinstance(self.update, ShardedUpdate):
-            self.update.state.close()
-        give_state(optimizer, state)
-        make_plain(model)
-        add_once(left)
+        if serving is not None:
+            serving.close()
+        if isinstance(update, ShardedUpdate):
+            update.state.close()
         for use in ("", " pace", " memory", " codec"):
             self._job.elastic.unregister(self._name + use)
         for group in self._groups:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -62,6 +63,8 @@ class Elastic:
         self._fabric = fabric
         self._agent = agent
         self._participants: dict[str, Participant] = {}
+        self._staged: dict[str, Participant] | None = None  # see `stage`
+        self._raises = False  # see `raising`
         self._parcels: dict[str, Parcel] = {}  # for participants that are not there yet
         self._result: Any = None  # of the last point passed
         self._losses: dict[int, Loss] = {}  # by rank: announced, and not adopted yet
@@ -78,6 +81,9 @@ class Elastic:
 
     def register(self, name: str, participant: Participant) -> None:
         """Let something take part in changes; under the same name on all workers."""
+        if self._staged is not None:
+            self._staged[name] = participant
+            return
         self._participants[name] = participant
         if name in self._parcels:
             participant.unpack(*self._parcels.pop(name))
@@ -85,6 +91,31 @@ class Elastic:
     def unregister(self, name: str) -> None:
         """Let something take part no more."""
         self._participants.pop(name, None)
+        if self._staged is not None:
+            self._staged.pop(name, None)
+
+    def stage(self) -> None:
+        """Let what is registered from now on take part only when the point under way is passed.
+
+        Until then not everybody has it. If others have passed the point, and this worker has not,
+        it has all that they have, and takes part in that very change.
+        """
+        self._staged = {}
+
+    def unstage(self) -> None:
+        """Let what was staged take part."""
+        staged, self._staged = self._staged or {}, None
+        self._participants.update(staged)
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """In here a loss that is noticed in a wait for servers is raised, not adopted: what is
+        under way must begin again."""
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
 
     # -- from the control thread --------------------------------------------------------------
 
@@ -157,18 +188,25 @@ class Elastic:
             self._adopt_alone()
             return
         workers = self._fabric.membership.workers
-        if any(rank not in newest.ranks and rank in self._losses for rank in workers):
+        lost = [rank for rank in workers if rank not in newest.ranks and rank in self._losses]
+        if lost and self._raises:
+            raise PeerLost(
+                f"rank {self._fabric.rank}: rank {lost[0]} is lost: {self._losses[lost[0]].why}",
+                rank=lost[0],
+            )
+        if lost:
             self._adopt(None)
 
     # -- adoption -----------------------------------------------------------------------------
 
     def _adopt(self, error: PeerError | None) -> bool:
         """Go over to the next membership with the others; true if this worker was behind."""
-        started_s = time.monotonic()
+        started_s, passed = time.monotonic(), self.passed
         while True:
             membership = self._await_change(error)
             try:
-                return self._enter(membership, started_s)
+                self._enter(membership, started_s)
+                return self.passed > passed  # perhaps since an attempt that was cut off
             except PeerError as again:
                 error = again
 
@@ -209,14 +247,16 @@ class Elastic:
                 " see whether this host still has its network"
             ) from error
 
-    def _enter(self, membership: Membership, started_s: float) -> bool:
-        """Meet the others in a membership; true if this worker was behind."""
+    def _enter(self, membership: Membership, started_s: float) -> None:
+        """Meet the others in a membership."""
         self._fabric.adopt(membership, self._losses)
         answers = tell_all(self._control, self._status(membership))
         statuses = [msgspec.convert(answer, Status) for answer in answers]
         if all(status.is_new for status in statuses):
             self._refuse_to_begin()
         verdict = judge(statuses)
+        if self._fabric.rank in verdict.behind:
+            self.unstage()
         self._transfer(verdict)
         self._control.barrier()  # nobody goes on before everybody has what it needs
         change = Change(
@@ -230,7 +270,6 @@ class Elastic:
         )
         self._settled = membership
         self._finish(change, verdict, started_s)
-        return self._fabric.rank in verdict.behind
 
     def _status(self, membership: Membership) -> Status:
         workers = self._settled.workers
