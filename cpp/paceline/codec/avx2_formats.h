@@ -22,16 +22,19 @@ inline __m256i narrow(__m256i a, __m256i b, __m256i c, __m256i d) {
 struct Avx2Bf16 : Avx2, OfFormat<Format::bf16> {
   static __m256i round(__m256i bits) {
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-    __m256 number = _mm256_castsi256_ps(bits), is_nan = _mm256_cmp_ps(number, number, _CMP_UNORD_Q);
-    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(is_nan)), 16);
+    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
   }
-  static void encode(const float* v, size_t, const Draw&, uint64_t, uint8_t* to) {
+  // Rounding would turn some NaN into infinity or zero. They are rare: a block that has one is done again.
+  static void encode(const float* v, size_t n, const Draw& draw, uint64_t at, uint8_t* to) {
+    __m256 nan = _mm256_setzero_ps();
     for (size_t i = 0; i < kValues; i += 16) {
-      __m256i both = _mm256_packus_epi32(round(load_bits(v + i)), round(load_bits(v + i + 8)));
+      Lanes::prefetch(v + i);
+      __m256 a = _mm256_loadu_ps(v + i), b = _mm256_loadu_ps(v + i + 8);
+      nan = _mm256_or_ps(nan, _mm256_cmp_ps(a, b, _CMP_UNORD_Q));
+      __m256i both = _mm256_packus_epi32(round(_mm256_castps_si256(a)), round(_mm256_castps_si256(b)));
       store_bits(to + 2 * i, _mm256_permute4x64_epi64(both, 0b11011000));
     }
+    if (_mm256_movemask_ps(nan)) PlainBf16::encode(v, n, draw, at, to);
   }
   struct Reader {
     Reader() = default;
@@ -45,9 +48,10 @@ struct Avx2Bf16 : Avx2, OfFormat<Format::bf16> {
 
 struct Avx2Fp16 : Avx2, OfFormat<Format::fp16> {
   static void encode(const float* v, size_t, const Draw&, uint64_t, uint8_t* to) {
-    for (size_t i = 0; i < kValues; i += 8) {
-      __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(v + i), _MM_FROUND_TO_NEAREST_INT);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * i), halves);
+    auto half = [=](size_t i) { return _mm256_cvtps_ph(_mm256_loadu_ps(v + i), _MM_FROUND_TO_NEAREST_INT); };
+    for (size_t i = 0; i < kValues; i += 16) {
+      Lanes::prefetch(v + i);
+      store_bits(to + 2 * i, _mm256_set_m128i(half(i + 8), half(i)));
     }
   }
   struct Reader {

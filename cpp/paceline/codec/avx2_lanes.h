@@ -35,8 +35,10 @@ struct Avx2Lanes {
     const __m256i mask = _mm256_set1_epi32(int32_t(kSizeMask));
     __m256i largest[4] = {};
     for (size_t i = 0; i < count; i += 32)
-      for (size_t j = 0; j < 4; ++j)
+      for (size_t j = 0; j < 4; ++j) {
+        if (j % 2 == 0) prefetch(v + i + 8 * j);
         largest[j] = _mm256_max_epi32(largest[j], _mm256_and_si256(load_bits(v + i + 8 * j), mask));
+      }
     __m256i all = _mm256_max_epi32(_mm256_max_epi32(largest[0], largest[1]), _mm256_max_epi32(largest[2], largest[3]));
     __m128i four = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
     four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0b01001110));
@@ -53,10 +55,20 @@ struct Avx2Lanes {
   static void stream(float* p, Eight v) { _mm256_stream_ps(p, v); }
   static void finish_stream() { _mm_sfence(); }
 
-  static constexpr size_t kAhead = 1024;  // floats
-  static void prefetch(const float* p, size_t count) {
-    for (size_t i = 0; i < count; i += 16)
-      _mm_prefetch(reinterpret_cast<const char*>(p + kAhead + i), _MM_HINT_T0);
+  static void stream_bytes(uint8_t* to, const uint8_t* from, size_t count) {
+    for (size_t i = 0; i < count; i += 32) _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), load_bits(from + i));
+  }
+
+  static constexpr size_t kAheadBytes = 4096;
+  static void prefetch(const float* p) { prefetch_at(p); }
+  static void prefetch_bytes(const uint8_t* p, size_t count) {
+    for (size_t i = 0; i < count; i += 64) prefetch_at(p + i);
+  }
+
+ private:
+  // An address beyond the end of memory does no harm.
+  static void prefetch_at(const void* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + kAheadBytes), _MM_HINT_T0);
   }
 };
 

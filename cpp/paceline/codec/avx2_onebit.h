@@ -10,8 +10,9 @@ namespace {
 
 struct EightSums {
   __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
-  void add(__m256 a, __m256 b, __m256 c, __m256 d) {
-    __m256 sum = _mm256_add_ps(_mm256_add_ps(a, b), _mm256_add_ps(c, d));
+  void add(const __m256 (&v)[8]) {
+    auto pair = [&](size_t i) { return _mm256_add_ps(v[i], v[i + 1]); };
+    __m256 sum = _mm256_add_ps(_mm256_add_ps(pair(0), pair(2)), _mm256_add_ps(pair(4), pair(6)));
     low = _mm256_add_pd(low, _mm256_cvtps_pd(_mm256_castps256_ps128(sum)));
     high = _mm256_add_pd(high, _mm256_cvtps_pd(_mm256_extractf128_ps(sum, 1)));
   }
@@ -25,38 +26,43 @@ struct EightSums {
 
 struct Avx2Onebit : Avx2, OfFormat<Format::onebit> {
   static void encode(const float* v, size_t n, const Draw&, uint64_t, uint8_t* to) {
+    // The order of operands matters: `max` and `min` take the second one where they are equal or one is NaN. So a NaN
+    // gets into `up`, and -0 is +0 in `down`, whose top bit therefore says which values are below 0.
+    const __m256 zero = _mm256_setzero_ps();
     EightSums plus, minus;
-    for (size_t at = 0; at < kValues; at += 32) {
-      __m256 value[4], below[4], up[4], down[4];
-      uint32_t bits = 0;
-      for (size_t e = 0; e < 4; ++e) {
-        value[e] = _mm256_loadu_ps(v + at + 8 * e);
-        below[e] = _mm256_cmp_ps(value[e], _mm256_setzero_ps(), _CMP_LT_OQ);
-        up[e] = _mm256_andnot_ps(below[e], value[e]);
-        down[e] = _mm256_and_ps(below[e], value[e]);
-        bits |= uint32_t(_mm256_movemask_ps(below[e])) << 8 * e;
+    for (size_t at = 0; at < kValues; at += 64) {
+      __m256 up[8], down[8];
+      uint64_t below = 0;
+      for (size_t e = 0; e < 8; ++e) {
+        if (e % 2 == 0) Lanes::prefetch(v + at + 8 * e);
+        __m256 value = _mm256_loadu_ps(v + at + 8 * e);
+        up[e] = _mm256_max_ps(zero, value);
+        down[e] = _mm256_min_ps(value, zero);
+        below |= uint64_t(_mm256_movemask_ps(down[e])) << 8 * e;
       }
-      plus.add(up[0], up[1], up[2], up[3]);
-      minus.add(down[0], down[1], down[2], down[3]);
-      bits = ~bits;
-      std::memcpy(to + 8 + at / 8, &bits, 4);
+      plus.add(up);
+      minus.add(down);
+      const uint64_t bits = ~below;
+      std::memcpy(to + 8 + at / 8, &bits, 8);
     }
     finish_onebit(v, n, plus.side(), minus.side(), to);
   }
   struct Reader {
     Reader() = default;
-    explicit Reader(const uint8_t* from)
-        : bits(from + 8), plus(_mm256_set1_ps(read_float(from))), minus(_mm256_set1_ps(read_float(from + 4))) {}
-    // Each lane has 32 bits and shifts its own one to the top, where it chooses.
+    explicit Reader(const uint8_t* from) : bits(from + 8) {
+      const float plus = read_float(from), minus = read_float(from + 4);
+      means = _mm256_setr_ps(minus, plus, minus, plus, minus, plus, minus, plus);
+    }
+    // Each lane has 32 bits and shifts its own one to the bottom, where it says which of four floats to take; the bit
+    // above it has a say as well, and makes no difference.
     Eight at(size_t i) const {
       int32_t word;
       std::memcpy(&word, bits + i / 32 * 4, 4);
-      __m256i shift = _mm256_sub_epi32(_mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24), _mm256_set1_epi32(i % 32));
-      __m256i top = _mm256_sllv_epi32(_mm256_set1_epi32(word), shift);
-      return _mm256_blendv_ps(minus, plus, _mm256_castsi256_ps(top));
+      __m256i shift = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(i % 32));
+      return _mm256_permutevar_ps(means, _mm256_srlv_epi32(_mm256_set1_epi32(word), shift));
     }
     const uint8_t* bits;
-    __m256 plus, minus;
+    __m256 means;
   };
 };
 

@@ -13,13 +13,50 @@
 namespace paceline::codec {
 namespace {
 
+// Where the blocks of a payload go: to their place, or, when that is past the cache, eight at a time, which fill whole
+// vectors.
+template <class F>
+class Output {
+ public:
+  using L = typename F::Lanes;
+  Output(uint8_t* payload, size_t count)
+      : payload_(payload), is_staged_(L::can_stream(payload, num_blocks(F::kFormat, count) * F::kBytes)) {}
+  uint8_t* block() { return is_staged_ ? stage_ + staged_ : payload_; }
+  void next() {
+    if (!is_staged_) {
+      payload_ += F::kBytes;
+    } else if ((staged_ += F::kBytes) == sizeof stage_) {
+      L::stream_bytes(payload_, stage_, staged_);
+      payload_ += staged_;
+      staged_ = 0;
+    }
+  }
+  void finish() {
+    if (!is_staged_) return;
+    std::memcpy(payload_, stage_, staged_);
+    L::finish_stream();
+  }
+
+ private:
+  uint8_t* payload_;
+  const bool is_staged_;
+  size_t staged_ = 0;
+  alignas(64) uint8_t stage_[8 * F::kBytes];
+  static_assert(sizeof stage_ % 32 == 0);
+};
+
 template <class F>
 void encode_block(const float* values, float* residual, size_t n, const Draw& draw, uint64_t at, uint8_t* payload) {
   using L = typename F::Lanes;
   constexpr size_t kValues = F::kValues;
   if (!residual) return F::encode(values, n, draw, at, payload);
   alignas(64) float sum[kValues];
-  for (size_t i = 0; i < kValues; i += 8) L::store(sum + i, L::add(L::load(values + i), L::load(residual + i)));
+  for (size_t i = 0; i < kValues; i += 16) {
+    L::prefetch(values + i);
+    L::prefetch(residual + i);
+    L::store(sum + i, L::add(L::load(values + i), L::load(residual + i)));
+    L::store(sum + i + 8, L::add(L::load(values + i + 8), L::load(residual + i + 8)));
+  }
   F::encode(sum, n, draw, at, payload);
   const typename F::Reader reader(payload);
   for (size_t i = 0; i < kValues; i += 8) {
@@ -32,19 +69,19 @@ void encode_block(const float* values, float* residual, size_t n, const Draw& dr
 template <class F>
 void encode_blocks(const float* values, float* residual, size_t count, const Draw& draw, uint8_t* payload) {
   constexpr size_t kValues = F::kValues;
+  Output<F> output(payload, count);
   size_t at = 0;
-  for (; at + kValues <= count; at += kValues, payload += F::kBytes) {
-    F::Lanes::prefetch(values + at, kValues);
-    if (residual) F::Lanes::prefetch(residual + at, kValues);
-    encode_block<F>(values + at, residual ? residual + at : nullptr, kValues, draw, at, payload);
-  }
-  if (at == count) return;
+  for (; at + kValues <= count; at += kValues, output.next())
+    encode_block<F>(values + at, residual ? residual + at : nullptr, kValues, draw, at, output.block());
+  if (at == count) return output.finish();
   alignas(64) float last[kValues] = {}, left[kValues] = {};
   const size_t n = count - at;
   std::memcpy(last, values + at, n * sizeof(float));
   if (residual) std::memcpy(left, residual + at, n * sizeof(float));
-  encode_block<F>(last, residual ? left : nullptr, n, draw, at, payload);
+  encode_block<F>(last, residual ? left : nullptr, n, draw, at, output.block());
   if (residual) std::memcpy(residual + at, left, n * sizeof(float));
+  output.next();
+  output.finish();
 }
 
 // Division, by a multiplication where that gives the same bits.
@@ -62,7 +99,10 @@ template <class F, size_t N, class Put>
 void add_rows(const uint8_t* const* rows, size_t offset, const float* before, Put put) {
   using L = typename F::Lanes;
   typename F::Reader readers[N];
-  for (size_t r = 0; r < N; ++r) readers[r] = typename F::Reader(rows[r] + offset);
+  for (size_t r = 0; r < N; ++r) {
+    readers[r] = typename F::Reader(rows[r] + offset);
+    L::prefetch_bytes(rows[r] + offset, F::kBytes);
+  }
   for (size_t i = 0; i < F::kValues; i += 8) {
     auto sum = readers[0].at(i);
     if (before) sum = L::add(L::load(before + i), sum);
@@ -119,6 +159,7 @@ void recode_block(const uint8_t* const* rows, size_t num_rows, size_t offset,
   if (!residual) return;
   const typename F::Reader reader(payload);
   for (size_t i = 0; i < F::kValues; i += 8) {
+    L::prefetch(residual + i);
     auto decoded = reader.at(i), before = L::load(residual + i);
     auto missed = L::mul(by.number, L::sub(L::load(mean + i), decoded));
     L::store(residual + i, L::if_finite(decoded, L::add(before, missed), before));
@@ -130,18 +171,19 @@ void recode_blocks(const uint8_t* const* rows, size_t num_rows, float* residual,
                    uint8_t* payload) {
   constexpr size_t kValues = F::kValues;
   const Divisor<typename F::Lanes> by(num_rows);
+  Output<F> output(payload, count);
   size_t at = 0, offset = 0;
-  for (; at + kValues <= count; at += kValues, offset += F::kBytes) {
-    if (residual) F::Lanes::prefetch(residual + at, kValues);
+  for (; at + kValues <= count; at += kValues, offset += F::kBytes, output.next())
     recode_block<F>(rows, num_rows, offset, by, residual ? residual + at : nullptr, kValues, draw, at,
-                    payload + offset);
-  }
-  if (at == count) return;
+                    output.block());
+  if (at == count) return output.finish();
   alignas(64) float left[kValues] = {};
   const size_t n = count - at;
   if (residual) std::memcpy(left, residual + at, n * sizeof(float));
-  recode_block<F>(rows, num_rows, offset, by, residual ? left : nullptr, n, draw, at, payload + offset);
+  recode_block<F>(rows, num_rows, offset, by, residual ? left : nullptr, n, draw, at, output.block());
   if (residual) std::memcpy(residual + at, left, n * sizeof(float));
+  output.next();
+  output.finish();
 }
 
 }  // namespace

@@ -7,8 +7,8 @@ namespace paceline::codec {
 
 const Kernels& kernels() {
 #if defined(__x86_64__)
-  static const bool has_f16c = __builtin_cpu_supports("f16c");
-  if (has_f16c && !kernels_are_portable()) return kAvx2Codecs;
+  static const bool has_both = __builtin_cpu_supports("f16c") && __builtin_cpu_supports("popcnt");
+  if (has_both && !kernels_are_portable()) return kAvx2Codecs;
 #endif
   return kPortableCodecs;
 }

@@ -49,7 +49,10 @@ struct PlainLanes {
   static bool can_stream(const void*, size_t) { return false; }
   static void stream(float* p, Eight v) { store(p, v); }
   static void finish_stream() {}
-  static void prefetch(const float*, size_t) {}
+  static void stream_bytes(uint8_t* to, const uint8_t* from, size_t count) { std::memcpy(to, from, count); }
+  // What lies some way ahead is going to be read.
+  static void prefetch(const float*) {}
+  static void prefetch_bytes(const uint8_t*, size_t) {}
 };
 
 }  // namespace

@@ -1,8 +1,8 @@
 // The format onebit (format.h) in plain loops.
 //
-// The order of summation is part of the format's definition, for all instruction sets to give the same bits: four
-// EIGHTS of values that follow each other are added in pairs, as floats, ((0 + 1) + (2 + 3)), and that to eight sums
-// of doubles, which are added up at the end, one after the other.
+// The order of summation is part of the format's definition, for all instruction sets to give the same bits: eight
+// EIGHTS of values that follow each other are added in pairs, as floats, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), and
+// that to eight sums of doubles, which are added up at the end, one after the other.
 #pragma once
 #include <cstring>
 
@@ -20,9 +20,13 @@ struct Side {
   }
 };
 
+inline float sum_in_pairs(const float (&v)[8]) {
+  return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
+
 inline float mean_of(double sum, size_t count) { return count ? float(sum / double(count)) : 0.0f; }
 
-// Where a sum of four floats is not finite: either a value is not, or they are very large.
+// Where a sum of eight floats is not finite: either a value is not, or they are very large.
 inline bool add_slowly(const float* v, size_t count, double& plus, double& minus) {
   plus = minus = 0;
   for (size_t i = 0; i < count; ++i) {
@@ -60,18 +64,18 @@ inline void finish_onebit(const float* v, size_t n, const Side& plus, const Side
 struct PlainOnebit : Plain, OfFormat<Format::onebit> {
   static void encode(const float* v, size_t n, const Draw&, uint64_t, uint8_t* to) {
     Side plus, minus;
-    for (size_t at = 0; at < kValues; at += 32) {
+    for (size_t at = 0; at < kValues; at += 64) {
       for (size_t j = 0; j < 8; ++j) {
-        float up[4], down[4];
-        for (size_t e = 0; e < 4; ++e) {
+        float up[8], down[8];
+        for (size_t e = 0; e < 8; ++e) {
           float value = v[at + 8 * e + j];
           up[e] = value < 0 ? 0.0f : value;
           down[e] = value < 0 ? value : 0.0f;
         }
-        plus.sums[j] += double((up[0] + up[1]) + (up[2] + up[3]));
-        minus.sums[j] += double((down[0] + down[1]) + (down[2] + down[3]));
+        plus.sums[j] += double(sum_in_pairs(up));
+        minus.sums[j] += double(sum_in_pairs(down));
       }
-      for (size_t e = 0; e < 4; ++e) {
+      for (size_t e = 0; e < 8; ++e) {
         unsigned byte = 0;
         for (size_t j = 0; j < 8; ++j) byte |= unsigned(!(v[at + 8 * e + j] < 0)) << j;
         to[8 + at / 8 + e] = uint8_t(byte);

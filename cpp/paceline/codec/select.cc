@@ -21,7 +21,7 @@ constexpr size_t kSliceAtLeast = 1 << 16;  // values that are worth a thread
 uint32_t size_of(uint64_t key) { return uint32_t(key >> 32); }
 uint32_t index_of(uint64_t key) { return kLastIndex - (uint32_t(key) >> 1); }
 
-// Sizes of values that are spread evenly, the largest first.
+// Sizes of values that are spread evenly.
 std::vector<uint32_t> sample(const float* values, const float* residual, size_t count, const Draw& draw) {
   const size_t size = std::min(count, kSample);
   std::vector<int32_t> where(size);
@@ -31,8 +31,12 @@ std::vector<uint32_t> sample(const float* values, const float* residual, size_t 
     const float v = residual ? values[where[i]] + residual[where[i]] : values[where[i]];
     sizes[i] = std::bit_cast<uint32_t>(v) & kSizeMask;
   }
-  std::sort(sizes.begin(), sizes.end(), std::greater<>());
   return sizes;
+}
+
+uint32_t largest_but(std::vector<uint32_t>& sizes, size_t others) {
+  std::nth_element(sizes.begin(), sizes.begin() + ptrdiff_t(others), sizes.end(), std::greater<>());
+  return sizes[others];
 }
 
 // In the sample we expect `mean` of the k largest, give or take its root; four of those are the margin.
@@ -94,13 +98,13 @@ void select(const float* values, float* residual, size_t count, size_t k, const 
       for (size_t i = 0; i < count; ++i) residual[i] += values[i];
     return;
   }
-  const auto sizes = sample(values, residual, count, draw);
+  auto sizes = sample(values, residual, count, draw);
   std::vector<Keys> parts;
   size_t rank = rank_in_sample(k, count, sizes.size()), found = 0;
   const float* source = values;
   float* sum = residual;
   for (;; rank *= 4) {
-    const uint32_t threshold = rank <= sizes.size() ? sizes[rank - 1] : 0;
+    const uint32_t threshold = rank <= sizes.size() ? largest_but(sizes, rank - 1) : 0;
     parts = collect_all(source, sum, count, threshold, k, std::min(2 * k, count), num_threads);
     found = 0;
     for (auto& part : parts) found += part.size();
