@@ -159,6 +159,34 @@ TEST(portable_kernels_give_the_same_bits) {
     }
 }
 
+// Large results go past the cache where they are aligned, and are encoded in two halves.
+TEST(large_tensors_give_the_same_bits) {
+  for (Format format : kFormats) {
+    const Block block = block_of(format);
+    const size_t blocks = (1u << 20) / block.bytes + 21, count = blocks * block.values - 7, bytes = blocks * block.bytes;
+    Floats values = with_specials(count), start = some_values(count), expected = start, out(count + 16);
+    use_portable_kernels(true);
+    const Bytes payload = encoded(format, values, &expected);
+    const Floats decoded = mean_of(format, {payload}, count);
+    use_portable_kernels(false);
+    for (size_t shift : {0, 4}) {
+      std::vector<float> room(bytes / 4 + 16);  // a place that is aligned, or 4 bytes behind one
+      auto* to = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(room.data()) + 31) / 32 * 32) + shift;
+      Floats residual = start;
+      encode(format, values.data(), residual.data(), count, kDraw, to);
+      CHECK(same_bits(residual, expected) && !std::memcmp(to, payload.data(), bytes));
+      auto* floats = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(out.data()) + 31) / 32 * 32) + shift / 4;
+      const uint8_t* row = payload.data();
+      decode_mean(format, &row, 1, count, floats);
+      CHECK(!std::memcmp(floats, decoded.data(), count * sizeof(float)));
+      std::vector<float> zeros(count);
+      recode(format, &row, 1, zeros.data(), count, kDraw, to);
+      const Bytes again = encoded(format, decoded);
+      CHECK(!std::memcmp(to, again.data(), bytes));
+    }
+  }
+}
+
 TEST(a_block_with_something_not_finite_decodes_to_nan_and_keeps_its_residual) {
   for (Format format : {Format::int8, Format::int4, Format::onebit})
     for (float bad : {Limits::quiet_NaN(), Limits::infinity(), -Limits::infinity()}) {
