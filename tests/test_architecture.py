@@ -26,6 +26,7 @@ PUBLIC = {
         "epochs",
         "check_consistency",
         "data_warmup",
+        "GradScaler",
         "GradualWarmup",
         "Group",
         "Work",

@@ -29,6 +29,7 @@ _HOME = {
     "check_consistency": "paceline.data_parallel.consistency",
     "shard": "paceline.data.shard",
     "data_warmup": "paceline.data.warmup",
+    "GradScaler": "paceline.data_parallel.grad_scaler",
     "GradualWarmup": "paceline.data_parallel.gradual_warmup",
     "steps": "paceline.data.loops",
     "epochs": "paceline.data.loops",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from paceline.data.warmup import data_warmup as data_warmup
     from paceline.data_parallel.consistency import check_consistency as check_consistency
     from paceline.data_parallel.distribute import distribute as distribute
+    from paceline.data_parallel.grad_scaler import GradScaler as GradScaler
     from paceline.data_parallel.gradual_warmup import GradualWarmup as GradualWarmup
     from paceline.errors import PacelineError as PacelineError
     from paceline.job import carry as carry

@@ -130,14 +130,14 @@ def _claim(slot: Slot, who: Exchanging, accumulate: Any) -> Tensor | None:
         or slot.param._backward_hooks
         or torch.is_grad_enabled()  # the gradient is going to have a graph of its own
         or not who.is_syncing
-        or not _is_going_to_accumulate(accumulate)
+        or not is_going_to_accumulate(accumulate)
     ):
         return None
     slot.claimed = slot.stale = True  # stale also if this pass breaks off
     return slot.place.view(slot.bucket.grads)  # an object of its own, which autograd can keep
 
 
-def _is_going_to_accumulate(accumulate: Any) -> bool:
+def is_going_to_accumulate(accumulate: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(accumulate))
     except RuntimeError:  # torch.autograd.grad(..., weight): the caller gets the gradient

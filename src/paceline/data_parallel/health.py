@@ -13,6 +13,7 @@ import torch
 
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
+from paceline.data_parallel.finite import all_finite
 from paceline.data_parallel.options import Options
 from paceline.data_parallel.reducer import Reducer
 from paceline.elastic.session import Elastic
@@ -46,7 +47,7 @@ class Health:
         expects_all = self._options.own.get("skip_compute") != "yes"
         if expects_all and self._options.unused != "ignore" and min(flags, default=1.0) < 1.0:
             self._unused(reducer, flags)
-        if self._checks_values and not _all_finite(reducer):
+        if self._checks_values and not all_finite(list(reducer.averages())):
             self._nonfinite(reducer)
 
     def _tell(self, names: list[str]) -> list[list[str]]:
@@ -124,15 +125,6 @@ class Health:
             param.grad = None
         if self._group.rank == 0:
             warnings.warn(f"{what}; the step is left out on all ranks", stacklevel=2)
-
-
-def _all_finite(reducer: Reducer) -> bool:
-    for flat in reducer.averages():
-        if flat.numel():
-            low, high = torch.aminmax(flat)  # both are NaN if any element is
-            if not (torch.isfinite(low) and torch.isfinite(high)):
-                return False
-    return True
 
 
 def _bad_contributions(reducer: Reducer) -> list[str]:

@@ -30,7 +30,9 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.group import Group
+from paceline.data_parallel import loss_scaling
 from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.finite import all_finite
 from paceline.data_parallel.layout import Named
 from paceline.data_parallel.sparse import SparseGradients
 from paceline.data_parallel.weighting import Weighting
@@ -41,8 +43,9 @@ from paceline.pace.exchange import Exchange
 from paceline.work import Work
 
 # The roll call ends with notes to all: is anybody asked to stop, is a change of the membership due,
-# and how much does this worker's batch weigh.
-_NUM_NOTES = 3
+# are this worker's gradients not finite (where an average would not show it), and how much does its
+# batch weigh.
+_NUM_NOTES = 4
 _EVEN = 1e-4  # weights that are rounded, and not missing, add up to one by this much
 
 
@@ -60,6 +63,7 @@ class Reducer:
         self.is_change_agreed = False  # all workers know of a change, and stop for it
         self.is_stop_agreed = False  # some worker was asked to stop
         self.wants_stop: Callable[[], bool] = lambda: False
+        self.has_hidden_nonfinite = False  # some worker's gradients, unseen in what was exchanged
         self.skips: Callable[[], bool] = lambda: False  # no gradients here, but an exchange
         self.has_caught_up = False  # this worker has the others' state: its step is done already
         self.buckets: list[Bucket] = []
@@ -104,6 +108,7 @@ class Reducer:
         """Let go of the parameters; between two backward passes only."""
         for hook in self._hooks:
             hook.remove()
+        self.weighting.close()
 
     @property
     def names(self) -> list[str]:
@@ -236,6 +241,7 @@ class Reducer:
             bucket.complete()
             self._submit(bucket)
         self.has_caught_up = False
+        self.is_change_agreed = False  # of a step that was left out: it is asked again in this one
         if self.is_own:
             self._keep_own()
             return
@@ -264,11 +270,12 @@ class Reducer:
             self._works = [self._exchange.submit(bucket, self.step) for bucket in self.buckets]
         self._is_broken = self._elastic.is_on  # until everything is there
         called = self._call_roll()
-        flags, (stops, changes, weight) = called[:-_NUM_NOTES], called[-_NUM_NOTES:]
+        flags, (stops, changes, hidden, weight) = called[:-_NUM_NOTES], called[-_NUM_NOTES:]
         self._average_sparse(flags)
         self.with_exchange()
         self._is_broken = False
         self.is_stop_agreed, self.is_change_agreed = stops > 0, changes > 0
+        self.has_hidden_nonfinite = hidden > 0
         is_weighted = getattr(self._exchange, "is_weighted", True)
         if self._elastic.is_on and is_weighted and weight > 0 and abs(weight - 1.0) > _EVEN:
             for flat in self.averages():  # weights of workers that are lost are missing
@@ -293,6 +300,7 @@ class Reducer:
         self._flags.fill_(1.0)
         self._flags[-_NUM_NOTES] = float(self.wants_stop())
         self._flags[1 - _NUM_NOTES] = float(self._elastic.is_change_due)
+        self._flags[2 - _NUM_NOTES] = float(self._hides_nonfinite())
         self._flags[-1] = self.weighting.weight
         self.absent.clear()
         if not all(here):
@@ -305,6 +313,11 @@ class Reducer:
             work.wait()
         self.waited_s += time.perf_counter() - start
         return called.tolist()
+
+    def _hides_nonfinite(self) -> bool:
+        """Say whether this worker has gradients of which a GradScaler must know by other means."""
+        is_hidden = getattr(self._exchange, "hides_nonfinite", False) and loss_scaling.is_in_use()
+        return is_hidden and not all_finite([bucket.grads for bucket in self.buckets])
 
     def _average_sparse(self, flags: Sequence[float]) -> None:
         """Average sparse gradients; if a worker is lost meanwhile, they are as they were."""

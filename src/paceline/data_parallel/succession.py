@@ -33,6 +33,7 @@ from torch import nn
 
 from paceline.collectives.group import Group
 from paceline.data_parallel.choice import Chosen, say
+from paceline.data_parallel.grad_scaler import bind
 from paceline.data_parallel.handover import (
     Gathered,
     State,
@@ -42,6 +43,7 @@ from paceline.data_parallel.handover import (
 )
 from paceline.data_parallel.hooks import attach
 from paceline.data_parallel.options import Options
+from paceline.data_parallel.skipping import Skipping
 from paceline.data_parallel.training import Training
 from paceline.data_parallel.update import Step, bind_step
 from paceline.data_parallel.wishes import Wishes
@@ -116,6 +118,7 @@ class Succession:
         self.training = self._make(first)
         job.elastic.register(f"pace of {number}", self)
         bind_step(optimizer, self._around_step)
+        bind(optimizer, self)
         attach(model, self)
         wishes.add(weakref.ref(self))
 
@@ -137,6 +140,11 @@ class Succession:
     def steps(self) -> int:
         """How many steps this model's optimizer has done."""
         return self._steps_before + (0 if self._under_way else self.training.steps)
+
+    @property
+    def skipping(self) -> Skipping:
+        """How the workers agree about steps that are left out, at this pace."""
+        return self.training.skipping
 
     # -- changing the pace --------------------------------------------------------------------
 

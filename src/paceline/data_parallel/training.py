@@ -21,12 +21,14 @@ from torch.utils._pytree import tree_leaves
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
 from paceline.compress.parse import parse_codec
+from paceline.data_parallel import loss_scaling
 from paceline.data_parallel.averaging import Compressing, compressed_average, left_out
 from paceline.data_parallel.batchnorm import use_global_statistics, use_own_statistics
 from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.common_memory import CommonMemory
 from paceline.data_parallel.direct import compute_as_usual, compute_in_bucket
 from paceline.data_parallel.elastic_step import ElasticStep
+from paceline.data_parallel.grad_scaler import TorchScaler
 from paceline.data_parallel.handover import (
     Gathered,
     add_once,
@@ -46,6 +48,7 @@ from paceline.data_parallel.paced import Paced, make_method
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.serving import Serving
 from paceline.data_parallel.sharded import ShardedUpdate
+from paceline.data_parallel.skipping import Skipping, step_with_nothing
 from paceline.data_parallel.training_state import TrainingState
 from paceline.data_parallel.update import ReplicatedUpdate, Step, Update
 from paceline.errors import PeerError, UsageError
@@ -119,6 +122,7 @@ class Training:
         )
         self._exchange = self._choose_exchange()
         self.reducer = Reducer(group, self._exchange, job.elastic)
+        self.skipping, self._torch_scaler = self._choose_skipping(self._exchange, optimizer)
         self.reducer.wants_stop = job.stopping.is_wanted
         self.reducer.after_exchange = self._look_at_gradients
         if self._method is not None:
@@ -239,6 +243,28 @@ class Training:
             return self._method.is_free
         return self._serving is not None and not self._serving.rule.is_lockstep
 
+    def _choose_skipping(
+        self, exchange: Exchange, optimizer: torch.optim.Optimizer
+    ) -> tuple[Skipping, TorchScaler | None]:
+        """Choose how the workers agree about steps that a GradScaler leaves out."""
+        rule = self._serving.rule if self._serving is not None else None
+        rounds = rule is not None and rule.backup > 0
+        narrows = rule is not None and rule.aggregate and self._options.wire == "fp16"
+        # In an elastic job a worker may come between two numbers that the others exchange.
+        comes_and_goes = self._job.elastic.is_on and (hasattr(exchange, "is_at_rest") or narrows)
+        is_free = self._is_free or self._is_common or rounds or comes_and_goes
+        skipping = Skipping(self._group, self.reducer, is_free=is_free, asks=narrows)
+        why_not = ""
+        if self._method is not None:
+            why_not = "workers have gradients of their own, and would not leave out the same steps"
+        elif rounds or narrows:
+            why_not = "not all workers see the same averages, so that their scales would part"
+        elif isinstance(exchange, Compressing) and exchange.keeps:
+            why_not = "what a codec leaves out would be sent with the scale of another step"
+        elif rule is None:
+            return skipping, None  # all do what torch does, to the same averages
+        return skipping, TorchScaler(optimizer, why_not)
+
     def _set_weight(self, weight: float) -> None:
         """Let a batch weigh by its samples, where gradients are averaged."""
         self.reducer.weighting.set(1.0 if self.reducer.rests else weight)
@@ -331,6 +357,7 @@ class Training:
             return
         self._job.elastic.enter()
         self.reducer.require_clean()
+        loss_scaling.forget()
         if self._serving is not None:
             self._serving.update.before_forward()
         changed = [p for p, wanted in self._known.items() if p.requires_grad is not wanted]
@@ -452,6 +479,9 @@ class Training:
             serving.close()
         if isinstance(update, ShardedUpdate):
             update.state.close()
+        scaler: TorchScaler | None = getattr(self, "_torch_scaler", None)
+        if scaler is not None:
+            scaler.close()
         for use in ("", " pace", " memory", " codec"):
             self._job.elastic.unregister(self._name + use)
         for group in self._groups:
@@ -467,6 +497,8 @@ class Training:
 
     def around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:
         """Run a step of the optimizer: `step` is its own."""
+        if self._torch_scaler is not None and not self._torch_scaler.finds_nothing(optimizer):
+            return step_with_nothing(optimizer) if self.skipping.counts else None
         self._refuse_stray_gradients(optimizer)
         if self._paced is not None:
             return self._paced.run(step, self._count_step)

@@ -173,6 +173,8 @@ class Vote(AllReduce):
     again: when they can be told differs from worker to worker.
     """
 
+    hides_nonfinite = True  # which have no sign
+
     def __init__(self, method: Bitmap) -> None:
         super().__init__(method.workers)
         assert method.setting.another is not None, "training gives a way to other groups"
@@ -214,6 +216,8 @@ class Vote(AllReduce):
 
 class ServedVote(AllReduce):
     """Has buckets voted on during backward, and the votes counted by servers."""
+
+    hides_nonfinite = True  # which have no sign
 
     def __init__(self, method: Bitmap) -> None:
         super().__init__(method.workers)

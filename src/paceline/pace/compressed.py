@@ -119,6 +119,11 @@ class CompressedAllReduce(AllReduce):
         self.journeys = journeys
         self._last = -1
 
+    @property
+    def keeps(self) -> bool:
+        """Whether what is not sent is kept for later."""
+        return self.journeys.codec.has_feedback
+
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Look after more buckets."""
         self.journeys.take(buckets)

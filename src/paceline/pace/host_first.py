@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from paceline.collectives.group import Group
-from paceline.compress.codec import Allocate
+from paceline.compress.codec import Allocate, make_codec
 from paceline.compress.journey import Journey
 from paceline.compress.parse import CodecSpec
 from paceline.pace.allreduce import AllReduce
@@ -64,6 +64,11 @@ class HostFirst(AllReduce):
         self._trips: dict[int, _Trip] = {}  # by the number of the bucket
         self._waiting: deque[_Trip] = deque()  # for the sum of the host
         self._last = -1
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is not sent is kept for later."""
+        return make_codec(self._spec).has_feedback
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Look after more buckets."""

@@ -94,6 +94,8 @@ class Partial(Method):
 class _Chosen(AllReduce):
     """Averages over those that take part."""
 
+    hides_nonfinite = True  # of those who do not, which may be carried over
+
     def __init__(self, method: Partial) -> None:
         super().__init__(method.workers)
         self._method = method

@@ -1,0 +1,148 @@
+"""pl.GradScaler: torch's GradScaler, in every pace.
+
+It is used as torch's own. Three things differ for an optimizer whose model is distributed:
+
+    the scale    is taken off gradients as they arrive at their parameters, during backward, and not
+                 in `unscale_`: what travels, what servers apply and what a pace keeps (momentum of
+                 signs, gradients carried over) has no scale in it
+    `unscale_`   only looks whether gradients are finite; so an optimizer that unscales in its own
+                 kernel (fused=True) has nothing to do either
+    skipping     is decided by all workers together (skipping.py)
+
+TorchScaler is what becomes of torch's own, where servers or a method run the step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from paceline.data_parallel import loss_scaling
+from paceline.data_parallel.finite import all_finite
+from paceline.data_parallel.skipping import Skipping, step_with_nothing
+from paceline.data_parallel.weighting import expect_scaled_losses
+from paceline.errors import UsageError
+
+
+class Bound(Protocol):
+    """What an optimizer is bound to."""
+
+    @property
+    def skipping(self) -> Skipping: ...
+
+
+_bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, Bound] = weakref.WeakKeyDictionary()
+
+
+def bind(optimizer: torch.optim.Optimizer, to: Bound) -> None:
+    """Let scalers find what an optimizer belongs to."""
+    _bound[optimizer] = to
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Scale the loss so that gradients do not vanish in float16; leave out steps that overflow.
+
+    Used as torch.amp.GradScaler, whose arguments it takes; right in every pace. All workers call
+    `step`. With local steps they exchange one number for it; where gradients are averaged, or where
+    nobody waits for anybody, nothing.
+
+    >>> scaler = pl.GradScaler()
+    >>> scaler.scale(torch.ones(1, requires_grad=True).sum()).item()
+    65536.0
+    """
+
+    def __init__(self, device: str = "cpu", **settings: Any) -> None:
+        super().__init__(device, **settings)
+        if self.is_enabled():
+            expect_scaled_losses()
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or several."""
+        if not self.is_enabled():
+            return outputs
+        if isinstance(outputs, torch.Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            assert self._scale is not None
+            return loss_scaling.scaled(outputs, self._scale.to(outputs.device))
+        if isinstance(outputs, list | tuple):
+            return type(outputs)(map(self.scale, outputs))
+        if isinstance(outputs, Iterable):
+            return map(self.scale, outputs)
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        bound = _bound.get(optimizer)
+        if bound is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found_inf.fill_(float(bound.skipping.is_due(not all_finite(_grads_of(optimizer)))))
+        return {found_inf.device: found_inf}
+
+    def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
+        """Take the optimizer's step, or leave it out on all workers."""
+        bound = _bound.get(optimizer)
+        if bound is None or not self.is_enabled():
+            return super().step(optimizer, *arguments, **options)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        state["stage"] = OptState.STEPPED
+        if not any(found.item() for found in state["found_inf_per_device"].values()):
+            return optimizer.step(*arguments, **options)
+        if bound.skipping.counts:
+            step_with_nothing(optimizer)
+        return None
+
+
+class TorchScaler:
+    """Notices a GradScaler of torch's at work on an optimizer, and does its part or refuses it.
+
+    torch asks an optimizer whether it unscales by itself. One that says so has its step called
+    always, and finds the scale and whether anything was infinite in its attributes.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, why_not: str) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._why_not = why_not
+        self._is_ours = not getattr(optimizer, "_step_supports_amp_scaling", False)
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Leave the optimizer as it was."""
+        optimizer = self._optimizer()
+        if self._is_ours and optimizer is not None:
+            del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+
+    def finds_nothing(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Unscale gradients if a scaler asks for it; false if it found infinite ones."""
+        found = getattr(optimizer, "found_inf", None)
+        if found is None:
+            return True
+        if self._why_not:
+            raise UsageError(
+                f"torch.amp.GradScaler: {self._why_not}; use pl.GradScaler in its place, which is"
+                " called in the same way"
+            )
+        scale = optimizer.grad_scale  # type: ignore[attr-defined]
+        optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+        if scale is not None and not found.item():
+            inverse = scale.double().reciprocal().float()  # as torch does it
+            torch._foreach_mul_(_grads_of(optimizer), inverse.item())
+        return not found.item()
+
+
+def _grads_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [param.grad for param in params if param.grad is not None]
