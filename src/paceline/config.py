@@ -95,7 +95,7 @@ class EngineConfig:
 
 _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
-    *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS"),
+    *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS", "PRECISION"),
 )
 ON_LOSS = ("shrink", "replace")
 
@@ -188,6 +188,12 @@ def requested_pace(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the pace that PACELINE_PACE asks for, or None; it wins over the script's own."""
     environ = os.environ if environ is None else environ
     return environ.get("PACELINE_PACE", "").strip() or None
+
+
+def requested_precision(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return what PACELINE_PRECISION asks for, or None; it wins over the script's own."""
+    environ = os.environ if environ is None else environ
+    return environ.get("PACELINE_PRECISION", "").strip() or None
 
 
 def describe(env: JobEnv) -> str:

@@ -1,8 +1,8 @@
 """Which paces a model is trained at: the script's words, and what wins over them.
 
-The command line (PACELINE_PACE) wins over the script, and what a person wishes while the job runs
-wins over both. What the script gives as keywords, or in brackets, counts at every pace that has
-such an option.
+The command line (PACELINE_PACE, PACELINE_PRECISION) wins over the script, and what a person wishes
+while the job runs wins over both. What the script gives as keywords, or in brackets, counts at
+every pace that has such an option.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import nn
 
 from paceline.compress.codec import make_codec
 from paceline.compress.parse import parse_codec
-from paceline.config import requested_pace
+from paceline.config import requested_pace, requested_precision
 from paceline.data_parallel.checks import find_problem_with_servers
+from paceline.data_parallel.mixed_precision import find_problem_with_precision
 from paceline.data_parallel.options import Options, fits
 from paceline.errors import UsageError
 from paceline.job import Job
@@ -109,6 +110,12 @@ class Choice:
         if len(asked.phases) > 1 or asked.first.name != mine.first.name:
             given = {key: value for key, value in given.items() if fits(pace, key, value)}
             written = {key: value for key, value in written.items() if fits(pace, key, value)}
+        told = requested_precision()
+        if told is not None:  # wherever else it may stand
+            given = {**given, "precision": told}
+            written = {key: value for key, value in written.items() if key != "precision"}
+            options = {key: value for key, value in pace.options.items() if key != "precision"}
+            pace = PaceSpec(pace.name, pace.number, options)
         return PaceSpec(pace.name, pace.number, {**written, **pace.options}), given
 
     def _refuse_unknown_options(self, schedule: Schedule) -> None:
@@ -145,16 +152,15 @@ class Choice:
             problem = make_codec(codec).find_problem(optimizer)
             if problem:
                 return problem
-        return self._problem_with_servers(pace, options)
+        return self._problem_with_model(pace, options)
 
-    def _problem_with_servers(self, pace: PaceSpec, options: Options) -> str | None:
+    def _problem_with_model(self, pace: PaceSpec, options: Options) -> str | None:
         model, optimizer = self._model(), self._optimizer()
-        if (
-            model is None
-            or optimizer is None
-            or not (needs_servers(pace.name) and self._job.servers)
-        ):
+        if model is None or optimizer is None:
             return None
+        problem = find_problem_with_precision(model, options.precision)
+        if problem is not None or not (needs_servers(pace.name) and self._job.servers):
+            return problem
         return find_problem_with_servers(model, optimizer, options.push)
 
 

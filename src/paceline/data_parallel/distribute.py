@@ -56,13 +56,17 @@ def distribute(
                (a GradScaler skips such steps itself, on all ranks: leave it at "ignore"); servers
                can also "quarantine" them: leave out that worker's gradient only
     bucket_mb  gradients travel in parts of about this size (16)
+    precision  "fp32", or "bf16" and "fp16": what the model computes in; parameters stay float32;
+               float16 needs pl.GradScaler (docs/guides/mixed-precision.md); `paceline run
+               --precision` wins over it
     allreduce:
     update     "replicated": every worker updates a copy of its own; "sharded": parameters and
                optimizer state exist once per host, each worker updates its part; "auto": sharded
                where several workers share a host and the optimizer allows it
     ps, async, ssp: docs/guides/parameter-server.md says more
     server_dtype, wire   "fp32", "bf16" or "fp16": how servers keep parameters (rounded
-               stochastically, `seed`), and how tensors travel between hosts
+               stochastically, `seed`), and how tensors travel between hosts (which follows
+               precision)
     async, ssp:
     push       "grad", or "delta" and "params" of an optimizer that runs on the worker
     compensate "dc" corrects for staleness (`dc_lambda`); lr="staleness" divides the rate by it

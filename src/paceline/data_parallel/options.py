@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, fields
 from paceline.compress.known import CODEC
 from paceline.compress.parse import parse_codec
 from paceline.errors import UsageError
-from paceline.grammar import NUMBERS, is_allowed, number_text
+from paceline.grammar import NUMBERS, is_allowed, near, number_text
 from paceline.pace.known import KNOWN, find
 from paceline.pace.parse import PaceSpec
+from paceline.pace.precision import wire_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class Options:
     unused: str = "warn"
     nonfinite: str = "ignore"
     bucket_mb: float = 16.0
+    precision: str = "fp32"
     resize_lr: str = "keep"
     compress: str = "none"
     wait: str = "step"
@@ -57,6 +59,8 @@ class Options:
             _check(pace, name, value)
             chosen[name] = value
         chosen.update(pace.options)
+        if "wire" in row.options and "wire" not in {*given, *pace.options}:
+            chosen["wire"] = wire_dtype(str(chosen["precision"]))
         kinds = {one.name: one.type for one in fields(cls) if one.name != "own"}
         own = {k: _text(v) for k, v in chosen.items() if k not in kinds}
         common = {k: v for k, v in chosen.items() if k in kinds}
@@ -93,7 +97,10 @@ def _check(pace: PaceSpec, name: str, value: object) -> None:
         return
     if choices not in NUMBERS:
         if value not in choices:
-            raise UsageError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
+            raise UsageError(
+                f"{name}={value!r} is unknown{near(str(value), choices)}; choose one of"
+                f" {', '.join(choices)}"
+            )
         return
     is_number = isinstance(value, int | float) and 0 <= value < float("inf")
     if not is_number or not is_allowed(float(value), choices):  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from paceline.data_parallel import loss_scaling
 from paceline.data_parallel.averaging import Compressing, compressed_average, left_out
 from paceline.data_parallel.batchnorm import use_global_statistics, use_own_statistics
 from paceline.data_parallel.buffers import Buffers
+from paceline.data_parallel.choice import say
 from paceline.data_parallel.common_memory import CommonMemory
 from paceline.data_parallel.direct import compute_as_usual, compute_in_bucket
 from paceline.data_parallel.elastic_step import ElasticStep
@@ -42,6 +43,7 @@ from paceline.data_parallel.hooks import cut_off
 from paceline.data_parallel.housing import Housing
 from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.layout import Named
+from paceline.data_parallel.mixed_precision import compute_in, compute_in_full
 from paceline.data_parallel.options import Options
 from paceline.data_parallel.ownership import is_elementwise
 from paceline.data_parallel.paced import Paced, make_method
@@ -145,6 +147,9 @@ class Training:
             if options.batchnorm == "global"
             else 0
         )
+        notice = compute_in(model, options.precision)
+        if notice and job.env.local_rank == 0:
+            say(notice)
         self._adopt_initial_values(model)
         self._take_in(model, [Named(n, p) for n, p in model.named_parameters() if p.requires_grad])
         self.buffers = Buffers(
@@ -180,6 +185,8 @@ class Training:
             self._paced.name if self._paced is not None else f"update {self.update.name}",
             f"buffers {self._buffers_mode}",
         ]
+        if self._options.precision != "fp32":
+            parts.append(f"computes in {self._options.precision}")
         if self._serving is not None:
             parts.append(self._serving.balance)
         if self._centre is not None:
@@ -473,6 +480,7 @@ class Training:
         serving: Serving | None = getattr(self, "_serving", None)
         if reducer is not None:
             reducer.close()
+        compute_in_full(model)
         compute_as_usual(model)
         use_own_statistics(model)
         if serving is not None:

@@ -9,12 +9,13 @@ the command line imports this; what runs a pace is imported by `distribute` only
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 
 from paceline.compress.known import CODEC
 from paceline.errors import UsageError
 from paceline.grammar import ABOVE_0, COUNT, FROM_0, NUMBERS, SHARE, WHOLE
+from paceline.pace.precision import PRECISIONS
 
 ENTRY_POINTS = "paceline.paces"
 
@@ -45,7 +46,8 @@ class Pace:
         return bool(self.number) and self.kind not in NUMBERS
 
 
-_EVERYWHERE = {"bucket_mb": ABOVE_0}
+_PRECISION = {"precision": PRECISIONS}
+_EVERYWHERE = {"bucket_mb": ABOVE_0, **_PRECISION}
 _BACKWARD = {
     "buffers": ("broadcast", "average", "local"),
     "batchnorm": ("local", "global"),
@@ -221,10 +223,11 @@ def register(name: str, pace: Pace) -> None:
     """
     if not name.isidentifier():
         raise UsageError(f"the name of a pace is one word of letters, not {name[:40]!r}")
-    if name in KNOWN and KNOWN[name] != pace:
-        raise UsageError(f"there is a pace {name} already; choose another word")
     if not isinstance(pace, Pace) or not pace.method:
         raise UsageError(f"pace {name}: expected a Pace with a method, 'module:Class'")
+    pace = replace(pace, options={**pace.options, **_PRECISION})
+    if name in KNOWN and KNOWN[name] != pace:
+        raise UsageError(f"there is a pace {name} already; choose another word")
     KNOWN[name] = pace
 
 
