@@ -35,7 +35,7 @@ def join(
 ) -> int:
     """Become a worker of a running job; does not return when all is well."""
     environ = inherited_environ()
-    where, words, pace_text = _find(words, coordinator, secret_file)
+    where, words, told = _find(words, coordinator, secret_file)
     if not words:
         raise UsageError("name the script to run: paceline join [JOB] SCRIPT [ARGUMENTS]...")
     operator = Operator.connect(where.coordinator, load_secret(where.secret_file), where.job_id)
@@ -45,8 +45,9 @@ def join(
         place = operator.reserve("worker")
     finally:
         operator.close()
-    if pace_text and pace is None:
-        environ["PACELINE_PACE"] = pace_text
+    if pace is not None:
+        told.pop("PACELINE_PACE", None)
+    environ.update({name: text for name, text in told.items() if text})
     seat = Seat(place.rank, place.number, is_newcomer=True)
     environ = process_environ(environ, spec, seat, where, cores=usable_cores())
     sys.stderr.write(f"paceline: joining job {where.job_id} as worker {place.number}\n")
@@ -57,8 +58,11 @@ def join(
 
 def _find(
     words: list[str], coordinator: str | None, secret_file: Path | None
-) -> tuple[JobAddresses, list[str], str]:
-    """Find out which job is meant; the first word names it, unless there is only one."""
+) -> tuple[JobAddresses, list[str], dict[str, str]]:
+    """Find out which job is meant; the first word names it, unless there is only one.
+
+    Also returned: the variables with what its launcher was given.
+    """
     if (coordinator is None) != (secret_file is None):
         raise UsageError("give both --coordinator HOST:PORT and --secret-file FILE, or neither")
     if coordinator is not None:
@@ -70,7 +74,7 @@ def _find(
         where = JobAddresses(
             job_id=words[0], coordinator=coordinator, secret_file=str(secret_file), master_port=0
         )
-        return where, words[1:], ""
+        return where, words[1:], {}
     environ = inherited_environ()
     names = {name for job in jobs(environ) for name in (job.facts.name, job.facts.job_id)}
     name = words[0] if words and words[0] in names else None
@@ -81,7 +85,8 @@ def _find(
         secret_file=facts.secret_file,
         master_port=facts.master_port,
     )
-    return where, words[1:] if name else words, facts.pace
+    told = {"PACELINE_PACE": facts.pace, "PACELINE_PRECISION": facts.precision}
+    return where, words[1:] if name else words, told
 
 
 def _spec(policy: Policy, words: list[str], is_module: bool, pace: Schedule | None) -> RunSpec:

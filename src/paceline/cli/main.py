@@ -122,6 +122,15 @@ def run(
             " script's own.",
         ),
     ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            "--precision",
+            metavar="fp32|bf16|fp16",
+            help="In which the models compute; parameters stay float32. Wins over the script's"
+            " own.",
+        ),
+    ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option("--env", metavar="NAME=VALUE", help="Set for every process; repeatable."),
@@ -161,6 +170,7 @@ def run(
         threads_per_worker=threads,
         servers=planned,
         pace=None if pace is None else parse_schedule(pace),
+        precision=precision,
         env=parse_env(env or ()),
         log_dir=log_dir,
         elastic=plan_changes(

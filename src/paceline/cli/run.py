@@ -142,6 +142,9 @@ def dry_run(spec: RunSpec) -> int:
     pace = spec.pace_in(inherited)
     if pace is not None:
         write(f"pace: {pace}, which wins over the script's own\n")
+    precision = spec.precision_in(inherited)
+    if precision is not None:
+        write(f"precision: {precision}, which wins over the script's own\n")
     if spec.log_dir is not None:
         write(f"logs: {spec.log_dir}/{_log_names(spec)}\n")
     return 0

@@ -105,7 +105,7 @@ def process_environ(
 
     Threads of a worker: the option wins, then what the user exported, then an even share of the
     cores; without a limit every rank would start one thread per core and they would fight for them.
-    The pace: the option, else what the user exported; ConfigError when that is none.
+    Pace and precision: the option, else what the user exported; ConfigError when that is none.
     """
     environ = without_foreign_ranks(base)
     # Lines of a killed rank must not be lost in its buffer, and the screen should show them live.
@@ -125,6 +125,9 @@ def process_environ(
     pace = spec.pace_in(base)
     if pace is not None:
         environ["PACELINE_PACE"] = str(pace)
+    precision = spec.precision_in(base)
+    if precision is not None:
+        environ["PACELINE_PRECISION"] = precision
     return environ
 
 
@@ -140,5 +143,6 @@ def for_server(
     if threads is not None:
         environ["OMP_NUM_THREADS"] = str(threads)
     environ["PACELINE_JOIN_TIMEOUT_S"] = str(SERVER_PATIENCE_S)
-    environ.pop("PACELINE_PACE", None)  # workers say what they want of a server
+    for name in ("PACELINE_PACE", "PACELINE_PRECISION"):  # workers say what they want of a server
+        environ.pop(name, None)
     return environ

@@ -91,6 +91,7 @@ class LocalJob:
         # A wrong setting is refused here, once, instead of by every rank.
         config = EngineConfig.from_environ({**self._environ, **self._spec.env})
         self._spec.pace_in(self._environ)
+        self._spec.precision_in(self._environ)
         with ExitStack() as held:
             self._directory = held.enter_context(self._open_directory())
             self._secret_path = self._secret_file()

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.config import requested_pace
+from paceline.config import requested_pace, requested_precision
 from paceline.errors import ConfigError, UsageError
 from paceline.launcher.elastic.plan import MAX_WORKERS, ElasticPlan
 from paceline.launcher.seat import Seat, seats
 from paceline.launcher.servers import ServerPlan
+from paceline.pace.precision import require_precision
 from paceline.pace.schedule import Schedule, parse_schedule
 
 # More ranks than this on one host is a typing error ("-n 40000"), not a plan.
@@ -55,6 +56,7 @@ class RunSpec:
     threads_per_worker: int | None = None
     servers: ServerPlan = ServerPlan()
     pace: Schedule | None = None
+    precision: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: Path | None = None
     elastic: ElasticPlan | None = None  # None: the first loss ends the job
@@ -81,6 +83,13 @@ class RunSpec:
             raise ConfigError(
                 "--pace and --env PACELINE_PACE=... both set the pace; give only one of them"
             )
+        if "PACELINE_PRECISION" in self.env and self.precision is not None:
+            raise ConfigError(
+                "--precision and --env PACELINE_PRECISION=... both set the precision; give only one"
+                " of them"
+            )
+        if self.precision is not None:
+            require_precision(self.precision)
         if not 0 <= self.grace_s <= _LONGEST_GRACE_S:
             raise ConfigError(
                 f"--grace {self.grace_s:g}: expected seconds from 0 to {_LONGEST_GRACE_S:g}, for"
@@ -111,6 +120,14 @@ class RunSpec:
         except UsageError as error:
             raise ConfigError(f"PACELINE_PACE: {error}") from error
         return pace
+
+    def precision_in(self, inherited: Mapping[str, str]) -> str | None:
+        """Return the precision that the ranks will be told, as `pace_in` does with the pace."""
+        text = self.precision or requested_precision({**inherited, **self.env})
+        try:
+            return None if text is None else require_precision(text)
+        except UsageError as error:
+            raise ConfigError(f"PACELINE_PRECISION: {error}") from error
 
     def argv(self, seat: Seat) -> list[str]:
         """Return a process's command: this interpreter, so that a venv need not be active."""

@@ -44,6 +44,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     cwd: str
     command: str  # for people
     pace: str = ""  # if the launcher was given one
+    precision: str = ""  # the same
     log_dir: str = ""
     is_detached: bool = False
     grace_s: float
@@ -92,6 +93,7 @@ def facts_of(spec: RunSpec, where: JobAddresses) -> JobFacts:
         cwd=os.getcwd(),
         command=shlex.join((spec.target, *spec.arguments)),
         pace=str(spec.pace or ""),
+        precision=spec.precision or "",
         log_dir=str(spec.log_dir.absolute()) if spec.log_dir else "",
         is_detached=spec.is_detached,
         grace_s=spec.grace_s,
