@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ SERVER_GUIDE = (ROOT / "docs" / "guides" / "parameter-server.md").read_text()
 PACES_GUIDE = (ROOT / "docs" / "guides" / "paces.md").read_text()
 ELASTIC_GUIDE = (ROOT / "docs" / "guides" / "elastic.md").read_text()
 COMPRESSION_GUIDE = (ROOT / "docs" / "guides" / "compression.md").read_text()
+PRECISION_GUIDE = (ROOT / "docs" / "guides" / "mixed-precision.md").read_text()
 CLIENT_GUIDE = (ROOT / "docs" / "guides" / "neutral-client.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = re.findall(r"^(paceline [a-z].*?)\s*(?:#.*)?$", README, re.MULTILINE)
@@ -51,6 +53,36 @@ def test_python_of_the_guide_is_one_script_that_runs_on_two_ranks(tmp_path):
     out = paceline("run", "-n", "2", "script.py", cwd=tmp_path)
     ends = re.findall(r"the end is (\w+)", out)
     assert len(ends) == 2 and ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [([], "float16"), (["--pace", "local:2", "--precision", "bf16"], "bfloat16")],
+    ids=["as it is", "another precision"],
+)
+def test_python_of_the_precision_guide_is_one_script(options, dtype, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", PRECISION_GUIDE, re.DOTALL)
+    assert len(blocks) == 2
+    end = """
+model[0].register_forward_hook(lambda module, inputs, output: print(output.dtype))
+model(data[0][0][None])
+with model.agreed():
+    print("the end is", pl.check_consistency(model))
+"""
+    (tmp_path / "script.py").write_text("".join(blocks) + end)
+    out = paceline("run", "-n", "2", *options, "script.py", cwd=tmp_path)
+    ends = re.findall(r"the end is (\w+)", out)
+    assert len(ends) == 2 and ends[0] == ends[1]
+    assert out.count(f"torch.{dtype}\n") == 2
+
+
+def test_commands_of_the_precision_guide_are_understood(tmp_path):
+    (tmp_path / "train.py").touch()
+    commands = re.findall(r"^paceline (run .*?)\s*(?:#.*)?$", PRECISION_GUIDE, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        first, *rest = shlex.split(command)
+        assert "16" in paceline(first, "--dry-run", *rest, cwd=tmp_path)
 
 
 def test_python_of_the_clients_guide_is_one_script_that_runs_with_a_server(tmp_path):
