@@ -99,6 +99,27 @@ def test_the_pace_in_the_environment_is_held_against_the_servers(tmp_path: Path)
         RunSpec(target=spec.target, num_workers=2, pace=parse_schedule("ps"))
 
 
+def test_the_precision_goes_to_workers_and_wins(tmp_path: Path) -> None:
+    spec = _spec(tmp_path, precision="bf16")
+    base = {"PACELINE_PRECISION": "fp16"}
+    environs = [process_environ(base, spec, seat, _WHERE, cores=8) for seat in spec.seats]
+    assert [environ.get("PACELINE_PRECISION") for environ in environs] == ["bf16", "bf16"] + 3 * [
+        None
+    ]
+    worker = process_environ(base, _spec(tmp_path), spec.seats[0], _WHERE, cores=8)
+    assert worker["PACELINE_PRECISION"] == "fp16"
+    with pytest.raises(
+        UsageError, match=r"'BF61' is unknown \(did you mean bf16\?\); choose fp32,"
+    ):
+        _spec(tmp_path, precision="BF61")
+    with pytest.raises(
+        ConfigError, match="PACELINE_PRECISION: precision 'half' is unknown; choose"
+    ):
+        _spec(tmp_path).precision_in({"PACELINE_PRECISION": "half"})
+    with pytest.raises(ConfigError, match="give only one of them"):
+        _spec(tmp_path, precision="bf16", env={"PACELINE_PRECISION": "bf16"})
+
+
 def test_a_server_is_told_who_it_is_and_nothing_in_torchruns_words(tmp_path: Path) -> None:
     env = {"LR": "1", "PACELINE_JOIN_TIMEOUT_S": "9"}
     spec = _spec(tmp_path, pace=parse_schedule("ssp:3"), env=env)
