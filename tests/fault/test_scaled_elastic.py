@@ -21,6 +21,7 @@ PACES = (
     "allreduce",
     "diloco:4",
     "partial:0.6[carry=yes]",
+    "ps",
     *(pytest.param(pace, marks=SLOW) for pace in ("local:3", "bitmap", "gossip", "easgd:4")),
 )
 
@@ -64,7 +65,10 @@ def wait_for(job: ElasticJob, rank: int, size: int, steps: int = 12) -> None:
 
 @pytest.mark.parametrize("pace", PACES)
 def test_a_worker_is_lost_and_another_comes(pace: str) -> None:
-    policy = Policy(num_workers=3, is_elastic=True, min_workers=1, max_workers=8)
+    servers = int(pace == "ps")
+    policy = Policy(
+        num_workers=3, num_servers=servers, is_elastic=True, min_workers=1, max_workers=8
+    )
     with elastic_job(policy) as job:
         job.start(train, pace)
         wait_for(job, 0, 3)
@@ -74,5 +78,8 @@ def test_a_worker_is_lost_and_another_comes(pace: str) -> None:
         wait_for(job, newcomer, 3)
         job.ranks.kill(0, signal.SIGTERM)
         outcomes = job.ranks.wait(40)
-        assert [o.status for o in outcomes] == [0, -9, 0, 0], "\n".join(map(str, outcomes))
+        statuses = [o.status for o in outcomes]
+        assert statuses == [0, -9, 0, *(0 for _ in range(servers)), 0], "\n".join(
+            map(str, outcomes)
+        )
         assert outcomes[0].value == outcomes[2].value == outcomes[newcomer].value
