@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.grammar import ABOVE_0, COUNT, FROM_0, SHARE, WHOLE
 
 # Stands for the allowed values of the options of a pace that are codecs; the first is the default.
-CODEC = ("none", "a codec such as int8 or topk:0.01")
+CODEC = ("auto", "a codec such as int8 or topk:0.01")
 
 _SMALL = {"min": COUNT, "seed": COUNT}
 _FEEDBACK = {"feedback": ("yes", "no"), **_SMALL}
@@ -42,6 +42,7 @@ _TWO_ROUNDS = "it needs two averages, one after the other, of all workers at onc
 _SAME_PLACES = "all workers must choose the same places, whatever servers apply in between"
 
 CODECS: dict[str, Row] = {
+    "auto": Row(),  # none; where models compute in 16 bits and hosts are apart, those 16 bits
     "none": Row(),
     "fp16": Row("paceline.compress.sliced:Blocks", _UNCORRECTED, min_elements=0),
     "bf16": Row("paceline.compress.sliced:Blocks", _UNCORRECTED, min_elements=0),

@@ -41,7 +41,7 @@ class CodecSpec:
     @property
     def is_on(self) -> bool:
         """Whether it changes anything."""
-        return self.name != "none"
+        return self.name not in ("auto", "none")
 
     @property
     def value(self) -> float:

@@ -1,4 +1,4 @@
-"""Which way compressed averages take: worker by worker, or host by host if those have several."""
+"""Which codec averages go over, and which way: worker by worker, or host by host."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 
 from paceline.collectives.group import Group
 from paceline.compress.codec import Allocate
-from paceline.compress.parse import CodecSpec
+from paceline.compress.parse import CodecSpec, parse_codec
 from paceline.data_parallel.bucket import Bucket
+from paceline.data_parallel.options import Options
 from paceline.job import Job
 from paceline.pace.compressed import CompressedAllReduce, Journeys
 from paceline.pace.host_first import HostFirst
+from paceline.pace.precision import wire_dtype
 
 Compressing = CompressedAllReduce | HostFirst
 
@@ -52,6 +54,14 @@ def compressed_average(
     return HostFirst(group, host, len(leaders), spec, theirs, allocate)
 
 
+def choose_codec(job: Job, options: Options) -> CodecSpec:
+    """Return what gradients go over: what was chosen, or what follows from the precision."""
+    spec, follows = parse_codec(options.compress), wire_dtype(options.precision)
+    if spec.name != "auto" or follows == "fp32" or len(_firsts(job)) == 1:
+        return spec
+    return CodecSpec(follows)
+
+
 def left_out(exchange: Any, buckets: Sequence[Bucket]) -> dict[torch.nn.Parameter, torch.Tensor]:
     """Return what of gradients has not been sent yet, by parameter."""
     if not isinstance(exchange, Compressing):
@@ -67,8 +77,13 @@ def left_out(exchange: Any, buckets: Sequence[Bucket]) -> dict[torch.nn.Paramete
 
 def _leaders(job: Job) -> list[int]:
     """The first worker of each host, where some hosts have several; else nobody."""
+    firsts = _firsts(job)
+    return firsts if 1 < len(firsts) < len(job.fabric.membership.workers) else []
+
+
+def _firsts(job: Job) -> list[int]:
     membership = job.fabric.membership
     firsts: dict[str, int] = {}
     for rank in membership.workers:
         firsts.setdefault(membership.member(rank).host_id, rank)
-    return list(firsts.values()) if 1 < len(firsts) < len(membership.workers) else []
+    return list(firsts.values())

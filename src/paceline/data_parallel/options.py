@@ -33,7 +33,7 @@ class Options:
     bucket_mb: float = 16.0
     precision: str = "fp32"
     resize_lr: str = "keep"
-    compress: str = "none"
+    compress: str = "auto"
     wait: str = "step"
     server_dtype: str = "fp32"
     wire: str = "fp32"

@@ -20,9 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
-from paceline.compress.parse import parse_codec
 from paceline.data_parallel import loss_scaling
-from paceline.data_parallel.averaging import Compressing, compressed_average, left_out
+from paceline.data_parallel.averaging import (
+    Compressing,
+    choose_codec,
+    compressed_average,
+    left_out,
+)
 from paceline.data_parallel.batchnorm import use_global_statistics, use_own_statistics
 from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.choice import say
@@ -225,7 +229,7 @@ class Training:
         if self._serving is not None:
             return self._serving.exchange
         if self._method is None:
-            spec = parse_codec(self._options.compress)
+            spec = choose_codec(self._job, self._options)
             if not spec.is_on:
                 return AllReduce(self._group)
             makes = (self._form, self._groups.append, self._memory)

@@ -80,7 +80,7 @@ class OuterSteps(Method):
         self.after = int(setting.number("after", self.default_after))
         self._num_fragments = int(setting.number("fragments", 1))
         self._parts: list[_Part] = []
-        self._codec = parse_codec(setting.options.get("compress", "none"))
+        self._codec = parse_codec(setting.options.get("compress", "auto"))
         self._check()
         self._means = Means(self.workers, self._make_journeys())
 

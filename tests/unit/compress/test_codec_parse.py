@@ -39,7 +39,7 @@ def test_a_codec_survives_being_written_and_read(spec: CodecSpec) -> None:
     ("text", "words"),
     [
         ("inte8", "did you mean int8?"),
-        ("zip", "there are: none, fp16, bf16, int8"),
+        ("zip", "there are: auto, none, fp16, bf16, int8"),
         ("int8:4", "int8 takes no number"),
         ("topk:0", "the fraction of values must be a number above 0, up to 1 (got '0')"),
         ("topk:1.5", "write for example topk:0.01"),
