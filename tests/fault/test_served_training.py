@@ -113,10 +113,11 @@ def undisturbed(pace: str, steps: int = STEPS) -> dict[int, str]:
         return diary.states()
 
 
-def test_the_loss_of_a_server_changes_no_bit_in_lockstep() -> None:
-    expected, chosen = undisturbed("ps"), random.Random(5)
+@pytest.mark.parametrize("pace", ["ps", "ps[compress=topk:0.05]"])
+def test_the_loss_of_a_server_changes_no_bit_in_lockstep(pace: str) -> None:
+    expected, chosen = undisturbed(pace), random.Random(5)
     with elastic_job(policy()) as job:
-        job.start(train, "ps")
+        job.start(train, pace)
         diary = Diary(job)
         diary.hear_until(0, 10)
         time.sleep(chosen.random() * 0.05)
@@ -140,10 +141,11 @@ def test_free_running_workers_go_on_when_a_server_is_lost(pace: str) -> None:
         assert job.processes[new].status in (None, 0)
 
 
+@pytest.mark.parametrize("pace", ["ps", "ps[compress=onebit]"])
 @pytest.mark.parametrize("lost", [0, *(pytest.param(n, marks=SLOW) for n in (1, 2))])
-def test_survivors_go_on_without_a_worker_in_lockstep(lost: int) -> None:
+def test_survivors_go_on_without_a_worker_in_lockstep(lost: int, pace: str) -> None:
     with elastic_job(policy(3)) as job:
-        job.start(train, "ps")
+        job.start(train, pace)
         diary = Diary(job)
         diary.hear_until(lost, 10)
         job.ranks.kill(lost)
@@ -154,7 +156,7 @@ def test_survivors_go_on_without_a_worker_in_lockstep(lost: int) -> None:
     assert diary.steps[(lost + 1) % 3][STEPS][0] == 2
 
 
-@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("pace", [*PACES, "ps[compress=dgc:0.1(momentum=0)]"])
 def test_a_newcomer_reads_from_the_servers_and_takes_part(pace: str) -> None:
     with elastic_job(policy()) as job:
         job.start(train, pace, 120)
@@ -164,7 +166,7 @@ def test_a_newcomer_reads_from_the_servers_and_takes_part(pace: str) -> None:
         diary.hear_until(newcomer, 120, 60)
         end_of(job, [0, 1, newcomer])
         diary.hear_rest()
-    if pace == "ps":
+    if pace.startswith("ps"):
         diary.states()
         assert diary.steps[0][120][0] == 3
         assert min(diary.steps[newcomer]) > 10

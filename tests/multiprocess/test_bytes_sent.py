@@ -74,6 +74,22 @@ def test_gradients_for_servers_count_wherever_those_are(hosts: object, place: in
         assert both[1 - place] < SIZE / 50
 
 
+@pytest.mark.parametrize(
+    ("pace", "share"),
+    [
+        ("ps[compress=int8]", (1 + 4 / 256) / 4),
+        ("ps[compress=onebit]", (1 / 8 + 8 / 2048) / 4),
+        ("async[compress=topk:0.01]", (4 * 0.01 + 0.01 + 1 / 255) / 4),
+        ("ssp:1[compress=bf16]", 1 / 2),
+    ],
+)
+@pytest.mark.parametrize(("hosts", "place"), [(1, 0), ([0, 0, 1], 1)])
+def test_a_codec_makes_them_fewer(pace: str, share: float, hosts: object, place: int) -> None:
+    for both in run_ranks(2, sent_per_step, pace, servers=1, hosts=hosts):
+        frames = 2 * 1024  # a push and a commit; between hosts their headers count as well
+        assert both[place] == pytest.approx(SIZE * share + frames, rel=0.02, abs=500)
+
+
 def counted(group: Group) -> None:
     values, n = torch.zeros(100_000), group.size
     many = torch.zeros(n * 1000)

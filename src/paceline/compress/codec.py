@@ -32,6 +32,7 @@ from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.compress.journey import Journey
+    from paceline.compress.packet import Packet
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
@@ -44,6 +45,7 @@ class Ground:
     allocate: Allocate
     rank: int  # this worker's place, for random numbers of its own
     is_elastic: bool = False  # an exchange may be repeated, with other workers
+    num_workers: int = 1  # of a packet; a journey sees the group
 
 
 class Codec:
@@ -100,6 +102,12 @@ class Codec:
         from paceline.compress.gathered import Gathered
 
         return Gathered(self, ground)
+
+    def packet(self, ground: Ground) -> Packet:
+        """Return what a flat tensor becomes on its way to a server."""
+        from paceline.compress.packet import Packet
+
+        return Packet(self, ground)
 
     def find_problem(self, optimizer: torch.optim.Optimizer) -> str:
         """Say why this optimizer cannot be used with it; "" if it can."""

@@ -19,10 +19,11 @@ import torch
 from paceline.collectives.group import Group
 from paceline.compress import kernels
 from paceline.compress.chosen import TopK
-from paceline.compress.codec import Ground
+from paceline.compress.codec import Ground, make_codec
 from paceline.compress.draw import Draw
 from paceline.compress.gathered import Gathered
-from paceline.compress.parse import CodecSpec
+from paceline.compress.packet import Packet
+from paceline.compress.parse import CodecSpec, parse_codec
 from paceline.work import Work
 
 _STAGES = 5
@@ -46,8 +47,34 @@ class DeepGradient(TopK):
         stage = 1 + step * _STAGES // self.warmup
         return float(self.spec.value ** (stage / (_STAGES + 1)))
 
+    def clipped(self, values: torch.Tensor, num_workers: int) -> torch.Tensor:
+        """Return the values, made smaller if their norm is beyond the limit of a worker."""
+        if not self.clip:
+            return values
+        limit, size = self.clip / num_workers**0.5, float(torch.linalg.vector_norm(values))
+        return values * (limit / size) if size > limit else values
+
+    def choose(
+        self,
+        values: torch.Tensor,
+        velocity: torch.Tensor,
+        residual: torch.Tensor,
+        payload: torch.Tensor,
+        draw: Draw,
+    ) -> None:
+        """Write the largest of what the momentum has come to, and forget both there."""
+        k = self.count(values.numel())
+        velocity.mul_(self.momentum).add_(values)
+        indices, chosen = torch.empty(k, dtype=torch.int32), torch.empty(k)
+        kernels.select(velocity, k, indices, chosen, residual=residual, draw=draw)
+        velocity.index_fill_(0, indices.long(), 0.0)
+        self.pack(payload, values.numel(), indices, chosen, residual, draw)
+
     def journey(self, ground: Ground) -> Gathered:
         return _WithMomentum(self, ground)
+
+    def packet(self, ground: Ground) -> Packet:
+        return _PacketWithMomentum(self, ground)
 
     def find_problem(self, optimizer: torch.optim.Optimizer) -> str:
         if not self.momentum:
@@ -80,20 +107,12 @@ class _WithMomentum(Gathered):
         if codec.share != self._share:
             self._share = codec.share
             self.resize()
-        if codec.clip:
-            limit = codec.clip / self._num_workers**0.5
-            size = float(torch.linalg.vector_norm(values))
-            values = values * (limit / size) if size > limit else values
+        values = codec.clipped(values, self._num_workers)
         assert self.residual is not None
         for number, span in enumerate(self.layout.large):
-            velocity, k = span.of(self._velocity), codec.count(span.count)
-            velocity.mul_(codec.momentum).add_(span.of(values))
-            indices, chosen = torch.empty(k, dtype=torch.int32), torch.empty(k)
-            residual, here = span.of(self.residual), draw.at(span.start)
-            kernels.select(velocity, k, indices, chosen, residual=residual, draw=here)
-            velocity.index_fill_(0, indices.long(), 0.0)
             payload = self._part(self._payload, number)
-            codec.pack(payload, span.count, indices, chosen, residual, here)
+            flats = (span.of(values), span.of(self._velocity), span.of(self.residual))
+            codec.choose(*flats, payload, draw.at(span.start))
 
     def hop(self, group: Group) -> Work[Sequence[torch.Tensor]]:
         self._num_workers = group.size
@@ -106,3 +125,39 @@ class _WithMomentum(Gathered):
     def forget(self) -> None:
         super().forget()
         self._velocity.zero_()
+
+
+class _PacketWithMomentum(Packet):
+    """One flat tensor on its way to a server, which sees only the largest values of something."""
+
+    codec: DeepGradient
+
+    def __init__(self, codec: DeepGradient, ground: Ground) -> None:
+        super().__init__(codec, ground)
+        self._velocity = torch.zeros(self.layout.size)
+        self._share = codec.share_at(0)
+        self._num_workers = ground.num_workers
+        self.resize(make_codec(parse_codec(self.form)))
+
+    @property
+    def form(self) -> str:
+        spec = self.codec.spec
+        options = {key: value for key, value in spec.options.items() if key == "min"}
+        return str(CodecSpec("topk", self._share, options, spec.values))
+
+    @property
+    def kept(self) -> Sequence[torch.Tensor]:
+        return (*super().kept, self._velocity)
+
+    def encode(self, values: torch.Tensor, draw: Draw) -> None:
+        codec = self.codec
+        codec.share = codec.share_at(draw.step)
+        if codec.share != self._share:
+            self._share = codec.share
+            self.resize(make_codec(parse_codec(self.form)))
+        values = codec.clipped(values, self._num_workers)
+        assert self.residual is not None
+        for number, span in enumerate(self.layout.large):
+            payload = self.contents.part(self.payload, number)
+            flats = (span.of(values), span.of(self._velocity), span.of(self.residual))
+            codec.choose(*flats, payload, draw.at(span.start))

@@ -39,6 +39,16 @@ class CodecSpec:
         return CODECS[self.name]
 
     @property
+    def why_no_servers(self) -> str:
+        """Why parameter servers cannot read what it writes; "" if they can."""
+        why = self.row.no_servers
+        if not isinstance(self.row.make, str) or not self.row.make.startswith("paceline."):
+            why = "they do not run the script that registers it"
+        if self.options.get("scales") == "shared":
+            why = "workers agree on shared scales among themselves; leave out scales=shared"
+        return f"it cannot go through parameter servers: {why}" if why else ""
+
+    @property
     def is_on(self) -> bool:
         """Whether it changes anything."""
         return self.name not in ("auto", "none")

@@ -16,6 +16,7 @@ from paceline.job import Job
 from paceline.pace.compressed import CompressedAllReduce, Journeys
 from paceline.pace.host_first import HostFirst
 from paceline.pace.precision import wire_dtype
+from paceline.pace.server import ServerExchange
 
 Compressing = CompressedAllReduce | HostFirst
 
@@ -64,7 +65,7 @@ def choose_codec(job: Job, options: Options) -> CodecSpec:
 
 def left_out(exchange: Any, buckets: Sequence[Bucket]) -> dict[torch.nn.Parameter, torch.Tensor]:
     """Return what of gradients has not been sent yet, by parameter."""
-    if not isinstance(exchange, Compressing):
+    if not isinstance(exchange, Compressing | ServerExchange):
         return {}
     found = [(bucket, exchange.left_out(bucket)) for bucket in buckets]
     return {

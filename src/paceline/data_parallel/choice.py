@@ -24,7 +24,7 @@ from paceline.data_parallel.options import Options, fits
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.known import find, needs_servers
-from paceline.pace.parse import PaceSpec, find_problem_with_backups
+from paceline.pace.parse import PaceSpec, find_problem_with_backups, find_problem_with_codec
 from paceline.pace.schedule import Phase, Schedule, notices_of, parse_schedule
 
 
@@ -131,6 +131,10 @@ class Choice:
             _do_without_servers(job, pace)
         problem = find_problem_with_backups(pace, *self._numbers)
         if problem and job.servers:
+            raise UsageError(problem)
+        pushed = {"compress": options.compress, "push": options.push}
+        problem = find_problem_with_codec(pace, pushed)
+        if problem:
             raise UsageError(problem)
         _refuse_apart(job, pace)
         if job.elastic.is_on:

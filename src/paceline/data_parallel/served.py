@@ -91,7 +91,7 @@ class ServedUpdate:
         if self._exchange.verdict:  # nobody commits: the next pushes take the place of these
             return self._run_hooks_of(step)
         self._adopt_parameters()
-        if self._is_pushed:
+        if self._is_pushed and not self._exchange.pushes_late:
             self._adopt_gradients()
         else:
             self._push_again()
@@ -212,15 +212,20 @@ class ServedUpdate:
         return not had or slot.averaged._version != version
 
     def _push_again(self) -> None:
-        """Hand over gradients that no backward pass has brought since the last step."""
+        """Hand over gradients that were not pushed in a backward pass since the last step."""
+        works = []
         for bucket in self._buckets:
             if all(slot.param.grad is None for slot in bucket.slots):
                 continue
             self._are_changed(bucket)
             absent = self._copy_gradients(bucket)
-            self._exchange.push(bucket, absent).wait()
+            works.append(self._exchange.push(bucket, absent))
+            if self._rule.aggregate:
+                works[-1].wait()
             if self._rule.aggregate and self._speaks:
                 self._exchange.replace(bucket, absent)  # they have been averaged before
+        for work in works:
+            work.wait()
 
     def _copy_gradients(self, bucket: Bucket) -> list[int]:
         """Put what the script has as gradients where they are pushed from; return who has none.

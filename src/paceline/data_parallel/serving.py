@@ -20,6 +20,7 @@ import torch
 
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
+from paceline.compress.parse import parse_codec
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.checks import not_in_optimizer
 from paceline.data_parallel.layerwise import LayerwiseUpdate
@@ -34,6 +35,7 @@ from paceline.job import Job
 from paceline.pace.parse import PaceSpec
 from paceline.pace.server import ServerExchange, rule_of
 from paceline.ps.items import Held, Item
+from paceline.ps.packing import Packing
 from paceline.ps.precision import kept_dtype
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule
@@ -76,7 +78,8 @@ class Serving:
         self.watches_edits = can_see_edits and self.rule.push == "grad" and not self.shares_memory
         # Who is in a round is decided in one place; in an elastic job servers hold many parts.
         self._links = job.servers[:1] if self.rule.backup else job.servers
-        self.exchange = ServerExchange(self.rule)
+        self.packing = self._choose_packing(options)
+        self.exchange = ServerExchange(self.rule, packs=self.packing is not None)
         self._by_layer = options.wait == "layer"
         kind: type[ServedUpdate] = LayerwiseUpdate if self._by_layer else ServedUpdate
         if self.rule.push != "grad":
@@ -101,7 +104,9 @@ class Serving:
         if self.rule.aggregate:
             return "host" if self.shares_memory or self.watches_edits else "own"
         # Servers of this host read gradients at the commit, as the script has left them.
-        are_sent = not all(link.is_local for link in self._job.servers)
+        are_sent = not (
+            self.exchange.pushes_late or all(link.is_local for link in self._job.servers)
+        )
         return "view" if self.watches_edits and are_sent else "none"
 
     @property
@@ -141,6 +146,7 @@ class Serving:
             self.rule,
             cut_anywhere=self.rule.push != "grad" or is_elementwise(self._optimizer),
             wire=self._wire,
+            packing=self.packing,
         )
         is_first = self._workers.rank == 0 and not self._job.elastic.is_candidate
         if self._job.elastic.is_candidate:
@@ -219,6 +225,19 @@ class Serving:
         self._seats.clear()
 
     # -- what a table is made of --------------------------------------------------------------
+
+    def _choose_packing(self, options: Options) -> Packing | None:
+        spec, fabric = parse_codec(options.compress), self._job.fabric
+        if not spec.is_on:
+            return None
+        packing = Packing(
+            spec,
+            lambda count, dtype: allocate(fabric.engine, (count,), dtype),
+            worker=fabric.me.number,
+            num_workers=len(fabric.membership.workers),
+        )
+        self._job.reporter.books.open(str(spec), packing.accounts)
+        return packing
 
     def _item(self, bucket: Bucket, groups: Mapping[int, int]) -> Item:
         held = [self._held(slot, groups) for slot in bucket.slots]

@@ -60,6 +60,7 @@ _ON_SERVERS = {
     "server_dtype": ("fp32", "bf16", "fp16"),
     "wire": ("fp32", "bf16", "fp16"),
     "seed": WHOLE,
+    "compress": CODEC,
 }
 _FREE_RUNNING = {
     **_ON_SERVERS,

@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.compress.known import CODEC
-from paceline.compress.parse import parse_codec
+from paceline.compress.known import CODEC, CODECS
+from paceline.compress.parse import CodecSpec, parse_codec
 from paceline.errors import UsageError
 from paceline.grammar import NUMBERS, near, number_text, read_number
 from paceline.pace.known import KNOWN, Pace, find
@@ -119,6 +119,25 @@ def find_problem_with_backups(pace: PaceSpec, workers: int, servers: int) -> str
         return (
             f"pace {pace} and {servers} servers: who is in a round must be decided in one place;"
             " use -s 1, or pace ps, which has use for several"
+        )
+    return ""
+
+
+def find_problem_with_codec(pace: PaceSpec, options: Mapping[str, str]) -> str:
+    """Say why servers cannot take what a codec makes of a pace's pushes; "" if they can."""
+    codec = parse_codec(options.get("compress", "none"))
+    if not codec.is_on or not pace.needs_servers:
+        return ""
+    if codec.why_no_servers:
+        able = ", ".join(word for word in CODECS if not CodecSpec(word).why_no_servers)
+        why = codec.why_no_servers
+        return f"pace {pace.name} and compress={codec}: {why}; those that can: {able}"
+    push = options.get("push", "grad")
+    if push != "grad":
+        return (
+            f"pace {pace.name}, compress={codec} and push={push}: what a codec leaves out is added"
+            " to the next gradient, and of values and differences nobody would send it later; use"
+            " push=grad"
         )
     return ""
 

@@ -13,7 +13,13 @@ import re
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.pace.parse import PaceSpec, find_problem_with_backups, notice_of, parse
+from paceline.pace.parse import (
+    PaceSpec,
+    find_problem_with_backups,
+    find_problem_with_codec,
+    notice_of,
+    parse,
+)
 
 _COMMA = re.compile(r",(?![^\[\]]*\])")  # not one between brackets
 
@@ -59,7 +65,9 @@ class Schedule:
 
     def problem_with(self, workers: int, servers: int) -> str:
         """Say why so many workers and servers cannot keep this pace; "" if they can."""
-        found = (find_problem_with_backups(p.pace, workers, servers) for p in self.phases)
+        paces = [phase.pace for phase in self.phases]
+        found = [find_problem_with_backups(pace, workers, servers) for pace in paces]
+        found += [find_problem_with_codec(pace, pace.options) for pace in paces]
         return next((problem for problem in found if problem), "")
 
     @property

@@ -41,8 +41,10 @@ def rule_of(pace: PaceSpec, **options: Any) -> Rule:
 class ServerExchange:
     """Exchanges buckets through tables on the servers; a table has one or more buckets."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: Rule, *, packs: bool = False) -> None:
         self._rule = rule
+        # A free-running step is packed once, with what the script has made of its gradients.
+        self.pushes_late = packs and not rule.aggregate
         self.tables: list[RemoteTable] = []
         self._place: dict[int, tuple[RemoteTable, int]] = {}  # by bucket: its table, its number
         self._first: dict[int, int] = {}  # by bucket: number of its first parameter in the roll
@@ -59,10 +61,10 @@ class ServerExchange:
             self._first[bucket.index] = self._num_params
             self._num_params += len(table.items[number].held)
 
-    def submit(self, bucket: Bucket, step: int) -> Work[Any]:  # noqa: ARG002
-        if self._rule.push != "grad":  # what is pushed does not exist yet
+    def submit(self, bucket: Bucket, step: int) -> Work[Any]:
+        if self._rule.push != "grad" or self.pushes_late:  # what is pushed does not exist yet
             return Together(()).work()
-        work = self.push(bucket, bucket.absent)
+        work = self.push(bucket, bucket.absent, step)
         self._pushed.append((bucket, work))
         return work
 
@@ -81,10 +83,15 @@ class ServerExchange:
         self.speakers = speakers or self.speakers
         return had
 
-    def push(self, bucket: Bucket, absent: Sequence[int]) -> Work[Any]:
-        """Hand over a bucket, perhaps again; the newest one counts."""
+    def push(self, bucket: Bucket, absent: Sequence[int], key: int | None = None) -> Work[Any]:
+        """Hand over a bucket, perhaps again; the newest one counts. See RemoteTable for `key`."""
         table, number = self._place[bucket.index]
-        return table.push(number, absent)
+        return table.push(number, absent, key)
+
+    def left_out(self, bucket: Bucket) -> torch.Tensor | None:
+        """Return what of a bucket's gradients has not been sent yet; None: nothing."""
+        table, number = self._place[bucket.index]
+        return table.left_out(number)
 
     def outbox(self, bucket: Bucket) -> torch.Tensor:
         """Return the memory from which a bucket is pushed."""

@@ -58,10 +58,12 @@ def on_assign(
 
 def on_push(server: Server, caller: Caller, request: m.Push, given: Sequence[torch.Tensor]) -> None:
     hosted = server.find(request.table)
-    table = hosted.table
-    counts = table.push(caller.worker, request.shard, request.clock, given[0], request.absent)
+    table, grad, where = hosted.table, given[0], request.where
+    if request.codec:
+        grad, where = hosted.unpack(caller, request, grad), None
+    counts = table.push(caller.worker, request.shard, request.clock, grad, request.absent)
     if server.keeps_origins:
-        hosted.origins["push", caller.worker, request.shard] = request.where
+        hosted.origins["push", caller.worker, request.shard] = where
     if not table.spec.rule.aggregate:
         return
     if not counts:  # a step that was applied, or is too late; the last average is still there

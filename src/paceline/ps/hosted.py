@@ -19,6 +19,7 @@ from paceline.collectives.memory import allocate
 from paceline.errors import UsageError
 from paceline.ps import messages as m
 from paceline.ps.caller import Caller
+from paceline.ps.packing import Unpacking, unpack
 from paceline.ps.spec import ShardSpec
 from paceline.ps.table import Table
 
@@ -62,6 +63,7 @@ class Hosted:
     followers: list[Parked] = field(default_factory=list)
     brought: dict[int, Collection[int]] = field(default_factory=dict)  # by worker: since its commit
     refusals: dict[int, Exception] = field(default_factory=dict)  # by worker: of its pushes
+    unpacking: Unpacking = field(default_factory=Unpacking)
     _staging: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
     _views: dict[tuple[str, int, int], tuple[m.Where, torch.dtype, torch.Tensor]] = field(
         default_factory=dict
@@ -99,8 +101,30 @@ class Hosted:
                     self.view(use, caller, number, where, dtype_of(spec.dtype))
         self.seats[caller.worker] = opened
 
+    def packet(self, caller: Caller, push: m.Push, is_sent: bool) -> torch.Tensor:
+        """Return where the packet of a push is, or is to be received if it is sent."""
+        contents = self.unpacking.contents(push.shard, self.spec_of(push.shard), push)
+        words = contents.num_bytes // 4  # so that it begins where a number may
+        if push.where is not None and not is_sent:
+            seen = self.view("packet", caller, push.shard, push.where, torch.float32, words)
+        else:
+            seen = self.staging("packet", caller.worker, push.shard, torch.float32, words)
+        return seen.view(torch.uint8)
+
+    def unpack(self, caller: Caller, push: m.Push, payload: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of a packet, in memory of this server's own."""
+        spec = self.spec_of(push.shard)
+        out = self.staging("push", caller.worker, push.shard, torch.float32)
+        return unpack(self.unpacking.contents(push.shard, spec, push), spec, push, payload, out)
+
     def view(
-        self, use: str, caller: Caller, shard: int, where: m.Where, dtype: torch.dtype
+        self,
+        use: str,
+        caller: Caller,
+        shard: int,
+        where: m.Where,
+        dtype: torch.dtype,
+        count: int | None = None,
     ) -> torch.Tensor:
         """Return a worker's memory for a shard, on this host, as a flat tensor.
 
@@ -109,18 +133,20 @@ class Hosted:
         """
         key = (use, caller.worker, shard)
         known = self._views.get(key)
-        if known is not None and known[0] == where and known[1] is dtype:
+        count = self.table.spec.shards[shard].count if count is None else count
+        if known is not None and known[:2] == (where, dtype) and known[2].numel() == count:
             return known[2]
-        count = self.table.spec.shards[shard].count
         seen = view(self.engine, caller.rank, where, count, dtype)
         self._views[key] = (where, dtype, seen)
         return seen
 
-    def staging(self, use: str, worker: int, shard: int, dtype: torch.dtype) -> torch.Tensor:
+    def staging(
+        self, use: str, worker: int, shard: int, dtype: torch.dtype, count: int | None = None
+    ) -> torch.Tensor:
         """Return memory of this server's own for a worker's part in a shard; always the same."""
         key = (use, worker, shard, dtype)
-        if key not in self._staging:
-            count = self.table.spec.shards[shard].count
+        count = self.table.spec.shards[shard].count if count is None else count
+        if key not in self._staging or self._staging[key].numel() != count:
             self._staging[key] = allocate(self.engine, (count,), dtype)
         return self._staging[key]
 

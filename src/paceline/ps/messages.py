@@ -115,6 +115,8 @@ class Push(Request, frozen=True):
     where: Where | None
     dtype: str
     absent: tuple[int, ...] = ()
+    codec: str = ""  # it is a packet (packing.py) that this codec reads; "": numbers of that dtype
+    num_bytes: Count = 0  # how long the packet is
 
 
 class Replace(Request, frozen=True):

@@ -68,7 +68,7 @@ def _op(entry: r.Entry, server: Server, *, sees_worker: bool) -> tuple[p.Op, Ten
     if isinstance(request, m.Assign | m.Push | m.Replace):
         if request.where is not None and sees_worker:
             return p.Asked(request), ()
-        if request.where is not None and isinstance(request, m.Push):
+        if request.where is not None and isinstance(request, m.Push) and not request.codec:
             table = server.hosted[request.table].table
             if not table.spec.rule.aggregate:
                 return p.Asked(request, how="late"), ()

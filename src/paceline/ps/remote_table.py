@@ -15,15 +15,18 @@ from typing import Any
 import msgspec
 import torch
 
+from paceline.compress.layout import Span
+from paceline.compress.packet import Packet
 from paceline.errors import UsageError
 from paceline.ps import messages as m
 from paceline.ps.health import is_finite
 from paceline.ps.items import Item, ShardOf, dtype_name, homes_of, seat_of, spec_of
 from paceline.ps.link import ServerLink, no_landing
+from paceline.ps.packing import Packing
 from paceline.ps.placement import Part, balance, place
 from paceline.ps.spec import OptimizerSpec, Rule, ShardSpec, TableSpec
 from paceline.ps.together import Landed, Together
-from paceline.ps.transit import Incoming, Outgoing, Staging
+from paceline.ps.transit import Incoming, Outgoing, Packed, Staging
 from paceline.ps.wire import Into
 from paceline.work import Work
 
@@ -44,6 +47,7 @@ class RemoteTable:
         *,
         cut_anywhere: bool = True,
         wire: str = "fp32",
+        packing: Packing | None = None,
     ) -> None:
         self.name, self.items, self.rule = name, items, rule
         self.clock = 0  # steps that this worker has committed
@@ -72,6 +76,13 @@ class RemoteTable:
             for link in links
             if self._on[link.index]
         }
+        self._packets: dict[tuple[int, int], Packet] = {}  # by server and shard
+        if packing is not None:
+            for link, shard, spec, part in self.shards():
+                first = sum(sizes[: part.item]) + part.start
+                packet = packing.packet(spec, first)
+                if packet is not None:
+                    self._packets[link.index, shard] = packet
 
     @property
     def balance(self) -> str:
@@ -134,16 +145,17 @@ class RemoteTable:
 
     # -- a step -------------------------------------------------------------------------------
 
-    def push(self, number: int, absent: Sequence[int] = ()) -> Work[Any]:
-        """Hand over an item's gradients.
+    def push(self, number: int, absent: Sequence[int] = (), key: int | None = None) -> Work[Any]:
+        """Hand over an item's gradients, packed if there are packets for them.
 
         Done when the average is there, or, if the table averages nothing, when the gradients may be
         changed again; on one host, where they are read in place, they may be changed until the
-        commit.
+        commit. What is pushed again under the same `key` is packed once; None: it is not packed,
+        where workers average.
         """
         item, works, clock = self.items[number], list[Any](), self.clock + 1
         for shard in self._shards[number]:
-            grad = Outgoing(shard, item.grads, self._staging)
+            grad = self._outgoing(shard, item.grads, absent, key)
 
             def make(
                 seq: int,
@@ -152,8 +164,18 @@ class RemoteTable:
                 shard: ShardOf = shard,
                 grad: Outgoing = grad,
             ) -> m.Push:
-                dtype = dtype_name(grad.tensor.dtype)
-                return m.Push(seq, table, shard.number, clock, where, dtype, tuple(absent))
+                push = m.Push(
+                    seq,
+                    table,
+                    shard.number,
+                    clock,
+                    where,
+                    dtype_name(grad.tensor.dtype),
+                    tuple(absent),
+                    grad.codec,
+                    grad.tensor.nbytes if grad.codec else 0,
+                )
+                return push
 
             if not self.rule.aggregate:
                 works += self._tell(grad, make)
@@ -162,6 +184,30 @@ class RemoteTable:
             incoming = Incoming(self._staging, "average", averages)
             works.append(Landed(self._ask(grad, make, incoming), incoming.pairs))
         return Together(works).work()
+
+    def _outgoing(
+        self, shard: ShardOf, grads: torch.Tensor, absent: Sequence[int], key: int | None
+    ) -> Outgoing:
+        packet = self._packets.get((shard.link.index, shard.number))
+        if not self.rule.aggregate:
+            key = self.clock + 1  # a step is packed once, when it ends
+        if packet is None or key is None:
+            return Outgoing(shard, grads, self._staging)
+        pieces = self._spec_of(shard).pieces
+        packet.fill(
+            shard.of(grads), key, [Span(p.start, p.count) for p in pieces if p.param in absent]
+        )
+        return Packed(shard, packet)
+
+    def left_out(self, number: int) -> torch.Tensor | None:
+        """Return what of an item's gradients has not been sent yet; None: nothing."""
+        found = None
+        for shard in self._shards[number]:
+            packet = self._packets.get((shard.link.index, shard.number))
+            if packet is not None and packet.residual is not None:
+                found = torch.zeros_like(self.items[number].grads) if found is None else found
+                shard.of(found).copy_(packet.residual)
+        return found
 
     def replace(self, number: int, absent: Sequence[int]) -> None:
         """Let what is in an item's `grads` now take the place of the average. Blocks."""
@@ -269,11 +315,17 @@ class RemoteTable:
         if rule.nonfinite == "ignore" or rule.aggregate or len(self._numbers) == 1:
             return set()
         shards = itertools.chain(*self._shards)
-        return {
-            shard.link.index
-            for shard in shards
-            if not is_finite(shard.of(self.items[shard.part.item].grads))
-        }
+        return {shard.link.index for shard in shards if not is_finite(self._told(shard))}
+
+    def _told(self, shard: ShardOf) -> torch.Tensor:
+        """Return what a server has been told of a shard, as it sees it."""
+        grad = shard.of(self.items[shard.part.item].grads)
+        packet = self._packets.get((shard.link.index, shard.number))
+        if packet is None:
+            return grad
+        told = torch.empty_like(grad)  # a number may be too large for a codec
+        packet.contents.read(packet.payload, told)
+        return told
 
     def _read(self, make: Callable[[int, int, int], m.AnyRequest]) -> Work[list[m.Reply]]:
         works: list[Any] = []

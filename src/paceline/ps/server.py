@@ -191,6 +191,8 @@ class Server:
             return Landing()
         hosted = self.find(request.table)
         spec = hosted.spec_of(request.shard)
+        if isinstance(request, m.Push) and request.codec:
+            return Landing([hosted.packet(caller, request, is_sent)], is_sent or not request.where)
         dtype = dtype_of(request.dtype if isinstance(request, m.Push) else spec.dtype)
         use = "push" if isinstance(request, m.Push) else "replace"
         if request.where is not None and not is_sent:

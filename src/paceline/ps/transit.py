@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.compress.packet import Packet
 from paceline.ps import messages as m
 from paceline.ps.items import ShardOf, dtype_name
 
@@ -43,6 +44,8 @@ class Staging:
 class Outgoing:
     """A shard's part of a flat tensor that goes out: named where it lies, or sent after."""
 
+    codec = ""  # that reads it
+
     def __init__(self, shard: ShardOf, flat: torch.Tensor, staging: Staging | None = None) -> None:
         self.shard, self._flat, self._staging = shard, flat, staging
 
@@ -56,6 +59,18 @@ class Outgoing:
     def payload(self) -> Sequence[torch.Tensor]:
         """Return what has to follow the request, which is made first."""
         return () if self.shard.link.is_local else (self.tensor,)
+
+
+class Packed(Outgoing):
+    """A shard's part that goes out as a packet; on one host as well, so that results are alike."""
+
+    def __init__(self, shard: ShardOf, packet: Packet) -> None:
+        super().__init__(shard, packet.payload)
+        self.tensor = packet.payload  # stays as it is until the step has been answered
+        self.codec = packet.form
+
+    def locate(self) -> m.Where | None:
+        return self.shard.link.hand_over(self.tensor)
 
 
 class Incoming:

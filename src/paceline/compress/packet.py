@@ -1,0 +1,132 @@
+"""What goes to a server in place of one flat tensor: a PACKET, of bytes, and how it is read there.
+
+    payload of each large span, begun at a multiple of 4 bytes | small tensors as they are
+
+How long it is follows from the codec and the layout, so both ends know it before anything is sent.
+A worker fills a packet once for each step: whatever has to be sent again, because a server was
+lost, is the same bytes, and nothing is added to the residual a second time.
+
+A tensor that is ABSENT (it has no gradient in this step) is not sent: what waits for it goes on
+waiting, and whoever reads the packet must take it for zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from paceline.compress.codec import Codec, Ground
+from paceline.compress.draw import Draw
+from paceline.compress.layout import Layout, Span
+from paceline.telemetry.compression import Account
+
+_LOOK_EVERY = 50  # packets between two looks at the error
+
+
+class Contents:
+    """Where everything is in the packets of one codec and one layout."""
+
+    def __init__(self, codec: Codec, layout: Layout) -> None:
+        self._codec, self._layout = codec, layout
+        self._ends = [0]
+        for span in layout.large:
+            size = codec.num_bytes(span.count)
+            self._ends.append(self._ends[-1] + -(-size // 4) * 4)
+        self.num_bytes = self._ends[-1] + 4 * layout.num_small
+        covered = sorted((span.start, span.start + span.count) for span in _spans(layout))
+        pairs = pairwise([(0, 0), *covered, (layout.size, layout.size)])
+        self._gaps = [Span(stop, start - stop) for (_, stop), (start, _) in pairs if stop < start]
+
+    def part(self, payload: torch.Tensor, number: int) -> torch.Tensor:
+        """Return the payload of a large span."""
+        begin = self._ends[number]
+        return payload[begin : begin + self._codec.num_bytes(self._layout.large[number].count)]
+
+    def small(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of all small tensors, one behind the other."""
+        return payload[self._ends[-1] : self.num_bytes].view(torch.float32)
+
+    def read(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the numbers of a packet to `out`; zeros where there is no tensor."""
+        for number, span in enumerate(self._layout.large):
+            self._codec.mean([self.part(payload, number)], span.of(out))
+        small, at = self.small(payload), 0
+        for span in self._layout.small:
+            span.of(out).copy_(small[at : at + span.count])
+            at += span.count
+        for span in self._gaps:
+            span.of(out).zero_()
+
+
+class Packet:
+    """What one worker sends to one server, of one flat tensor. Main thread only."""
+
+    def __init__(self, codec: Codec, ground: Ground) -> None:
+        self.codec, self.layout = codec, ground.layout
+        self.residual = torch.zeros(self.layout.size) if codec.has_feedback else None
+        self.account = Account()
+        self.contents = Contents(codec, self.layout)
+        self._allocate, self._rank = ground.allocate, ground.rank
+        self.payload = self._allocate(self.contents.num_bytes, torch.uint8)
+        self._key: int | None = None
+        self._num_filled = 0
+
+    @property
+    def form(self) -> str:
+        """The codec that reads it, as text."""
+        return str(self.codec.spec)
+
+    def fill(self, values: torch.Tensor, key: int, absent: Sequence[Span] = ()) -> None:
+        """Encode these values, unless those of this key are in it already."""
+        if key == self._key:
+            return
+        self._key = key
+        with self.account.working():
+            wanted = self._look(values)
+            kept = [(span.of(flat), span.of(flat).clone()) for flat in self.kept for span in absent]
+            for memory, _ in kept:
+                memory.zero_()
+            seed = self.codec.seed + 1 + self._rank
+            self.encode(values, Draw(seed, self._num_filled, self.layout.first))
+            for memory, before in kept:
+                memory.copy_(before)
+            small, at = self.contents.small(self.payload), 0
+            for span in self.layout.small:
+                small[at : at + span.count].copy_(span.of(values))
+                at += span.count
+            self._num_filled += 1
+            if wanted and self.residual is not None:
+                self.account.missed(float(torch.linalg.vector_norm(self.residual)) / wanted)
+        self.account.sent(4 * self.layout.size, self.contents.num_bytes)
+
+    @property
+    def kept(self) -> Sequence[torch.Tensor]:
+        """The flat tensors that stay here from step to step."""
+        return () if self.residual is None else (self.residual,)
+
+    def encode(self, values: torch.Tensor, draw: Draw) -> None:
+        """Write the payloads of all large spans."""
+        for number, span in enumerate(self.layout.large):
+            residual = None if self.residual is None else span.of(self.residual)
+            payload = self.contents.part(self.payload, number)
+            self.codec.encode(span.of(values), payload, residual, draw.at(span.start))
+
+    def resize(self, codec: Codec) -> None:
+        """Make room for what this codec writes from now on."""
+        self.contents = Contents(codec, self.layout)
+        self.payload = self._allocate(self.contents.num_bytes, torch.uint8)
+
+    def _look(self, values: torch.Tensor) -> float:
+        """Return how large what is wanted is, now and then; 0: it is not looked at."""
+        if self.residual is None or self._num_filled % _LOOK_EVERY:
+            return 0.0
+        spans = self.layout.large
+        sizes = [torch.linalg.vector_norm(s.of(values) + s.of(self.residual)) for s in spans]
+        size = float(torch.linalg.vector_norm(torch.stack(sizes)))
+        return size if size < float("inf") else 0.0
+
+
+def _spans(layout: Layout) -> Sequence[Span]:
+    return (*layout.large, *layout.small)
