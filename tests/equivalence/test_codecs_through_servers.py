@@ -164,6 +164,40 @@ def test_all_values_are_as_good_as_no_codec() -> None:
                 assert torch.equal(applied, dense), pace
 
 
+def averages(group: Group, paces: list[str]) -> list[list[torch.Tensor]]:
+    """Return by pace what this worker sees as its gradients, in every step."""
+    found = []
+    for pace in paces:
+        model = Numbers()
+        made = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = pl.distribute(model, made, pace=pace, bucket_mb=0.05)
+        seen = []
+        for step in range(STEPS):
+            given = gradients(group.rank, step)
+            if step == 3 and group.rank == 2:
+                given[0][5, 5] = float("nan")
+            model(given).backward()
+            seen.append(flat([p.grad for p in model.all]))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(seen)
+        group.barrier()
+    return found
+
+
+@pytest.mark.parametrize("hosts", [1, APART])
+def test_all_workers_see_the_averages_that_servers_apply(hosts: object) -> None:
+    codecs = ("int8", "bf16", "topk:0.02", "topk:0.02+int8", "topk:0.02(min=0)", "int4", "onebit")
+    paces = [f"ps[compress={codec}]" for codec in codecs]
+    by_rank = run_ranks(WORKERS, averages, paces, servers=2, hosts=hosts)
+    for codec, *seen in zip(codecs, *by_rank, strict=True):
+        for mine, *others in zip(*seen, strict=True):
+            for other in others:
+                torch.testing.assert_close(other, mine, rtol=0, atol=0, equal_nan=True, msg=codec)
+        finite = [bool(torch.isfinite(mine).all()) for mine in seen[0]]
+        assert finite == [step != 3 for step in range(STEPS)], codec
+
+
 def clip(group: Group, paces: list[str]) -> list[torch.Tensor]:
     """Let the script change its gradients before every step."""
     found = []

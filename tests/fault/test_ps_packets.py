@@ -19,10 +19,11 @@ from paceline.collectives.memory import allocate
 from paceline.compress.parse import parse_codec
 from paceline.errors import BadFrame, NonFiniteGradient, ShapeMismatch, UsageError
 from paceline.ps import messages as m
+from paceline.ps.checks import check_table
 from paceline.ps.items import Held, Item
 from paceline.ps.packing import Packing
 from paceline.ps.remote_table import RemoteTable
-from paceline.ps.spec import OptimizerSpec, Rule
+from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
 from support import run_ranks
 
 SIZE = 5000
@@ -113,6 +114,51 @@ def abuse(_group: Group, aggregate: bool) -> int:
 @pytest.mark.parametrize("aggregate", [True, False], ids=["lockstep", "free"])
 def test_packets_that_cannot_be_are_refused(aggregate: bool, hosts: object) -> None:
     assert run_ranks(1, abuse, aggregate, servers=1, hosts=hosts) == [18]
+
+
+def ask_for_means(_group: Group, codec: str) -> list[tuple[str, bool]]:
+    """Return of two pushes the codec that the mean came through, and whether it is the right one.
+
+    The first is packed; the second is not, so that its mean has more in it than is usual.
+    """
+    rule, found = Rule(bound=0, aggregate=True, mean_codec=codec), list[tuple[str, bool]]()
+    table = packed_table("means", codec, rule)
+    item = table.items[0]
+    for key in (1, None):
+        item.grads.copy_(torch.randn(SIZE, generator=torch.Generator().manual_seed(3)))
+        [reply] = table.push(0, key=key).wait()
+        expected = item.grads.clone()
+        if key is not None:
+            packet = table._packets[0, 0]
+            packet.contents.read(packet.payload, expected)
+        is_right = torch.allclose(item.average, expected, rtol=0.02, atol=0.02)
+        found.append((reply.codec, is_right))
+        before = item.params.clone()
+        table.commit(None).wait()
+        assert torch.equal(item.params, before - item.average), "what it got is what was applied"
+    return found
+
+
+def test_a_mean_comes_in_a_packet_if_it_is_all_in_it() -> None:
+    near = {"servers": 1, "hosts": 1}
+    far = {"servers": 1, "hosts": [0, 1]}
+    assert run_ranks(1, ask_for_means, "topk:0.01", **far) == [[("topk:0.01", True), ("", True)]]
+    assert run_ranks(1, ask_for_means, "int8", **far) == [[("int8", True), ("int8", True)]]
+    assert run_ranks(1, ask_for_means, "topk:0.9", **far) == [[("", True), ("", True)]]
+    assert run_ranks(1, ask_for_means, "int8", **near) == [[("", True), ("", True)]]
+
+
+@pytest.mark.parametrize(
+    "codec", ["onebit", "eval", "none", "topk:0.01+int8", "int8(feedback=yes)"]
+)
+def test_a_table_whose_means_cannot_go_through_a_codec_is_not_made(codec: str) -> None:
+    shard = ShardSpec("numbers", "float32", 4, (Piece("cells", 0, 0, 0, 4, (4,)),))
+    spec = TableSpec("means", (0,), (shard,), SGD, Rule(bound=0, aggregate=True, mean_codec=codec))
+    with pytest.raises(UsageError):
+        check_table(spec)
+    free = Rule(bound=None, mean_codec="int8")
+    with pytest.raises(UsageError, match="mean_codec"):
+        check_table(changed(spec, rule=free))
 
 
 def train_with_a_nan(group: Group, paces: list[str]) -> list[tuple[bool, str, torch.Tensor]]:

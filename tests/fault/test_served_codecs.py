@@ -53,7 +53,9 @@ def push_all(group: Group, pace: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 # Workers and servers: on one host; the servers on other hosts than the workers, and each other.
 @pytest.mark.parametrize("hosts", [(), (0, 0, 0, 1, 0), (0, 1, 2, 3, 2)])
-@pytest.mark.parametrize("pace", ["async[compress=topk:0.02]", "ps[compress=onebit]"])
+@pytest.mark.parametrize(
+    "pace", ["async[compress=topk:0.02]", "ps[compress=onebit]", "ps[compress=topk:0.02]"]
+)
 def test_every_packet_counts_once(pace: str, hosts: tuple[int, ...]) -> None:
     policy = Policy(
         num_workers=2, num_servers=2, is_elastic=True, min_workers=1, replicas=2, num_partitions=2

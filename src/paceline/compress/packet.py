@@ -29,7 +29,7 @@ class Contents:
     """Where everything is in the packets of one codec and one layout."""
 
     def __init__(self, codec: Codec, layout: Layout) -> None:
-        self._codec, self._layout = codec, layout
+        self.codec, self._layout = codec, layout
         self._ends = [0]
         for span in layout.large:
             size = codec.num_bytes(span.count)
@@ -42,7 +42,7 @@ class Contents:
     def part(self, payload: torch.Tensor, number: int) -> torch.Tensor:
         """Return the payload of a large span."""
         begin = self._ends[number]
-        return payload[begin : begin + self._codec.num_bytes(self._layout.large[number].count)]
+        return payload[begin : begin + self.codec.num_bytes(self._layout.large[number].count)]
 
     def small(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the numbers of all small tensors, one behind the other."""
@@ -51,7 +51,7 @@ class Contents:
     def read(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         """Write the numbers of a packet to `out`; zeros where there is no tensor."""
         for number, span in enumerate(self._layout.large):
-            self._codec.mean([self.part(payload, number)], span.of(out))
+            self.codec.mean([self.part(payload, number)], span.of(out))
         small, at = self.small(payload), 0
         for span in self._layout.small:
             span.of(out).copy_(small[at : at + span.count])

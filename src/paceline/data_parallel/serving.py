@@ -16,6 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from paceline.collectives.group import Group
@@ -35,6 +36,7 @@ from paceline.job import Job
 from paceline.pace.parse import PaceSpec
 from paceline.pace.server import ServerExchange, rule_of
 from paceline.ps.items import Held, Item
+from paceline.ps.means import mean_codec_of
 from paceline.ps.packing import Packing
 from paceline.ps.precision import kept_dtype
 from paceline.ps.remote_table import RemoteTable
@@ -280,7 +282,7 @@ class Serving:
 
 
 def _rule(pace: PaceSpec, options: Options, *, all_speak: bool) -> Rule:
-    return rule_of(
+    rule = rule_of(
         pace,
         unit=options.unit,
         push=options.push,
@@ -294,6 +296,10 @@ def _rule(pace: PaceSpec, options: Options, *, all_speak: bool) -> Rule:
         seed=int(options.seed),
         all_speak=all_speak,
     )
+    codec = parse_codec(options.compress)
+    if rule.aggregate and codec.is_on:
+        rule = msgspec.structs.replace(rule, mean_codec=mean_codec_of(codec))
+    return rule
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:

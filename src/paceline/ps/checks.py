@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from paceline.errors import ShapeMismatch, UsageError
+from paceline.ps.means import can_send_means
 from paceline.ps.optimizer import optimizer_class
 from paceline.ps.precision import FLOATING, SERVER_DTYPES
 from paceline.ps.spec import Rule, ShardSpec, TableSpec
@@ -50,6 +51,8 @@ def _check_rule(rule: Rule) -> None:
         value = getattr(rule, option)
         if value is not None and not 0 <= value < math.inf:
             raise UsageError(f"{option} must be a number >= 0 (got {value!r})")
+    if rule.mean_codec and not (rule.aggregate and can_send_means(rule.mean_codec)):
+        raise UsageError(f"mean_codec={rule.mean_codec[:80]!r} is not one that averages go through")
     if rule.compensate == "dc" and rule.push != "grad":
         raise UsageError(f"compensate=dc corrects gradients, but push={rule.push}; use push=grad")
     if rule.aggregate and (

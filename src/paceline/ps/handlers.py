@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from paceline.errors import ShapeMismatch, UnknownKey, UsageError
@@ -190,7 +191,8 @@ def again(server: Server, caller: Caller, request: m.AnyRequest, reply: m.Reply)
         HANDLERS[type(request)](server, caller, request, ())
         return
     if not reply.error and isinstance(request, m.Push):
-        following = server.find(request.table).average_for(caller, request.shard)
+        following, codec = server.find(request.table).average_for(caller, request.shard)
+        reply = msgspec.structs.replace(reply, codec=codec)
     elif not reply.error and (
         isinstance(request, m.Pull) or (isinstance(request, m.Commit) and request.reads)
     ):

@@ -150,17 +150,20 @@ class Hosted:
             self._staging[key] = allocate(self.engine, (count,), dtype)
         return self._staging[key]
 
-    def average_for(self, caller: Caller, shard: int) -> Sequence[torch.Tensor]:
-        """Bring an average to a worker; return what has to follow the reply."""
+    def average_for(self, caller: Caller, shard: int) -> tuple[Sequence[torch.Tensor], str]:
+        """Bring an average to a worker; return what has to follow the reply, and its codec."""
         opened = self._seat_of(caller.worker)
         if self.has_homes or not opened.wants_average or not self.brings:
-            return ()
+            return (), ""
         average, where = self.table.shards[shard].average, opened.seats[shard].average
         assert average is not None
         if where is not None and caller.is_here:
             self.view("average", caller, shard, where, average.dtype).copy_(average)
-            return ()
-        return (self._on_the_wire("average", caller.worker, shard, average),)
+            return (), ""
+        packed = self.table.shards[shard].packet
+        if packed is not None:
+            return (packed[1],), packed[0]
+        return (self._on_the_wire("average", caller.worker, shard, average),), ""
 
     def values_for(self, caller: Caller, into: Sequence[m.Where] = ()) -> Sequence[torch.Tensor]:
         """Bring all values to a worker; return what has to follow the reply."""

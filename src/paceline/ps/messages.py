@@ -225,6 +225,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     version: int = 0
     staleness: int = 0
     absent: tuple[int, ...] = ()
+    codec: str = ""  # of an average: what follows is a packet that this codec reads
     speaker: int = -1  # of an average: the worker that tells how all of them have changed it
     delivers: bool = False  # tensors follow, because the worker is on another host
     entries: tuple[Entry, ...] = ()

@@ -22,11 +22,12 @@ from paceline.ps import messages as m
 from paceline.ps.health import is_finite
 from paceline.ps.items import Item, ShardOf, dtype_name, homes_of, seat_of, spec_of
 from paceline.ps.link import ServerLink, no_landing
+from paceline.ps.means import MeanPackets
 from paceline.ps.packing import Packing
 from paceline.ps.placement import Part, balance, place
 from paceline.ps.spec import OptimizerSpec, Rule, ShardSpec, TableSpec
 from paceline.ps.together import Landed, Together
-from paceline.ps.transit import Incoming, Outgoing, Packed, Staging
+from paceline.ps.transit import Incoming, IncomingMean, Outgoing, Packed, Staging
 from paceline.ps.wire import Into
 from paceline.work import Work
 
@@ -76,6 +77,7 @@ class RemoteTable:
             for link in links
             if self._on[link.index]
         }
+        self._mean_packets: dict[tuple[int, int], MeanPackets] = {}  # the same
         self._packets: dict[tuple[int, int], Packet] = {}  # by server and shard
         if packing is not None:
             for link, shard, spec, part in self.shards():
@@ -180,9 +182,8 @@ class RemoteTable:
             if not self.rule.aggregate:
                 works += self._tell(grad, make)
                 continue
-            averages = [] if item.average is None else [(shard, shard.of(item.average))]
-            incoming = Incoming(self._staging, "average", averages)
-            works.append(Landed(self._ask(grad, make, incoming), incoming.pairs))
+            incoming = self._incoming_mean(shard, item)
+            works.append(Landed(self._ask(grad, make, incoming), incoming.settle))
         return Together(works).work()
 
     def _outgoing(
@@ -198,6 +199,16 @@ class RemoteTable:
             shard.of(grads), key, [Span(p.start, p.count) for p in pieces if p.param in absent]
         )
         return Packed(shard, packet)
+
+    def _incoming_mean(self, shard: ShardOf, item: Item) -> Incoming:
+        if item.average is None:
+            return Incoming(self._staging, "average", ())
+        target, key = shard.of(item.average), (shard.link.index, shard.number)
+        if not self.rule.mean_codec:
+            return Incoming(self._staging, "average", [(shard, target)])
+        if key not in self._mean_packets:
+            self._mean_packets[key] = MeanPackets(self._spec_of(shard), self.rule.mean_codec)
+        return IncomingMean(self._staging, shard, target, self._mean_packets[key])
 
     def left_out(self, number: int) -> torch.Tensor | None:
         """Return what of an item's gradients has not been sent yet; None: nothing."""
@@ -338,7 +349,7 @@ class RemoteTable:
                 lambda seq, number=number, index=index: make(seq, number, index),  # type: ignore[misc]
                 into=incoming,
             )
-            works.append(Landed(work, incoming.pairs))
+            works.append(Landed(work, incoming.settle))
             if self._takes_turns:
                 works[-1].wait()
         return Together(works).work()

@@ -13,7 +13,7 @@ from paceline.ps.spec import Rule
 
 _FORM = re.compile(r"(ps|async)|ssp(?::([0-9]+))?")
 _DEFAULT_STALENESS = 3
-_OWN = ("bound", "aggregate", "backup", "is_elastic")  # of a pace, or for models only
+_OWN = ("bound", "aggregate", "backup", "is_elastic", "mean_codec")  # of a pace, or for models only
 _OPTIONS = tuple(name for name in Rule.__struct_fields__ if name not in _OWN)
 
 

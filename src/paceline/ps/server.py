@@ -325,8 +325,13 @@ class Server:
         absent: tuple[int, ...],
         notice: str,
     ) -> None:
-        following, speaker = hosted.average_for(caller, shard), hosted.table.clocks.workers[0]
-        self.answer(caller, seq, following, absent=absent, speaker=speaker, notice=notice)
+        (following, codec), speaker = (
+            hosted.average_for(caller, shard),
+            hosted.table.clocks.workers[0],
+        )
+        self.answer(
+            caller, seq, following, absent=absent, codec=codec, speaker=speaker, notice=notice
+        )
 
     def release(self, hosted: Hosted) -> None:
         """Answer the commits of whoever may read now, and whoever follows the version."""

@@ -16,6 +16,7 @@ from paceline.collectives.bits import Coin, majority
 from paceline.collectives.tensors import Buffer
 from paceline.errors import ShapeMismatch, UnknownKey, UsageError
 from paceline.ps.grains import GrainedOptimizer, OnDone
+from paceline.ps.means import MeanPackets
 from paceline.ps.optimizer import Settings, StateEntry
 from paceline.ps.precision import (
     FLOATING,
@@ -46,6 +47,8 @@ class Shard:
         self.average = (
             memory(number, "average", spec.count, self.own_dtype) if rule.aggregate else None
         )
+        self.packet: tuple[str, torch.Tensor] | None = None  # of the average: codec, bytes
+        self._packets = MeanPackets(spec, rule.mean_codec) if rule.mean_codec else None
         self.is_assigned = False
         self._scratch = scratch
         self._optimizer: GrainedOptimizer | None = None  # tables of deltas and values have none
@@ -94,6 +97,9 @@ class Shard:
         to = Buffer(self.average)
         inputs = [grad.data_ptr() for grad in grads]
         _core.reduce_mean(inputs, to.address, to.count, to.dtype)
+        self.packet = None
+        if self._packets is not None and self._packets.is_used:
+            self.packet = self._packets.pack(self.average, len(grads))
         return self.average
 
     def elect(self, votes: Sequence[torch.Tensor], step: int) -> torch.Tensor:

@@ -60,6 +60,7 @@ class Rule(msgspec.Struct, frozen=True):
     seed: int = 0
     backup: int = 0  # synchronous: so many workers are not waited for
     votes: bool = False  # the average is the majority of signs, as bits; nothing is applied
+    mean_codec: str = ""  # synchronous: averages go to the workers through it, if that is less
     all_speak: bool = False  # every worker tells what the script has changed, not only the first
     is_elastic: bool = False  # backups: of the workers that are there, not of those at the start
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.ps import messages as m
@@ -32,15 +32,15 @@ class Together:
 
 
 class Landed:
-    """A Work after which tensors are copied from where they landed to where they belong."""
+    """A Work after which tensors are brought from where they landed to where they belong."""
 
-    def __init__(self, work: Work[m.Reply], pairs: Sequence[tuple[Any, Any]]) -> None:
-        self._work, self._pairs = work, pairs
+    def __init__(self, work: Work[m.Reply], settle: Callable[[], None]) -> None:
+        self._work, self._settle, self._is_settled = work, settle, False
         self.done, self.error = work.done, work.error
 
     def wait(self, timeout_s: float | None = None) -> m.Reply:
         reply = self._work.wait(timeout_s)
-        for landed, target in self._pairs:
-            target.copy_(landed)
-        self._pairs = ()
+        if not self._is_settled:
+            self._is_settled = True
+            self._settle()
         return reply

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.compress.packet import Packet
+from paceline.compress.packet import Contents, Packet
 from paceline.ps import messages as m
 from paceline.ps.items import ShardOf, dtype_name
+from paceline.ps.means import MeanPackets
 
 WIRE = {"fp32": "", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -80,9 +81,40 @@ class Incoming:
         self, staging: Staging, use: str, targets: Sequence[tuple[ShardOf, torch.Tensor]]
     ) -> None:
         self._staging, self._use, self._targets = staging, use, targets
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # to be copied when all is there
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, _: m.Reply) -> Sequence[torch.Tensor]:
         landed = [(self._staging.landing(self._use, s, to), to) for s, to in self._targets]
-        self.pairs[:] = [(memory, to) for memory, to in landed if memory is not to]
+        self._pairs = [(memory, to) for memory, to in landed if memory is not to]
         return [memory for memory, _ in landed]
+
+    def settle(self) -> None:
+        """Bring everything where it belongs; all of it is there."""
+        for memory, to in self._pairs:
+            to.copy_(memory)
+
+
+class IncomingMean(Incoming):
+    """Where the average of one shard lands, which may come as a packet."""
+
+    def __init__(
+        self, staging: Staging, shard: ShardOf, target: torch.Tensor, packets: MeanPackets
+    ) -> None:
+        super().__init__(staging, "average", [(shard, target)])
+        self._target, self._packets = target, packets
+        self._packet: tuple[Contents, torch.Tensor] | None = None
+
+    def __call__(self, reply: m.Reply) -> Sequence[torch.Tensor]:
+        self._packet = None
+        if not reply.codec:
+            return super().__call__(reply)
+        contents = self._packets.contents(reply.codec)
+        packet = torch.empty(contents.num_bytes, dtype=torch.uint8)
+        self._pairs, self._packet = [], (contents, packet)
+        return [packet]
+
+    def settle(self) -> None:
+        super().settle()
+        if self._packet is not None:
+            contents, packet = self._packet
+            contents.read(packet, self._target)
