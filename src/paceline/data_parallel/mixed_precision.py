@@ -11,6 +11,7 @@ copies of the model get the plain one back.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.data_parallel.half_products import ISA, WITHOUT_AMX, Trial, limit_onednn, trial
+from paceline.errors import UsageError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,14 +38,18 @@ def find_problem_with_precision(model: nn.Module, precision: str) -> str | None:
                 f" copies, but {name} is {words}: give a float32 model (model.float()), or leave"
                 " out precision"
             )
+    if threading.current_thread() is not threading.main_thread():
+        return None  # beside one that computes a fork is not to be trusted: `compute_in` tries
     tried = trial(_DTYPES[precision])
-    if tried.remedy is None:
-        return (
-            f"precision={precision}: a product of {_DTYPES[precision]} matrices was tried in a"
-            f" child process, and {tried.wrong}; this processor or this build of torch cannot do"
-            f" it: use precision={'bf16' if precision == 'fp16' else 'fp16'} or fp32"
-        )
-    return None
+    return _why_not(precision, tried) if tried.remedy is None else None
+
+
+def _why_not(precision: str, tried: Trial) -> str:
+    return (
+        f"precision={precision}: a product of {_DTYPES[precision]} matrices was tried in a child"
+        f" process, and {tried.wrong}; this processor or this build of torch cannot do it: use"
+        f" precision={'bf16' if precision == 'fp16' else 'fp16'} or fp32"
+    )
 
 
 def compute_in(model: nn.Module, precision: str) -> str:
@@ -51,7 +57,9 @@ def compute_in(model: nn.Module, precision: str) -> str:
     if precision == "fp32":
         return ""
     tried, notice = trial(_DTYPES[precision]), ""
-    if tried.wrong and tried.remedy is not None:
+    if tried.remedy is None:
+        raise UsageError(_why_not(precision, tried))
+    if tried.wrong:
         tried.remedy()
         notice = (
             f"precision {precision}: a product was tried in a child process, and {tried.wrong}:"
