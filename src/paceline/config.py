@@ -179,6 +179,11 @@ def adopt_environ(environ: Mapping[str, str]) -> None:
     os.environ.update(environ)
 
 
+def set_unless_set(name: str, value: str) -> None:
+    """Set a variable for libraries in this process, unless a person has."""
+    os.environ.setdefault(name, value)
+
+
 def is_launched_by_us(environ: Mapping[str, str] | None = None) -> bool:
     """Say whether `paceline run` started this process."""
     return is_present(os.environ if environ is None else environ, PACELINE)

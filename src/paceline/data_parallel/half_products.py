@@ -25,6 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.config import set_unless_set
+
 _PATIENCE_S = 20.0
 _CHILD_FAILED = 3
 
@@ -36,7 +38,7 @@ Use = Callable[[], None]
 
 def limit_onednn() -> None:
     """Keep oneDNN to instructions without AMX, if it has not been used in this process yet."""
-    os.environ.setdefault(ISA, WITHOUT_AMX)
+    set_unless_set(ISA, WITHOUT_AMX)
 
 
 def switch_onednn_off() -> None:
