@@ -50,6 +50,6 @@ size_t collect_avx2(const float* values, float* residual, size_t count, uint32_t
 
 const Kernels kAvx2Codecs = {
     {of<Avx2Bf16>(), of<Avx2Fp16>(), of<Avx2Int8>(), of<Avx2Int4>(), of<Avx2Onebit>()},
-    block_largest_loop<Avx2Lanes>, encode_shared_loop<Avx2Lanes>, decode_shared_loop, collect_avx2};
+    block_largest_loop<Avx2Lanes>, encode_shared_loop<Avx2Lanes>, decode_shared_loop<Avx2Lanes>, collect_avx2};
 
 }  // namespace paceline::codec

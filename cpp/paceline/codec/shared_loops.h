@@ -75,13 +75,22 @@ void encode_shared_loop(const float* values, float* residual, size_t count, cons
   });
 }
 
-inline void decode_shared_loop(const int8_t* bytes, size_t count, const float* largest, int levels, size_t workers,
-                               float* out) {
+template <class L>
+void decode_shared_loop(const int8_t* bytes, size_t count, const float* largest, int levels, size_t workers,
+                        float* out) {
+  const bool streaming = L::can_stream(out, count * sizeof(float));
+  alignas(32) float mean[kSharedValues];
   for (size_t at = 0; at < count; at += kSharedValues) {
     const size_t n = std::min(kSharedValues, count - at);
     const float step = shared_step(*largest++, levels) / float(workers);
-    for (size_t i = 0; i < n; ++i) out[at + i] = float(bytes[at + i]) * step;
+    for (size_t i = 0; i < n; ++i) mean[i] = float(bytes[at + i]) * step;
+    if (!streaming || n < kSharedValues) {
+      std::memcpy(out + at, mean, n * sizeof(float));
+      continue;
+    }
+    for (size_t i = 0; i < n; i += 8) L::stream(out + at + i, L::load(mean + i));
   }
+  if (streaming) L::finish_stream();
 }
 
 }  // namespace

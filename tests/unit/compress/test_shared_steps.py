@@ -110,3 +110,15 @@ def test_sums_that_do_not_fit_a_byte_are_refused():
         kernels.encode_shared(out, absmax, 0, part)
     with pytest.raises(UsageError, match="absmax: expected 1 elements, got 2"):
         kernels.encode_shared(out, torch.ones(2), 63, part)
+
+
+@pytest.mark.parametrize("count", [300_001, 300_032])
+def test_means_that_go_past_the_cache(count):
+    chance = torch.Generator().manual_seed(1)
+    total = torch.randint(-127, 128, (count,), generator=chance).to(torch.int8)
+    absmax = torch.rand(kernels.num_shared_blocks(count), generator=chance) + 0.1
+    step = (absmax / 63 / 2).repeat_interleave(kernels.SHARED_VALUES)[:count]
+    out = torch.empty(count + 1)
+    for where in (out[:count], out[1:]):
+        kernels.decode_shared(total, absmax, 63, 2, where)
+        assert torch.equal(where, total.float() * step)
