@@ -163,7 +163,8 @@ TEST(portable_kernels_give_the_same_bits) {
 TEST(large_tensors_give_the_same_bits) {
   for (Format format : kFormats) {
     const Block block = block_of(format);
-    const size_t blocks = (1u << 20) / block.bytes + 21, count = blocks * block.values - 7, bytes = blocks * block.bytes;
+    const size_t blocks = (1u << 20) / block.bytes + 21, bytes = blocks * block.bytes;
+    const size_t count = blocks * block.values - 7;
     Floats values = with_specials(count), start = some_values(count), expected = start, out(count + 16);
     use_portable_kernels(true);
     const Bytes payload = encoded(format, values, &expected);

@@ -28,7 +28,9 @@ size_t pack(const int32_t* indices, size_t k, size_t count, uint8_t* bytes) {
   return used;
 }
 
-[[noreturn]] void refuse(const std::string& what) { throw Error(ErrorKind::bad_frame, "gaps between indices: " + what); }
+[[noreturn]] void refuse(const std::string& what) {
+  throw Error(ErrorKind::bad_frame, "gaps between indices: " + what);
+}
 
 template <class Unit>
 void unpack(const uint8_t* bytes, size_t num_bytes, size_t k, size_t count, int32_t* indices) {
