@@ -152,6 +152,27 @@ def test_what_waits_for_a_parameter_without_gradient_goes_on_waiting(pace: str) 
         torch.testing.assert_close(applied + waits, expected, rtol=1e-4, atol=2e-4, msg=codec)
 
 
+def test_what_waits_is_sent_at_the_next_pace() -> None:
+    paces = ["ps[compress=topk:0.05]@0, ps@4", "ps[compress=dgc:0.05(momentum=0)]@0, allreduce@4"]
+    for results in run_ranks(WORKERS, train_to_the_end, paces, servers=2):
+        for pace, applied in zip(paces, results, strict=True):
+            torch.testing.assert_close(applied, total() / WORKERS, rtol=1e-4, atol=1e-4, msg=pace)
+
+
+def train_to_the_end(group: Group, paces: list[str]) -> list[torch.Tensor]:
+    found = []
+    for pace in paces:
+        model = Numbers()
+        made = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = pl.distribute(model, made, pace=pace, bucket_mb=0.05)
+        for step in range(STEPS):
+            model(gradients(group.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(-flat(list(model.all)))
+    return found
+
+
 def test_all_values_are_as_good_as_no_codec() -> None:
     paces = ["ps", "ps[compress=topk:1]", "ps[compress=dgc:1(momentum=0)]"]
     paces += ["ps[compress=topk:1+int8]", "backup:0[compress=topk:1]", "ps[compress=topk:1(min=0)]"]

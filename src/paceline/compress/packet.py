@@ -70,7 +70,7 @@ class Packet:
         self.contents = Contents(codec, self.layout)
         self._allocate, self._rank = ground.allocate, ground.rank
         self.payload = self._allocate(self.contents.num_bytes, torch.uint8)
-        self._key: int | None = None
+        self.key: int | None = None  # of the step that is in it
         self._num_filled = 0
 
     @property
@@ -80,9 +80,9 @@ class Packet:
 
     def fill(self, values: torch.Tensor, key: int, absent: Sequence[Span] = ()) -> None:
         """Encode these values, unless those of this key are in it already."""
-        if key == self._key:
+        if key == self.key:
             return
-        self._key = key
+        self.key = key
         with self.account.working():
             wanted = self._look(values)
             kept = [(span.of(flat), span.of(flat).clone()) for flat in self.kept for span in absent]

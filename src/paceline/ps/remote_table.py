@@ -15,19 +15,17 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.compress.layout import Span
-from paceline.compress.packet import Packet
 from paceline.errors import UsageError
 from paceline.ps import messages as m
 from paceline.ps.health import is_finite
 from paceline.ps.items import Item, ShardOf, dtype_name, homes_of, seat_of, spec_of
 from paceline.ps.link import ServerLink, no_landing
-from paceline.ps.means import MeanPackets
+from paceline.ps.packets import Packets
 from paceline.ps.packing import Packing
 from paceline.ps.placement import Part, balance, place
 from paceline.ps.spec import OptimizerSpec, Rule, ShardSpec, TableSpec
 from paceline.ps.together import Landed, Together
-from paceline.ps.transit import Incoming, IncomingMean, Outgoing, Packed, Staging
+from paceline.ps.transit import Incoming, Outgoing, Staging
 from paceline.ps.wire import Into
 from paceline.work import Work
 
@@ -77,14 +75,10 @@ class RemoteTable:
             for link in links
             if self._on[link.index]
         }
-        self._mean_packets: dict[tuple[int, int], MeanPackets] = {}  # the same
-        self._packets: dict[tuple[int, int], Packet] = {}  # by server and shard
-        if packing is not None:
-            for link, shard, spec, part in self.shards():
-                first = sum(sizes[: part.item]) + part.start
-                packet = packing.packet(spec, first)
-                if packet is not None:
-                    self._packets[link.index, shard] = packet
+        self._packets = Packets(self._staging, packing, rule.mean_codec)
+        for shard in itertools.chain(*self._shards):
+            first = sum(sizes[: shard.part.item]) + shard.part.start
+            self._packets.add(shard, self._spec_of(shard), first)
 
     @property
     def balance(self) -> str:
@@ -156,8 +150,10 @@ class RemoteTable:
         where workers average.
         """
         item, works, clock = self.items[number], list[Any](), self.clock + 1
+        if not self.rule.aggregate:
+            key = clock  # a step is packed once, when it ends
         for shard in self._shards[number]:
-            grad = self._outgoing(shard, item.grads, absent, key)
+            grad = self._packets.outgoing(shard, item.grads, absent, key)
 
             def make(
                 seq: int,
@@ -166,7 +162,7 @@ class RemoteTable:
                 shard: ShardOf = shard,
                 grad: Outgoing = grad,
             ) -> m.Push:
-                push = m.Push(
+                return m.Push(
                     seq,
                     table,
                     shard.number,
@@ -177,44 +173,19 @@ class RemoteTable:
                     grad.codec,
                     grad.tensor.nbytes if grad.codec else 0,
                 )
-                return push
 
             if not self.rule.aggregate:
                 works += self._tell(grad, make)
                 continue
-            incoming = self._incoming_mean(shard, item)
+            incoming = self._packets.incoming_mean(shard, item.average)
             works.append(Landed(self._ask(grad, make, incoming), incoming.settle))
         return Together(works).work()
-
-    def _outgoing(
-        self, shard: ShardOf, grads: torch.Tensor, absent: Sequence[int], key: int | None
-    ) -> Outgoing:
-        packet = self._packets.get((shard.link.index, shard.number))
-        if not self.rule.aggregate:
-            key = self.clock + 1  # a step is packed once, when it ends
-        if packet is None or key is None:
-            return Outgoing(shard, grads, self._staging)
-        pieces = self._spec_of(shard).pieces
-        packet.fill(
-            shard.of(grads), key, [Span(p.start, p.count) for p in pieces if p.param in absent]
-        )
-        return Packed(shard, packet)
-
-    def _incoming_mean(self, shard: ShardOf, item: Item) -> Incoming:
-        if item.average is None:
-            return Incoming(self._staging, "average", ())
-        target, key = shard.of(item.average), (shard.link.index, shard.number)
-        if not self.rule.mean_codec:
-            return Incoming(self._staging, "average", [(shard, target)])
-        if key not in self._mean_packets:
-            self._mean_packets[key] = MeanPackets(self._spec_of(shard), self.rule.mean_codec)
-        return IncomingMean(self._staging, shard, target, self._mean_packets[key])
 
     def left_out(self, number: int) -> torch.Tensor | None:
         """Return what of an item's gradients has not been sent yet; None: nothing."""
         found = None
         for shard in self._shards[number]:
-            packet = self._packets.get((shard.link.index, shard.number))
+            packet = self._packets.of(shard)
             if packet is not None and packet.residual is not None:
                 found = torch.zeros_like(self.items[number].grads) if found is None else found
                 shard.of(found).copy_(packet.residual)
@@ -325,18 +296,13 @@ class RemoteTable:
         rule = self.rule
         if rule.nonfinite == "ignore" or rule.aggregate or len(self._numbers) == 1:
             return set()
-        shards = itertools.chain(*self._shards)
-        return {shard.link.index for shard in shards if not is_finite(self._told(shard))}
-
-    def _told(self, shard: ShardOf) -> torch.Tensor:
-        """Return what a server has been told of a shard, as it sees it."""
-        grad = shard.of(self.items[shard.part.item].grads)
-        packet = self._packets.get((shard.link.index, shard.number))
-        if packet is None:
-            return grad
-        told = torch.empty_like(grad)  # a number may be too large for a codec
-        packet.contents.read(packet.payload, told)
-        return told
+        return {
+            shard.link.index
+            for shard in itertools.chain(*self._shards)
+            if not is_finite(
+                self._packets.told(shard, self.items[shard.part.item].grads, self.clock)
+            )
+        }
 
     def _read(self, make: Callable[[int, int, int], m.AnyRequest]) -> Work[list[m.Reply]]:
         works: list[Any] = []
