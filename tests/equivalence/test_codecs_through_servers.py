@@ -153,7 +153,11 @@ def test_what_waits_for_a_parameter_without_gradient_goes_on_waiting(pace: str) 
 
 
 def test_what_waits_is_sent_at_the_next_pace() -> None:
-    paces = ["ps[compress=topk:0.05]@0, ps@4", "ps[compress=dgc:0.05(momentum=0)]@0, allreduce@4"]
+    paces = [
+        "ps[compress=topk:0.05]@0, ps[compress=none]@4",
+        "ps[compress=topk:0.05]@0, allreduce[compress=none]@4",
+        "ps[compress=dgc:0.05(momentum=0)]@0, ps[compress=none]@4",
+    ]
     for results in run_ranks(WORKERS, train_to_the_end, paces, servers=2):
         for pace, applied in zip(paces, results, strict=True):
             torch.testing.assert_close(applied, total() / WORKERS, rtol=1e-4, atol=1e-4, msg=pace)
