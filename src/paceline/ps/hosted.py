@@ -160,7 +160,7 @@ class Hosted:
         if where is not None and caller.is_here:
             self.view("average", caller, shard, where, average.dtype).copy_(average)
             return (), ""
-        packed = self.table.shards[shard].packet
+        packed = self.table.shards[shard].packet()
         if packed is not None:
             return (packed[1],), packed[0]
         return (self._on_the_wire("average", caller.worker, shard, average),), ""

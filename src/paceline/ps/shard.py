@@ -47,8 +47,9 @@ class Shard:
         self.average = (
             memory(number, "average", spec.count, self.own_dtype) if rule.aggregate else None
         )
-        self.packet: tuple[str, torch.Tensor] | None = None  # of the average: codec, bytes
         self._packets = MeanPackets(spec, rule.mean_codec) if rule.mean_codec else None
+        self._packet: tuple[str, torch.Tensor] | None = None
+        self._num_unpacked = 0  # workers that the average is of, if it can still be packed
         self.is_assigned = False
         self._scratch = scratch
         self._optimizer: GrainedOptimizer | None = None  # tables of deltas and values have none
@@ -97,10 +98,18 @@ class Shard:
         to = Buffer(self.average)
         inputs = [grad.data_ptr() for grad in grads]
         _core.reduce_mean(inputs, to.address, to.count, to.dtype)
-        self.packet = None
-        if self._packets is not None and self._packets.is_used:
-            self.packet = self._packets.pack(self.average, len(grads))
+        self._packet, self._num_unpacked = None, len(grads)
+        if self._packets is not None and not self._packets.is_exact:
+            self.packet()  # which rounds it
         return self.average
+
+    def packet(self) -> tuple[str, torch.Tensor] | None:
+        """Return the average as a packet, with the codec that reads it; None: there is none."""
+        count, self._num_unpacked = self._num_unpacked, 0
+        if count and self._packets is not None and self._packets.is_used:
+            assert self.average is not None
+            self._packet = self._packets.pack(self.average, count)
+        return self._packet
 
     def elect(self, votes: Sequence[torch.Tensor], step: int) -> torch.Tensor:
         """Return the majority of signs; the words of their bits travel as float64."""
