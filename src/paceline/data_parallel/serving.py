@@ -81,7 +81,7 @@ class Serving:
         # Who is in a round is decided in one place; in an elastic job servers hold many parts.
         self._links = job.servers[:1] if self.rule.backup else job.servers
         self.packing = self._choose_packing(options)
-        self.exchange = ServerExchange(self.rule, packs=self.packing is not None)
+        self.exchange = ServerExchange(self.rule, self.packing)
         self._by_layer = options.wait == "layer"
         kind: type[ServedUpdate] = LayerwiseUpdate if self._by_layer else ServedUpdate
         if self.rule.push != "grad":

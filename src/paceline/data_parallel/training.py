@@ -66,6 +66,7 @@ from paceline.pace.known import needs_servers
 from paceline.pace.method import Method, Setting
 from paceline.pace.own import OwnGradients
 from paceline.pace.parse import PaceSpec
+from paceline.pace.server import ServerExchange
 from paceline.ps.subscription import Subscription
 from paceline.telemetry.events import COMM_SHARE, COMPUTE_SHARE
 
@@ -270,7 +271,7 @@ class Training:
             why_not = "workers have gradients of their own, and would not leave out the same steps"
         elif rounds or narrows:
             why_not = "not all workers see the same averages, so that their scales would part"
-        elif isinstance(exchange, Compressing) and exchange.keeps:
+        elif isinstance(exchange, Compressing | ServerExchange) and exchange.keeps:
             why_not = "what a codec leaves out would be sent with the scale of another step"
         elif rule is None:
             return skipping, None  # all do what torch does, to the same averages

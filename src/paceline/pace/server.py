@@ -17,6 +17,7 @@ from paceline.cluster.member import Membership
 from paceline.pace.exchange import Bucket
 from paceline.pace.parse import PaceSpec
 from paceline.ps import messages as m
+from paceline.ps.packing import Packing
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import Rule
 from paceline.ps.together import Together
@@ -41,10 +42,11 @@ def rule_of(pace: PaceSpec, **options: Any) -> Rule:
 class ServerExchange:
     """Exchanges buckets through tables on the servers; a table has one or more buckets."""
 
-    def __init__(self, rule: Rule, *, packs: bool = False) -> None:
+    def __init__(self, rule: Rule, packing: Packing | None = None) -> None:
         self._rule = rule
+        self._packing = packing
         # A free-running step is packed once, with what the script has made of its gradients.
-        self.pushes_late = packs and not rule.aggregate
+        self.pushes_late = packing is not None and not rule.aggregate
         self.tables: list[RemoteTable] = []
         self._place: dict[int, tuple[RemoteTable, int]] = {}  # by bucket: its table, its number
         self._first: dict[int, int] = {}  # by bucket: number of its first parameter in the roll
@@ -87,6 +89,13 @@ class ServerExchange:
         """Hand over a bucket, perhaps again; the newest one counts. See RemoteTable for `key`."""
         table, number = self._place[bucket.index]
         return table.push(number, absent, key)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is not sent in backward is kept for later."""
+        if self._packing is None or self.pushes_late:
+            return False
+        return self._packing.codec.has_feedback
 
     def left_out(self, bucket: Bucket) -> torch.Tensor | None:
         """Return what of a bucket's gradients has not been sent yet; None: nothing."""
