@@ -141,10 +141,9 @@ def freely(group: Group, paces: tuple[str, ...]) -> None:
         for kind in ("plain", "fused"):
             print(pace, kind, flush=True)
             scale = run_freely(group, pace, kind, pl.GradScaler(init_scale=1024.0))
+            # With backups a worker may be late in every round, and sees the others' means only.
             if not pace.startswith("backup"):
                 assert scale == (16.0 if group.rank == group.size - 1 else 1024.0), (pace, scale)
-            elif group.rank == group.size - 1:
-                assert scale < 1024.0
 
 
 def with_torchs_own(group: Group, paces: tuple[str, ...]) -> None:
