@@ -192,6 +192,14 @@ bool Group::poll() {
   return moved;
 }
 
+void Group::before_sleep() {
+  for (auto& [key, port] : ports_) port->before_sleep();
+}
+
+bool Group::awaits_rest() const {
+  return std::any_of(ports_.begin(), ports_.end(), [](auto& entry) { return entry.second->awaits_rest(); });
+}
+
 bool Group::advance_collectives() {
   bool moved = false;
   while (!collectives_.empty() && collectives_.front()->advance()) {

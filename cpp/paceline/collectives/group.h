@@ -71,6 +71,8 @@ class Group final : public Pollable {
 
   // Pollable, driver only.
   bool poll() override;
+  void before_sleep() override;
+  bool awaits_rest() const override;
   void inspect(double now) override;
   void beat(double now) override;
   void close_after_fork() override;

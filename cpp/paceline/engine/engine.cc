@@ -272,6 +272,10 @@ bool Engine::poll_all() {
   return moved;
 }
 
+bool Engine::awaits_rest() const {
+  return std::any_of(pollables_.begin(), pollables_.end(), [](const Pollable* p) { return p->awaits_rest(); });
+}
+
 void Engine::inspect_all(double now) {
   inspected_s_ = now;
   receive_links();
@@ -298,7 +302,9 @@ void Engine::drive(std::span<Operation* const> until, double deadline_s) {
       idle_since = 0;
       continue;
     }
-    if (++rounds % 16) {  // reading the clock costs more than a round
+    // A slow wire brings one packet after the other: in the background sleep until there are many (before_sleep).
+    bool trickles = in_background && awaits_rest();
+    if (!trickles && ++rounds % 16) {  // reading the clock costs more than a round
       cpu_pause();
       continue;
     }
@@ -310,7 +316,7 @@ void Engine::drive(std::span<Operation* const> until, double deadline_s) {
     double idle = now - idle_since, patience_s = in_background ? kBackgroundPatience_s : kYield_s;
     double spin_s = spin_s_.load(std::memory_order_relaxed);
     if (!in_background && idle < spin_s) cpu_pause();
-    else if (idle < spin_s + patience_s) sched_yield();
+    else if (!trickles && idle < spin_s + patience_s) sched_yield();
     else sleep();
   }
 }
@@ -320,6 +326,7 @@ void Engine::sleep() {
   full_fence();
   // Whatever changed before the flag was up must be seen now: nobody will ring for it.
   if (!poll_all() && !contenders_.load()) {
+    for (Pollable* p : pollables_) p->before_sleep();
     epoll_event events[8];
     int n = epoll_wait(epoll_.get(), events, 8, int(kInspect_s * 1e3));
     for (int i = 0; i < n; ++i)

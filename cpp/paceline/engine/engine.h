@@ -50,6 +50,8 @@ struct Traffic {
 class Pollable {
  public:
   virtual bool poll() = 0;                // driver: move whatever can move; true when something did
+  virtual void before_sleep() = 0;        // driver: it is about to wait for sockets
+  virtual bool awaits_rest() const = 0;   // driver: whether something comes over a wire, in the midst of it
   virtual void inspect(double now) = 0;   // driver, a few times a second: deadlines, dead peers, warnings
   virtual void beat(double now) = 0;      // driver, also while idle: show the other hosts that we live
   virtual void close_after_fork() = 0;    // in a forked child: let go of sockets that belong to the parent
@@ -129,6 +131,7 @@ class Engine {
 
  private:
   bool poll_all();
+  bool awaits_rest() const;
   void drive(std::span<Operation* const> until, double deadline_s);
   bool try_take_seat();
   bool watch_driver(std::span<Operation* const> operations, double deadline_s);

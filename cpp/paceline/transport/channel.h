@@ -17,6 +17,8 @@ class Channel {
   // Both return how many bytes moved; 0 means "not now" or lost().
   virtual size_t write_some(const iovec* parts, int num_parts) = 0;
   virtual size_t read_some(void* to, size_t bytes) = 0;
+  // Somebody is about to sleep who needs so many bytes: fewer shall not wake it.
+  virtual void wake_at(size_t) {}
   virtual void close_after_fork() {}
   // Leaving in good order: first end the own direction, then drop what still arrives until the peer has
   // ended its direction too.
@@ -37,6 +39,7 @@ class TcpChannel final : public Channel {
   explicit TcpChannel(Fd socket);
   size_t write_some(const iovec* parts, int num_parts) override;
   size_t read_some(void* to, size_t bytes) override;
+  void wake_at(size_t bytes) override;
   void close_after_fork() override;
   void end_output() override;
   bool ended() override;
@@ -45,6 +48,7 @@ class TcpChannel final : public Channel {
 
  private:
   Fd socket_;
+  int wakes_at_ = 1;  // bytes
 };
 
 // Two rings in shared memory, one per direction, each with one writer and one reader.

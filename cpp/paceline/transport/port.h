@@ -50,6 +50,10 @@ class Port {
 
   // Moves what can be moved; true when anything did. Throws bad_frame.
   bool pump();
+  // The driver is about to sleep: it need not wake before the rest of a payload is there.
+  void before_sleep() { channel_->wake_at(in_payload_ ? in_header_.payload_bytes - in_at_ : 1); }
+  // Whether the rest of a payload is still on the wire.
+  bool awaits_rest() const { return in_payload_ && channel_->needs_checksum(); }
   bool flush();  // the outgoing half of it
   bool flushed() const { return control_.empty() && out_at_ == out_total_; }  // no control frame left to send
 
