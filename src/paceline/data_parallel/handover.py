@@ -114,20 +114,25 @@ def unpack_plain(
 def add_once(left: Mapping[nn.Parameter, torch.Tensor]) -> None:
     """Let the next gradient of each parameter have this added to it: a codec has left it out."""
     for param, tensor in left.items():
-        _AddOnce(param, tensor)
+        if param.requires_grad:
+            _AddOnce(param, tensor)
 
 
 class _AddOnce:
-    """A hook that removes itself."""
+    """A hook that removes itself.
+
+    It runs when a gradient has been accumulated: weights and scales, which what was left out has no
+    part in, have been applied by then.
+    """
 
     def __init__(self, param: nn.Parameter, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._handle = param.register_hook(self._add) if param.requires_grad else None
+        self._handle = param.register_post_accumulate_grad_hook(self._add)
 
-    def _add(self, grad: torch.Tensor) -> torch.Tensor:
-        assert self._handle is not None
+    def _add(self, param: torch.Tensor) -> None:
         self._handle.remove()
-        return grad + self._tensor
+        if param.grad is not None:
+            param.grad.add_(self._tensor)
 
 
 def _copy(value: Any) -> Any:
