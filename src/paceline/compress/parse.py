@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from paceline.compress.known import CODECS, VALUE_CODECS, Row
 from paceline.errors import UsageError
-from paceline.grammar import NUMBERS, near, number_text, read_number
+from paceline.grammar import near, number_text, read_number, read_options, read_value
 
 _FORM = re.compile(r"([^:()+]*)(?::([^()+]*))?(?:\(([^()]*)\))?(?:\+(.*))?")
 
@@ -108,33 +109,9 @@ def _read_number(text: object, name: str, row: Row, number: str) -> float:
 
 
 def _read_options(text: object, name: str, row: Row, options: str) -> dict[str, str]:
-    read: dict[str, str] = {}
-    for item in options.split(","):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or not key:
-            raise _wrong(text, f"expected option=value, found {item.strip()[:40]!r}")
-        if key not in row.options:
-            raise _wrong(
-                text,
-                f"{name} has no option {key[:40]!r}{near(key, row.options)}; its options:"
-                f" {', '.join(row.options) or 'none'}",
-            )
-        if key in read:
-            raise _wrong(text, f"option {key} is given twice")
-        read[key] = _read_value(text, key, value, row.options[key])
-    return read
-
-
-def _read_value(text: object, key: str, value: str, allowed: tuple[str, ...]) -> str:
-    if allowed not in NUMBERS:
-        if value not in allowed:
-            hint = near(value, allowed)
-            raise _wrong(text, f"{key}={value[:40]!r}{hint}; allowed: {', '.join(allowed)}")
-        return value
-    number = read_number(value, allowed)
-    if number is None:
-        raise _wrong(text, f"{key}={value[:40]!r}: expected {allowed[0]}, such as {key}=1")
-    return number_text(number)
+    wrong = partial(_wrong, text)
+    read = partial(read_value, wrong=wrong)
+    return read_options(options.split(","), name, row.options, wrong, read)
 
 
 def _read_values(text: object, name: str, row: Row, values: str) -> str:

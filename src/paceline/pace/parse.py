@@ -12,11 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from paceline.compress.known import CODEC, CODECS
 from paceline.compress.parse import CodecSpec, parse_codec
 from paceline.errors import UsageError
-from paceline.grammar import NUMBERS, near, number_text, read_number
+from paceline.grammar import near, number_text, read_number, read_options, read_value
 from paceline.pace.known import KNOWN, Pace, find
 
 _FORM = re.compile(r"([^:\[\]]*)(?::([^\[\]]*))?(?:\[([^\[\]]*)\])?")
@@ -166,36 +167,14 @@ def _read_number(text: str, name: str, known: Pace, number: str) -> float | str:
 
 def _read_options(text: str, name: str, known: Pace, options: str) -> dict[str, str]:
     """Read what is between the brackets; spaces around keys and values do not count."""
-    read: dict[str, str] = {}
-    for item in _COMMA.split(options):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or not key:
-            raise _wrong(text, f"expected option=value, found {item.strip()[:40]!r}")
-        if key not in known.options:
-            hint = near(key, known.options)
-            raise _wrong(
-                text,
-                f"{name} has no option {key[:40]!r}{hint}; its options: {', '.join(known.options)}",
-            )
-        if key in read:
-            raise _wrong(text, f"option {key} is given twice")
-        read[key] = _read_value(text, key, value, known.options[key])
-    return read
+    wrong = partial(_wrong, text)
 
+    def read(key: str, value: str, allowed: tuple[str, ...]) -> str:
+        if allowed == CODEC:
+            return str(parse_codec(value))
+        return read_value(key, value, allowed, wrong)
 
-def _read_value(text: str, key: str, value: str, allowed: tuple[str, ...]) -> str:
-    if allowed == CODEC:
-        return str(parse_codec(value))
-    if allowed not in NUMBERS:
-        if value not in allowed:
-            raise _wrong(
-                text, f"{key}={value[:40]!r}{near(value, allowed)}; allowed: {', '.join(allowed)}"
-            )
-        return value
-    number = read_number(value, allowed)
-    if number is None:
-        raise _wrong(text, f"{key}={value[:40]!r}: expected {allowed[0]}, such as {key}=1")
-    return number_text(number)
+    return read_options(_COMMA.split(options), name, known.options, wrong, read)
 
 
 def _unknown(name: str) -> str:
