@@ -56,6 +56,8 @@ def distribute(
                (a GradScaler skips such steps itself, on all ranks: leave it at "ignore"); servers
                can also "quarantine" them: leave out that worker's gradient only
     bucket_mb  gradients travel in parts of about this size (16)
+    compress   a codec for what travels, such as "int8" or "topk:0.01+int8"; not with every pace
+               (docs/guides/compression.md)
     precision  "fp32", or "bf16" and "fp16": what the model computes in; parameters stay float32;
                float16 needs pl.GradScaler (docs/guides/mixed-precision.md); `paceline run
                --precision` wins over it
