@@ -19,6 +19,11 @@
     |-- ProtocolError               a bug or version skew: stop
     |   |-- BadFrame                bytes that no Paceline process would send
     |   |-- VersionMismatch         peers run different versions
+    |-- CheckpointError             it could not be written or read (disk full, EIO); names the path
+    |   |-- CheckpointCorrupt       not what was written; names the file, expected and found hash
+    |   |-- CheckpointMismatch      that of another model
+    |   |-- CheckpointUnsupported   of a newer format than this version knows
+    |   |-- CheckpointUnsafe        a pickle, a link, or a name that leads out of the directory
     |-- SetupError                  the job could not be formed on this machine or network
         |-- RendezvousError         a rank is missing, claimed twice or out of range
         |   |-- TooLate             the job is over, or its workers are finishing
@@ -128,6 +133,30 @@ class BadFrame(ProtocolError):
 
 class VersionMismatch(ProtocolError):
     """Peers run incompatible versions of Paceline."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint could not be written or read; what is being trained is not affected."""
+
+    def __init__(self, message: str, *, path: object = None) -> None:
+        super().__init__(message)
+        self.path = None if path is None else str(path)  # the file or directory in question
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A checkpoint is not what was written: bytes, files or the relations between them differ."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is whole, but not that of the model (or optimizer) it is to be loaded into."""
+
+
+class CheckpointUnsupported(CheckpointError):
+    """A checkpoint has a newer format than this version of Paceline knows."""
+
+
+class CheckpointUnsafe(CheckpointError):
+    """Loading would run code, or read or write outside of the checkpoint's directory."""
 
 
 class SetupError(PacelineError):

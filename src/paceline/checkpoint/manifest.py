@@ -1,0 +1,169 @@
+"""The manifest: what a checkpoint holds, and the hashes by which each of its bytes is verified.
+
+It is JSON for people, and begins with its own hash:
+
+    {
+     "sha256": "0f3a...",        of this whole file with 64 zeros in this place
+     "format": 1,
+
+So any change of it is noticed before it is parsed; the parts' hashes are in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+import paceline
+from paceline.checkpoint import layout, names
+from paceline.checkpoint.layout import Size, TensorRecord
+from paceline.errors import CheckpointCorrupt, CheckpointUnsupported, UsageError
+
+FORMAT = 1
+MAX_BYTES = 256 << 20
+_BEGINNING = b'{\n "sha256": "'
+_BLANK = "0" * 64
+_HASH = slice(len(_BEGINNING), len(_BEGINNING) + len(_BLANK))
+
+Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of tensors, in the order in which they lie in it."""
+
+    file: str
+    bytes: Size
+    sha256: Sha256
+    tensors: dict[str, TensorRecord]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything about a checkpoint but the tensors' numbers."""
+
+    format: int
+    paceline: str  # version that wrote it
+    created: str  # UTC, ISO 8601
+    step: Size
+    world: Annotated[int, msgspec.Meta(ge=1)]  # how many workers saved it
+    content: Any  # plain JSON; its meaning is the caller's
+    parts: tuple[PartRecord, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def tensors(self) -> dict[str, TensorRecord]:
+        return {name: record for part in self.parts for name, record in part.tensors.items()}
+
+
+class _Sealed(Manifest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    sha256: str
+
+
+class _OnlyFormat(msgspec.Struct):
+    format: int
+
+
+def make(*, step: int, world: int, content: Any, parts: Iterable[PartRecord]) -> Manifest:
+    """Describe a checkpoint that is being saved now."""
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return Manifest(FORMAT, paceline.__version__, created, step, world, content, tuple(parts))
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the file; UsageError names what in `content` is not plain JSON."""
+    require_json(manifest.content, "content")
+    fields = {"sha256": _BLANK, **msgspec.structs.asdict(manifest)}
+    data = msgspec.json.format(msgspec.json.encode(fields), indent=1) + b"\n"
+    return data[: _HASH.start] + hashlib.sha256(data).hexdigest().encode() + data[_HASH.stop :]
+
+
+def decode(data: bytes, path: Path) -> Manifest:
+    """Verify and parse; `path` is for the messages. CheckpointError of the class that applies."""
+    names.require_no_pickle(data[:8], path)
+    told = data[_HASH].decode("ascii", errors="replace")
+    blanked = data[: _HASH.start] + _BLANK.encode() + data[_HASH.stop :]
+    actual = hashlib.sha256(blanked).hexdigest()
+    is_intact = data.startswith(_BEGINNING) and told == actual
+    _require_known_format(data, path, is_intact=is_intact)
+    if not data.startswith(_BEGINNING):
+        raise _corrupt(path, f"expected it to begin with its hash, found {data[:40]!r}")
+    if not is_intact:
+        raise _corrupt(path, f"expected sha256 {told}, found {actual}")
+    try:
+        sealed = msgspec.json.decode(data, type=_Sealed)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _corrupt(path, f"its hash is right, but it is no manifest: {error}") from None
+    fields = msgspec.structs.asdict(sealed)
+    del fields["sha256"]
+    manifest = Manifest(**fields)
+    check(manifest, path)
+    return manifest
+
+
+def check(manifest: Manifest, path: Path) -> None:
+    """Refuse a manifest whose parts could not be those of a checkpoint."""
+    files: set[str] = set()
+    seen: set[str] = set()
+    for part in manifest.parts:
+        names.require_part_name(part.file, path)
+        if part.file in files:
+            raise _corrupt(path, f"it names {part.file} twice")
+        files.add(part.file)
+        for name, record in part.tensors.items():
+            names.require_tensor_name(name, path)
+            if name in seen:
+                raise _corrupt(path, f"tensor {name!r} is in two parts")
+            if record.dtype not in layout.DTYPES:
+                raise _corrupt(path, f"tensor {name!r} has the unknown dtype {record.dtype!r}")
+            seen.add(name)
+        needed = layout.size_bytes(part.tensors)
+        if part.bytes != needed:
+            text = f"the tensors of {part.file} need {needed} bytes, it says {part.bytes}"
+            raise _corrupt(path, text)
+
+
+def require_json(value: Any, where: str) -> None:
+    """Raise UsageError unless a value comes back from JSON as it is (tuples come back as lists)."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise UsageError(f"{where} has the key {key!r}; JSON has only texts as keys")
+            require_json(item, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            require_json(item, f"{where}[{place}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{where} is {value}, which JSON cannot hold; write it as a text")
+    elif isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        raise UsageError(f"{where} is {value!r}, which is no valid text")
+    elif not (value is None or isinstance(value, bool | int | float | str)):
+        raise UsageError(f"{where} is a {type(value).__name__}; a manifest holds only plain JSON")
+
+
+def _require_known_format(data: bytes, path: Path, *, is_intact: bool) -> None:
+    try:
+        found = msgspec.json.decode(data, type=_OnlyFormat).format
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return  # what is wrong with it is said later
+    if found > FORMAT:
+        also = "" if is_intact else " (or it is damaged: its hash is not that of this version)"
+        raise CheckpointUnsupported(
+            f"{path}: newer format {found} > {FORMAT}{also}; update Paceline"
+            f" (this is {paceline.__version__})",
+            path=path,
+        )
+    if found < 1 and is_intact:
+        raise _corrupt(path, f"format {found} does not exist, expected 1 to {FORMAT}")
+
+
+def _corrupt(path: Path, reason: str) -> CheckpointCorrupt:
+    return CheckpointCorrupt(f"{path} is damaged: {reason}", path=path)

@@ -1,0 +1,61 @@
+"""Removing: old checkpoints, and what saves that never ended have left.
+
+A checkpoint that goes is first renamed, so that it is never found half removed.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+
+from paceline.checkpoint import files, reading, staging
+from paceline.errors import UsageError
+
+_GOING = re.compile(r"\.deleting-[A-Za-z0-9_.-]+", re.ASCII)
+
+
+def retain(root: Path, keep: int) -> list[Path]:
+    """Keep the newest checkpoints, remove the older ones; return what was removed.
+
+    Counted are those that look whole (manifest intact, parts of the right size), the last attempt
+    of each step. So what is damaged never displaces what is not; it goes when it is older than all
+    that is kept.
+    """
+    if keep < 1:
+        raise UsageError(f"keep={keep}: expected at least 1")
+    kept: set[int] = set()
+    going = []
+    for found in reading.listing(root):  # newest first
+        if len(kept) >= keep or found.step in kept:
+            going.append(found.path)
+        elif found.manifest is not None:
+            kept.add(found.step)
+    for path in reversed(going):
+        remove(path)
+    return going
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint at once and whole, as seen by others."""
+    going = path.with_name(f".deleting-{path.name}-{secrets.token_hex(4)}")
+    with files.disk_errors("remove", path):
+        path.rename(going)
+    files.remove_tree(going)
+
+
+def sweep(root: Path) -> list[Path]:
+    """Remove what saves and removals that died have left; return what that was.
+
+    Saves that somebody may still work on stay.
+    """
+    if not root.is_dir():
+        return []
+    with files.disk_errors("look into", root):
+        entries = sorted(
+            path for path in root.glob(".*") if path.is_dir() and not path.is_symlink()
+        )
+    dead = [path for path in entries if _GOING.fullmatch(path.name) or staging.is_dead(path)]
+    for path in dead:
+        files.remove_tree(path)
+    return dead
