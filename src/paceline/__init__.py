@@ -29,6 +29,7 @@ _HOME = {
     "check_consistency": "paceline.data_parallel.consistency",
     "shard": "paceline.data.shard",
     "data_warmup": "paceline.data.warmup",
+    "Checkpoint": "paceline.checkpointing.checkpoint",
     "GradScaler": "paceline.data_parallel.grad_scaler",
     "GradualWarmup": "paceline.data_parallel.gradual_warmup",
     "steps": "paceline.data.loops",
@@ -64,6 +65,7 @@ if "torch" in sys.modules:
 if TYPE_CHECKING:
     from paceline import errors as errors
     from paceline import ps as ps
+    from paceline.checkpointing.checkpoint import Checkpoint as Checkpoint
     from paceline.cluster.member import Membership as Membership
     from paceline.collectives.group import Group as Group
     from paceline.data.loops import epochs as epochs

@@ -69,6 +69,8 @@ class Job:
     servers: tuple[ServerLink, ...] = ()  # lines to the parameter servers
     contribution: Contribution = field(default_factory=Contribution)
     stopping: Stopping = field(default_factory=Stopping)
+    carried: dict[str, Any] = field(default_factory=dict)  # the script's objects, by name
+    closers: list[Callable[[], None]] = field(default_factory=list)  # called before it is left
 
     def worker_group(self, name: str) -> Group:
         """Form a group of all workers for one use; in an elastic job it follows their changes."""
@@ -233,6 +235,8 @@ def shutdown() -> None:
         job, _job = _job, None
         if job is None:
             return
+        for close in job.closers:
+            close()
         job.reporter.flush()
         connection.drop()
         for link in job.servers:
@@ -323,6 +327,7 @@ def carry(**objects: Any) -> None:
     job = current()
     for name, thing in objects.items():
         job.elastic.register(f"carried {name}", Carried(name, thing))
+        job.carried[name] = thing
 
 
 def new_group(ranks: Sequence[int]) -> Group:

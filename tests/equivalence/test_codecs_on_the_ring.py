@@ -97,7 +97,7 @@ def exchange_all(group: Group, codecs: list[str]) -> list[tuple[list[torch.Tenso
 def residual_of(model: nn.Module) -> torch.Tensor:
     """Return what waits on this worker, in the order of the parameters."""
     training = _successions[model].training
-    exchange = training._exchange
+    exchange = training.exchange
     assert isinstance(exchange, Compressing)
     by_param = {}
     for bucket in training.reducer.buckets:
@@ -168,7 +168,7 @@ def send_once(group: Group) -> tuple[str, int]:
     before = engine.bytes_sent()[1]
     model(gradients(pl.rank(), 0)).backward()
     sent = engine.bytes_sent()[1] - before
-    return type(_successions[model].training._exchange).__name__, sent
+    return type(_successions[model].training.exchange).__name__, sent
 
 
 def test_a_host_sends_what_one_worker_would() -> None:

@@ -66,10 +66,10 @@ def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
 def residual_of(model: nn.Module) -> torch.Tensor:
     """Return what waits on this worker, in the order of the parameters."""
     training = _successions[model].training
-    assert isinstance(training._exchange, ServerExchange)
+    assert isinstance(training.exchange, ServerExchange)
     by_param = {}
     for bucket in training.reducer.buckets:
-        waits = training._exchange.left_out(bucket)
+        waits = training.exchange.left_out(bucket)
         for slot in bucket.slots:
             zeros = torch.zeros_like(slot.param)
             by_param[slot.param] = zeros if waits is None else slot.place.view(waits)

@@ -73,7 +73,7 @@ def add_up(group: Group, codec: str) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 def left_out(net: nn.Module) -> torch.Tensor:
     training = _successions[net].training
-    exchange = training._exchange
+    exchange = training.exchange
     assert isinstance(exchange, Compressing)
     (bucket,) = training.reducer.buckets
     found = exchange.left_out(bucket)

@@ -44,9 +44,9 @@ def push_all(group: Group, pace: str) -> tuple[torch.Tensor, torch.Tensor]:
     group.barrier()
     model.pull()
     training = _successions[model].training
-    assert isinstance(training._exchange, ServerExchange)
+    assert isinstance(training.exchange, ServerExchange)
     [bucket] = training.reducer.buckets
-    waits = training._exchange.left_out(bucket)
+    waits = training.exchange.left_out(bucket)
     assert waits is not None
     return -model[0].detach().clone(), bucket.slots[0].place.view(waits).clone()
 

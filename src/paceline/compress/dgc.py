@@ -12,7 +12,7 @@ Lin et al. 2018, arXiv 1712.01887.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -121,6 +121,10 @@ class _WithMomentum(Gathered):
     def write(self, out: torch.Tensor) -> None:
         self.codec.share = self._share  # another tensor may be a step further
         super().write(out)
+
+    def own(self) -> Iterator[torch.Tensor]:
+        yield from super().own()
+        yield self._velocity
 
     def forget(self) -> None:
         super().forget()

@@ -65,6 +65,11 @@ class Journey:
         """Yield what is kept from step to step alike on all workers, which a newcomer must have."""
         return iter(())
 
+    def own(self) -> Iterator[torch.Tensor]:
+        """Yield what is kept from step to step on this worker alone."""
+        if self.residual is not None:
+            yield self.residual
+
     @property
     def sent_bytes(self) -> int:
         """What this worker hands to others each time, without the small tensors."""

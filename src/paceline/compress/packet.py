@@ -71,7 +71,7 @@ class Packet:
         self._allocate, self._rank = ground.allocate, ground.rank
         self.payload = self._allocate(self.contents.num_bytes, torch.uint8)
         self.key: int | None = None  # of the step that is in it
-        self._num_filled = 0
+        self.num_filled = 0
 
     @property
     def form(self) -> str:
@@ -89,14 +89,14 @@ class Packet:
             for memory, _ in kept:
                 memory.zero_()
             seed = self.codec.seed + 1 + self._rank
-            self.encode(values, Draw(seed, self._num_filled, self.layout.first))
+            self.encode(values, Draw(seed, self.num_filled, self.layout.first))
             for memory, before in kept:
                 memory.copy_(before)
             small, at = self.contents.small(self.payload), 0
             for span in self.layout.small:
                 small[at : at + span.count].copy_(span.of(values))
                 at += span.count
-            self._num_filled += 1
+            self.num_filled += 1
             if wanted and self.residual is not None:
                 self.account.missed(float(torch.linalg.vector_norm(self.residual)) / wanted)
         self.account.sent(4 * self.layout.size, self.contents.num_bytes)
@@ -120,7 +120,7 @@ class Packet:
 
     def _look(self, values: torch.Tensor) -> float:
         """Return how large what is wanted is, now and then; 0: it is not looked at."""
-        if self.residual is None or self._num_filled % _LOOK_EVERY:
+        if self.residual is None or self.num_filled % _LOOK_EVERY:
             return 0.0
         spans = self.layout.large
         sizes = [torch.linalg.vector_norm(s.of(values) + s.of(self.residual)) for s in spans]

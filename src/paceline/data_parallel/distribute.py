@@ -111,6 +111,12 @@ def distribute(
     return model, optimizer
 
 
+def distributed() -> list[tuple[nn.Module, torch.optim.Optimizer, Succession]]:
+    """Return the models that are distributed, in order, with their optimizers."""
+    found = [(model, one.optimizer, one) for model, one in list(_successions.items())]
+    return [(model, optimizer, one) for model, optimizer, one in found if optimizer is not None]
+
+
 def _find_second_call(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     if model in _successions:
         return "this model has been distributed already; call distribute once for each model"

@@ -138,6 +138,22 @@ class ServedUpdate:
                 bucket.host.discard()
         self._take_over(buckets)
 
+    def hand_over(self, *, speaks: bool, meet: Callable[[], None]) -> None:
+        """Let the servers have what the script has loaded, the same on all workers. Collective:
+        one `speaks`, and the others `meet` it before they read."""
+        meet()  # nobody computes with the old values any more
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                self._is_edited(slot)
+            if bucket.host is not None:  # perhaps one memory for all, who write the same
+                bucket.params.copy_(bucket.shown)
+            if speaks:
+                self._exchange.assign(bucket, ())
+        meet()
+        self.begin_with_values(self._buckets)
+        self.pull()
+        meet()  # nobody pushes before all have read
+
     def _take_over(self, buckets: Sequence[Bucket]) -> None:
         """Let the script see the fresh parameters of these."""
         for bucket in buckets:

@@ -18,12 +18,11 @@ from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.optimizer_state import join_parts, part_of
 from paceline.data_parallel.ownership import Range
 from paceline.data_parallel.update import replace_method, restore_method
-from paceline.ps import messages as m
+from paceline.ps import table_state
 from paceline.ps.optimizer import StateEntry
 from paceline.ps.placement import Part
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import Piece, ShardSpec
-from paceline.ps.state_wire import from_entries, landing, to_entries
 
 
 class ServedState:
@@ -88,15 +87,7 @@ class ServedState:
     def _fetch(self) -> dict[torch.Tensor, Any]:
         parts: dict[Slot, list[tuple[Range, torch.Size, dict[str, Any]]]] = defaultdict(list)
         for table, buckets in self._buckets:
-            for link, number, spec, part in table.shards():
-                on_server = table.table_on(link)
-                work = link.ask(
-                    lambda seq, t=on_server, n=number: m.FetchState(seq, t, n),  # type: ignore[misc]
-                    into=lambda reply: self._land(reply),
-                )
-                self._landed: list[torch.Tensor] = []
-                reply = work.wait()
-                entries = from_entries(reply.entries, self._landed)
+            for part, spec, entries in table_state.fetch(table):
                 self._collect(parts, buckets[part.item], spec, part, entries)
         state: dict[torch.Tensor, Any] = {}
         for slot, pieces in parts.items():
@@ -104,10 +95,6 @@ class ServedState:
             if pieces[0][2]:
                 state[slot.param] = join_parts(slot.param, pieces)
         return state
-
-    def _land(self, reply: m.Reply) -> Sequence[torch.Tensor]:
-        self._landed = landing(reply.entries)
-        return self._landed
 
     def _collect(
         self, parts: Any, bucket: Bucket, spec: ShardSpec, part: Part, entries: Any
@@ -121,22 +108,18 @@ class ServedState:
             parts[slot].append((which, torch.Size(piece.shape), of_piece[number]))
 
     def _send(self, table: RemoteTable, buckets: Sequence[Bucket]) -> None:
-        state = self._opt.state
-        for link, number, spec, part in table.shards():
+        def entries_of(part: Part, spec: ShardSpec) -> list[StateEntry]:
             entries: list[StateEntry] = []
             for index, piece in enumerate(spec.pieces):
                 slot = buckets[part.item].slots[piece.param]
                 is_flat = piece.shape != tuple(slot.param.shape)
-                for key, value in state.get(slot.param, {}).items():
+                for key, value in self._opt.state.get(slot.param, {}).items():
                     mine = part_of(value, slot.param, _range(slot, piece, part), is_flat=is_flat)
                     if mine is not None:
                         entries.append(StateEntry(index, key, mine))
-            told, tensors = to_entries(entries)
-            on_server = table.table_on(link)
-            link.ask(
-                lambda seq, t=on_server, n=number, e=told: m.LoadState(seq, t, n, e),  # type: ignore[misc]
-                payload=lambda tensors=tensors: tensors,  # type: ignore[misc]
-            ).wait()
+            return entries
+
+        table_state.send(table, entries_of)
 
 
 def _range(slot: Slot, piece: Piece, part: Part) -> Range:

@@ -43,6 +43,8 @@ from paceline.data_parallel.handover import (
 )
 from paceline.data_parallel.hooks import attach
 from paceline.data_parallel.options import Options
+from paceline.data_parallel.restoring import Restoring, SavedModel
+from paceline.data_parallel.saving import Picture, take_picture
 from paceline.data_parallel.skipping import Skipping
 from paceline.data_parallel.training import Training
 from paceline.data_parallel.update import Step, bind_step
@@ -135,6 +137,11 @@ class Succession:
         model, optimizer = self._model(), self._optimizer()
         assert model is not None and optimizer is not None, "the script has dropped its model"
         return model, optimizer
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The model's optimizer, unless the script has dropped it."""
+        return self._optimizer()
 
     @property
     def steps(self) -> int:
@@ -235,6 +242,30 @@ class Succession:
         for param, value in zip(model.parameters(), change.values, strict=True):
             param.data = value
         give_state(optimizer, change.state)
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def take_picture(self) -> Picture:
+        """Return what a checkpoint has of this model. Collective."""
+        return take_picture(self.training, *self._own())
+
+    def restore(self, saved: SavedModel, steps: int) -> list[str]:
+        """Put the model to where a checkpoint has it, behind so many steps; say what was mapped.
+
+        Collective, before the first step. If the schedule has another pace there, that is set up.
+        """
+        self._steps_before = steps - self.training.steps
+        due = [chosen for chosen in self._later if chosen.start <= steps]
+        if due:
+            self._later = [chosen for chosen in self._later if chosen.start > steps]
+            self._change(due[-1])
+        restoring = Restoring(self.training, *self._own())
+        restoring.run(saved, self._group.rank, self._group.size)
+        return restoring.notices
+
+    def restore_values(self, saved: SavedModel) -> None:
+        """Load a checkpoint's parameters and buffers only. Collective, before the first step."""
+        Restoring(self.training, *self._own()).load_values(saved)
 
     # -- wishes (from the control thread) -----------------------------------------------------
 

@@ -108,41 +108,42 @@ class Training:
         self._engine = job.fabric.engine
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
-        self._options = options
+        self.pace = pace
+        self.options = options
         self._host = _host_group(job)
         self._groups.append(self._host)
-        self._serving: Serving | None = None
+        self.serving: Serving | None = None
         if needs_servers(pace.name) and job.servers:
-            self._serving = Serving(job, group, optimizer, pace, options, label)
+            self.serving = Serving(job, group, optimizer, pace, options, label)
         self._centre: Centre | None = None
-        self._method = self._choose_method(pace, optimizer)
+        self.method = self._choose_method(pace, optimizer)
         self._shares_params = self._wants_sharing(optimizer)
-        self._is_common = self._method is not None and self._method.shares_params
+        self._is_common = self.method is not None and self.method.shares_params
         if self._is_common and job.elastic.is_on:  # there all workers are on one host
             self._host = self._form("host")
         self.health = Health(
             group,
             options,
             job.elastic,
-            on_servers=self._serving is not None,
-            is_free=self._is_free,
+            on_servers=self.serving is not None,
+            is_free=self.is_free,
         )
-        self._exchange = self._choose_exchange()
-        self.reducer = Reducer(group, self._exchange, job.elastic)
-        self.skipping, self._torch_scaler = self._choose_skipping(self._exchange, optimizer)
+        self.exchange = self._choose_exchange()
+        self.reducer = Reducer(group, self.exchange, job.elastic)
+        self.skipping, self._torch_scaler = self._choose_skipping(self.exchange, optimizer)
         self.reducer.wants_stop = job.stopping.is_wanted
         self.reducer.after_exchange = self._look_at_gradients
-        if self._method is not None:
+        if self.method is not None:
             self.reducer.skips = self._skips_backward
         self.reducer.keeps_sparse = options.nonfinite != "ignore"
-        views = self._serving is not None and self._serving.watches_edits
+        views = self.serving is not None and self.serving.watches_edits
         self._housing = Housing(
             self._engine,
             Group(job.fabric, [job.env.rank]) if views else self._host,
             optimizer,
             bucket_mb=options.bucket_mb,
             is_shared=self._shares_params or views or self._is_common,
-            averages=self._serving.averages if self._serving is not None else "own",
+            averages=self.serving.averages if self.serving is not None else "own",
             is_common=self._is_common,
         )
         self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
@@ -162,14 +163,14 @@ class Training:
             self._form("buffers"),
             self._engine,
             self._buffers_mode,
-            goes_on=self._serving is not None,
+            goes_on=self.serving is not None,
         )
         self.buffers.broadcast_now()
         self.update: Update = self._choose_update(optimizer)
         self._paced: Paced | None = None
-        if self._method is not None:
+        if self.method is not None:
             group = self._form("flags")
-            self._paced = Paced(job, self._method, self.reducer, self.buffers, group)
+            self._paced = Paced(job, self.method, self.reducer, self.buffers, group)
         self._num_optimized = 0  # parameters of the optimizer when it was last looked at
         self.steps = 0  # at this pace
         self._ended_s = time.perf_counter()
@@ -190,10 +191,10 @@ class Training:
             self._paced.name if self._paced is not None else f"update {self.update.name}",
             f"buffers {self._buffers_mode}",
         ]
-        if self._options.precision != "fp32":
-            parts.append(f"computes in {self._options.precision}")
-        if self._serving is not None:
-            parts.append(self._serving.balance)
+        if self.options.precision != "fp32":
+            parts.append(f"computes in {self.options.precision}")
+        if self.serving is not None:
+            parts.append(self.serving.balance)
         if self._centre is not None:
             parts.append(self._centre.describe())
         if self._num_global_norms:
@@ -213,7 +214,7 @@ class Training:
         memory = self._memory
         if self._job.servers and pace.uses_servers:
             self._centre = Centre(self._job, workers, f"centre {self._label}", memory)
-        options, own = self._options.own, weakref.ref(optimizer)
+        options, own = self.options.own, weakref.ref(optimizer)
 
         def another(name: str) -> Group:
             return self._form(f"pace {name}")
@@ -227,47 +228,47 @@ class Training:
         )
 
     def _choose_exchange(self) -> Exchange:
-        if self._serving is not None:
-            return self._serving.exchange
-        if self._method is None:
-            spec = choose_codec(self._job, self._options)
+        if self.serving is not None:
+            return self.serving.exchange
+        if self.method is None:
+            spec = choose_codec(self._job, self.options)
             if not spec.is_on:
                 return AllReduce(self._group)
             makes = (self._form, self._groups.append, self._memory)
             return compressed_average(self._job, self._group, self._host, spec, *makes)
-        return self._method.exchange() or OwnGradients()
+        return self.method.exchange() or OwnGradients()
 
     def _memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(self._engine, (count,), dtype)
 
     def _skips_backward(self) -> bool:
-        return self._method is not None and self._method.skips_backward
+        return self.method is not None and self.method.skips_backward
 
     @property
     def _buffers_mode(self) -> str:
-        is_alone = self._method is not None and self._method.is_free
-        return "local" if is_alone else self._options.buffers
+        is_alone = self.method is not None and self.method.is_free
+        return "local" if is_alone else self.options.buffers
 
     @property
-    def _is_free(self) -> bool:
+    def is_free(self) -> bool:
         """Whether workers take their steps without all of the others."""
-        if self._method is not None:
-            return self._method.is_free
-        return self._serving is not None and not self._serving.rule.is_lockstep
+        if self.method is not None:
+            return self.method.is_free
+        return self.serving is not None and not self.serving.rule.is_lockstep
 
     def _choose_skipping(
         self, exchange: Exchange, optimizer: torch.optim.Optimizer
     ) -> tuple[Skipping, TorchScaler | None]:
         """Choose how the workers agree about steps that a GradScaler leaves out."""
-        rule = self._serving.rule if self._serving is not None else None
+        rule = self.serving.rule if self.serving is not None else None
         rounds = rule is not None and rule.backup > 0
-        narrows = rule is not None and rule.aggregate and self._options.wire == "fp16"
+        narrows = rule is not None and rule.aggregate and self.options.wire == "fp16"
         # In an elastic job a worker may come between two numbers that the others exchange.
         comes_and_goes = self._job.elastic.is_on and (hasattr(exchange, "is_at_rest") or narrows)
-        is_free = self._is_free or self._is_common or rounds or comes_and_goes
+        is_free = self.is_free or self._is_common or rounds or comes_and_goes
         skipping = Skipping(self._group, self.reducer, is_free=is_free, asks=narrows)
         why_not = ""
-        if self._method is not None:
+        if self.method is not None:
             why_not = "workers have gradients of their own, and would not leave out the same steps"
         elif rounds or narrows:
             why_not = "not all workers see the same averages, so that their scales would part"
@@ -282,13 +283,13 @@ class Training:
         self.reducer.weighting.set(1.0 if self.reducer.rests else weight)
 
     def _wants_sharing(self, optimizer: torch.optim.Optimizer) -> bool:
-        if self._serving is not None:
-            return self._serving.shares_memory
-        if self._method is not None:
+        if self.serving is not None:
+            return self.serving.shares_memory
+        if self.method is not None:
             return False  # workers have different values most of the time
-        if self._options.update == "replicated" or self._job.elastic.is_on:
+        if self.options.update == "replicated" or self._job.elastic.is_on:
             return False  # elastic: nobody's part of the optimizer's state may be lost with it
-        if self._options.update == "sharded":
+        if self.options.update == "sharded":
             return True
         can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
         return self._host.size > 1 and is_elementwise(optimizer) and can_see_edits
@@ -309,18 +310,18 @@ class Training:
         dense = [named for named in parameters if id(named.param) not in sparse_ids]
         if sparse and self._is_common:
             self._housing.share(sparse)
-        elif sparse and self._method is not None:
+        elif sparse and self.method is not None:
             raise UsageError(
                 f"{sparse[0]} has sparse gradients, which only allreduce and the paces with servers"
                 " exchange; use one of those, or nn.Embedding(..., sparse=False)"
             )
         buckets = self._housing.house(dense)
-        if self._serving is not None:
-            self._serving.take(buckets)
-        if self._method is not None:
-            self._method.take(buckets)
-        if isinstance(self._exchange, Compressing):
-            self._exchange.take(buckets)
+        if self.serving is not None:
+            self.serving.take(buckets)
+        if self.method is not None:
+            self.method.take(buckets)
+        if isinstance(self.exchange, Compressing):
+            self.exchange.take(buckets)
         self.reducer.add(buckets, sparse)
         compute_in_bucket(model, self._housing.slots, self.reducer)
         self._known = {param: param.requires_grad for param in model.parameters()}
@@ -328,8 +329,8 @@ class Training:
         self._outside = [Named(n, p) for n, p in model.named_parameters() if id(p) not in taken]
 
     def _choose_update(self, optimizer: torch.optim.Optimizer) -> Update:
-        if self._serving is not None:
-            return self._serving.update
+        if self.serving is not None:
+            return self.serving.update
         if not self._shares_params:
             return ReplicatedUpdate()
         return ShardedUpdate(optimizer, self._host, self._engine, self._housing.shared_slots.get)
@@ -339,9 +340,9 @@ class Training:
         elastic = self._job.elastic
         if not elastic.is_on:
             return
-        is_served = self._serving is not None
-        elastic.is_lockstep = not self._is_free
-        if self._method is None:
+        is_served = self.serving is not None
+        elastic.is_lockstep = not self.is_free
+        if self.method is None:
             self._elastic_step = ElasticStep(
                 self._job,
                 optimizer,
@@ -349,14 +350,14 @@ class Training:
                 self.buffers,
                 self._form("flags"),
                 is_served=is_served,
-                resize_lr=self._options.resize_lr,
+                resize_lr=self.options.resize_lr,
             )
         kept = TrainingState(self._job, model, optimizer, self.buffers, not is_served)
         elastic.register(self._name, kept)
-        if self._method is not None:
-            elastic.register(f"{self._name} pace", self._method)
-        if isinstance(self._exchange, Compressing) and self._exchange.journeys is not None:
-            elastic.register(f"{self._name} codec", self._exchange.journeys)
+        if self.method is not None:
+            elastic.register(f"{self._name} pace", self.method)
+        if isinstance(self.exchange, Compressing) and self.exchange.journeys is not None:
+            elastic.register(f"{self._name} codec", self.exchange.journeys)
         if self._is_common:
             name, is_newcomer = f"{self._name} memory", elastic.is_candidate
             elastic.register(name, CommonMemory(name, self._housing, is_newcomer=is_newcomer))
@@ -370,15 +371,15 @@ class Training:
         self._job.elastic.enter()
         self.reducer.require_clean()
         loss_scaling.forget()
-        if self._serving is not None:
-            self._serving.update.before_forward()
+        if self.serving is not None:
+            self.serving.update.before_forward()
         changed = [p for p, wanted in self._known.items() if p.requires_grad is not wanted]
         if not changed:
             return
         model = self._model()
         assert model is not None
         taken = {id(param) for param in self.reducer.params}
-        if self._is_free:
+        if self.is_free:
             raise UsageError(
                 f"rank {self._group.rank}: parameters were frozen or thawed under a free-running"
                 " pace, where workers cannot do so together; decide what is trained before"
@@ -397,8 +398,8 @@ class Training:
 
         Returns what takes the output's place; None: nothing does.
         """
-        if self._serving is not None:
-            self._serving.update.settle()
+        if self.serving is not None:
+            self.serving.update.settle()
         if not torch.is_grad_enabled():
             return None
         replaced = None
@@ -429,8 +430,8 @@ class Training:
 
     def pull(self) -> None:
         """Read the newest parameters from the servers; without servers there is nothing to do."""
-        if self._serving is not None:
-            self._serving.update.pull()
+        if self.serving is not None:
+            self.serving.update.pull()
 
     def subscribe(self, after: int = -1) -> Subscription:
         """Only watch from now on (an evaluator): nobody waits for this worker any more.
@@ -438,9 +439,48 @@ class Training:
         Returns an iterable of versions, the newest one each time; after each, `model.pull()` reads
         the parameters. It ends when all other workers have left.
         """
-        if self._serving is None:
+        if self.serving is None:
             raise UsageError("model.subscribe() needs parameter servers: a pace such as async")
-        return self._serving.subscribe(after)
+        return self.serving.subscribe(after)
+
+    # -- checkpoints (saving.py, restoring.py) ------------------------------------------------
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each worker has values, and an optimizer, of its own at the moment."""
+        return self._paced is not None and self.reducer.rests
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker speaks for all."""
+        return self._group.rank == 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is between the workers that no checkpoint could have; alike on all."""
+        return self.method is not None and self.method.is_under_way
+
+    @property
+    def buffers_are_local(self) -> bool:
+        """Whether each worker has buffers of its own."""
+        return self._buffers_mode == "local"
+
+    def agreed_values(self) -> dict[nn.Parameter | None, torch.Tensor]:
+        """Return the values that stand for all workers, where they have gone apart. Collective."""
+        if self._paced is None:
+            return {}
+        pairs = zip(self.reducer.buckets, self._paced.gather(), strict=False)
+        return {
+            slot.param: slot.place.view(values) for bucket, values in pairs for slot in bucket.slots
+        }
+
+    def take_over_values(self) -> None:
+        """Let everybody who keeps values begin with the parameters: they were loaded, the same on
+        all workers. Collective."""
+        if self.serving is not None:
+            self.serving.update.hand_over(speaks=self.is_first, meet=lambda: self._group.barrier() and None)
+        elif self._is_common:
+            self._group.barrier()  # one memory for all, to which each has written
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -457,11 +497,11 @@ class Training:
         optimizer = self._optimizer()
         assert optimizer is not None, "who steps is there"
         self._group.barrier()  # everybody has done its last step
-        if self._serving is not None:
-            self._serving.finish()
+        if self.serving is not None:
+            self.serving.finish()
         values = self._paced.gather() if self._paced is not None else []
         state = whole_state(optimizer)
-        if self.reducer.rests or (self._serving is not None and not self._serving.state):
+        if self.reducer.rests or (self.serving is not None and not self.serving.state):
             average_state(optimizer, state, self._group)
         self._group.barrier()  # everybody has read what others hold
         return Gathered(state, values)
@@ -473,7 +513,7 @@ class Training:
         with torch.no_grad():
             for bucket, values in zip(self.reducer.buckets, left.values, strict=False):
                 bucket.params.copy_(values)
-        unsent = left_out(self._exchange, self.reducer.buckets)
+        unsent = left_out(self.exchange, self.reducer.buckets)
         self._take_down(model)
         give_state(optimizer, left.state)
         make_plain(model)
@@ -503,9 +543,9 @@ class Training:
     # -- step ---------------------------------------------------------------------------------
 
     def _look_at_gradients(self, reducer: Reducer, flags: Sequence[float]) -> None:
-        if self._serving is not None:
-            self._serving.update.remember_gradients()
-            self._serving.update.heed_verdict()
+        if self.serving is not None:
+            self.serving.update.remember_gradients()
+            self.serving.update.heed_verdict()
         self.health.look(reducer, flags)
 
     def around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:

@@ -22,7 +22,7 @@ arXiv 1901.09847, has it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Voter:
         )
         # What was voted with; the error is what it has more than its scaled signs.
         self._voted = zeros_in_large_pages(size, wide) if method.has_feedback else None
-        self._scale = 0.0  # of the signs of what was voted with
+        self.scale = 0.0  # of the signs of what was voted with
         self._last_pass = -1  # the one whose gradients were the last to come in
         self.bucket = bucket
         allocate, on_servers = method.setting.allocate, method.setting.centre is not None
@@ -71,6 +71,13 @@ class Voter:
     def coin(self) -> Coin:
         """What decides on ties."""
         return Coin(self._method.seed, self._method.steps, self._first)
+
+    def kept(self) -> Iterator[torch.Tensor]:
+        """Yield what this worker keeps from step to step."""
+        if self._momentum is not None:
+            yield self._momentum.values
+        if self._voted is not None:
+            yield self._voted
 
     def vote(self, number: int) -> None:
         """Write this worker's signs to the ballot; the same ones for the same backward pass."""
@@ -86,9 +93,9 @@ class Voter:
             return
         values = self.bucket.grads.to(self._wide)
         if voted is not None:
-            scale = pack_corrected(values, momentum, voted, self._scale, mine, ballot.signs)
+            scale = pack_corrected(values, momentum, voted, self.scale, mine, ballot.signs)
             # As the kernel will see it when it takes it off.
-            self._scale = ballot.scale = float(torch.tensor(scale, dtype=self._wide))
+            self.scale = ballot.scale = float(torch.tensor(scale, dtype=self._wide))
         elif momentum is not None:
             pack_tracked(values, momentum, mine, ballot.signs)
         else:
@@ -143,6 +150,21 @@ class Bitmap(Method):
     def agreed(self, bucket: Bucket) -> torch.Tensor:
         """All have the same values, to the bit; a mean of them could be rounded."""
         return bucket.params
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def own(self) -> Iterator[torch.Tensor]:
+        for voter in self.voters.values():
+            yield from voter.kept()
+
+    def counts(self) -> Any:
+        return [*super().counts(), [voter.scale for voter in self.voters.values()]]
+
+    def recount(self, counts: Any) -> None:
+        *first, scales = counts
+        super().recount(first)
+        for voter, scale in zip(self.voters.values(), scales, strict=True):
+            voter.scale = scale
 
     # -- changes of the membership ------------------------------------------------------------
 
@@ -224,7 +246,7 @@ class ServedVote(AllReduce):
         self._method = method
         self._step = -1
         self._cast: dict[int, Work[Any]] = {}  # in this step, by the number of the bucket
-        self._scales: dict[int, float] = {}  # those that all agreed on
+        self.scales: dict[int, float] = {}  # those that all agreed on
         self.sent_bytes = 0  # handed to others so far
         self.is_weighted = method.has_feedback
 
@@ -252,10 +274,10 @@ class ServedVote(AllReduce):
             voters = self._method.voters
             scales = [voters[index].ballot.scale for index in self._cast]
             means = mean_scales(self._method.workers, scales)
-            self._scales = dict(zip(self._cast, means, strict=True))
+            self.scales = dict(zip(self._cast, means, strict=True))
         return super().call_roll(here)
 
     def _finish(self, voter: Voter) -> None:
         assert isinstance(voter.ballot, ServedBallot)
-        scale = self._scales.get(voter.bucket.index, 1.0)
+        scale = self.scales.get(voter.bucket.index, 1.0)
         voter.ballot.read(voter.bucket.averaged, scale)

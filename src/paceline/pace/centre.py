@@ -31,11 +31,15 @@ from paceline.collectives.group import Group
 from paceline.elastic.protocol import Change
 from paceline.job import Job
 from paceline.pace.exchange import Bucket
+from paceline.ps import table_state
 from paceline.ps.items import Held, Item
+from paceline.ps.optimizer import StateEntry
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule
 from paceline.ps.together import Together
 from paceline.work import Work
+
+_MOMENTUM = "momentum_buffer"  # as torch's SGD calls it
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
@@ -93,6 +97,25 @@ class Place:
     def assign(self) -> None:
         """Set the servers' values to those that this worker has as the centre. Blocks."""
         self.table.assign(0)
+
+    def remembered(self) -> torch.Tensor:
+        """Fetch the momentum that the servers' SGD has, as a flat tensor; zeros: none. Blocks."""
+        flat = torch.zeros_like(self.values)
+        for part, _, entries in table_state.fetch(self.table):
+            for entry in entries:
+                if entry.key == _MOMENTUM and isinstance(entry.value, torch.Tensor):
+                    values = entry.value.reshape(-1)
+                    flat[part.start : part.start + values.numel()].copy_(values)
+        return flat
+
+    def remember(self, flat: torch.Tensor) -> None:
+        """Let the servers' SGD have that momentum. Blocks."""
+        table_state.send(
+            self.table,
+            lambda part, spec: [
+                StateEntry(0, _MOMENTUM, flat[part.start : part.start + spec.count].clone())
+            ],
+        )
 
 
 class Centre:

@@ -7,7 +7,7 @@ the order is that of the buckets again: when it can begin differs from worker to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,22 @@ class Journeys:
     def begin_again(self) -> None:
         """Forget those under way: all are sent again."""
         self._waiting.clear()
+
+    # -- checkpoints: what a worker keeps of each journey ----------------------------------------
+
+    def own(self) -> Iterator[torch.Tensor]:
+        """Yield it, in order."""
+        for journey in self._journeys.values():
+            yield from (*journey.common(), *journey.own())
+
+    def counts(self) -> list[int]:
+        """Return how often each has travelled."""
+        return [journey.steps for journey in self._journeys.values()]
+
+    def recount(self, counts: Sequence[int]) -> None:
+        """Go on from there."""
+        for journey, steps in zip(self._journeys.values(), counts, strict=True):
+            journey.steps = steps
 
     # -- changes of the membership: what is left out stays each worker's own ----------------------
 

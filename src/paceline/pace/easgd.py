@@ -162,6 +162,31 @@ class ElasticAveraging(Method):
                 if self.workers.ranks[self.workers.rank] in change.joined:
                     part.bucket.params.copy_(part.centre)
 
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def recount(self, counts: Any) -> None:
+        super().recount(counts)
+        self._assign_centre()
+
+    def begin_here(self) -> None:
+        with torch.no_grad():
+            for part in self._parts:
+                part.centre.copy_(part.bucket.params)
+        self._assign_centre()
+
+    def _assign_centre(self) -> None:
+        """Let the servers begin with what this worker has: all have the same."""
+        for part in self._parts:
+            if part.place is not None:
+                part.place.assign()
+        if self.setting.centre is None:
+            return
+        self.workers.barrier()
+        for part in self._parts:
+            if self.is_free and part.place is not None:
+                part.place.pull()
+        self.workers.barrier()  # nobody gives before all have read
+
     def kept(self) -> Iterator[torch.Tensor]:
         for part in self._parts:
             yield part.centre

@@ -6,7 +6,7 @@ of the models is where it began, and the mean of that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,19 @@ class Means:
         """A worker was lost: what was under way is sent again."""
         if self._journeys is not None:
             self._journeys.begin_again()
+
+    def own(self) -> Iterator[torch.Tensor]:
+        """Yield what this worker has left out, for a checkpoint."""
+        return iter(()) if self._journeys is None else self._journeys.own()
+
+    def counts(self) -> list[int]:
+        """Return how often each has travelled."""
+        return [] if self._journeys is None else self._journeys.counts()
+
+    def recount(self, counts: Sequence[int]) -> None:
+        """Go on from there."""
+        if self._journeys is not None:
+            self._journeys.recount(counts)
 
     def pack(self) -> Parcel:
         """Return what a newcomer must have."""

@@ -12,6 +12,9 @@ nothing, so a pace is the few lines in which it differs; CONTRIBUTING.md has the
     meet()         what they exchange then; repeated when a worker is lost, so it only prepares
     conclude()     make use of it; not repeated, talks to nobody
 
+A checkpoint has the tensors of `kept()` and, for the same number of workers, those of `own()`;
+`begin_here()` is for values that come from another pace.
+
 A method takes part in changes of the membership (elastic/protocol.py): `pack` and `unpack` carry
 what a newcomer must have, which by default are the tensors of `kept()`, and how many steps and
 meetings there were.
@@ -119,6 +122,31 @@ class Method:
         mean = torch.empty_like(bucket.params)
         self.workers.all_reduce(bucket.params, "mean", out=mean)
         return mean
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def own(self) -> Iterator[torch.Tensor]:
+        """Yield what is this worker's alone, in order: a newcomer begins with zeros there."""
+        return iter(())
+
+    def counts(self) -> Any:
+        """Return what numbers a worker needs besides, to go on in a new job: plain data."""
+        return [self.steps, self.rounds]
+
+    def recount(self, counts: Any) -> None:
+        """Take them over."""
+        self.steps, self.rounds = counts
+
+    def fetch(self) -> list[torch.Tensor]:
+        """Fetch what servers keep for the method, besides its centre; in order. Blocks."""
+        return []
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let the servers have it again; one worker calls. Blocks."""
+
+    def begin_here(self) -> None:
+        """Let what stands for all workers be the parameters, which are the same on all of them
+        now: they were loaded. Collective."""
 
     # -- changes of the membership ------------------------------------------------------------
 

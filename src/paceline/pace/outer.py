@@ -299,6 +299,50 @@ class OuterSteps(Method):
         assert part.begin is not None
         return part.begin.clone()
 
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def own(self) -> Iterator[torch.Tensor]:
+        return self._means.own()
+
+    def counts(self) -> Any:
+        met_at = [part.met_at for part in self._parts]
+        return [*super().counts(), met_at, self._means.counts()]
+
+    def recount(self, counts: Any) -> None:
+        *first, met_at, journeys = counts
+        super().recount(first)
+        self._means.recount(journeys)
+        for part, step in zip(self._parts, met_at, strict=True):
+            part.met_at = step
+        self._assign_centre()
+
+    def fetch(self) -> list[torch.Tensor]:
+        places = [part.place for part in self._parts if part.place is not None]
+        return [] if self._is_plain else [place.remembered() for place in places]
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        places = [part.place for part in self._parts if part.place is not None]
+        for place, momentum in zip(places, tensors, strict=True):
+            place.remember(momentum)
+
+    def begin_here(self) -> None:
+        with torch.no_grad():
+            for part in self._parts:
+                part.met_at = self.steps
+                if part.begin is not None:
+                    part.begin.copy_(part.bucket.params)
+                if part.momentum is not None:
+                    part.momentum.zero_()
+        self._assign_centre()
+
+    def _assign_centre(self) -> None:
+        """Let the servers begin with what this worker has: all have the same."""
+        for part in self._parts:
+            if part.place is not None:
+                part.place.assign()
+        if self.setting.centre is not None:
+            self.workers.barrier()  # nobody pushes before all have said so
+
     # -- changes of the membership ------------------------------------------------------------
 
     def kept(self) -> Iterator[torch.Tensor]:

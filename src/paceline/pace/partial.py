@@ -86,6 +86,9 @@ class Partial(Method):
             else:
                 carried.add_(bucket.grads)
 
+    def own(self) -> Iterator[torch.Tensor]:
+        return iter(self.carried)
+
     def kept(self) -> Iterator[torch.Tensor]:
         """What is carried over is each worker's own: a newcomer begins with nothing."""
         return iter(())

@@ -6,7 +6,7 @@ be. Averages come back as the reply says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -57,6 +57,20 @@ class Packets:
         if not self._mean_codec:
             return Incoming(self._staging, "average", [(shard, shard.of(average))])
         return IncomingMean(self._staging, shard, shard.of(average), self._means[_key(shard)])
+
+    def own(self) -> Iterator[torch.Tensor]:
+        """Yield what this worker keeps of each packet from step to step, for a checkpoint."""
+        for _, packet in self._by_shard.values():
+            yield from packet.kept
+
+    def counts(self) -> list[int]:
+        """Return how often each has been filled."""
+        return [packet.num_filled for _, packet in self._by_shard.values()]
+
+    def recount(self, counts: Sequence[int]) -> None:
+        """Go on from there."""
+        for (_, packet), count in zip(self._by_shard.values(), counts, strict=True):
+            packet.num_filled = count
 
     def told(self, shard: ShardOf, grads: torch.Tensor, key: int) -> torch.Tensor:
         """Return what a server was told of a shard in a step, as it sees it."""

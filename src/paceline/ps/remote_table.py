@@ -75,10 +75,10 @@ class RemoteTable:
             for link in links
             if self._on[link.index]
         }
-        self._packets = Packets(self._staging, packing, rule.mean_codec)
+        self.packets = Packets(self._staging, packing, rule.mean_codec)
         for shard in itertools.chain(*self._shards):
             first = sum(sizes[: shard.part.item]) + shard.part.start
-            self._packets.add(shard, self._spec_of(shard), first)
+            self.packets.add(shard, self._spec_of(shard), first)
 
     @property
     def balance(self) -> str:
@@ -153,7 +153,7 @@ class RemoteTable:
         if not self.rule.aggregate:
             key = clock  # a step is packed once, when it ends
         for shard in self._shards[number]:
-            grad = self._packets.outgoing(shard, item.grads, absent, key)
+            grad = self.packets.outgoing(shard, item.grads, absent, key)
 
             def make(
                 seq: int,
@@ -177,7 +177,7 @@ class RemoteTable:
             if not self.rule.aggregate:
                 works += self._tell(grad, make)
                 continue
-            incoming = self._packets.incoming_mean(shard, item.average)
+            incoming = self.packets.incoming_mean(shard, item.average)
             works.append(Landed(self._ask(grad, make, incoming), incoming.settle))
         return Together(works).work()
 
@@ -185,7 +185,7 @@ class RemoteTable:
         """Return what of an item's gradients has not been sent yet; None: nothing."""
         found = None
         for shard in self._shards[number]:
-            packet = self._packets.of(shard)
+            packet = self.packets.of(shard)
             if packet is not None and packet.residual is not None:
                 found = torch.zeros_like(self.items[number].grads) if found is None else found
                 shard.of(found).copy_(packet.residual)
@@ -300,7 +300,7 @@ class RemoteTable:
             shard.link.index
             for shard in itertools.chain(*self._shards)
             if not is_finite(
-                self._packets.told(shard, self.items[shard.part.item].grads, self.clock)
+                self.packets.told(shard, self.items[shard.part.item].grads, self.clock)
             )
         }
 

@@ -71,7 +71,13 @@ class Resumed(msgspec.Struct, frozen=True, tag_field="type", tag="resumed"):
     repeats: bool  # the exchange of that step was done again
 
 
-Event: TypeAlias = Progress | Note | TableReport | ServerLoad | Resumed
+class Preemptible(msgspec.Struct, frozen=True, tag_field="type", tag="preemptible"):
+    """This worker saves when it is asked to stop, and needs time for that."""
+
+    rank: int
+
+
+Event: TypeAlias = Progress | Note | TableReport | ServerLoad | Resumed | Preemptible
 
 
 class MemberLost(msgspec.Struct, frozen=True, tag_field="type", tag="lost"):

@@ -1,0 +1,253 @@
+"""pl.Checkpoint: save a running job now and then, and go on from what was saved.
+
+    save      every worker copies what it has (the STALL), and goes on; a thread writes it
+    resume    when it is made: the newest checkpoint of the directory that is whole
+    stop      SIGTERM becomes an agreed last step, a save, and exit code 75
+
+What is in one is in contents.py, how it gets to the disk in writer.py and checkpoint/.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint import reading, retention
+from paceline.checkpointing.contents import Said, gather, is_lockstep, restore, restore_weights
+from paceline.checkpointing.cut import Cut
+from paceline.checkpointing.due import Due
+from paceline.checkpointing.meeting import meet_in, tell_problem
+from paceline.checkpointing.objects import saved_objects
+from paceline.checkpointing.teller import Teller
+from paceline.checkpointing.writer import Plan, Writer
+from paceline.data_parallel.distribute import distributed
+from paceline.elastic.protocol import Change, Parcel
+from paceline.errors import CheckpointError, PacelineError, UsageError
+from paceline.job import current
+
+PREEMPTED = 75  # EX_TEMPFAIL: start it again, and it goes on
+_RESUME = ("auto", "always", "never", "weights")
+
+
+class Preempted(SystemExit):
+    """All workers were asked to stop, have saved, and end."""
+
+
+class Checkpoint:
+    """Save model, optimizer and everything else in a directory, and go on from there. Collective.
+
+    every      save behind so many steps, or about every so often: 100, "30s", "10min"; None: only
+               when `save()` is called
+    keep       how many checkpoints stay in the directory
+    resume     "auto": go on from the newest checkpoint that is whole, if there is one; "always":
+               raise if there is none; "never": begin anew; "weights": load the models' values only
+    objects    by name: whatever else has `state_dict()` and `load_state_dict()`: a scheduler, a
+               GradScaler, an average of weights, a model that is not distributed; those given to
+               `pl.carry` are saved too
+
+    Make it behind `pl.distribute`, as the last thing before the loop, and call `step()` at the end
+    of each step. Models and optimizers that are distributed are in it, random generators of all
+    workers, what the pace keeps, and where `pl.shard`, `pl.steps` and `pl.epochs` are. All workers
+    see the same directory.
+
+    >>> checkpoint = pl.Checkpoint(directory, every=100)
+    >>> checkpoint.step()
+    >>> checkpoint.steps
+    1
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        every: int | str | None = None,
+        keep: int = 3,
+        *,
+        resume: str = "auto",
+        **objects: Any,
+    ) -> None:
+        self._job = current()
+        self._due = Due(every)
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise UsageError(f"Checkpoint(keep={keep!r}): expected a whole number, 1 or more")
+        if resume not in _RESUME:
+            raise UsageError(f"Checkpoint(resume={resume!r}): expected one of {', '.join(_RESUME)}")
+        self._keep, self._root = keep, Path(directory).absolute()
+        self._objects = saved_objects(self._job, objects)
+        self._group = self._job.worker_group("checkpoint")
+        self._teller = Teller(self._job, self._root)
+        self._writer = Writer(self._teller.on_end)
+        self._num_saves = 0  # of this job, alike on all workers
+        self._saved_at = -1
+        self._is_wanted = False  # a save waits until nothing is between the workers
+        self._is_free = not is_lockstep()
+        self.steps = 0  # done so far, those of earlier runs among them
+        self.path: Path | None = None  # what this run went on from
+        self._job.stopping.should_stop(alone=False)  # from now on SIGTERM asks
+        if not self._job.elastic.is_candidate:
+            self._begin(resume)
+        self._cut = Cut(self._job) if self._is_free else None
+        self._due.begin(self.steps)
+        self._job.elastic.register("checkpoint", self)
+        self._job.closers.append(self._close)
+
+    def step(self) -> None:
+        """Count a step, behind everything that belongs to it; save if it is time.
+
+        If the job was asked to stop, all workers save behind the same step and end with code 75.
+        """
+        self.steps += 1
+        stops = self._job.stopping.should_stop(alone=self._job.world.size == 1)
+        if self._cut is not None:
+            self._step_freely(self._cut, stops=stops)
+            return
+        is_due = self._due.is_due(self.steps, self._agree)
+        self._is_wanted = self._is_wanted or is_due or stops
+        if self._is_wanted and not self._is_busy:
+            self._is_wanted = False
+            self._save_together()
+            if stops:
+                self._leave()
+
+    def save(self) -> None:
+        """Save now, whatever the time; called by all workers behind the same step. The writing goes
+        on in the background (`wait`)."""
+        if self._cut is not None:
+            call = self._cut.heard or self._cut.call(self.steps, stops=False)
+            self._save_at_cut(self._cut, call.step)
+            return
+        if self._is_busy:
+            raise UsageError(
+                f"rank {self._job.env.rank}: values are on their way between the workers (the pace"
+                " has a delay): save() in another step, or let step() find one"
+            )
+        self._save_together()
+
+    def wait(self) -> None:
+        """Wait until the last save is on the disk; raise what went wrong with it."""
+        outcome = self._writer.wait()
+        if outcome is not None and outcome.error is not None:
+            raise outcome.error
+
+    # -- saving -------------------------------------------------------------------------------
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(succession.training.is_busy for _, _, succession in distributed())
+
+    def _save_together(self) -> None:
+        """Save behind a step that all have done."""
+        if self._saved_at == self.steps:
+            return
+        started_s, said = time.perf_counter(), list[Said]()
+        self._job.elastic.point(lambda: said.__setitem__(slice(None), [self._gather()]))
+        if said:  # else others were through before somebody was lost: theirs has this step
+            size = self._job.world.size
+            self._write(said[0], self.steps, self._job.world.rank, size, started_s)
+        self._note_save(self.steps)
+
+    def _gather(self) -> Said:
+        return gather(self._job, self._objects, self.steps)
+
+    def _write(self, said: Said, step: int, number: int, size: int, started_s: float) -> None:
+        nonce = f"{self._job.rendezvous.job_id[:24]}-{self._num_saves}"
+        plan = Plan(self._root, step, nonce, number, size, self._keep)
+        self._teller.on_stall(self._writer.start(plan, said, started_s))
+
+    def _note_save(self, step: int) -> None:
+        self._num_saves += 1
+        self._saved_at = step
+        self._due.begin(self.steps)
+
+    def _step_freely(self, cut: Cut, *, stops: bool) -> None:
+        call = cut.heard
+        is_first = self._job.world.rank == 0
+        if call is None and (stops or (is_first and self._due.is_due(self.steps, lambda own: own))):
+            call = cut.call(self.steps, stops=stops)
+        if call is not None:
+            self._save_at_cut(cut, call.step)
+            if call.stops:
+                self._leave()
+
+    def _save_at_cut(self, cut: Cut, step: int) -> None:
+        started_s, said = time.perf_counter(), list[Said]()
+        members = cut.take(lambda: said.append(self._gather()))
+        number = members.index(self._job.env.rank)
+        self._write(said[0], step, number, len(members), started_s)
+        self._note_save(step)
+
+    def _leave(self) -> None:
+        self.wait()
+        self._teller.on_preemption(self.steps)
+        raise Preempted(PREEMPTED)
+
+    def _agree(self, own: float) -> float:
+        told = torch.tensor([own], dtype=torch.float64)
+        self._job.elastic.point(lambda: self._group.all_reduce(told, "max") is None)
+        return float(told)
+
+    # -- going on -----------------------------------------------------------------------------
+
+    def _begin(self, resume: str) -> None:
+        """See that all workers share the directory; go on from the newest checkpoint."""
+        meet_in(self._root, self._job, self._group)
+        if resume == "never":
+            return
+        problem, newest = None, reading.Newest(None, ())
+        try:
+            if self._job.world.rank == 0:
+                retention.sweep(self._root)
+                newest = reading.newest(self._root)
+                if newest.loaded is None and resume in ("always", "weights"):
+                    raise CheckpointError(
+                        f"Checkpoint(resume={resume!r}): there is no checkpoint in {self._root}"
+                    )
+        except PacelineError as error:
+            problem = error
+        name = newest.loaded.path.name if newest.loaded is not None else ""
+        name = tell_problem(self._group, problem, name)
+        if not name:
+            return
+        loaded = newest.loaded
+        try:
+            loaded = loaded or reading.load(self._root / name)
+        except PacelineError as error:
+            problem = error
+        tell_problem(self._group, problem)
+        assert loaded is not None, "who could not load it has raised"
+        self._restore(loaded, resume, newest.notices)
+
+    def _restore(self, loaded: reading.Loaded, resume: str, notices: Sequence[str]) -> None:
+        self.path = loaded.path
+        if resume == "weights":
+            restore_weights(loaded)
+            self._teller.on_resume(loaded, 0, [*notices, "only the models' values"])
+            return
+        mapped = restore(self._job, loaded, self._objects)
+        self.steps = self._saved_at = loaded.content["common"]["steps"]
+        self._teller.on_resume(loaded, self.steps, [*notices, *mapped])
+
+    # -- the end, and changes of the membership -----------------------------------------------
+
+    def _close(self) -> None:
+        if self._cut is not None:
+            self._cut.close()
+        self._writer.wait()
+        self._teller.close()
+
+    def tell(self) -> None:
+        """Nothing has to be known before a change is decided."""
+
+    def pack(self) -> Parcel:
+        """Return how far it is."""
+        return [self.steps, self._num_saves, self._saved_at, self._due.next_at], ()
+
+    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
+        """Take it over."""
+        self.steps, self._num_saves, self._saved_at, self._due.next_at = plain
+
+    def resume(self, change: Change) -> None:
+        """Nothing is left to do."""

@@ -1,0 +1,169 @@
+"""What this worker has to say in a checkpoint, and what it takes back from one.
+
+    model/..., optimizer/..., pace/...     of the first distributed model; of others model.1/...
+    object/NAME/...                        what the script gave by name, or to pl.carry
+    rank.3/...                             worker 3's own: random generators, what is not the same
+                                           on all workers
+
+What all workers have alike is written once: each writes a part of it, by size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.reading import Loaded
+from paceline.checkpointing.random_state import random_state, set_random_state
+from paceline.data.resumption import data_state, resume_data
+from paceline.data_parallel.distribute import distributed
+from paceline.data_parallel.restoring import SavedModel
+from paceline.elastic.written import read_back, write_down
+from paceline.errors import CheckpointMismatch
+from paceline.job import Job
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one worker writes, before it is copied."""
+
+    tensors: Tensors
+    own: dict[str, Any]  # JSON, of this worker
+    common: dict[str, Any]  # JSON; the first worker's counts
+
+
+def gather(job: Job, objects: Mapping[str, Any], steps: int) -> Said:
+    """Return everything that a checkpoint has of this worker. Collective."""
+    shared, mine, models = Tensors(), Tensors(), list[dict[str, Any]]()
+    rank, size = job.world.rank, job.world.size
+    own: dict[str, Any] = {"models": []}
+    for number, (_, _, succession) in enumerate(distributed()):
+        picture = succession.take_picture()
+        shared.update(_prefixed(picture.common, number))
+        mine.update(_prefixed(picture.first, number))
+        mine.update({f"rank.{rank}/{n}": t for n, t in _prefixed(picture.own, number).items()})
+        models.append({**picture.plain, "steps": succession.steps})
+        own["models"].append(picture.own_plain)
+    written, found = {}, Tensors()
+    for name, thing in objects.items():
+        written[name] = write_down(thing.state_dict(), f"object/{name}", found)
+    if rank == 0:
+        mine.update(found)
+    generators = Tensors()
+    own["random"] = random_state(generators)
+    mine.update({f"rank.{rank}/{name}": tensor for name, tensor in generators.items()})
+    own["data"] = data_state(job)
+    common = {
+        "models": models,
+        "objects": written,
+        "steps": steps,
+        "steps_done": job.steps_done,
+        "is_lockstep": is_lockstep(),
+    }
+    return Said({**mine, **_share(shared, size, rank)}, own, common)
+
+
+def is_lockstep() -> bool:
+    """Whether all workers are behind the same step at the same time."""
+    return not any(succession.training.is_free for _, _, succession in distributed())
+
+
+def restore(job: Job, loaded: Loaded, objects: Mapping[str, Any]) -> list[str]:
+    """Let everything go on from a checkpoint; return what was mapped, in words. Collective."""
+    content, tensors = loaded.content, loaded.tensors
+    common, owns = content["common"], content["workers"]
+    models = distributed()
+    if len(models) != len(common["models"]):
+        raise CheckpointMismatch(
+            f"{loaded.path} has {len(common['models'])} distributed models, the script has"
+            f" {len(models)}; make it after all calls of pl.distribute"
+        )
+    notices: list[str] = []
+    for number, (_, _, succession) in enumerate(models):
+        saved = _saved_model(content, tensors, number)
+        notices += succession.restore(saved, common["models"][number]["steps"])
+    _restore_objects(loaded, common["objects"], objects)
+    job.reporter.steps_done = common["steps_done"]
+    if len(owns) != job.world.size:
+        notices.insert(0, f"{job.world.size} workers instead of {len(owns)}")
+    states = [own["data"] for own in owns]
+    notices += resume_data(job, states, is_lockstep=common["is_lockstep"])
+    rank = job.world.rank
+    if rank < len(owns):
+        set_random_state(owns[rank]["random"], _of_rank(tensors, rank))
+    else:
+        notices.append("workers beyond those that saved keep the random numbers of the script")
+    return notices
+
+
+def restore_weights(loaded: Loaded) -> None:
+    """Load the models' values only: for a new training that begins with them."""
+    for number, (_, _, succession) in enumerate(distributed()):
+        succession.restore_values(_saved_model(loaded.content, loaded.tensors, number))
+
+
+def _restore_objects(
+    loaded: Loaded, written: Mapping[str, Any], objects: Mapping[str, Any]
+) -> None:
+    lacking = [name for name in objects if name not in written]
+    foreign = [name for name in written if name not in objects]
+    if lacking or foreign:
+        raise CheckpointMismatch(
+            f"{loaded.path} has the objects {sorted(written)}, the script gives {sorted(objects)};"
+            " give pl.Checkpoint the same ones, by the same names"
+        )
+    for name, thing in objects.items():
+        thing.load_state_dict(read_back(written[name], loaded.tensors))
+
+
+def _saved_model(content: Any, tensors: Tensors, number: int) -> SavedModel:
+    plain = content["common"]["models"][number]
+    owns = content["workers"]
+
+    def own(rank: int) -> Tensors:
+        return _unprefixed(_of_rank(tensors, rank), number)
+
+    return SavedModel(
+        _unprefixed(tensors, number),
+        plain,
+        [lambda rank=rank: own(rank) for rank in range(len(owns))],  # type: ignore[misc]
+        [one["models"][number] for one in owns],
+    )
+
+
+def _of_rank(tensors: Mapping[str, torch.Tensor], rank: int) -> Tensors:
+    prefix = f"rank.{rank}/"
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _prefixed(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
+    """Let names say which model they are of."""
+    if number == 0:
+        return dict(tensors)
+    return {f"{h}.{number}/{r}": t for n, t in tensors.items() for h, _, r in [n.partition("/")]}
+
+
+def _unprefixed(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
+    ending, found = f".{number}" if number else "", Tensors()
+    for name, tensor in tensors.items():
+        head, _, rest = name.partition("/")
+        if head.endswith(ending) and (number or "." not in head):
+            found[f"{head.removesuffix(ending)}/{rest}"] = tensor
+    return found
+
+
+def _share(tensors: Mapping[str, torch.Tensor], size: int, rank: int) -> Tensors:
+    """Return this worker's part of what all have: about as many bytes as the others'."""
+    loads, mine = [0] * size, Tensors()
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    for name in sorted(tensors, key=lambda name: (-sizes[name], name)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += sizes[name]
+        if lightest == rank:
+            mine[name] = tensors[name]
+    return mine

@@ -1,0 +1,125 @@
+"""A moment at which nothing is under way, where workers otherwise never wait for each other.
+
+Under a free-running pace each worker is behind another step. Whoever wants to save (the first
+worker, when it is time; anybody, who is asked to stop) CALLS; the others hear of it at the end of
+their step, ARRIVE and wait; when all who are still there have arrived, the first one reads what the
+servers have, and lets everybody GO. So what the servers have and what each worker says it has done
+belong together: no sample is counted that is not in the parameters, and none is missing.
+
+Words go through the job's store. A thread listens for the next call, so that a step costs nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from paceline.cluster.notice import WaitNotice
+from paceline.errors import PacelineError
+from paceline.job import Job
+
+_LISTEN_S = 0.2
+_POLL_S = 0.005
+_GONE = ("left", "lost")
+
+
+class Call(msgspec.Struct, frozen=True):
+    """Somebody wants all workers to save."""
+
+    step: int  # of the one who calls: the name of the checkpoint
+    stops: bool  # and to end
+
+
+class Cut:
+    """One worker's part in such moments. Main thread, and one that listens."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._agent = job.rendezvous.agent
+        self._number = 0  # of the next one
+        self._heard: Call | None = None
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="paceline cut", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._is_closed.set()
+
+    @property
+    def heard(self) -> Call | None:
+        """A call that has come and was not followed yet."""
+        return self._heard
+
+    def call(self, step: int, *, stops: bool) -> Call:
+        """Call the others, or find that somebody has."""
+        mine = msgspec.msgpack.encode(Call(step, stops))
+        told = self._agent.store_compare_set(self._key("call"), b"", mine)
+        self._heard = msgspec.msgpack.decode(told, type=Call)
+        return self._heard
+
+    def take(self, capture: Callable[[], None]) -> list[int]:
+        """Wait until all have arrived, capture, and go on; return who is in it, by rank.
+
+        The first worker captures last: what servers have is then what all have made of it.
+        """
+        job, agent = self._job, self._agent
+        is_first = job.world.rank == 0
+        if not is_first:
+            capture()
+        agent.store_set(self._key(f"arrived/{job.env.rank}"), b"1")
+        if is_first:
+            members = self._await_all()
+            capture()
+            agent.store_set(self._key("go"), msgspec.msgpack.encode(members))
+        else:
+            members = self._await_go()
+        self._number, self._heard = self._number + 1, None
+        return members
+
+    def _key(self, what: str) -> str:
+        return f"paceline/cut/{self._number}/{what}"
+
+    def _here(self) -> list[int]:
+        """Who has not left, by rank."""
+        newest = self._agent.membership or self._job.fabric.membership
+        presence = self._agent.presence
+        gone = [rank for rank, word in presence.items() if word.state in _GONE]
+        return [rank for rank in newest.workers if rank not in gone]
+
+    def _await_all(self) -> list[int]:
+        notice = WaitNotice(
+            f"rank {self._job.env.rank} waits for the other workers to end their step and save"
+        )
+        while True:
+            here = self._here()
+            if self._agent.store_check([self._key(f"arrived/{rank}") for rank in here]):
+                return here
+            notice.check()
+            time.sleep(_POLL_S)
+
+    def _await_go(self) -> list[int]:
+        notice = WaitNotice(f"rank {self._job.env.rank} waits for the first worker to save")
+        while not self._agent.store_check([self._key("go")]):
+            notice.check()
+            if self._job.world.ranks[0] not in self._here():
+                raise PacelineError(
+                    f"rank {self._job.env.rank}: the first worker left while all were saving"
+                )
+            time.sleep(_POLL_S)
+        members: list[int] = msgspec.msgpack.decode(self._agent.store_get(self._key("go")))
+        return members
+
+    def _listen(self) -> None:
+        while not self._is_closed.wait(_LISTEN_S):
+            number, key = self._number, self._key("call")
+            try:
+                if self._heard is None and self._agent.store_check([key]):
+                    call = msgspec.msgpack.decode(self._agent.store_get(key), type=Call)
+                    if number == self._number:
+                        self._heard = call
+            except PacelineError:
+                return  # the job is ending, or the coordinator is gone: the main thread hears of it

@@ -1,0 +1,105 @@
+"""What people hear of checkpoints: the first worker speaks for all.
+
+Threads: `on_end` is called on the thread that writes, everything else on the main thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.checkpoint.reading import Loaded
+from paceline.checkpointing.writer import Outcome
+from paceline.job import Job
+from paceline.telemetry.events import Preemptible
+
+_ALWAYS = 3  # saves that are told in any case
+_EVERY_S = 30.0
+
+
+class Teller:
+    """Says what was saved, what was not, and what it cost."""
+
+    def __init__(self, job: Job, root: Path) -> None:
+        self._root = root
+        self._is_first = job.world.rank == 0
+        self._num_saved = self._num_failed = 0
+        self._told_s = float("-inf")
+        self._stalls_s: list[float] = []
+        self._last: Outcome | None = None
+        job.rendezvous.agent.report(Preemptible(job.env.rank))
+
+    def on_resume(self, loaded: Loaded, steps: int, notices: Sequence[str]) -> None:
+        """Say from where the job goes on, and what is not as it was."""
+        if not self._is_first:
+            return
+        mapped = "".join(f"; {notice}" for notice in notices)
+        self._say(f"goes on from {self._shown(loaded.path)}, behind step {steps}{mapped}")
+
+    def on_stall(self, stalled_s: float) -> None:
+        """Note how long training stood still."""
+        self._stalls_s.append(stalled_s)
+
+    def on_end(self, outcome: Outcome) -> None:
+        """Say what became of a save."""
+        if not self._is_first:
+            return  # the first one has heard of it
+        now_s = time.monotonic()
+        if outcome.error is not None:
+            self._num_failed += 1
+            self._say(
+                f"checkpoint behind step {outcome.step} FAILED: {outcome.error}; training goes on,"
+                f" {self._what_stays()}"
+            )
+            return
+        self._num_saved += 1
+        self._last = outcome
+        if self._num_saved <= _ALWAYS or now_s - self._told_s >= _EVERY_S:
+            self._told_s = now_s
+            assert outcome.path is not None
+            self._say(
+                f"saved {self._shown(outcome.path)}: {_size(outcome.num_bytes)} in"
+                f" {outcome.took_s:.1f} s, training stalled for {_ms(outcome.stalled_s)}"
+            )
+
+    def on_preemption(self, steps: int) -> None:
+        """Say that the job ends here for now."""
+        if self._is_first:
+            self._say(f"stops behind step {steps}, as asked: saved; start it again to go on")
+
+    def close(self) -> None:
+        """Say what all saves came to, if there were more than have been told."""
+        if not self._is_first or self._num_saved <= _ALWAYS or self._last is None:
+            return
+        stalls = sorted(self._stalls_s)
+        failed = f", {self._num_failed} failed" if self._num_failed else ""
+        self._say(
+            f"{self._num_saved} checkpoints saved{failed}, the last behind step {self._last.step};"
+            f" training stalled for {_ms(stalls[len(stalls) // 2])} each (median), at most"
+            f" {_ms(stalls[-1])}"
+        )
+
+    def _what_stays(self) -> str:
+        last = self._last
+        return f"the one of step {last.step} stays" if last is not None else "older ones stay"
+
+    def _shown(self, path: Path) -> str:
+        return f"{self._root.name}/{path.name}"
+
+    @staticmethod
+    def _say(text: str) -> None:
+        sys.stderr.write(f"[paceline] {text}\n")
+        sys.stderr.flush()
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes} bytes"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1.0 else f"{seconds:.2g} s"

@@ -1,0 +1,9 @@
+"""Placeholder until the data ledger is there."""
+
+
+def data_state(job):
+    return None
+
+
+def resume_data(job, states, *, is_lockstep):
+    return []

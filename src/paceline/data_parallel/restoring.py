@@ -1,0 +1,260 @@
+"""A distributed model as a checkpoint has it, at whatever pace and with however many workers.
+
+What stands for all workers is loaded everywhere. With as many workers as there were, at the same
+pace, each also gets its own back and goes on to the bit. Otherwise what was each worker's own is
+brought to what all can begin with: optimizers that had gone apart become their mean, residuals the
+mean of the residuals (so that what was left out still comes, and as much of it), and a pace begins
+anew at the values that stand for all. What was done is returned in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.data_parallel.saving import Tensors, codec_of, layout_of, names_of
+from paceline.data_parallel.training import Training
+from paceline.elastic.written import read_back
+from paceline.errors import CheckpointMismatch
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """What a checkpoint has of one model (saving.py)."""
+
+    common: Mapping[str, torch.Tensor]
+    plain: Mapping[str, Any]
+    owns: Sequence[Callable[[], Tensors]]  # by worker; read when they are needed
+    own_plains: Sequence[Mapping[str, Any]]
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.owns)
+
+
+class Restoring:
+    """Puts one model to where a checkpoint has it. Collective, on the main thread."""
+
+    def __init__(
+        self, training: Training, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._training, self._model, self._optimizer = training, model, optimizer
+        self.notices: list[str] = []
+
+    def run(self, saved: SavedModel, rank: int, world_size: int) -> None:
+        """Load everything; `rank` is this worker's place among `world_size`."""
+        training = self._training
+        fits = saved.plain["layout"] == layout_of(training)
+        is_same_pace = saved.plain["pace"] == str(training.pace) and fits
+        is_same_world = saved.num_workers == world_size
+        own: Tensors = {}
+        goes_on = is_same_pace and is_same_world
+        if goes_on:
+            own = saved.owns[rank]()
+        elif not is_same_pace:
+            self._say(f"pace {training.pace} instead of {saved.plain['pace']}")
+        self.load_values(saved)
+        self._load_optimizer(saved, rank, own if goes_on else None)
+        self._load_method(saved, rank, own, is_same_pace=is_same_pace, goes_on=goes_on)
+        self._load_codec(saved, rank, own, fits=fits, goes_on=goes_on)
+        if goes_on:
+            self._load_model(saved, own)
+
+    def load_values(self, saved: SavedModel) -> None:
+        """Load parameters and buffers, the same on all workers."""
+        self._load_model(saved, {})
+        self._training.take_over_values()
+        if self._training.method is not None:
+            self._training.method.begin_here()
+
+    def _say(self, text: str) -> None:
+        if text not in self.notices:
+            self.notices.append(text)
+
+    # -- values -------------------------------------------------------------------------------
+
+    def _load_model(self, saved: SavedModel, own: Mapping[str, torch.Tensor]) -> None:
+        """Load what stands for all, or with `own` what this worker had in its place."""
+        source = {**saved.common, **own} if own else saved.common
+        found = _under("model/", source)
+        extra = saved.plain.get("extra", {})
+        found |= {name: read_back(value, saved.common) for name, value in extra.items()}
+        expected = self._model.state_dict()
+        lacking = [name for name in expected if name not in found]
+        foreign = [name for name in found if name not in expected]
+        if lacking or foreign:
+            raise CheckpointMismatch(
+                "the checkpoint is of another model: it has no"
+                f" {_some(lacking) or 'missing names'}, and the model has no"
+                f" {_some(foreign) or 'missing names'}; build the model that was saved"
+            )
+        for name, value in expected.items():
+            _require_shape(name, value, found[name])
+        if own and not any(name.startswith("model/") for name in own):
+            return
+        self._model.load_state_dict(found, strict=True)
+
+    def _load_optimizer(self, saved: SavedModel, rank: int, own: Tensors | None) -> None:
+        optimizer, names = self._optimizer, names_of(self._model)
+        told = saved.plain["optimizer"]
+        if told["class"] != type(optimizer).__name__:
+            raise CheckpointMismatch(
+                f"the checkpoint has the state of {told['class']}, and the script's optimizer is"
+                f" {type(optimizer).__name__}; use the same one, or load only the weights:"
+                " pl.Checkpoint(..., resume='weights')"
+            )
+        entries = self._entries(saved, rank, own)
+        numbers = {names[p]: n for n, p in enumerate(_params(optimizer))}
+        foreign = [name for name in entries if name not in numbers]
+        if foreign:
+            raise CheckpointMismatch(
+                f"the checkpoint has the optimizer's state of {_some(foreign)}, which the script's"
+                " optimizer does not update"
+            )
+        groups = self._groups(saved, told["groups"])
+        state = {numbers[name]: values for name, values in entries.items()}
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _entries(
+        self, saved: SavedModel, rank: int, own: Tensors | None
+    ) -> dict[str, dict[str, Any]]:
+        """Return the optimizer's state by the names of parameters."""
+        if "optimizer values" in saved.plain:
+            return _entries_of(saved.common, saved.plain["optimizer values"])
+        if own is not None:
+            return _entries_of(own, saved.own_plains[rank]["optimizer values"])
+        if saved.num_workers > 1:
+            self._say("the optimizers of the workers, which had gone apart, became their mean")
+        return _mean_of(
+            [
+                _entries_of(read(), plain["optimizer values"])
+                for read, plain in zip(saved.owns, saved.own_plains, strict=True)
+            ]
+        )
+
+    def _groups(self, saved: SavedModel, told: Sequence[Any]) -> list[dict[str, Any]]:
+        groups, first = [], 0
+        if len(told) != len(self._optimizer.param_groups):
+            raise CheckpointMismatch(
+                f"the checkpoint's optimizer has {len(told)} param groups, the script's"
+                f" {len(self._optimizer.param_groups)}; make the same groups"
+            )
+        for theirs, mine in zip(told, self._optimizer.param_groups, strict=True):
+            settings = read_back(theirs["settings"], saved.common)
+            count = len(mine["params"])
+            groups.append({**settings, "params": list(range(first, first + count))})
+            first += count
+        return groups
+
+    # -- what a pace keeps --------------------------------------------------------------------
+
+    def _load_method(
+        self, saved: SavedModel, rank: int, own: Tensors, *, is_same_pace: bool, goes_on: bool
+    ) -> None:
+        method = self._training.method
+        if method is None:
+            return
+        if not is_same_pace or "method" not in saved.plain:
+            return  # it has begun at the values that were loaded
+        counts = saved.own_plains[rank]["method"] if goes_on else saved.plain["method"]
+        with torch.no_grad():
+            _fill(method.kept(), saved.common, "pace/")
+            if goes_on:
+                _fill(method.own(), own, "pace/")
+        method.recount(counts)
+        if self._training.is_first:
+            method.send(list(_under("centre/", saved.common).values()))
+
+    def _load_codec(
+        self, saved: SavedModel, rank: int, own: Tensors, *, fits: bool, goes_on: bool
+    ) -> None:
+        codec = codec_of(self._training)
+        if codec is None or "codec" not in saved.own_plains[0]:
+            return
+        is_same_codec = saved.plain["options"].get("compress") == str(
+            self._training.options.compress
+        )
+        if not fits or not is_same_codec:
+            self._say("what the codec had left out of gradients was dropped")
+            return
+        counts = saved.own_plains[rank if goes_on else 0]["codec"]
+        if goes_on:
+            with torch.no_grad():
+                _fill(codec.own(), own, "codec/")
+        else:
+            self._say("of what the codecs of the workers had left out, each begins with the mean")
+            theirs = [_under("codec/", read()) for read in saved.owns]
+            with torch.no_grad():
+                for number, mine in enumerate(codec.own()):
+                    found = [one[str(number)] for one in theirs if str(number) in one]
+                    if found and all(tensor.shape == mine.shape for tensor in found):
+                        mine.copy_(torch.stack(found).mean(0))
+        codec.recount(counts)
+
+
+def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _fill(mine: Any, theirs: Mapping[str, torch.Tensor], prefix: str) -> None:
+    for number, tensor in enumerate(mine):
+        tensor.copy_(theirs[f"{prefix}{number}"])
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _entries_of(
+    tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = {}
+    for name, tensor in _under("optimizer/", tensors).items():
+        param, _, key = name.rpartition("/")
+        entries.setdefault(param, {})[key] = tensor
+    for param, by_key in values.items():
+        for key, written in by_key.items():
+            entries.setdefault(param, {})[key] = read_back(written, tensors)
+    return entries
+
+
+def _mean_of(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return the mean of what several optimizers remember; of counts the largest."""
+    mean: dict[str, dict[str, Any]] = {}
+    for param, key in dict.fromkeys(
+        (p, k) for state in states for p, e in state.items() for k in e
+    ):
+        found = [state[param][key] for state in states if key in state.get(param, {})]
+        mean.setdefault(param, {})[key] = _mean_value(found, len(states))
+    return mean
+
+
+def _mean_value(found: Sequence[Any], count: int) -> Any:
+    first = found[0]
+    if not isinstance(first, torch.Tensor):
+        return max(found) if isinstance(first, int | float) else first
+    if first.numel() == 1 or not first.is_floating_point():
+        return torch.stack(list(found)).amax(0)
+    return torch.stack(list(found)).sum(0).div_(count)
+
+
+def _require_shape(name: str, mine: Any, theirs: Any) -> None:
+    if not isinstance(mine, torch.Tensor):
+        return
+    if not isinstance(theirs, torch.Tensor) or mine.shape != theirs.shape:
+        found = list(theirs.shape) if isinstance(theirs, torch.Tensor) else type(theirs).__name__
+        raise CheckpointMismatch(
+            f"the checkpoint has {name} as {found}, expected {list(mine.shape)} as the script's"
+            " model has it; build the model that was saved"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,175 @@
+"""What a checkpoint has of one distributed model, however its pace has spread it.
+
+    common   the same whoever asks: what stands for all workers. Parameters and buffers under the
+             names of `state_dict()`, the optimizer's state by the parameter's name, what a method
+             keeps for all
+    own      this worker's alone, of use only to a job with as many workers at the same pace: values
+             that have gone apart from the others', what a codec or a method has not sent yet
+
+    model/layer.weight   optimizer/layer.weight/exp_avg   pace/3   codec/0   own model/layer.weight
+
+To take a picture is collective and changes nothing; the tensors in it are live, to be copied
+before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.data_parallel.averaging import Compressing
+from paceline.data_parallel.training import Training
+from paceline.elastic.written import write_down
+from paceline.pace.server import ServerExchange
+
+Tensors = dict[str, torch.Tensor]
+_GROUP_OWN = ("params", "param_names")
+
+
+@dataclass
+class Picture:
+    """A distributed model at one moment, as one worker has it."""
+
+    common: Tensors = field(default_factory=dict)  # every worker has all of it, or the first alone
+    first: Tensors = field(default_factory=dict)  # common too, but only the first worker has it
+    own: Tensors = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)  # common
+    own_plain: dict[str, Any] = field(default_factory=dict)
+
+
+def take_picture(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer) -> Picture:
+    """Return what a checkpoint has of a model. Collective where workers have gone apart."""
+    picture = Picture()
+    serving, apart = training.serving, training.is_apart
+    is_first = training.is_first
+    if serving is not None:
+        serving.update.settle()
+        if is_first:
+            serving.update.pull()
+    agreed = training.agreed_values()
+    is_shared = serving is None
+    groups = _groups(model, optimizer, picture.common)
+    picture.plain = {
+        "pace": str(training.pace),
+        "options": {key: str(value) for key, value in vars(training.options).items()},
+        "optimizer": {"class": type(optimizer).__name__, "groups": groups},
+        "layout": layout_of(training),
+    }
+    state = model.state_dict()
+    params = dict(model.named_parameters(remove_duplicate=False))  # tied ones have several names
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            picture.common[f"model/{name}"] = agreed.get(params.get(name), value.detach())
+        else:
+            written = write_down(value, f"extra/{name}", picture.common)
+            picture.plain.setdefault("extra", {})[name] = written
+    own_optimizer = apart or (serving is not None and serving.state is None)
+    if own_optimizer:
+        picture.own.update(_optimizer_state(model, optimizer, picture.own_plain))
+    elif is_first or is_shared:
+        picture.common.update(_optimizer_state(model, optimizer, picture.plain))
+    if apart:
+        picture.own.update({f"model/{name}": p.detach() for name, p in model.named_parameters()})
+    if apart or training.buffers_are_local:
+        named = {name for name, _ in model.named_buffers()}
+        own = {f"model/{name}": value for name, value in state.items() if name in named}
+        picture.own.update(own)
+    _add_pace(picture, training, is_first=is_first)
+    if not is_shared:
+        picture.first, picture.common = (
+            ({**picture.first, **picture.common} if is_first else {}),
+            {},
+        )
+    return picture
+
+
+def layout_of(training: Training) -> list[list[Any]]:
+    """Say how parameters lie in buckets: flat tensors fit only where this is the same."""
+    return [
+        [[slot.name, slot.place.start, slot.place.count] for slot in bucket.slots]
+        for bucket in training.reducer.buckets
+    ]
+
+
+def codec_of(training: Training) -> Any:
+    """Return what keeps the residuals of gradients at this pace; None: nothing does."""
+    exchange = training.exchange
+    if isinstance(exchange, Compressing):
+        return exchange.journeys
+    if isinstance(exchange, ServerExchange):
+        return _Tables(exchange)
+    return None
+
+
+class _Tables:
+    """The packets of all tables, as one."""
+
+    def __init__(self, exchange: ServerExchange) -> None:
+        self._packets = [table.packets for table in exchange.tables]
+
+    def own(self) -> Iterator[torch.Tensor]:
+        for packets in self._packets:
+            yield from packets.own()
+
+    def counts(self) -> list[list[int]]:
+        return [packets.counts() for packets in self._packets]
+
+    def recount(self, counts: list[list[int]]) -> None:
+        for packets, theirs in zip(self._packets, counts, strict=True):
+            packets.recount(theirs)
+
+
+def _add_pace(picture: Picture, training: Training, *, is_first: bool) -> None:
+    method, codec = training.method, codec_of(training)
+    if method is not None:
+        picture.own_plain["method"] = method.counts()
+        picture.plain["method"] = method.counts()
+        if is_first:
+            picture.first.update(_numbered("pace", method.kept()))
+            picture.first.update(_numbered("centre", method.fetch()))
+        picture.own.update(_numbered("pace", method.own()))
+    if codec is not None:
+        picture.own_plain["codec"] = codec.counts()
+        picture.own.update(_numbered("codec", codec.own()))
+
+
+def _numbered(kind: str, tensors: Any) -> Tensors:
+    return {f"{kind}/{number}": tensor for number, tensor in enumerate(tensors)}
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the name of every parameter; of one with several, the first."""
+    return {param: name for name, param in model.named_parameters()}
+
+
+def _groups(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors
+) -> list[dict[str, Any]]:
+    names, groups = names_of(model), []
+    for number, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if key not in _GROUP_OWN}
+        written = write_down(settings, f"optimizer-group-{number}", tensors)
+        groups.append({"params": [names[p] for p in group["params"]], "settings": written})
+    return groups
+
+
+def _optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plain: dict[str, Any]
+) -> Tensors:
+    names, found = names_of(model), Tensors()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    values: dict[str, dict[str, Any]] = {}
+    for number, entries in optimizer.state_dict()["state"].items():
+        name = names[params[number]]
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                found[f"optimizer/{name}/{key}"] = value.detach()
+            else:
+                what = f"optimizer-value/{name}/{key}"
+                values.setdefault(name, {})[key] = write_down(value, what, found)
+    plain["optimizer values"] = values
+    return found
