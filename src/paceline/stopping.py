@@ -12,6 +12,8 @@ import signal
 import threading
 from types import FrameType
 
+PREEMPTED = 75  # exit code (EX_TEMPFAIL) of who has saved: started again, it goes on
+
 
 class Stopping:
     """Whether this process was asked to stop, and whether all have agreed to. Main thread."""

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 
 from paceline.checkpoint import reading, retention
-from paceline.checkpointing.contents import Said, gather, is_lockstep, restore, restore_weights
+from paceline.checkpointing.contents import (
+    Said,
+    gather,
+    is_lockstep,
+    restore,
+    restore_weights,
+    steps_of,
+)
 from paceline.checkpointing.cut import Cut
 from paceline.checkpointing.due import Due
 from paceline.checkpointing.meeting import meet_in, tell_problem
@@ -28,8 +35,8 @@ from paceline.data_parallel.distribute import distributed
 from paceline.elastic.protocol import Change, Parcel
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.job import current
+from paceline.stopping import PREEMPTED
 
-PREEMPTED = 75  # EX_TEMPFAIL: start it again, and it goes on
 _RESUME = ("auto", "always", "never", "weights")
 
 
@@ -56,8 +63,6 @@ class Checkpoint:
 
     >>> checkpoint = pl.Checkpoint(directory, every=100)
     >>> checkpoint.step()
-    >>> checkpoint.steps
-    1
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class Checkpoint:
         self._saved_at = -1
         self._is_wanted = False  # a save waits until nothing is between the workers
         self._is_free = not is_lockstep()
-        self.steps = 0  # done so far, those of earlier runs among them
+        self._calls = 0  # of step(), where no model is distributed
         self.path: Path | None = None  # what this run went on from
         self._job.stopping.should_stop(alone=False)  # from now on SIGTERM asks
         if not self._job.elastic.is_candidate:
@@ -94,12 +99,19 @@ class Checkpoint:
         self._job.elastic.register("checkpoint", self)
         self._job.closers.append(self._close)
 
+    @property
+    def steps(self) -> int:
+        """How many steps were done so far, those of earlier runs among them; of several models, by
+        the first one's optimizer."""
+        models = distributed()
+        return models[0][2].steps if models else self._calls
+
     def step(self) -> None:
         """Count a step, behind everything that belongs to it; save if it is time.
 
         If the job was asked to stop, all workers save behind the same step and end with code 75.
         """
-        self.steps += 1
+        self._calls += 1
         stops = self._job.stopping.should_stop(alone=self._job.world.size == 1)
         if self._cut is not None:
             self._step_freely(self._cut, stops=stops)
@@ -116,7 +128,7 @@ class Checkpoint:
         """Save now, whatever the time; called by all workers behind the same step. The writing goes
         on in the background (`wait`)."""
         if self._cut is not None:
-            call = self._cut.heard or self._cut.call(self.steps, stops=False)
+            call = self._cut.heard or self._cut.call(self.steps, stops=False)  # by all, here
             self._save_at_cut(self._cut, call.step)
             return
         if self._is_busy:
@@ -145,16 +157,19 @@ class Checkpoint:
         started_s, said = time.perf_counter(), list[Said]()
         self._job.elastic.point(lambda: said.__setitem__(slice(None), [self._gather()]))
         if said:  # else others were through before somebody was lost: theirs has this step
-            size = self._job.world.size
-            self._write(said[0], self.steps, self._job.world.rank, size, started_s)
+            members = list(self._job.world.ranks)
+            self._write(said[0], self.steps, self._job.world.rank, members, started_s)
         self._note_save(self.steps)
 
     def _gather(self) -> Said:
         return gather(self._job, self._objects, self.steps)
 
-    def _write(self, said: Said, step: int, number: int, size: int, started_s: float) -> None:
+    def _write(
+        self, said: Said, step: int, number: int, members: Sequence[int], started_s: float
+    ) -> None:
         nonce = f"{self._job.rendezvous.job_id[:24]}-{self._num_saves}"
-        plan = Plan(self._root, step, nonce, number, size, self._keep)
+        places = [self._job.world.ranks.index(rank) for rank in members]
+        plan = Plan(self._root, step, nonce, number, places, self._job.world.size, self._keep)
         self._teller.on_stall(self._writer.start(plan, said, started_s))
 
     def _note_save(self, step: int) -> None:
@@ -163,20 +178,35 @@ class Checkpoint:
         self._due.begin(self.steps)
 
     def _step_freely(self, cut: Cut, *, stops: bool) -> None:
+        """Save where nobody waits for anybody, if it is time or somebody calls."""
+        is_due = self._due.is_due(self.steps, lambda own: own)
+        if cut.heard is None and is_due and (self._is_bound or self._job.world.rank == 0):
+            cut.call(self.steps, stops=stops)
+        elif cut.heard is None and stops:
+            cut.call(self._reachable, stops=True)
         call = cut.heard
-        is_first = self._job.world.rank == 0
-        if call is None and (stops or (is_first and self._due.is_due(self.steps, lambda own: own))):
-            call = cut.call(self.steps, stops=stops)
-        if call is not None:
-            self._save_at_cut(cut, call.step)
-            if call.stops:
-                self._leave()
+        if call is None or (self._is_bound and self.steps < call.step):
+            return
+        self._save_at_cut(cut, call.step)
+        if call.stops:
+            self._leave()
+
+    @property
+    def _is_bound(self) -> bool:
+        return any(succession.training.is_bound for _, _, succession in distributed())
+
+    @property
+    def _reachable(self) -> int:
+        """A step that all workers can arrive behind."""
+        if not self._is_bound:
+            return self.steps
+        return self.steps + max(one.limit - one.steps for _, _, one in distributed())
 
     def _save_at_cut(self, cut: Cut, step: int) -> None:
         started_s, said = time.perf_counter(), list[Said]()
         members = cut.take(lambda: said.append(self._gather()))
         number = members.index(self._job.env.rank)
-        self._write(said[0], step, number, len(members), started_s)
+        self._write(said[0], step, number, members, started_s)
         self._note_save(step)
 
     def _leave(self) -> None:
@@ -227,7 +257,8 @@ class Checkpoint:
             self._teller.on_resume(loaded, 0, [*notices, "only the models' values"])
             return
         mapped = restore(self._job, loaded, self._objects)
-        self.steps = self._saved_at = loaded.content["common"]["steps"]
+        self._calls = steps_of(loaded, self._job.world.rank)
+        self._saved_at = self.steps
         self._teller.on_resume(loaded, self.steps, [*notices, *mapped])
 
     # -- the end, and changes of the membership -----------------------------------------------
@@ -243,11 +274,12 @@ class Checkpoint:
 
     def pack(self) -> Parcel:
         """Return how far it is."""
-        return [self.steps, self._num_saves, self._saved_at, self._due.next_at], ()
+        return [self._calls, self._num_saves, self._saved_at, self._due.pack()], ()
 
     def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
         """Take it over."""
-        self.steps, self._num_saves, self._saved_at, self._due.next_at = plain
+        self._calls, self._num_saves, self._saved_at, due = plain
+        self._due.unpack(due)
 
     def resume(self, change: Change) -> None:
         """Nothing is left to do."""

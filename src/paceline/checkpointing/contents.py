@@ -41,14 +41,14 @@ def gather(job: Job, objects: Mapping[str, Any], steps: int) -> Said:
     """Return everything that a checkpoint has of this worker. Collective."""
     shared, mine, models = Tensors(), Tensors(), list[dict[str, Any]]()
     rank, size = job.world.rank, job.world.size
-    own: dict[str, Any] = {"models": []}
+    own: dict[str, Any] = {"models": [], "steps": steps}
     for number, (_, _, succession) in enumerate(distributed()):
         picture = succession.take_picture()
         shared.update(_prefixed(picture.common, number))
         mine.update(_prefixed(picture.first, number))
         mine.update({f"rank.{rank}/{n}": t for n, t in _prefixed(picture.own, number).items()})
         models.append({**picture.plain, "steps": succession.steps})
-        own["models"].append(picture.own_plain)
+        own["models"].append({**picture.own_plain, "steps": succession.steps})
     written, found = {}, Tensors()
     for name, thing in objects.items():
         written[name] = write_down(thing.state_dict(), f"object/{name}", found)
@@ -66,6 +66,22 @@ def gather(job: Job, objects: Mapping[str, Any], steps: int) -> Said:
         "is_lockstep": is_lockstep(),
     }
     return Said({**mine, **_share(shared, size, rank)}, own, common)
+
+
+def steps_of(loaded: Loaded, rank: int) -> int:
+    """Return how often a worker had called `step()`."""
+    return _own_or_common(loaded.content, rank)["steps"]  # type: ignore[no-any-return]
+
+
+def _steps_of_model(content: Any, number: int, rank: int) -> int:
+    return _own_or_common(content, rank)["models"][number]["steps"]  # type: ignore[no-any-return]
+
+
+def _own_or_common(content: Any, rank: int) -> Any:
+    """Where nobody waits for anybody, workers are behind different steps."""
+    owns, common = content["workers"], content["common"]
+    own = owns[rank] if rank < len(owns) else None
+    return common if own is None or common["is_lockstep"] else own
 
 
 def is_lockstep() -> bool:
@@ -86,15 +102,15 @@ def restore(job: Job, loaded: Loaded, objects: Mapping[str, Any]) -> list[str]:
     notices: list[str] = []
     for number, (_, _, succession) in enumerate(models):
         saved = _saved_model(content, tensors, number)
-        notices += succession.restore(saved, common["models"][number]["steps"])
+        notices += succession.restore(saved, _steps_of_model(content, number, job.world.rank))
     _restore_objects(loaded, common["objects"], objects)
     job.reporter.steps_done = common["steps_done"]
     if len(owns) != job.world.size:
-        notices.insert(0, f"{job.world.size} workers instead of {len(owns)}")
-    states = [own["data"] for own in owns]
+        notices.insert(0, f"{_workers(job.world.size)} instead of {len(owns)}")
+    states = [None if own is None else own["data"] for own in owns]
     notices += resume_data(job, states, is_lockstep=common["is_lockstep"])
     rank = job.world.rank
-    if rank < len(owns):
+    if rank < len(owns) and owns[rank] is not None:
         set_random_state(owns[rank]["random"], _of_rank(tensors, rank))
     else:
         notices.append("workers beyond those that saved keep the random numbers of the script")
@@ -105,6 +121,10 @@ def restore_weights(loaded: Loaded) -> None:
     """Load the models' values only: for a new training that begins with them."""
     for number, (_, _, succession) in enumerate(distributed()):
         succession.restore_values(_saved_model(loaded.content, loaded.tensors, number))
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
 
 
 def _restore_objects(
@@ -132,7 +152,7 @@ def _saved_model(content: Any, tensors: Tensors, number: int) -> SavedModel:
         _unprefixed(tensors, number),
         plain,
         [lambda rank=rank: own(rank) for rank in range(len(owns))],  # type: ignore[misc]
-        [one["models"][number] for one in owns],
+        [None if one is None else one["models"][number] for one in owns],
     )
 
 

@@ -1,10 +1,14 @@
 """A moment at which nothing is under way, where workers otherwise never wait for each other.
 
-Under a free-running pace each worker is behind another step. Whoever wants to save (the first
-worker, when it is time; anybody, who is asked to stop) CALLS; the others hear of it at the end of
-their step, ARRIVE and wait; when all who are still there have arrived, the first one reads what the
-servers have, and lets everybody GO. So what the servers have and what each worker says it has done
-belong together: no sample is counted that is not in the parameters, and none is missing.
+Under a free-running pace each worker is behind another step. Whoever wants to save CALLS: the first
+worker when it is time, anybody who is asked to stop. The others hear of it at the end of a step,
+ARRIVE and wait; when all who are still there have arrived, the first one reads what the servers
+have, and lets everybody GO. So what the servers have and what each worker says it has done belong
+together: no sample is counted that is not in the parameters, and none is missing.
+
+Where nobody may be further ahead than some bound (ssp), one who stands still would soon hold up
+those who have not heard yet. There a call names a step that nobody has come to so far, and all
+arrive behind that step of their own.
 
 Words go through the job's store. A thread listens for the next call, so that a step costs nothing.
 """
@@ -29,7 +33,7 @@ _GONE = ("left", "lost")
 class Call(msgspec.Struct, frozen=True):
     """Somebody wants all workers to save."""
 
-    step: int  # of the one who calls: the name of the checkpoint
+    step: int  # behind which; the name of the checkpoint
     stops: bool  # and to end
 
 

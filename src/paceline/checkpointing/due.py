@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.errors import UsageError
 
@@ -43,6 +43,15 @@ class Due:
         if self.next_at is None and self._looks_at is not None and steps >= self._looks_at:
             self._plan(steps, agree)
         return self.next_at is not None and steps >= self.next_at
+
+    def pack(self) -> list[int | None]:
+        """Return what a newcomer must know to come to the same answers."""
+        return [self._since, self.next_at, self._looks_at]
+
+    def unpack(self, told: Sequence[int | None]) -> None:
+        """Take it over."""
+        since, self.next_at, self._looks_at = told
+        self._since = since or 0
 
     def _plan(self, steps: int, agree: Agree) -> None:
         assert self._seconds is not None

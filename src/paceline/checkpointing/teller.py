@@ -23,13 +23,16 @@ class Teller:
     """Says what was saved, what was not, and what it cost."""
 
     def __init__(self, job: Job, root: Path) -> None:
-        self._root = root
-        self._is_first = job.world.rank == 0
+        self._job, self._root = job, root
         self._num_saved = self._num_failed = 0
         self._told_s = float("-inf")
         self._stalls_s: list[float] = []
         self._last: Outcome | None = None
         job.rendezvous.agent.report(Preemptible(job.env.rank))
+
+    @property
+    def _is_first(self) -> bool:
+        return self._job.world.rank == 0  # in an elastic job it may change
 
     def on_resume(self, loaded: Loaded, steps: int, notices: Sequence[str]) -> None:
         """Say from where the job goes on, and what is not as it was."""
@@ -44,21 +47,19 @@ class Teller:
 
     def on_end(self, outcome: Outcome) -> None:
         """Say what became of a save."""
-        if not self._is_first:
-            return  # the first one has heard of it
         now_s = time.monotonic()
-        if outcome.error is not None:
+        if outcome.error is not None and self._is_first:  # else the first one has heard of it
             self._num_failed += 1
             self._say(
                 f"checkpoint behind step {outcome.step} FAILED: {outcome.error}; training goes on,"
                 f" {self._what_stays()}"
             )
-            return
+        if outcome.path is None:
+            return  # another worker has published it, or nobody
         self._num_saved += 1
         self._last = outcome
         if self._num_saved <= _ALWAYS or now_s - self._told_s >= _EVERY_S:
             self._told_s = now_s
-            assert outcome.path is not None
             self._say(
                 f"saved {self._shown(outcome.path)}: {_size(outcome.num_bytes)} in"
                 f" {outcome.took_s:.1f} s, training stalled for {_ms(outcome.stalled_s)}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ class Plan:
     step: int
     nonce: str
     number: int  # of this worker's part
-    num_parts: int
+    places: Sequence[int]  # of those who write a part, among all workers; some may have left
+    num_workers: int
     keep: int
 
 
@@ -116,15 +117,16 @@ class Writer:
     def _publish(
         self, plan: Plan, directory: Path, record: manifest.PartRecord, said: Said
     ) -> tuple[Path, int]:
-        others = range(1, plan.num_parts)
+        others = range(1, len(plan.places))
         left = writing.collect_records(directory, others, wait_s=_PARTS_S)
         records = [record, *(one.record for one in left.values() if one.record is not None)]
-        content: dict[str, Any] = {
-            "common": said.common,
-            "workers": [said.own, *(one.plain for one in left.values())],
-        }
+        workers: list[Any] = [None] * plan.num_workers
+        owns = [said.own, *(one.plain for one in left.values())]
+        for place, own in zip(plan.places, owns, strict=True):
+            workers[place] = own
+        content: dict[str, Any] = {"common": said.common, "workers": workers}
         described = manifest.make(
-            step=plan.step, world=plan.num_parts, content=content, parts=records
+            step=plan.step, world=plan.num_workers, content=content, parts=records
         )
         path = writing.publish(directory, described)
         retention.retain(plan.root, plan.keep)

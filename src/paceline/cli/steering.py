@@ -23,6 +23,7 @@ from paceline.launcher.elastic.facts import FoundJob, find_job, recorded
 from paceline.launcher.guard import end_processes
 from paceline.launcher.jobdir import is_held, remove_abandoned
 from paceline.launcher.machine import processor_s
+from paceline.launcher.spec import SAVE_GRACE_S
 from paceline.pace.schedule import parse_schedule
 
 _MEASURE_S = 1.0
@@ -198,7 +199,8 @@ def stop(name: str | None) -> int:
         _print([f"job {facts.name} had no keeper; its processes were ended"])
         return 0
     os.kill(facts.supervisor, signal.SIGTERM)
-    deadline_s = time.monotonic() + facts.grace_s + _AFTER_GRACE_S
+    grace_s = max(facts.grace_s, SAVE_GRACE_S)  # its workers may save first
+    deadline_s = time.monotonic() + grace_s + _AFTER_GRACE_S
     with suppress(OSError):  # the directory goes with the job
         while is_held(found.directory):
             if time.monotonic() > deadline_s:

@@ -31,11 +31,18 @@ class SavedModel:
     common: Mapping[str, torch.Tensor]
     plain: Mapping[str, Any]
     owns: Sequence[Callable[[], Tensors]]  # by worker; read when they are needed
-    own_plains: Sequence[Mapping[str, Any]]
+    own_plains: Sequence[Mapping[str, Any] | None]  # None: it had left
 
     @property
     def num_workers(self) -> int:
+        """How many workers saved it."""
         return len(self.owns)
+
+    @property
+    def those_there(self) -> list[tuple[Tensors, Mapping[str, Any]]]:
+        """What each of those had who had not left."""
+        pairs = zip(self.owns, self.own_plains, strict=True)
+        return [(read(), plain) for read, plain in pairs if plain is not None]
 
 
 class Restoring:
@@ -52,7 +59,7 @@ class Restoring:
         training = self._training
         fits = saved.plain["layout"] == layout_of(training)
         is_same_pace = saved.plain["pace"] == str(training.pace) and fits
-        is_same_world = saved.num_workers == world_size
+        is_same_world = saved.num_workers == world_size and None not in saved.own_plains
         own: Tensors = {}
         goes_on = is_same_pace and is_same_world
         if goes_on:
@@ -128,15 +135,11 @@ class Restoring:
         if "optimizer values" in saved.plain:
             return _entries_of(saved.common, saved.plain["optimizer values"])
         if own is not None:
-            return _entries_of(own, saved.own_plains[rank]["optimizer values"])
+            return _entries_of(own, _own(saved, rank)["optimizer values"])
         if saved.num_workers > 1:
             self._say("the optimizers of the workers, which had gone apart, became their mean")
-        return _mean_of(
-            [
-                _entries_of(read(), plain["optimizer values"])
-                for read, plain in zip(saved.owns, saved.own_plains, strict=True)
-            ]
-        )
+        states = [_entries_of(own, plain["optimizer values"]) for own, plain in saved.those_there]
+        return _mean_of(states)
 
     def _groups(self, saved: SavedModel, told: Sequence[Any]) -> list[dict[str, Any]]:
         groups, first = [], 0
@@ -162,7 +165,7 @@ class Restoring:
             return
         if not is_same_pace or "method" not in saved.plain:
             return  # it has begun at the values that were loaded
-        counts = saved.own_plains[rank]["method"] if goes_on else saved.plain["method"]
+        counts = _own(saved, rank)["method"] if goes_on else saved.plain["method"]
         with torch.no_grad():
             _fill(method.kept(), saved.common, "pace/")
             if goes_on:
@@ -175,7 +178,8 @@ class Restoring:
         self, saved: SavedModel, rank: int, own: Tensors, *, fits: bool, goes_on: bool
     ) -> None:
         codec = codec_of(self._training)
-        if codec is None or "codec" not in saved.own_plains[0]:
+        (_, first), *_ = saved.those_there
+        if codec is None or not any(True for _ in codec.own()) or "codec" not in first:
             return
         is_same_codec = saved.plain["options"].get("compress") == str(
             self._training.options.compress
@@ -183,19 +187,25 @@ class Restoring:
         if not fits or not is_same_codec:
             self._say("what the codec had left out of gradients was dropped")
             return
-        counts = saved.own_plains[rank if goes_on else 0]["codec"]
+        counts = _own(saved, rank)["codec"] if goes_on else first["codec"]
         if goes_on:
             with torch.no_grad():
                 _fill(codec.own(), own, "codec/")
         else:
             self._say("of what the codecs of the workers had left out, each begins with the mean")
-            theirs = [_under("codec/", read()) for read in saved.owns]
+            theirs = [_under("codec/", own) for own, _ in saved.those_there]
             with torch.no_grad():
                 for number, mine in enumerate(codec.own()):
                     found = [one[str(number)] for one in theirs if str(number) in one]
                     if found and all(tensor.shape == mine.shape for tensor in found):
                         mine.copy_(torch.stack(found).mean(0))
         codec.recount(counts)
+
+
+def _own(saved: SavedModel, rank: int) -> Mapping[str, Any]:
+    plain = saved.own_plains[rank]
+    assert plain is not None, "who goes on was there"
+    return plain
 
 
 def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

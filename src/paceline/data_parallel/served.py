@@ -138,7 +138,7 @@ class ServedUpdate:
                 bucket.host.discard()
         self._take_over(buckets)
 
-    def hand_over(self, *, speaks: bool, meet: Callable[[], None]) -> None:
+    def hand_over(self, *, speaks: bool, meet: Callable[[], Any]) -> None:
         """Let the servers have what the script has loaded, the same on all workers. Collective:
         one `speaks`, and the others `meet` it before they read."""
         meet()  # nobody computes with the old values any more

@@ -461,6 +461,12 @@ class Training:
         return self.method is not None and self.method.is_under_way
 
     @property
+    def is_bound(self) -> bool:
+        """Whether a worker that stands still makes others wait, sooner or later."""
+        rule = self.serving.rule if self.serving is not None else None
+        return rule is not None and (rule.bound is not None or rule.backup > 0)
+
+    @property
     def buffers_are_local(self) -> bool:
         """Whether each worker has buffers of its own."""
         return self._buffers_mode == "local"
@@ -478,7 +484,9 @@ class Training:
         """Let everybody who keeps values begin with the parameters: they were loaded, the same on
         all workers. Collective."""
         if self.serving is not None:
-            self.serving.update.hand_over(speaks=self.is_first, meet=lambda: self._group.barrier() and None)
+            self.serving.update.hand_over(
+                speaks=self.is_first, meet=lambda: self._group.barrier() and None
+            )
         elif self._is_common:
             self._group.barrier()  # one memory for all, to which each has written
 

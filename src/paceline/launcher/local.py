@@ -42,9 +42,9 @@ from paceline.launcher.outlet import Outlet
 from paceline.launcher.process import RankProcess
 from paceline.launcher.screen import Picture
 from paceline.launcher.seat import Seat, names
-from paceline.launcher.spec import RunSpec
+from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
 from paceline.telemetry.compression import Compression
-from paceline.telemetry.events import Event, Note, Progress
+from paceline.telemetry.events import Event, Note, Preemptible, Progress
 from paceline.telemetry.staleness import TableReport
 from paceline.telemetry.traffic import Traffic
 
@@ -78,6 +78,7 @@ class LocalJob:
         self._traffic: dict[int, Traffic] = {}  # by rank, also of those who are gone
         self._compression: dict[int, Compression] = {}  # the same
         self._interrupts: list[signal.Signals] = []
+        self._saves_when_stopped = False  # some worker has said so
         self._changed = asyncio.Event()
         self._coordinator: Coordinator | None = None
         self._directory: JobDirectory
@@ -274,6 +275,8 @@ class LocalJob:
                 self._traffic[event.rank] = event.traffic
             if event.compression is not None:
                 self._compression[event.rank] = event.compression
+        elif isinstance(event, Preemptible):
+            self._saves_when_stopped = True
         elif isinstance(event, Note) and event.rank in self._seats:
             self._on_note(self._seats[event.rank], printable(event.text[:1000].encode()))
 
@@ -285,8 +288,11 @@ class LocalJob:
         self._changed.set()
 
     def _on_end(self, process: RankProcess) -> None:
-        success = process.status is not None and process.status.is_success
-        self.set_state(process.seat, "finished" if success else str(process.status))
+        status = process.status
+        word = "finished" if status is not None and status.is_success else str(status)
+        self.set_state(
+            process.seat, "saved" if status is not None and status.is_preempted else word
+        )
 
     def _on_interrupt(self, number: signal.Signals) -> None:
         self._interrupts.append(number)
@@ -313,7 +319,7 @@ class LocalJob:
         """Ask those that still run to end: first the workers, then the servers."""
         self._on_child()
         crew, heard = self._crew, len(self._interrupts)
-        deadline_s = time.monotonic() + self._spec.grace_s
+        deadline_s = time.monotonic() + self._grace_s
         crew.tell_to_stop(crew.workers)
         await self._await_end(lambda: crew.workers, deadline_s, heard=heard)
         crew.tell_to_stop(crew.servers)
@@ -321,6 +327,17 @@ class LocalJob:
         if crew.running and len(self._interrupts) == heard:
             left = names(process.seat for process in crew.running)
             self._display.say(f"paceline: {left} did not end on SIGTERM: killed now")
+
+    @property
+    def _grace_s(self) -> float:
+        """How long those who were asked to end may take: longer, if they save first."""
+        if not (self._saves_when_stopped and self._interrupts) or self._spec.grace_s > SAVE_GRACE_S:
+            return self._spec.grace_s
+        self._display.say(
+            f"paceline: waits up to {SAVE_GRACE_S:.0f} s for the workers to save; once more ends"
+            " them at once"
+        )
+        return SAVE_GRACE_S
 
     async def _clean_up(self) -> None:
         """Leave nothing behind; runs also when starting failed half-way."""

@@ -21,6 +21,7 @@ from paceline.launcher.report import (
     why_killed,
 )
 from paceline.launcher.seat import counted
+from paceline.stopping import PREEMPTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +43,22 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """The script's own code, 128 + signal for a signal, 130 after Ctrl-C, 143 after SIGTERM."""
+        """The script's own code, 128 + signal for a signal, 130 after Ctrl-C, 143 after SIGTERM; 75
+        when workers have saved before they stopped."""
         if self.first is not None:
             return self.first.status.shell_code
         if self.over:
             return (self.lost[-1].status.shell_code if self.lost else 0) or 1
+        if self.is_preempted:
+            return PREEMPTED
         if self.interrupted_by is not None:
             return 128 + self.interrupted_by
         return 0
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the workers have saved, to go on in another run."""
+        return any(result.status.is_preempted for result in self.results)
 
     def closing_line(self) -> str:
         """Say in one line how the job ended."""
@@ -58,6 +67,9 @@ class Outcome:
         took = f"{self.wall_s:.1f} s"
         if self.first is not None or self.over:
             return f"paceline: {count}, failed after {took}"
+        if self.is_preempted:
+            again = f"start it again to go on (exit code {PREEMPTED})"
+            return f"paceline: {count} saved and stopped after {took}; {again}"
         if self.interrupted_by is not None:
             return f"paceline: {count} stopped by {self.interrupted_by.name} after {took}"
         return f"paceline: {count} finished in {took}"

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from paceline.errors import LaunchError
 from paceline.launcher.outlet import Outlet
 from paceline.launcher.seat import Seat
+from paceline.stopping import PREEMPTED
 
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 0x4
@@ -50,6 +51,11 @@ class ExitStatus:
     @property
     def is_success(self) -> bool:
         return self.code == 0
+
+    @property
+    def is_preempted(self) -> bool:
+        """It was asked to stop, has saved, and can go on in another run."""
+        return self.code == PREEMPTED
 
     @property
     def shell_code(self) -> int:

@@ -48,7 +48,8 @@ class RankResult:
 
     @property
     def has_failed(self) -> bool:
-        return not (self.status.is_success or self.was_stopped or self.was_over)
+        is_good = self.status.is_success or self.status.is_preempted
+        return not (is_good or self.was_stopped or self.was_over)
 
     @property
     def last_exception(self) -> str:
@@ -114,6 +115,8 @@ def why_killed(status: ExitStatus, before: OomCount, after: OomCount, memory: Me
 
 def state_words(result: RankResult, first: RankResult | None) -> str:
     """Say in a few words what became of one rank, as seen from the first failure."""
+    if result.status.is_preempted:
+        return "saved and stopped"
     if result.status.is_success:
         return "finished"
     if result.was_over and not result.was_stopped:

@@ -26,6 +26,8 @@ from paceline.pace.schedule import Schedule, parse_schedule
 MAX_LOCAL_WORKERS = MAX_WORKERS
 # After SIGTERM, before SIGKILL; with it the whole end of a job stays below 5 s.
 STOP_GRACE_S = 3.0
+# The same for workers that save when they are stopped.
+SAVE_GRACE_S = 30.0
 _LONGEST_GRACE_S = 3600.0
 
 # The launcher decides who is who; a script that could be told otherwise by --env would hang.

@@ -162,7 +162,7 @@ class ElasticJob(SupervisedJob):
         assert status is not None
         if self._is_ending or self._chronicle.membership is None:
             return  # a job that has not begun fails as any other
-        if status.is_success or rank in self._dismissed:
+        if status.is_success or status.is_preempted or rank in self._dismissed:
             self._crew.excuse(process)
             self._spawn(self._settle_finished(process))
         elif status.signal is not None or rank in self._evicted or not self._was_in(rank):
