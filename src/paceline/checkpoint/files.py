@@ -31,7 +31,7 @@ def disk_errors(action: str, path: Path, *, need_bytes: int = 0) -> Iterator[Non
         reason = error.strerror or str(error)
         text = f"cannot {action} {path}: {reason}"
         if error.errno in _NO_SPACE:
-            text += f": need {megabytes(need_bytes)}, {free_text(path)}"
+            text += f": need {size_text(need_bytes)}, {free_text(path)}"
         raise CheckpointError(text, path=path) from error
 
 
@@ -41,7 +41,7 @@ def require_space(need_bytes: int, directory: Path) -> None:
         free = _free_bytes(directory)
     if free < need_bytes:
         raise CheckpointError(
-            f"need {megabytes(need_bytes)}, {megabytes(free)} free on {directory}; make room, save"
+            f"need {size_text(need_bytes)}, {size_text(free)} free on {directory}; make room, save"
             " elsewhere or keep fewer checkpoints",
             path=directory,
         )
@@ -146,15 +146,19 @@ def read_into(fd: int, buffer: memoryview, path: Path) -> None:
             buffer = buffer[count:]
 
 
-def megabytes(count: int) -> str:
-    return f"{count / 1e6:,.0f} MB" if count >= 10_000_000 else f"{count / 1e6:.3g} MB"
+def size_text(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            share = count / scale
+            return f"{share:.0f} {unit}" if share >= 100 else f"{share:.3g} {unit}"
+    return f"{count} bytes"
 
 
 def free_text(path: Path) -> str:
     """Say how much is free where a path is, or was to be."""
     for place in (path, *path.parents):
         with suppress(OSError):
-            return f"{megabytes(_free_bytes(place))} free on {place}"
+            return f"{size_text(_free_bytes(place))} free on {place}"
     return "free space unknown"
 
 

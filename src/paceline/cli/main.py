@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from paceline.cli import checkpoint
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(checkpoint.app, name="checkpoint")
 # Typer re-exports its usage errors but not their common base, which is the second parent.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
