@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -94,6 +95,17 @@ def sync_directory(path: Path) -> None:
             os.close(fd)
 
 
+def remove_at_once(path: Path) -> None:
+    """Remove a directory so that nobody finds it half removed: it is renamed first.
+
+    One that is not there is fine. What a process that dies here leaves is known by its name.
+    """
+    going = path.with_name(f".deleting-{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    with disk_errors("remove", path), suppress(FileNotFoundError):
+        path.rename(going)
+    remove_tree(going)
+
+
 def remove_tree(path: Path) -> None:
     """Remove a directory; what somebody else removes meanwhile is fine, links are not followed."""
 
@@ -112,10 +124,11 @@ def opened_directory(path: Path) -> Iterator[int]:
         fd = os.open(path, _READ_ONLY | os.O_DIRECTORY)
     except OSError as error:
         raise _not_opened(path, error) from error
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+    with disk_errors("read", path):
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
 
 @contextmanager
@@ -126,24 +139,24 @@ def opened_file(path: Path, directory: int) -> Iterator[tuple[int, int]]:
         fd = os.open(path.name, _READ_ONLY | os.O_NONBLOCK, dir_fd=directory)
     except OSError as error:
         raise _not_opened(path, error) from error
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointUnsafe(f"{path} is not a regular file", path=path)
-        yield fd, status.st_size
-    finally:
-        os.close(fd)
+    with disk_errors("read", path):
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointUnsafe(f"{path} is not a regular file", path=path)
+            yield fd, status.st_size
+        finally:
+            os.close(fd)
 
 
 def read_into(fd: int, buffer: memoryview, path: Path) -> None:
-    """Fill a buffer from a file; CheckpointCorrupt when it ends before."""
-    with disk_errors("read", path):
-        while buffer:
-            count = os.readv(fd, [buffer[:PIECE_BYTES]])
-            if not count:
-                text = f"{path} ends {len(buffer)} bytes early: it was cut while it was read"
-                raise CheckpointCorrupt(text, path=path)
-            buffer = buffer[count:]
+    """Fill a buffer from an opened file; CheckpointCorrupt when it ends before."""
+    while buffer:
+        count = os.readv(fd, [buffer[:PIECE_BYTES]])
+        if not count:
+            text = f"{path} ends {len(buffer)} bytes early: it was cut while it was read"
+            raise CheckpointCorrupt(text, path=path)
+        buffer = buffer[count:]
 
 
 def size_text(count: int) -> str:

@@ -147,8 +147,7 @@ def _look(path: Path, directory: int) -> Manifest:
     parsed = names.parse_checkpoint(path.name)
     if parsed is not None and parsed[0] != described.step:
         raise _corrupt(path, f"its manifest is that of step {described.step}")
-    with files.disk_errors("look into", path):
-        present = {name for name in os.listdir(directory) if not name.startswith(".")}
+    present = {name for name in os.listdir(directory) if not name.startswith(".")}
     known = {names.MANIFEST, *(part.file for part in described.parts)}
     if present - known:
         extra = ", ".join(sorted(present - known)[:5])

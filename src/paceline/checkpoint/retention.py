@@ -1,12 +1,11 @@
 """Removing: old checkpoints, and what saves that never ended have left.
 
-A checkpoint that goes is first renamed, so that it is never found half removed.
+What goes is first renamed to ".deleting-...", so that no checkpoint is found half removed.
 """
 
 from __future__ import annotations
 
 import re
-import secrets
 from pathlib import Path
 
 from paceline.checkpoint import files, reading, staging
@@ -32,16 +31,8 @@ def retain(root: Path, keep: int) -> list[Path]:
         elif found.manifest is not None:
             kept.add(found.step)
     for path in reversed(going):
-        remove(path)
+        files.remove_at_once(path)
     return going
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint at once and whole, as seen by others."""
-    going = path.with_name(f".deleting-{path.name}-{secrets.token_hex(4)}")
-    with files.disk_errors("remove", path):
-        path.rename(going)
-    files.remove_tree(going)
 
 
 def sweep(root: Path) -> list[Path]:

@@ -22,7 +22,7 @@ import msgspec
 
 from paceline.checkpoint import files
 from paceline.config import natural_host_id, process_start
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import UsageError
 
 INNER = "checkpoint"
 _OUTER = re.compile(r"\.saving-([0-9]{9,18})-[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -65,13 +65,14 @@ def begin(root: Path, step: int, nonce: str) -> Path:
             f"step {step}, nonce {nonce!r}: expected a step >= 0, and up to 64 letters, digits,"
             " - or _ as nonce"
         )
-    _make_root(root)
-    files.make_directory(outer)
-    owner = msgspec.json.encode(Owner.here())
-    mark = outer / f"owner-{hashlib.sha256(owner).hexdigest()[:16]}.json"
-    if not mark.exists():
-        files.write_new(mark, [owner], need_bytes=len(owner))
-    files.make_directory(outer / INNER)
+    with files.disk_errors("prepare", outer):
+        _make_root(root)
+        files.make_directory(outer)
+        owner = msgspec.json.encode(Owner.here())
+        mark = outer / f"owner-{hashlib.sha256(owner).hexdigest()[:16]}.json"
+        if not mark.exists():
+            files.write_new(mark, [owner], need_bytes=len(owner))
+        files.make_directory(outer / INNER)
     return outer / INNER
 
 
@@ -84,9 +85,7 @@ def outer_of(staging: Path) -> Path:
 
 def abandon(staging: Path) -> None:
     """Remove a save that will not be finished; also one that is not there (any more)."""
-    outer = outer_of(staging)
-    if outer.is_dir():
-        files.remove_tree(outer)
+    files.remove_at_once(outer_of(staging))
 
 
 def is_dead(outer: Path) -> bool:
@@ -109,9 +108,8 @@ def is_dead(outer: Path) -> bool:
 
 
 def _make_root(root: Path) -> None:
-    missing = [path for path in (root, *root.parents) if not path.exists()]
-    for path in reversed(missing):
-        if files.make_directory(path):
-            files.sync_directory(path.parent)
-    if not os.access(root, os.W_OK | os.X_OK):
-        raise CheckpointError(f"cannot write to {root}: no permission for uid {os.getuid()}")
+    if not root.exists():
+        if root.parent != root:
+            _make_root(root.parent)
+        if files.make_directory(root):
+            files.sync_directory(root.parent)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,7 @@ def publish(staging: Path, described: Manifest) -> Path:
     """Make a save a checkpoint: by one rename, when everything is on the disk. Returns its path.
 
     When that step was saved before, the new one is a further attempt of it (see `names`), and wins.
+    What then cannot be removed of the staging directory is left to `sweep`.
     """
     outer = outer_of(staging)
     root = outer.parent
@@ -120,7 +122,8 @@ def publish(staging: Path, described: Manifest) -> Path:
     files.sync_directory(staging)
     final = _rename(staging, root, described.step)
     files.sync_directory(root)
-    files.remove_tree(outer)
+    with suppress(CheckpointError):  # the checkpoint is there
+        files.remove_at_once(outer)
     return final
 
 

@@ -1,0 +1,204 @@
+"""A save that is killed, or refused by the disk, at any system call leaves a valid checkpoint.
+
+A process with torch loaded saves over an older checkpoint and then removes that one, with strace
+between it and the kernel: each call in turn is the one at which it is killed, or which fails. The
+short versions take some of the calls, the slow ones all.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.checkpoint import manifest, reading, retention, writing
+from paceline.errors import CheckpointError
+from support.checkpoints import bits, save
+from support.traced import Call, calls_of, needs_strace, run_injected
+
+# Calls that cannot fail with an error of a disk, or whose failure is none of ours.
+NOT_THE_DISKS = {"mmap", "munmap", "brk", "futex", "rt_sigprocmask", "rt_sigaction", "getrandom"}
+NOT_THE_DISKS |= {"getpid", "gettid", "madvise", "mprotect", "mremap", "uname", "clock_nanosleep"}
+NOT_THE_DISKS |= {"chdir", "getuid", "geteuid", "getegid", "getgid", "sched_yield", "umask"}
+
+
+def tensors_of(step: int) -> tuple[dict[str, torch.Tensor], ...]:
+    return (
+        {"model/a": torch.full((40,), float(step)), "model/b": torch.arange(9).view(3, 3).t()},
+        {"rank.1/rng": torch.full((100,), step % 251, dtype=torch.uint8)},
+    )
+
+
+def saving(root: str, step: int) -> Callable[[], tuple[str, str, str | None]]:
+    """Prepare a process; return the save: what it has come to, the message, the path in it."""
+    save(Path(root) / "elsewhere", 1)  # everything is imported
+    retention.retain(Path(root) / "elsewhere", 1)
+    shutil.rmtree(Path(root) / "elsewhere")
+    tensors = tensors_of(step)
+
+    def run() -> tuple[str, str, str | None]:
+        staging = Path(root) / f".saving-{step:09d}-nonce" / "checkpoint"
+        try:
+            writing.begin(Path(root), step, "nonce")
+            for number, part in enumerate(tensors):
+                record = writing.write_part(staging, number, part)
+                writing.leave_record(staging, number, record)
+            left = writing.collect_records(staging, range(len(tensors)))
+            parts = [each.record for each in left.values() if each.record is not None]
+            made = manifest.make(step=step, world=2, content={"step": step}, parts=parts)
+            writing.publish(staging, made)
+        except CheckpointError as error:
+            writing.abandon(staging)
+            return "refused", str(error), error.path
+        try:
+            retention.retain(Path(root), 1)
+        except CheckpointError as error:
+            return "kept too many", str(error), error.path
+        return "saved", "", None
+
+    return run
+
+
+def assert_valid(root: Path, steps: Sequence[int]) -> int:
+    """The newest valid checkpoint is whole and that of one of these steps; return which."""
+    loaded = reading.newest(root).loaded
+    assert loaded is not None and loaded.step in steps
+    expected = {name: t for part in tensors_of(loaded.step) for name, t in part.items()}
+    assert loaded.tensors.keys() == expected.keys()
+    assert all(bits(loaded.tensors[name]) == bits(t) for name, t in expected.items())
+    assert loaded.content == {"step": loaded.step}
+    for found in reading.listing(root):
+        assert found.refusal is None, "nothing half written has the name of a checkpoint"
+    return loaded.step
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Callable[[], Path]]:
+    """Make directories that hold one checkpoint, of step 100."""
+    save(tmp_path / "begin", 100, tensors_of(100), {"step": 100})
+    count = 0
+
+    def make() -> Path:
+        nonlocal count
+        count += 1
+        shutil.rmtree(tmp_path / f"{count - 1}", ignore_errors=True)
+        return Path(shutil.copytree(tmp_path / "begin", tmp_path / f"{count}"))
+
+    yield make
+
+
+def killed_at(calls: Sequence[Call], fresh: Callable[[], Path], step: int) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for call in calls:
+        root = fresh()
+        outcome = run_injected(call, "signal=KILL", saving, str(root), step)
+        assert outcome.status == -9, f"{call}: {outcome}"
+        seen[f"step {assert_valid(root, (100, step))}"] += 1
+        retention.sweep(root)
+        for left in root.glob(".saving-*"):  # killed before it could say whose that is
+            assert not list(left.glob("checkpoint/*"))
+            os.utime(left, (0, 0))
+            for inside in left.iterdir():
+                os.utime(inside, (0, 0))
+            retention.sweep(root)
+        assert not list(root.glob(".*")), call
+        save(root, step + 1, tensors_of(step + 1), {"step": step + 1})
+        assert_valid(root, (step + 1,))
+    return seen
+
+
+def failed_at(
+    calls: Sequence[Call], error: str, fresh: Callable[[], Path], step: int
+) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for call in calls:
+        root = fresh()
+        outcome = run_injected(call, f"error={error}", saving, str(root), step)
+        assert outcome.status == 0 and outcome.error is None, f"{call}: {outcome}"
+        came_to, text, path = outcome.value
+        seen[came_to] += 1
+        valid = assert_valid(root, (100, step))
+        if came_to == "refused":
+            assert not list(root.glob(".saving-*")), f"{call}: {outcome}"
+        else:
+            assert valid == step
+            retention.sweep(root)  # only what was being removed may be left
+        if came_to != "saved":
+            assert str(root) in text and path is not None and path.startswith(str(root)), call
+            assert os.strerror(getattr(errno, error)) in text, call
+        assert not list(root.glob(".saving-*")), f"{call}: {outcome}"
+    return seen
+
+
+def some(calls: Sequence[Call], every: int) -> list[Call]:
+    """The calls that change what is on the disk for others, and some of the rest."""
+    turns = [call for call in calls if call.name in ("rename", "mkdir", "rmdir")]
+    return [call for call in calls if call in turns or calls.index(call) % every == 0]
+
+
+def of_the_disk(calls: Sequence[Call]) -> list[Call]:
+    return [call for call in calls if call.name not in NOT_THE_DISKS]
+
+
+@needs_strace
+def test_killed_at_some_calls(fresh):
+    calls = calls_of(saving, str(fresh()), 200)
+    assert {"rename", "fsync", "write", "mkdir", "rmdir", "unlinkat"} < {c.name for c in calls}
+    seen = killed_at(some(calls, 15), fresh, 200)
+    assert seen.keys() == {"step 100", "step 200"}, "some came before the rename, some after it"
+
+
+@needs_strace
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("step", [200, 100], ids=["a new step", "the same step again"])
+def test_killed_at_every_call(step, fresh, record_property):
+    calls = calls_of(saving, str(fresh()), step)
+    seen = killed_at(calls, fresh, step)
+    record_property("crash points", dict(seen))
+    print(f"\nSIGKILL, step {step}: {len(calls)} calls, {dict(seen)}")
+    assert seen.total() == len(calls) > 100
+
+
+@needs_strace
+def test_some_calls_fail(fresh):
+    calls = of_the_disk(calls_of(saving, str(fresh()), 200))
+    writing_calls = [call for call in calls if call.name in ("write", "fsync", "rename", "openat")]
+    seen = failed_at(some(writing_calls, 5), "ENOSPC", fresh, 200)
+    seen += failed_at(some(calls, 30), "EIO", fresh, 200)
+    assert seen["refused"] and seen["saved"]
+
+
+@needs_strace
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("error", ["ENOSPC", "EIO", "EDQUOT"])
+def test_every_call_fails(error, fresh, record_property):
+    calls = of_the_disk(calls_of(saving, str(fresh()), 200))
+    seen = failed_at(calls, error, fresh, 200)
+    record_property("failed calls", dict(seen))
+    print(f"\n{error}: {len(calls)} calls, {dict(seen)}")
+    assert seen.total() == len(calls) > 100
+
+
+@needs_strace
+def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_the_end(fresh):
+    """What SIGKILL cannot show: that a checkpoint also survives the machine."""
+    calls = calls_of(saving, str(fresh()), 200)
+    (renamed,) = [
+        at for at, c in enumerate(calls) if c.name == "rename" and "/step-000000200" in c.rest
+    ]
+    synced = [c.rest.split(">")[0] for c in calls[:renamed] if c.name == "fsync"]
+    for name in ("part-00000.safetensors", "part-00001.safetensors", "manifest.json", "checkpoint"):
+        assert any(path.endswith(f"/{name}") for path in synced), name
+    last_write = max(at for at, c in enumerate(calls[:renamed]) if c.name == "write")
+    assert calls[last_write + 1].name == "fsync" and "manifest.json" in calls[last_write + 1].rest
+    after = [c for c in calls[renamed:] if c.name in ("fsync", "rmdir", "unlinkat")]
+    assert after[0].name == "fsync" and re.search(r"/\d+>", after[0].rest), "the root's directory"
