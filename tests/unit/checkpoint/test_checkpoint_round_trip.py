@@ -51,7 +51,7 @@ _plain = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(saved=st.lists(tensors(), max_size=5), content=_plain)
 def test_odd_tensors_and_any_json_come_back(saved, content):
     given = {f"model/{n}": tensor for n, tensor in enumerate(saved)}
