@@ -29,10 +29,13 @@ NOT_THE_DISKS |= {"getpid", "gettid", "madvise", "mprotect", "mremap", "uname", 
 NOT_THE_DISKS |= {"chdir", "getuid", "geteuid", "getegid", "getgid", "sched_yield", "umask"}
 
 
-def tensors_of(step: int) -> tuple[dict[str, torch.Tensor], ...]:
+OLD, NEW, NEXT = 1, 2, 3  # which save a checkpoint comes from; steps may be equal
+
+
+def tensors_of(which: int) -> tuple[dict[str, torch.Tensor], ...]:
     return (
-        {"model/a": torch.full((40,), float(step)), "model/b": torch.arange(9).view(3, 3).t()},
-        {"rank.1/rng": torch.full((100,), step % 251, dtype=torch.uint8)},
+        {"model/a": torch.full((40,), float(which)), "model/b": torch.arange(9).view(3, 3).t()},
+        {"rank.1/rng": torch.full((100,), which, dtype=torch.uint8)},
     )
 
 
@@ -41,7 +44,7 @@ def saving(root: str, step: int) -> Callable[[], tuple[str, str, str | None]]:
     save(Path(root) / "elsewhere", 1)  # everything is imported
     retention.retain(Path(root) / "elsewhere", 1)
     shutil.rmtree(Path(root) / "elsewhere")
-    tensors = tensors_of(step)
+    tensors = tensors_of(NEW)
 
     def run() -> tuple[str, str, str | None]:
         staging = Path(root) / f".saving-{step:09d}-nonce" / "checkpoint"
@@ -52,7 +55,7 @@ def saving(root: str, step: int) -> Callable[[], tuple[str, str, str | None]]:
                 writing.leave_record(staging, number, record)
             left = writing.collect_records(staging, range(len(tensors)))
             parts = [each.record for each in left.values() if each.record is not None]
-            made = manifest.make(step=step, world=2, content={"step": step}, parts=parts)
+            made = manifest.make(step=step, world=2, content={"which": NEW}, parts=parts)
             writing.publish(staging, made)
         except CheckpointError as error:
             writing.abandon(staging)
@@ -66,23 +69,25 @@ def saving(root: str, step: int) -> Callable[[], tuple[str, str, str | None]]:
     return run
 
 
-def assert_valid(root: Path, steps: Sequence[int]) -> int:
-    """The newest valid checkpoint is whole and that of one of these steps; return which."""
+def assert_valid(root: Path, *saves: int) -> int:
+    """The newest valid checkpoint is whole and that of one of these saves; return which."""
     loaded = reading.newest(root).loaded
-    assert loaded is not None and loaded.step in steps
-    expected = {name: t for part in tensors_of(loaded.step) for name, t in part.items()}
+    assert loaded is not None
+    which = loaded.content["which"]
+    assert which in saves
+    expected = {name: t for part in tensors_of(which) for name, t in part.items()}
     assert loaded.tensors.keys() == expected.keys()
     assert all(bits(loaded.tensors[name]) == bits(t) for name, t in expected.items())
-    assert loaded.content == {"step": loaded.step}
     for found in reading.listing(root):
         assert found.refusal is None, "nothing half written has the name of a checkpoint"
-    return loaded.step
+    assert isinstance(which, int)
+    return which
 
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Iterator[Callable[[], Path]]:
     """Make directories that hold one checkpoint, of step 100."""
-    save(tmp_path / "begin", 100, tensors_of(100), {"step": 100})
+    save(tmp_path / "begin", 100, tensors_of(OLD), {"which": OLD})
     count = 0
 
     def make() -> Path:
@@ -100,7 +105,7 @@ def killed_at(calls: Sequence[Call], fresh: Callable[[], Path], step: int) -> Co
         root = fresh()
         outcome = run_injected(call, "signal=KILL", saving, str(root), step)
         assert outcome.status == -9, f"{call}: {outcome}"
-        seen[f"step {assert_valid(root, (100, step))}"] += 1
+        seen["new" if assert_valid(root, OLD, NEW) == NEW else "old"] += 1
         retention.sweep(root)
         for left in root.glob(".saving-*"):  # killed before it could say whose that is
             assert not list(left.glob("checkpoint/*"))
@@ -109,8 +114,8 @@ def killed_at(calls: Sequence[Call], fresh: Callable[[], Path], step: int) -> Co
                 os.utime(inside, (0, 0))
             retention.sweep(root)
         assert not list(root.glob(".*")), call
-        save(root, step + 1, tensors_of(step + 1), {"step": step + 1})
-        assert_valid(root, (step + 1,))
+        save(root, step, tensors_of(NEXT), {"which": NEXT})
+        assert_valid(root, NEXT)
     return seen
 
 
@@ -124,11 +129,11 @@ def failed_at(
         assert outcome.status == 0 and outcome.error is None, f"{call}: {outcome}"
         came_to, text, path = outcome.value
         seen[came_to] += 1
-        valid = assert_valid(root, (100, step))
+        valid = assert_valid(root, OLD, NEW)
         if came_to == "refused":
             assert not list(root.glob(".saving-*")), f"{call}: {outcome}"
         else:
-            assert valid == step
+            assert valid == NEW
             retention.sweep(root)  # only what was being removed may be left
         if came_to != "saved":
             assert str(root) in text and path is not None and path.startswith(str(root)), call
@@ -152,7 +157,7 @@ def test_killed_at_some_calls(fresh):
     calls = calls_of(saving, str(fresh()), 200)
     assert {"rename", "fsync", "write", "mkdir", "rmdir", "unlinkat"} < {c.name for c in calls}
     seen = killed_at(some(calls, 15), fresh, 200)
-    assert seen.keys() == {"step 100", "step 200"}, "some came before the rename, some after it"
+    assert seen.keys() == {"old", "new"}, "some came before the rename, some after it"
 
 
 @needs_strace
@@ -202,3 +207,42 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_the_e
     assert calls[last_write + 1].name == "fsync" and "manifest.json" in calls[last_write + 1].rest
     after = [c for c in calls[renamed:] if c.name in ("fsync", "rmdir", "unlinkat")]
     assert after[0].name == "fsync" and re.search(r"/\d+>", after[0].rest), "the root's directory"
+
+
+def loading(root: str) -> Callable[[], tuple[str, str]]:
+    """Prepare a process; return the loading of the newest: what it is, or why there is none."""
+    assert reading.newest(Path(root)).loaded is not None  # everything is imported
+
+    def run() -> tuple[str, str]:
+        try:
+            found = reading.newest(Path(root))
+        except CheckpointError as error:
+            return "refused", str(error)
+        assert found.loaded is not None
+        return str(found.loaded.content["which"]), "; ".join(found.notices)
+
+    return run
+
+
+def read_failing(calls: Sequence[Call], root: Path) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for call in calls:
+        outcome = run_injected(call, "error=EIO", loading, str(root))
+        assert outcome.status == 0 and outcome.error is None, f"{call}: {outcome}"
+        came_to, text = outcome.value
+        seen[came_to] += 1
+        assert came_to == str(NEW) or os.strerror(errno.EIO) in text, call
+        assert (came_to == str(NEW)) == (text == ""), call
+    return seen
+
+
+@needs_strace
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_disk_that_fails_while_it_is_read(every, fresh):
+    """Another checkpoint is taken, which is said, or the disk's error is told as one of ours."""
+    root = fresh()
+    save(root, 200, tensors_of(NEW), {"which": NEW})
+    calls = of_the_disk(calls_of(loading, str(root)))
+    seen = read_failing(calls[::every], root)
+    print(f"\nEIO while loading: {dict(seen)}")
+    assert seen[str(OLD)] and seen["refused"]

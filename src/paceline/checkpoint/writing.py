@@ -137,11 +137,18 @@ def _rename(staging: Path, root: Path, step: int) -> Path:
 
 
 def _require_files(staging: Path, described: Manifest) -> None:
-    expected = {part.file: part.bytes for part in described.parts}
+    # Each is asked for by name: a list that a network file system has kept may be older.
+    for part in described.parts:
+        path = staging / part.file
+        with files.disk_errors("publish without", path):
+            size = path.lstat().st_size
+        if size != part.bytes:
+            text = f"{path} has {size} bytes, its writer told of {part.bytes}"
+            raise CheckpointError(text, path=path)
     with files.disk_errors("look into", staging):
-        found = {path.name: path.lstat().st_size for path in staging.iterdir()}
-    if found != expected:
-        raise UsageError(f"{staging} holds {found}, but the manifest says {expected}")
+        extra = set(os.listdir(staging)) - {part.file for part in described.parts}
+    if extra:
+        raise UsageError(f"{staging} holds {sorted(extra)}, which the manifest does not name")
 
 
 def _record_path(staging: Path, number: int) -> Path:

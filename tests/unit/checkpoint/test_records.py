@@ -46,6 +46,14 @@ def test_publishing_wants_the_files_that_the_manifest_names(tmp_path):
     made = manifest.make(step=1, world=2, content={}, parts=parts[:1])
     with pytest.raises(UsageError, match="part-00001"):
         writing.publish(staging, made)
+    both = manifest.make(step=1, world=2, content={}, parts=parts)
+    file = staging / "part-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="part-00001.safetensors has 132 bytes"):
+        writing.publish(staging, both)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="cannot publish without .*part-00001"):
+        writing.publish(staging, both)
     assert reading.listing(tmp_path) == []
 
 
