@@ -276,8 +276,10 @@ def test_headers_as_a_stranger_would_write_them(path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"shape": [1 << 40, 1 << 40]}, "need"),
-        ({"shape": [1 << 61, 1 << 61, 1 << 61]}, "need"),
+        ({"shape": [1 << 40, 1 << 40]}, "overflows"),
+        ({"shape": [1 << 61, 1 << 61, 1 << 61]}, "overflows"),
+        ({"shape": [0, 1 << 61]}, "overflows"),
+        ({"shape": [1] * 100 + [6]}, "101 dimensions"),
         ({"shape": [-2, -3]}, ">= 0"),
         ({"shape": [2.5]}, "int"),
         ({"shape": [1 << 70]}, "no manifest"),
@@ -290,6 +292,19 @@ def test_tensors_that_cannot_be(change, words, path):
     rewrite(path, lambda told: told["parts"][0]["tensors"]["model/weight"].update(change))
     error = refusal_of(path)
     assert type(error) is CheckpointCorrupt and words in str(error)
+
+
+def test_tensors_that_would_not_be_aligned(tmp_path):
+    """A part in another order, with everything else right."""
+    path = save(tmp_path, 1, ({"a": torch.zeros(3, dtype=torch.uint8), "b": torch.zeros(2)},))
+    records = dict(reversed(reading.look(path).parts[0].tensors.items()))
+
+    def change(told: dict) -> None:
+        told["parts"][0]["tensors"] = msgspec.to_builtins(records)
+
+    replace_part(path, layout.header(records) + bytes(11))
+    rewrite(path, change)
+    assert "part-00000.safetensors are not in order" in str(refusal_of(path))
 
 
 def test_sizes_that_lie_allocate_nothing(path):

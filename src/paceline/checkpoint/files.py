@@ -74,12 +74,12 @@ def write_new(
 
 
 def make_directory(path: Path) -> bool:
-    """Make it unless it is there; return whether it was made."""
+    """Make it unless it is there; return whether it was made. A link is not taken for one."""
     with disk_errors("create", path):
         try:
             path.mkdir()
         except FileExistsError:
-            if not path.is_dir():
+            if path.is_symlink() or not path.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
             return False
     return True

@@ -39,6 +39,7 @@ DTYPES = {
     "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
     "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
 }
+MAX_DIMS = 64
 _ALIGNMENT = 64
 _MAX_HEADER = 100_000_000  # safetensors refuses longer ones
 
@@ -54,6 +55,18 @@ class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype][1]
+
+
+def fault_of(record: TensorRecord) -> str:
+    """Say what no tensor of torch could be; "" when it is one."""
+    if record.dtype not in DTYPES:
+        return f"has the unknown dtype {record.dtype!r}"
+    if len(record.shape) > MAX_DIMS:
+        return f"has {len(record.shape)} dimensions, expected up to {MAX_DIMS}"
+    # Without the zeros: torch computes strides, and its numbers have 64 bits.
+    if math.prod(max(size, 1) for size in record.shape) * DTYPES[record.dtype][1] >= 1 << 62:
+        return f"has a shape whose product overflows: {record.shape}"
+    return ""
 
 
 def in_order(tensors: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:

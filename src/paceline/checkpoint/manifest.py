@@ -122,9 +122,11 @@ def check(manifest: Manifest, path: Path) -> None:
             names.require_tensor_name(name, path)
             if name in seen:
                 raise _corrupt(path, f"tensor {name!r} is in two parts")
-            if record.dtype not in layout.DTYPES:
-                raise _corrupt(path, f"tensor {name!r} has the unknown dtype {record.dtype!r}")
+            if fault := layout.fault_of(record):
+                raise _corrupt(path, f"tensor {name!r} {fault}")
             seen.add(name)
+        if list(layout.in_order(part.tensors)) != list(part.tensors):
+            raise _corrupt(path, f"the tensors of {part.file} are not in order: wide dtypes first")
         needed = layout.size_bytes(part.tensors)
         if part.bytes != needed:
             text = f"the tensors of {part.file} need {needed} bytes, it says {part.bytes}"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.checkpoint import files, layout, manifest, names
 from paceline.checkpoint.manifest import Manifest, PartRecord
-from paceline.errors import CheckpointCorrupt, CheckpointError
+from paceline.errors import CheckpointCorrupt, CheckpointError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +118,8 @@ def newest(
     When there are some and none is valid, the first refusal is raised with all of them in it:
     beginning anew would not be what anybody wants.
     """
+    if on_damage not in ("fall back", "stop"):
+        raise UsageError(f"on_damage={on_damage!r}: expected 'fall back' or 'stop'")
     refusals: list[CheckpointError] = []
     for found in listing(root):
         try:

@@ -24,9 +24,10 @@ def record_of(name: str, tensor: torch.Tensor, path: Path) -> TensorRecord:
         reason = f"is on {tensor.device}; take a snapshot on the CPU first"
     elif dtype not in layout.DTYPES or tensor.is_quantized:
         reason = f"has the dtype {dtype}; safetensors files hold {', '.join(layout.DTYPES)}"
-    if reason:
+    record = TensorRecord(dtype, tuple(tensor.shape))
+    if reason := reason or layout.fault_of(record):
         raise UnsupportedTensor(f"checkpoint {path}: tensor {name!r} {reason}")
-    return TensorRecord(dtype, tuple(tensor.shape))
+    return record
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from paceline.checkpoint import reading, retention, staging, writing
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, UsageError
 from support.checkpoints import PARTS, save
 
 
@@ -121,6 +121,14 @@ def test_what_others_put_there_stays(tmp_path):
     assert [path.name for path in retention.sweep(tmp_path)] == [".deleting-step-000000001-abc"]
     assert names(tmp_path) == before
     assert retention.sweep(tmp_path / "no") == []
+
+
+def test_links_in_the_place_of_a_save_are_not_used(tmp_path):
+    (tmp_path / "away").mkdir()
+    (tmp_path / ".saving-000000001-x").symlink_to(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        writing.begin(tmp_path, 1, "x")
+    assert not list((tmp_path / "away").iterdir())
 
 
 def test_only_staging_directories_are_abandoned(tmp_path):
