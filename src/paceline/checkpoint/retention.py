@@ -14,18 +14,20 @@ from paceline.errors import UsageError
 _GOING = re.compile(r"\.deleting-[A-Za-z0-9_.-]+", re.ASCII)
 
 
-def retain(root: Path, keep: int) -> list[Path]:
+def retain(root: Path, keep: int, *, saved: Path | None = None) -> list[Path]:
     """Keep the newest checkpoints, remove the older ones; return what was removed.
 
     Counted are those that look whole (manifest intact, parts of the right size), the last attempt
     of each step. So what is damaged never displaces what is not; it goes when it is older than all
-    that is kept.
+    that is kept. `saved`, the one that was published just now, is the first of those that are kept:
+    after a resume from an older step there may be others with higher ones.
     """
     if keep < 1:
         raise UsageError(f"keep={keep}: expected at least 1")
     kept: set[int] = set()
     going = []
-    for found in reading.listing(root):  # newest first
+    every = reading.listing(root)  # newest first
+    for found in sorted(every, key=lambda found: found.path != saved):
         if len(kept) >= keep or found.step in kept:
             going.append(found.path)
         elif found.manifest is not None:

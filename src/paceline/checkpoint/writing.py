@@ -24,6 +24,8 @@ import msgspec
 
 from paceline.checkpoint import files, layout, manifest, names
 from paceline.checkpoint.manifest import Manifest, PartRecord
+from paceline.checkpoint.retention import retain as retain
+from paceline.checkpoint.retention import sweep as sweep
 from paceline.checkpoint.staging import abandon as abandon
 from paceline.checkpoint.staging import begin as begin
 from paceline.checkpoint.staging import outer_of
@@ -83,7 +85,10 @@ def leave_failure(staging: Path, number: int, reason: str) -> None:
 def collect_records(
     staging: Path, numbers: Collection[int], *, wait_s: float = 0.0
 ) -> dict[int, Left]:
-    """Return what was left for these parts; CheckpointError names those that failed or are late."""
+    """Return what was left for these parts; CheckpointError names those that failed or are late.
+
+    `abandon` by any worker, or another thread, ends the waiting.
+    """
     deadline_s = time.monotonic() + wait_s
     found: dict[int, Left] = {}
     while True:
@@ -96,6 +101,9 @@ def collect_records(
         missing = sorted(set(numbers) - found.keys())
         if not missing:
             return dict(sorted(found.items()))
+        if not staging.is_dir():
+            text = f"{staging.parent} was abandoned before parts {missing} were there"
+            raise CheckpointError(text, path=staging)
         if time.monotonic() >= deadline_s:
             raise CheckpointError(
                 f"{staging.parent}: parts {', '.join(map(str, missing))} of {len(numbers)} were not"

@@ -40,6 +40,15 @@ def test_who_is_missing_or_has_failed_is_named(tmp_path):
         writing.collect_records(staging, [0, 1, 2], wait_s=60)
 
 
+def test_an_abandoned_save_is_not_waited_for(tmp_path):
+    staging = writing.begin(tmp_path, 1, "nonce")
+    timer = threading.Timer(0.1, writing.abandon, [staging])
+    timer.start()
+    with pytest.raises(CheckpointError, match=r"was abandoned before parts \[0\] were there"):
+        writing.collect_records(staging, [0], wait_s=100)
+    timer.join()
+
+
 def test_publishing_wants_the_files_that_the_manifest_names(tmp_path):
     staging = writing.begin(tmp_path, 1, "nonce")
     parts = [writing.write_part(staging, number, part) for number, part in enumerate(PARTS)]

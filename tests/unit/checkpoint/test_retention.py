@@ -33,6 +33,15 @@ def test_the_newest_are_kept(tmp_path):
         retention.retain(tmp_path, 0)
 
 
+def test_the_one_just_saved_is_kept_though_others_have_higher_steps(tmp_path):
+    paths = [save(tmp_path, step) for step in (200, 300, 400)]
+    saved = save(tmp_path, 250)
+    assert retention.retain(tmp_path, 3, saved=saved) == [paths[0]]
+    assert retention.retain(tmp_path, 1, saved=saved) == [paths[2], paths[1]]
+    again = save(tmp_path, 250)
+    assert retention.retain(tmp_path, 1, saved=again) == [saved]
+
+
 def test_what_is_damaged_displaces_nothing(tmp_path):
     paths = [save(tmp_path, step) for step in (1, 2, 3, 4, 5)]
     for at in (0, 3, 4):
