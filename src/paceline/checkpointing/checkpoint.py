@@ -25,7 +25,7 @@ from paceline.checkpointing.contents import (
     restore_weights,
     steps_of,
 )
-from paceline.checkpointing.cut import Cut
+from paceline.checkpointing.cut import Call, Cut
 from paceline.checkpointing.due import Due
 from paceline.checkpointing.meeting import meet_in, tell_problem
 from paceline.checkpointing.objects import saved_objects
@@ -96,8 +96,12 @@ class Checkpoint:
             self._begin(resume)
         self._cut = Cut(self._job) if self._is_free else None
         self._due.begin(self.steps)
-        self._job.elastic.register("checkpoint", self)
-        self._job.closers.append(self._close)
+        if self._job.elastic.is_on:
+            self._job.elastic.register("checkpoint", self)
+        # Without this object, which holds on to the script's: a job may train several models.
+        self._job.closers += [self._writer.close, self._teller.close]
+        if self._cut is not None:
+            self._job.closers.append(self._cut.close)
 
     @property
     def steps(self) -> int:
@@ -129,7 +133,7 @@ class Checkpoint:
         on in the background (`wait`)."""
         if self._cut is not None:
             call = self._cut.heard or self._cut.call(self.steps, stops=False)  # by all, here
-            self._save_at_cut(self._cut, call.step)
+            self._save_at_cut(self._cut, call)
             return
         if self._is_busy:
             raise UsageError(
@@ -187,7 +191,7 @@ class Checkpoint:
         call = cut.heard
         if call is None or (self._is_bound and self.steps < call.step):
             return
-        self._save_at_cut(cut, call.step)
+        self._save_at_cut(cut, call)
         if call.stops:
             self._leave()
 
@@ -202,12 +206,13 @@ class Checkpoint:
             return self.steps
         return self.steps + max(one.limit - one.steps for _, _, one in distributed())
 
-    def _save_at_cut(self, cut: Cut, step: int) -> None:
+    def _save_at_cut(self, cut: Cut, call: Call) -> None:
         started_s, said = time.perf_counter(), list[Said]()
-        members = cut.take(lambda: said.append(self._gather()))
-        number = members.index(self._job.env.rank)
-        self._write(said[0], step, number, members, started_s)
-        self._note_save(step)
+        members = cut.take(call, lambda: said.append(self._gather()))
+        if members:
+            number = members.index(self._job.env.rank)
+            self._write(said[0], call.step, number, members, started_s)
+        self._note_save(call.step)
 
     def _leave(self) -> None:
         self.wait()
@@ -261,13 +266,7 @@ class Checkpoint:
         self._saved_at = self.steps
         self._teller.on_resume(loaded, self.steps, [*notices, *mapped])
 
-    # -- the end, and changes of the membership -----------------------------------------------
-
-    def _close(self) -> None:
-        if self._cut is not None:
-            self._cut.close()
-        self._writer.wait()
-        self._teller.close()
+    # -- changes of the membership ------------------------------------------------------------
 
     def tell(self) -> None:
         """Nothing has to be known before a change is decided."""

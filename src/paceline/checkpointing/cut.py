@@ -10,11 +10,16 @@ Where nobody may be further ahead than some bound (ssp), one who stands still wo
 those who have not heard yet. There a call names a step that nobody has come to so far, and all
 arrive behind that step of their own.
 
+A worker may be in the job and never arrive: it has done its steps and waits for the others, or it
+evaluates. After some time the save is given up and all go on; if it was to be the last one, those
+who are there save without it.
+
 Words go through the job's store. A thread listens for the next call, so that a step costs nothing.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +32,7 @@ from paceline.job import Job
 
 _LISTEN_S = 0.2
 _POLL_S = 0.005
+_PATIENCE_S = 30.0
 _GONE = ("left", "lost")
 
 
@@ -65,8 +71,9 @@ class Cut:
         self._heard = msgspec.msgpack.decode(told, type=Call)
         return self._heard
 
-    def take(self, capture: Callable[[], None]) -> list[int]:
-        """Wait until all have arrived, capture, and go on; return who is in it, by rank.
+    def take(self, call: Call, capture: Callable[[], None]) -> list[int]:
+        """Wait until all have arrived, capture, and go on; return who is in it, by rank: nobody, if
+        it was given up.
 
         The first worker captures last: what servers have is then what all have made of it.
         """
@@ -76,8 +83,9 @@ class Cut:
             capture()
         agent.store_set(self._key(f"arrived/{job.env.rank}"), b"1")
         if is_first:
-            members = self._await_all()
-            capture()
+            members = self._await_all(call)
+            if members:
+                capture()
             agent.store_set(self._key("go"), msgspec.msgpack.encode(members))
         else:
             members = self._await_go()
@@ -94,16 +102,25 @@ class Cut:
         gone = [rank for rank, word in presence.items() if word.state in _GONE]
         return [rank for rank in newest.workers if rank not in gone]
 
-    def _await_all(self) -> list[int]:
-        notice = WaitNotice(
-            f"rank {self._job.env.rank} waits for the other workers to end their step and save"
-        )
+    def _await_all(self, call: Call) -> list[int]:
+        rank, patient_until_s = self._job.env.rank, time.monotonic() + _PATIENCE_S
+        notice = WaitNotice(f"rank {rank} waits for the other workers to end their step and save")
         while True:
             here = self._here()
-            if self._agent.store_check([self._key(f"arrived/{rank}") for rank in here]):
+            if self._agent.store_check([self._key(f"arrived/{one}") for one in here]):
                 return here
+            if time.monotonic() > patient_until_s:
+                break
             notice.check()
             time.sleep(_POLL_S)
+        come = [one for one in here if self._agent.store_check([self._key(f"arrived/{one}")])]
+        late = ", ".join(str(one) for one in here if one not in come)
+        what = "saved without it" if call.stops else "this save is given up, and training goes on"
+        sys.stderr.write(
+            f"[paceline] rank {late} did not come to save within {_PATIENCE_S:.0f} s (its steps are"
+            f" done, or it is busy with something else): {what}\n"
+        )
+        return come if call.stops else []
 
     def _await_go(self) -> list[int]:
         notice = WaitNotice(f"rank {self._job.env.rank} waits for the first worker to save")

@@ -84,6 +84,10 @@ class Writer:
             self._thread = None
         return self._last
 
+    def close(self) -> None:
+        """Let the last save come to its end; what became of it has been told."""
+        self.wait()
+
     def _run(self, plan: Plan, said: Said, stalled_s: float) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         started_s = time.perf_counter()
@@ -129,7 +133,7 @@ class Writer:
             step=plan.step, world=plan.num_workers, content=content, parts=records
         )
         path = writing.publish(directory, described)
-        retention.retain(plan.root, plan.keep)
+        retention.retain(plan.root, plan.keep, saved=path)
         return path, described.num_bytes
 
     @staticmethod

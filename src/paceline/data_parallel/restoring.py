@@ -166,13 +166,14 @@ class Restoring:
         if not is_same_pace or "method" not in saved.plain:
             return  # it has begun at the values that were loaded
         counts = _own(saved, rank)["method"] if goes_on else saved.plain["method"]
+        common = _under("pace/", saved.common)
         with torch.no_grad():
-            _fill(method.kept(), saved.common, "pace/")
+            method.load_common(common)
             if goes_on:
                 _fill(method.own(), own, "pace/")
         method.recount(counts)
         if self._training.is_first:
-            method.send(list(_under("centre/", saved.common).values()))
+            method.send_common(common)
 
     def _load_codec(
         self, saved: SavedModel, rank: int, own: Tensors, *, fits: bool, goes_on: bool

@@ -129,8 +129,8 @@ def _add_pace(picture: Picture, training: Training, *, is_first: bool) -> None:
         picture.own_plain["method"] = method.counts()
         picture.plain["method"] = method.counts()
         if is_first:
-            picture.first.update(_numbered("pace", method.kept()))
-            picture.first.update(_numbered("centre", method.fetch()))
+            kept = method.common()
+            picture.first.update({f"pace/{name}": tensor for name, tensor in kept.items()})
         picture.own.update(_numbered("pace", method.own()))
     if codec is not None:
         picture.own_plain["codec"] = codec.counts()

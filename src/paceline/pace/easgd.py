@@ -21,7 +21,7 @@ The same d on both sides, whatever others have done to c between the read and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,6 +163,13 @@ class ElasticAveraging(Method):
                     part.bucket.params.copy_(part.centre)
 
     # -- checkpoints --------------------------------------------------------------------------
+
+    def common(self) -> dict[str, torch.Tensor]:
+        return {f"centre.{number}": part.centre for number, part in enumerate(self._parts)}
+
+    def load_common(self, saved: Mapping[str, torch.Tensor]) -> None:
+        for number, part in enumerate(self._parts):
+            part.centre.copy_(saved[f"centre.{number}"])
 
     def recount(self, counts: Any) -> None:
         super().recount(counts)

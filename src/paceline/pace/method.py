@@ -12,7 +12,7 @@ nothing, so a pace is the few lines in which it differs; CONTRIBUTING.md has the
     meet()         what they exchange then; repeated when a worker is lost, so it only prepares
     conclude()     make use of it; not repeated, talks to nobody
 
-A checkpoint has the tensors of `kept()` and, for the same number of workers, those of `own()`;
+A checkpoint has what `common()` returns and, for as many workers again, the tensors of `own()`;
 `begin_here()` is for values that come from another pace.
 
 A method takes part in changes of the membership (elastic/protocol.py): `pack` and `unpack` carry
@@ -125,6 +125,17 @@ class Method:
 
     # -- checkpoints --------------------------------------------------------------------------
 
+    def common(self) -> dict[str, torch.Tensor]:
+        """Return what the method keeps for all workers, by name, wherever it is; one worker calls,
+        and servers may be asked. Blocks."""
+        return {}
+
+    def load_common(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take it over, as far as it is kept here; on all workers, before `recount`."""
+
+    def send_common(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Let servers have what they keep of it; one worker calls, behind `recount`. Blocks."""
+
     def own(self) -> Iterator[torch.Tensor]:
         """Yield what is this worker's alone, in order: a newcomer begins with zeros there."""
         return iter(())
@@ -134,15 +145,8 @@ class Method:
         return [self.steps, self.rounds]
 
     def recount(self, counts: Any) -> None:
-        """Take them over."""
+        """Take them over. Collective."""
         self.steps, self.rounds = counts
-
-    def fetch(self) -> list[torch.Tensor]:
-        """Fetch what servers keep for the method, besides its centre; in order. Blocks."""
-        return []
-
-    def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the servers have it again; one worker calls. Blocks."""
 
     def begin_here(self) -> None:
         """Let what stands for all workers be the parameters, which are the same on all of them

@@ -28,7 +28,7 @@ and D are theirs (centre.py): there torch's SGD makes the same step, of the mean
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -316,14 +316,28 @@ class OuterSteps(Method):
             part.met_at = step
         self._assign_centre()
 
-    def fetch(self) -> list[torch.Tensor]:
-        places = [part.place for part in self._parts if part.place is not None]
-        return [] if self._is_plain else [place.remembered() for place in places]
+    def common(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for number, part in enumerate(self._parts):
+            if part.begin is not None:
+                found[f"begin.{number}"] = part.begin
+            if part.momentum is not None:
+                found[f"momentum.{number}"] = part.momentum
+            elif part.place is not None and not self._is_plain:
+                found[f"momentum.{number}"] = part.place.remembered()
+        return found
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        places = [part.place for part in self._parts if part.place is not None]
-        for place, momentum in zip(places, tensors, strict=True):
-            place.remember(momentum)
+    def load_common(self, saved: Mapping[str, torch.Tensor]) -> None:
+        for number, part in enumerate(self._parts):
+            if part.begin is not None:
+                part.begin.copy_(saved.get(f"begin.{number}", part.bucket.params))
+            if part.momentum is not None:
+                part.momentum.copy_(saved[f"momentum.{number}"])
+
+    def send_common(self, saved: Mapping[str, torch.Tensor]) -> None:
+        for number, part in enumerate(self._parts):
+            if part.place is not None and not self._is_plain:
+                part.place.remember(saved[f"momentum.{number}"])
 
     def begin_here(self) -> None:
         with torch.no_grad():
