@@ -6,6 +6,7 @@
     |   |-- ConfigError             a setting has a wrong value; names the setting and its source
     |   |-- CollectiveMismatch      ranks called different operations, or one with different tensors
     |   |-- UnsupportedTensor       a device, layout or dtype that the engine cannot move
+    |   |-- DataError               the data cannot be shared out, read or continued as asked
     |   |-- NonFiniteGradient       a gradient is NaN or infinite; names rank, step and parameter
     |   |-- InconsistentRanks       ranks hold different values of what must be the same everywhere
     |   |-- UnknownKey              no server holds a key of that name
@@ -66,6 +67,11 @@ class CollectiveMismatch(UsageError):
 
 class UnsupportedTensor(UsageError):
     """A tensor whose device, layout or dtype the engine cannot move."""
+
+
+class DataError(UsageError):
+    """The data is empty, too little, differs between ranks, cannot be read, or cannot be continued
+    from a checkpoint."""
 
 
 class InconsistentRanks(UsageError):

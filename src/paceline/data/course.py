@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from paceline.data.portable import portable, restored
-from paceline.data.split import Cut, Units
+from paceline.data.split import Cut, Units, counted
 
 Ranks = tuple[int, ...]
 
@@ -99,14 +99,20 @@ class Course:
     def part(self, batch: int, rank: int) -> tuple[Any, float] | None:
         """Return a worker's part of a batch and its weight; None behind the last batch."""
         units = self.units(batch)
-        if units is None:
-            return None
+        return None if units is None else self.cut(batch, units, rank)
+
+    def cut(self, batch: int, units: Units, rank: int) -> tuple[Any, float]:
+        """The same, of a batch with these units."""
         members = self._stage(batch)[0].members
         if rank in members:
             return self._rules.cut(units, len(members), members.index(rank))
         # It came when the others had this batch already, and one of them was lost: it takes part in
         # that step, but with nothing.
         return self._rules.cut(units, len(members), 0)[0], 0.0
+
+    def counted(self, batch: int, units: Units) -> tuple[int, int]:
+        """Return how many samples a batch has, and how many workers get none of it."""
+        return counted(units, self._rules.cut, len(self._stage(batch)[0].members))
 
     def take(self, batch: int) -> None:
         """Note that a batch has been given out."""
@@ -144,6 +150,21 @@ class Course:
         parts = {rank: self._uncounted([rank]) for rank in sorted(ranks)}
         return {rank: units for rank, units in parts.items() if units}
 
+    def place(self, batch: int) -> dict[str, Any]:
+        """Return what is left from a batch on, for a run that begins there, as plain data. All that
+        lies before it must have counted."""
+        start, end = self.span(batch)[0], self._sequence.length
+        if end is not None:
+            start = min(start, end + len(self.queue))  # the last batch may have been short
+        return {"start": start, "queue": list(map(portable, self.queue))}
+
+    def begin_at(self, batch: int, place: Mapping[str, Any], *, is_same: bool) -> None:  # noqa: ARG002
+        """Begin there, with whoever the workers are now."""
+        self.stages = [Stage(batch, place["start"], self.members)]
+        self.queue = list(map(restored, place["queue"]))
+        self.taken = self.committed = batch
+        self.version += 1
+
     def pack(self) -> dict[str, Any]:
         """Return everything as plain data."""
         return {
@@ -180,6 +201,8 @@ class Course:
 
     def _stage(self, batch: int) -> tuple[Stage, Stage | None]:
         """Return the stage of a batch and the one behind it."""
+        if len(self.stages) == 1 and batch >= self.stages[0].first:  # nearly always
+            return self.stages[0], None
         found = bisect_right(self.stages, batch, key=lambda stage: stage.first) - 1
         assert found >= 0, "batches that have counted are not asked for again"
         following = self.stages[found + 1] if found + 1 < len(self.stages) else None

@@ -1,4 +1,4 @@
-"""What a pass in an elastic job needs besides: who the workers are, and what was agreed on.
+"""A pass as the ledger knows it: who the workers are, what was agreed on, and what is handed out.
 
 In lockstep the k-th global batch is cut among the workers that are there. Under a free-running pace
 nobody waits for anybody, so nothing is cut anew: the data is shared by number among as many workers
@@ -7,13 +7,15 @@ as the job was started with, and whoever takes over a number goes on where its s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from paceline.data.consensus import agree, group_of
+from paceline.data.draws import as_then, remembered
 from paceline.data.ledger import Ledger
-from paceline.data.passage import AnyCourse, Line, Passage
+from paceline.data.passage import AnyCourse, Count, Line, Passage
 from paceline.data.repeatable import Seeds
 from paceline.data.told import KeptOrder
 from paceline.errors import UsageError
@@ -22,7 +24,7 @@ from paceline.job import Job
 
 @dataclass(frozen=True)
 class ElasticPass:
-    """One pass over one loader in an elastic job."""
+    """One pass over one loader; in a job that is not elastic the workers stay the same."""
 
     job: Job
     ledger: Ledger
@@ -31,6 +33,12 @@ class ElasticPass:
     seed: int
     epoch: int
     pad: bool
+    facts: Mapping[str, Any]  # what the ranks agreed on about the loader
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers may come and go."""
+        return self.job.elastic.is_on
 
     @property
     def is_free(self) -> bool:
@@ -54,29 +62,63 @@ class ElasticPass:
 
     @property
     def seeds(self) -> Seeds | None:
-        """Random numbers by place, where a replacement must draw them again."""
-        repeats = self.job.env.on_loss == "replace"
-        return Seeds(self.seed, self.job.env.number, self.epoch) if repeats else None
+        """Random numbers by place for what the script computes, where a replacement must draw them
+        again."""
+        return self.making if self.job.env.on_loss == "replace" else None
+
+    @property
+    def making(self) -> Seeds:
+        """Random numbers by place, for the dataset."""
+        return Seeds(self.seed, self.job.env.number, self.epoch)
 
     def open(self, course: AnyCourse, order: KeptOrder | None = None) -> Passage:
         """Begin the pass, or come into it where the others are."""
         line = self.line
-        passage = Passage(line.my_passes, self.epoch, self.pad, course, order)
+        passage = Passage(line.my_passes, self.epoch, self.pad, course, order, self.facts)
         if self.is_free:
             line.told.clear()  # the others' places are not ours
-            line.begin(passage)
-        else:
-            self.ledger.begin(line, passage)
+            line.replayed = 0
+        self.ledger.begin(line, passage)
         return passage
+
+    def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of a pass that knows nothing of the ledger. Continued from a
+        checkpoint, it is made again from its beginning, without what was used."""
+        course = Count()
+        passage = self.open(course)
+        is_resumed = passage.is_resumed
+        if not is_resumed:
+            passage.draws = remembered(())
+        try:
+            with as_then(passage.draws if is_resumed else None, ()):
+                for _ in islice(batches, passage.cursor if is_resumed else 0):
+                    pass
+            for batch in batches:
+                self.ledger.note_take()
+                passage.cursor += 1
+                course.take(passage.cursor - 1)
+                yield batch
+                course.commit(passage.cursor)
+        finally:
+            self.close(passage)
+
+    def done(self, passage: Passage) -> int:
+        """Return how many batches have counted, and are not needed again."""
+        is_kept = self.is_elastic and passage.counts
+        return passage.course.committed if is_kept else passage.cursor
 
     def close(self, passage: Passage) -> None:
         """End the pass."""
+        if not self.is_elastic:
+            passage.course.commit(passage.cursor)  # nothing of it comes again
         self.line.end(passage)
 
     def place_of_number(self, passage: Passage, batches: int | None) -> int:
         """Free-running, as a newcomer: how many batches of the pass this worker's number has done,
         if a pass has so many and each step takes one."""
         steps = self.job.elastic.committed_steps
+        if passage.is_resumed:
+            return passage.cursor
         if steps is None or batches is None or not self.pad:
             return 0
         return min(max(0, steps - batches * passage.index), batches)
@@ -96,10 +138,15 @@ def agree_in_line(
 ) -> list[dict[str, Any]]:
     """As `agree`, but only when a loader is given for the first time and when a pass begins: a
     newcomer gives its loaders when the others have done so, and comes into a pass that is open.
-    Who runs free asks nobody."""
-    is_call = facts.get("the epoch of this pass") is None
-    is_known = bool(line.answers) if is_call else line.is_pass_known
-    if not (job.elastic.is_candidate or is_known or not job.elastic.is_lockstep):
+    Who runs free asks nobody. Nor does one that continues a pass from a checkpoint, in any job:
+    where everybody runs free, others may have ended it then."""
+    is_call, elastic = facts.get("the epoch of this pass") is None, job.elastic
+    if not elastic.is_on:
+        is_known = not is_call and line.saved is not None
+    else:
+        is_known = bool(line.answers) if is_call else line.is_pass_known or line.saved is not None
+        is_known = is_known or elastic.is_candidate or not elastic.is_lockstep
+    if not is_known:
         told, first = agree(job, problem, facts, aside), line.answers
         if first:
             told[0]["seed"] = first[0]["seed"]  # the script may have seeded anew since

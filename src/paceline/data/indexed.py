@@ -96,6 +96,7 @@ class IndexedLoader:
 
     def __init__(self, loader: DataLoader[Any], *, reseeds: bool = False) -> None:
         self._slot = Slot()
+        self.reseeds = reseeds  # before each batch is made: its parts come with a seed
         place = "sampler" if loader.batch_sampler is None else "batch_sampler"
         changes = {"dataset": Reseeding(loader.dataset)} if reseeds else {}
         self._copy = copied(loader, **{place: self._slot}, **changes)

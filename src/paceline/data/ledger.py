@@ -1,12 +1,14 @@
-"""The ledger of an elastic job's data: what every worker must know to go on after a change.
+"""The ledger of a job's data: where every pass and loop is, for newcomers, those who are behind
+after a change of the membership, and checkpoints.
 
-One for each job, made when the script first uses pl.shard, pl.steps or pl.epochs; it takes part in
-changes of the membership as "data". It has a line for every loader, by the order in which the
-script gave them to pl.shard (one line for all things together that cannot be told from one another
-later, such as lists), and the loops of pl.steps and pl.epochs that are under way.
+One for each job, made when the script first uses pl.shard, pl.steps or pl.epochs; in elastic jobs
+it takes part in changes as "data". It has a line for every loader, by the order in which the script
+gave them to pl.shard (one line for all things together that cannot be told from one another later,
+such as lists), and the loops of pl.steps and pl.epochs that are under way.
 
 A newcomer's script begins at the top. Where it comes to a loop or a pass that the others have open,
-it goes on from there, and from then on counts as they do.
+it goes on from there, and from then on counts as they do. So does the script of a run that is
+resumed: there all workers are new, and a file tells what the others would (resumption.py).
 
 A step COUNTS once it is behind all workers: its gradients were exchanged between them, at a point
 of training (elastic/session.py), before it was committed; or (with servers, which exchange nothing
@@ -16,8 +18,9 @@ between workers) they have met since.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +32,9 @@ from paceline.job import Job
 
 OTHERS = "others"  # the line of whatever cannot be remembered
 
+_MANY = 256  # loaders
+_ALL = 1 << 60  # more passes than anybody makes
+
 
 class Loop:
     """One loop of pl.steps or pl.epochs."""
@@ -37,6 +43,7 @@ class Loop:
         self.number = number
         self._counts_steps = counts_steps
         self._has_committed = False
+        self.has_taken = False  # a batch, since then
         self.index = 0  # item under way
         self._place: dict[str, Any] = {}  # where the script was when that began
         self._given: list[str] = []  # loaders given since then, by the order of the first time
@@ -44,6 +51,7 @@ class Loop:
     def begin(self, index: int, place: dict[str, Any]) -> None:
         """Note that an item begins."""
         self.index, self._place, self._has_committed = index, place, False
+        self.has_taken = False
         self._given = []
 
     def give(self, key: str) -> None:
@@ -55,9 +63,11 @@ class Loop:
         """Note that a step has counted."""
         self._has_committed = True
 
-    def pack(self) -> list[Any]:
-        """Return where a newcomer begins: an item and its place; None stands for here and now."""
-        is_done = self._counts_steps and self._has_committed
+    def pack(self, *, is_between_steps: bool = False) -> list[Any]:
+        """Return where a newcomer begins: an item and its place; None stands for here and now.
+        Between two steps an item in which anything was taken is done."""
+        has_stepped = self._has_committed or (is_between_steps and self.has_taken)
+        is_done = self._counts_steps and has_stepped
         place = None if is_done else {**self._place, "given": self._given}
         return [self.number, self.index + is_done, place]
 
@@ -67,9 +77,12 @@ class Ledger:
 
     def __init__(self, job: Job) -> None:
         self._job = weakref.ref(job)
+        self._is_elastic = job.elastic.is_on
         self._is_new = job.env.is_newcomer  # and has not heard from the others yet
         self._lines: dict[str, Line] = {}
         self._told_lines: dict[str, Any] = {}  # of loaders that this script has not given yet
+        self._saved_lines: dict[str, Callable[[Line], None]] = {}  # the same, of a checkpoint
+        self.is_resumed = False  # from a checkpoint
         self._loops: dict[int, Loop] = {}
         self._told_loops: dict[int, tuple[int, Any]] = {}
         self._num_loaders = self._num_loops = 0  # of this script
@@ -95,8 +108,9 @@ class Ledger:
         """Return the line of something that is given to pl.shard."""
         if not is_remembered:
             return self._line(OTHERS)
-        if memory.line is None:
-            memory.line = self._name_loader()
+        known = None if memory.line is None else self._memories.get(memory.line)
+        if memory.line is None or known is None or known() is not memory:
+            memory.line = self._name_loader()  # also if another job had a name for it
             self._memories[memory.line] = weakref.ref(memory)
         key = memory.line
         self._expected = [other for other in self._expected if other != key]
@@ -111,7 +125,16 @@ class Ledger:
             if key not in self._memories:
                 return key
         self._num_loaders += 1
+        if self._num_loaders % _MANY == 0 and not self._is_elastic:
+            self._forget_loaders()
         return f"loader {self._num_loaders - 1}"
+
+    def _forget_loaders(self) -> None:
+        """Let go of the lines of loaders that are gone: a script may make many."""
+        for key in [key for key, memory in self._memories.items() if memory() is None]:
+            del self._memories[key]
+            if key in self._lines and not self._lines[key].open:
+                del self._lines[key]
 
     def _line(self, key: str) -> Line:
         if key not in self._lines:
@@ -121,23 +144,30 @@ class Ledger:
                 line.load(told, is_replay=True)
                 for turn in turns:
                     line.turn(turn)
+            elif key in self._saved_lines:
+                self._saved_lines.pop(key)(line)
+            elif self.is_resumed and _is_one_of(key, self._others[0]):
+                line.resumed.passes = _ALL  # of a loader that was gone when the checkpoint was made
         return self._lines[key]
 
     def begin(self, line: Line, passage: Passage) -> None:
         """Begin a pass, or come into one that the others have begun."""
         is_newcomers = passage.index < line.replayed
         line.begin(passage)
-        if is_newcomers:
-            self._catch_up()
+        if is_newcomers or passage.is_resumed:
+            self.catch_up()
 
     def note_take(self) -> None:
         """This worker begins to compute something for the next step."""
-        self._settle()
-        self._taken_at = self._passed
+        for loop in self._loops.values():
+            loop.has_taken = True
+        if self._is_elastic:
+            self._settle()
+            self._taken_at = self._passed
 
     def on_commit(self) -> None:
         """This worker has done a step."""
-        if self._passed > self._taken_at:
+        if not self._is_elastic or self._passed > self._taken_at:
             self._count_step()
         else:
             self._committed_at = self._passed
@@ -176,7 +206,8 @@ class Ledger:
 
     def begin_item(self, loop: Loop, index: int) -> None:
         """Note that an item of a loop begins."""
-        self.note_take()
+        if self._is_elastic:
+            self.note_take()
         place = {key: line.place for key, line in self._lines.items()}
         loop.begin(index, {"lines": place, "loops": self._num_loops})
 
@@ -187,20 +218,56 @@ class Ledger:
     def _go_to(self, place: dict[str, Any] | None) -> None:
         """As a newcomer: continue where the others were then."""
         if place is None:
-            self._catch_up()
+            self.catch_up()
             return
         self._num_loops, self._num_loaders = place["loops"], self._others[0]
         self._expected, self._living = place["given"], self._told_living
         for key, where in place["lines"].items():
             self._line(key).go_to(where)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """As a newcomer: continue where the others are now."""
         self._num_loaders = max(self._num_loaders, self._others[0])
         self._living = self._told_living
         self._num_loops = max(self._num_loops, self._others[1])
-        for key in [*self._lines, *self._told_lines]:
+        for key in [*self._lines, *self._told_lines, *self._saved_lines]:
             self._line(key).catch_up()
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return where this worker's script is between two steps, as plain data."""
+        for key in [*self._saved_lines]:
+            self._line(key)
+        return {
+            "lines": {k: line.state() for k, line in self._lines.items() if self._is_there(k)},
+            "loops": [
+                *(loop.pack(is_between_steps=True) for loop in self._loops.values()),
+                *([number, *told] for number, told in self._told_loops.items()),
+            ],
+            "made": [
+                max(self._num_loaders, self._others[0]),
+                max(self._num_loops, self._others[1]),
+            ],
+            "living": [key for key, memory in self._memories.items() if memory() is not None],
+        }
+
+    def _is_there(self, key: str) -> bool:
+        """Say whether anything can be continued on a line: not if its loader is gone."""
+        memory = self._memories.get(key)
+        return memory is None or memory() is not None or bool(self._lines[key].open)
+
+    def begin_from(self, state: Mapping[str, Any], *, is_same: bool, is_alone: bool) -> None:
+        """Let the script, which is at its top, go on from a `state`."""
+        self.is_resumed = True
+        self._others, self._told_living = state["made"], state["living"]
+        self._told_loops = {number: (item, place) for number, item, place in state["loops"]}
+        for key, told in state["lines"].items():
+            resume = partial(Line.resume, state=told, is_same=is_same, is_alone=is_alone)
+            if key in self._lines:
+                resume(self._lines[key])
+            else:
+                self._saved_lines[key] = resume
 
     # -- changes of the membership ------------------------------------------------------------
 
@@ -256,6 +323,12 @@ class Ledger:
             turns.append(turn)
 
 
+def _is_one_of(key: str, count: int) -> bool:
+    """Say whether this names one of the first so many loaders."""
+    kind, _, number = key.partition(" ")
+    return kind == "loader" and int(number) < count
+
+
 def _workers(job: Job) -> dict[int, int]:
     """Return the ranks of the workers by their numbers."""
     membership = job.fabric.membership
@@ -272,7 +345,7 @@ _owned: _Owned | None = None
 
 
 def ledger_of(job: Job) -> Ledger:
-    """Return the ledger of an elastic job."""
+    """Return the ledger of a job."""
     global _owned
     if _owned is None or _owned.job() is not job:
         _owned = _Owned(weakref.ref(job), Ledger(job))

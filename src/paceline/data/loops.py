@@ -1,7 +1,8 @@
-"""`pl.steps(n)` and `pl.epochs(n)`: like range(n), but a newcomer starts where the others are.
+"""`pl.steps(n)` and `pl.epochs(n)`: like range(n), but a newcomer starts where the others are, and
+a run that is resumed from a checkpoint where that was made.
 
-A newcomer's script begins at the top. What it would do there in earlier rounds of a loop is over
-for the others; these loops leave that out, so that nothing is done which nobody joins in.
+Either way the script begins at the top. What it would do there in earlier rounds of a loop is over;
+these loops leave that out, so that nothing is done again, or alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from paceline.job import current
 
 def steps(count: int) -> Rounds:
     """Return an iterable over the numbers of so many optimizer steps: 0 to count - 1. In an elastic
-    job a newcomer begins with the step that comes next for all.
+    job a newcomer begins with the step that comes next for all; a resumed run goes on with the one
+    behind its checkpoint.
 
     >>> list(pl.steps(3))
     [0, 1, 2]
@@ -27,7 +29,7 @@ def steps(count: int) -> Rounds:
 
 def epochs(count: int) -> Rounds:
     """Return an iterable over the numbers of so many epochs: 0 to count - 1. In an elastic job a
-    newcomer begins with the epoch that is under way.
+    newcomer begins with the epoch that is under way; a resumed run with that of its checkpoint.
 
     >>> list(pl.epochs(2))
     [0, 1]
@@ -53,14 +55,11 @@ class Rounds:
 
     def __iter__(self) -> Iterator[int]:
         job = current()
-        if not job.elastic.is_on:
-            yield from range(self._count)
-            return
         ledger = ledger_of(job)
         job.elastic.enter()
         counts_steps = self._kind == "steps"
         loop, first = ledger.open_loop(self._count, counts_steps=counts_steps)
-        if counts_steps and not job.elastic.is_lockstep:
+        if counts_steps and not (job.elastic.is_lockstep or ledger.is_resumed):
             done = job.elastic.committed_steps  # of the number that this worker has taken over
             first = first if done is None else min(done, self._count)
         repeats = counts_steps and job.env.on_loss == "replace"

@@ -24,7 +24,7 @@ class Memory:
     next_epoch: int = 0
     seed: int | None = None  # the default seed, once the ranks have agreed on it
     said: set[str] = field(default_factory=set)
-    line: str | None = None  # of the ledger, in an elastic job
+    line: str | None = None  # of the ledger
     _copies: dict[Any, Any] = field(default_factory=dict)
 
     def copy_for(self, key: Any, make: Callable[[], Made]) -> Made:

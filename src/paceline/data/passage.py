@@ -17,7 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.data.course import Ranks
+from paceline.data.draws import State
 from paceline.data.portable import portable, restored
+from paceline.data.saved import Facts, SavedPassage, state_of
+from paceline.data.tally import Tally
 from paceline.data.told import KeptOrder
 
 
@@ -37,6 +40,12 @@ class AnyCourse(Protocol):
         self, after: Ranks, *, uncounted: bool, replaced: Mapping[int, int] | None = None
     ) -> None:
         """Go on with other workers."""
+
+    def place(self, batch: int) -> dict[str, Any]:
+        """Return what is left from a batch on, for a run that begins there, as plain data."""
+
+    def begin_at(self, batch: int, place: Mapping[str, Any], *, is_same: bool) -> None:
+        """Begin there; `is_same`: with as many workers as then."""
 
     def pack(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -70,6 +79,14 @@ class Count:
         self, after: Ranks, *, uncounted: bool, replaced: Mapping[int, int] | None = None
     ) -> None:
         """Nothing to do: each worker keeps its own."""
+
+    def place(self, batch: int) -> dict[str, Any]:  # noqa: ARG002
+        """Nothing: the number of the batch is all."""
+        return {}
+
+    def begin_at(self, batch: int, place: Mapping[str, Any], *, is_same: bool) -> None:  # noqa: ARG002
+        """Begin there."""
+        self.taken = self.committed = batch
 
     def pack(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -107,8 +124,12 @@ class Passage:
     counts: bool  # its batches count when a step commits; else (pad=False) at its end
     course: AnyCourse
     order: KeptOrder | None = None
+    facts: Facts = field(default_factory=dict)  # what the ranks agreed on about the loader
     cursor: int = 0  # the next batch of this worker
     is_left: bool = False  # by those who are further: nothing of it changes any more
+    draws: State | None = None  # of the generators when it began, where it has to be read again
+    is_resumed: bool = False  # it was under way when a checkpoint was made
+    tally: Tally = field(default_factory=Tally)
 
     def pack(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -145,6 +166,24 @@ class ToldPassage:
 
 
 @dataclass
+class Resumed:
+    """What a checkpoint says about one loader."""
+
+    passes: int = 0  # that had begun
+    next_epoch: int = 0
+    first_epoch: int | None = None
+    open: dict[int, SavedPassage] = field(default_factory=dict)  # until they are entered
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the script was: pass, epoch."""
+        if self.open:
+            first = min(self.open)
+            return first, self.open[first].epoch
+        return self.passes, self.next_epoch
+
+
+@dataclass
 class Line:
     """What is known about one loader."""
 
@@ -157,6 +196,9 @@ class Line:
     replayed: int = 0  # passes that had begun when this worker came
     told_epoch: int = 0  # the next one of those who have told
     carried: dict[int, list[Any]] = field(default_factory=dict)  # see Course.carried
+    first_epoch: int | None = None  # of the first pass
+    seed: int | None = None  # by default
+    resumed: Resumed = field(default_factory=Resumed)  # what a checkpoint says
 
     @property
     def is_pass_known(self) -> bool:
@@ -168,6 +210,29 @@ class Line:
         """Whether they had also ended it."""
         return self.is_pass_known and self.my_passes not in self.told
 
+    @property
+    def saved(self) -> SavedPassage | None:
+        """This worker's next pass, if it is one to be continued from a checkpoint."""
+        return self.resumed.open.get(self.my_passes)
+
+    @property
+    def is_pass_done(self) -> bool:
+        """Whether this worker's next pass was over when a checkpoint was made."""
+        return self.my_passes < self.resumed.passes and self.saved is None
+
+    def find(self, epoch: int) -> bool:
+        """Go to the pass of an epoch that the script names, if it goes on from a checkpoint by
+        itself instead of from the top. Return whether it does."""
+        resumed = self.resumed
+        if self.my_passes or resumed.first_epoch in (None, epoch):
+            return False
+        for index, saved in resumed.open.items():
+            if saved.epoch == epoch:
+                self.my_passes = index
+                return True
+        self.my_passes = resumed.passes if epoch >= resumed.next_epoch else 0
+        return self.my_passes > 0
+
     def skip_pass(self, epoch: int) -> None:
         """Leave out a pass that is over."""
         self.my_passes += 1
@@ -178,9 +243,15 @@ class Line:
         self.my_passes = passage.index + 1
         self.passes = max(self.passes, self.my_passes)
         self.next_epoch = passage.epoch + 1
+        if self.first_epoch is None:
+            self.first_epoch = passage.epoch
         told = self.told.pop(passage.index, None)
+        saved = self.resumed.open.pop(passage.index, None)
         if told is not None:
             told.enter(passage)
+        elif saved is not None:
+            saved.enter(passage)
+            passage.is_resumed = True
         elif hasattr(passage.course, "carried"):
             passage.course.carried, self.carried = self.carried, {}
         self.open[passage.index] = passage
@@ -213,7 +284,7 @@ class Line:
         if self.open:
             first = min(self.open)
             return [first, self.open[first].epoch]
-        return [self.passes, self.next_epoch]
+        return [self.my_passes, self.next_epoch]
 
     def go_to(self, place: list[int]) -> None:
         """As a newcomer: continue there."""
@@ -226,6 +297,34 @@ class Line:
             self.next_epoch = self.told[self.my_passes].told["epoch"]
         elif self.my_passes < self.passes:
             self.my_passes, self.next_epoch = self.passes, self.told_epoch
+        elif self.my_passes < self.resumed.passes:
+            self.my_passes, self.next_epoch = self.resumed.place
+
+    def state(self) -> dict[str, Any]:
+        """Return where this worker's script is, as plain data for a checkpoint."""
+        resumed, is_before = self.resumed, self.my_passes < self.resumed.passes
+        opened = {**resumed.open} if is_before else {}
+        return {
+            "passes": resumed.passes if is_before else self.my_passes,
+            "next_epoch": resumed.next_epoch if is_before else self.next_epoch,
+            "first_epoch": self.first_epoch,
+            "seed": None if self.seed is None else str(self.seed),
+            "open": [
+                *([index, dict(saved.state)] for index, saved in opened.items()),
+                *([index, state_of(passage)] for index, passage in self.open.items()),
+            ],
+        }
+
+    def resume(self, state: Mapping[str, Any], *, is_same: bool, is_alone: bool) -> None:
+        """Go on from what a worker's `state` was when a checkpoint was made."""
+        self.resumed = Resumed(
+            passes=state["passes"],
+            next_epoch=state["next_epoch"],
+            first_epoch=state["first_epoch"],
+            open={i: SavedPassage(told, is_same, is_alone) for i, told in state["open"]},
+        )
+        self.first_epoch = state["first_epoch"]
+        self.seed = None if state["seed"] is None else int(state["seed"])
 
     def pack(self) -> dict[str, Any]:
         """Return everything as plain data."""

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.errors import DataError
+
 Ranks = tuple[int, ...]
 
 
@@ -58,8 +60,10 @@ class ReadingStage:
 class StreamCourse:
     """How far a pass over a stream is. `per_step`: samples of a batch, by number of workers."""
 
-    def __init__(self, per_step: Callable[[int], int], members: Ranks) -> None:
-        self._per_step = per_step
+    def __init__(
+        self, per_step: Callable[[int], int], members: Ranks, num_sources: int = 1
+    ) -> None:
+        self._per_step, self._num_sources = per_step, num_sources
         self.stages = [ReadingStage(0, members, {})]
         self.batches: dict[int, int] = {}  # by source: of this stage, so far
         self.taken = 0
@@ -104,18 +108,46 @@ class StreamCourse:
             self._rename(replaced)
         if self.members == after:
             return
+        readings = self._left(again)
+        kept = [stage for stage in self.stages if stage.first < self.taken]
+        needed = bisect_right(kept, self.committed, key=lambda stage: stage.first) - 1
+        self.stages = [*kept[max(0, needed) :], ReadingStage(self.taken, after, readings)]
+        self.batches = {}
+
+    def place(self, batch: int) -> dict[str, Any]:
+        """Return what is left from a batch on, the next one of all workers, as plain data: how to
+        read on with as many workers as now, and what is `left` for any other number of them."""
+        return {
+            "stage": _plain(self.stage(batch)),
+            "batches": list(self.batches.items()),
+            "left": _plain(ReadingStage(batch, self.members, self._left({}))),
+            "sources": self._num_sources,
+        }
+
+    def begin_at(self, batch: int, place: Mapping[str, Any], *, is_same: bool) -> None:
+        """Begin there. With the same workers as then (`is_same`) the stage of that batch is read
+        from where it began, so that the batches are the same as well."""
+        if place["sources"] != self._num_sources:
+            raise DataError(
+                f"pl.shard: num_workers is {self._num_sources}, expected {place['sources']} as in"
+                " the checkpoint, which was made in the middle of a pass over this stream; each"
+                " process of the loader reads a stream of its own"
+            )
+        stage = _stage(place["stage"] if is_same else place["left"])
+        self.stages = [replace(stage, members=self.stages[-1].members)]
+        self.batches = dict(place["batches"]) if is_same else {}
+        self.taken = self.committed = batch
+
+    def _left(self, again: Mapping[int, list[int]]) -> dict[int, Reading]:
+        """Return by source what nobody has taken, and some positions besides."""
         last = self.stages[-1]
         size = self._per_step(len(last.members))
-        readings = {
+        return {
             source: last.reading(source).without(
                 size * self.batches.get(source, 0), again.get(source, [])
             )
             for source in {*last.readings, *self.batches}
         }
-        kept = [stage for stage in self.stages if stage.first < self.taken]
-        needed = bisect_right(kept, self.committed, key=lambda stage: stage.first) - 1
-        self.stages = [*kept[max(0, needed) :], ReadingStage(self.taken, after, readings)]
-        self.batches = {}
 
     def _uncounted(self, ranks: list[int]) -> dict[int, list[int]]:
         """Return by source the positions that these workers were given since the last commit."""

@@ -1,9 +1,10 @@
-"""A pass over a loader with indices in an elastic job.
+"""A pass over a loader with indices.
 
-As in indexed.py a copy of the loader yields this worker's parts, but they are cut as the course of
-the pass says. When the workers change, batches that the copy has fetched ahead were cut for workers
-that are not there any more: they are thrown away, and the copy begins again at the first batch that
-this worker has not had. The batch that the script is computing is the script's.
+A copy of the loader (indexed.py) yields this worker's parts, cut as the course of the pass says.
+When the workers of an elastic job change, batches that the copy has fetched ahead were cut for
+workers that are not there any more: they are thrown away, and the copy begins again at the first
+batch that this worker has not had. The batch that the script is computing is the script's. A pass
+that is continued from a checkpoint begins in the middle in the same way.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from paceline.data.order import LocalOrder, mixed
 from paceline.data.passage import Passage
 from paceline.data.plan import Plan
 from paceline.data.repeatable import Seeds
-from paceline.data.split import spread_one
+from paceline.data.split import size_of, spread_one
 from paceline.data.told import KeptOrder
+
+Asked = tuple[int, float, int, int, int]  # batch, weight, samples here and of all, who has none
 
 
 class CutParts:
@@ -41,26 +44,32 @@ class CutParts:
     ) -> None:
         self._course, self._seat, self._first = course, seat, first
         self._pad, self._seeds, self._say = pad, seeds, say
-        self.asked: deque[tuple[int, float]] = deque()  # batches on their way, and their weights
+        self.asked: deque[Asked] = deque()  # batches on their way
         self.end = first  # the number of batches, once it has been reached
 
     def __iter__(self) -> Iterator[Any]:
-        batch = self._first
-        while (part := self._course.part(batch, self._seat)) is not None:
-            units, weight = part
+        batch, course = self._first, self._course
+        while (units := course.units(batch)) is not None:
+            part, weight = course.cut(batch, units, self._seat)
             if weight > 0.0 or self._pad:
-                if weight == 0.0:
-                    self._say(
-                        "shard: a global batch has too few samples for the workers that are there;"
-                        " those that get none repeat one with weight 0"
-                    )
-                self.asked.append((batch, weight))
-                yield self._request(batch, plain(units))
+                total, padded = course.counted(batch, units)
+                if padded and self._pad:
+                    self._mention_padding()
+                part = plain(part)
+                self.asked.append((batch, weight, size_of(part), total, padded))
+                yield self._request(batch, part)
             batch += 1
         self.end = batch
 
     def _request(self, batch: int, units: Any) -> Any:
         return units if self._seeds is None else (self._seeds.of_making(batch), units)
+
+    def _mention_padding(self) -> None:
+        workers = len(self._course.members)
+        self._say(
+            f"shard: a global batch has too few samples for {workers} workers; those that get none"
+            " repeat one with weight 0 (drop_last=True leaves such batches out)"
+        )
 
 
 class Recut:
@@ -77,7 +86,8 @@ class Recut:
     ) -> None:
         self._elastic, self._loader, self._plan = elastic, loader, plan
         self._announcer, self._lookahead, self._say = announcer, lookahead, say
-        self._seeds = elastic.seeds
+        self._seeds = elastic.seeds  # for the script
+        self._making = elastic.making if loader.reseeds else None
         self._order = self._make_order()
         self._course = Course(plan.rules(elastic.resize), self._order, elastic.members)
 
@@ -121,7 +131,7 @@ class Recut:
         version = course.version
         first = passage.cursor
         parts = CutParts(
-            course, elastic.seat, first, pad=elastic.pad, seeds=self._seeds, say=self._say
+            course, elastic.seat, first, pad=elastic.pad, seeds=self._making, say=self._say
         )
         # Each worker augments its samples with other random numbers.
         numbers = (elastic.seed, elastic.epoch, 1 + elastic.job.env.number)
@@ -133,9 +143,10 @@ class Recut:
                 course.take(parts.end - 1)
                 return
             elastic.ledger.note_take()
-            number, weight = parts.asked.popleft()
+            number, weight, *counts = parts.asked.popleft()
             passage.cursor = number + 1
             course.take(number)
+            passage.tally.note(*counts)
             if self._seeds is not None:
                 self._seeds.before_use(number)
             self._announcer.set(weight)
@@ -152,4 +163,4 @@ class Recut:
         else:
             self._order.prepare(self._course.span(passage.cursor + self._lookahead)[1])
         if passage.counts:
-            self._order.forget(self._course.span(self._course.committed)[0])
+            self._order.forget(self._course.span(self._elastic.done(passage))[0])

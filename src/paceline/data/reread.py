@@ -1,9 +1,10 @@
-"""A pass over a stream, or over other things that yield batches, in an elastic job.
+"""A pass over a stream, or over other things that yield batches.
 
-As in stream.py the workers tell each other before each step how many samples they have. When they
-change, the stream is read again from its beginning, without what has been used, and strided anew;
-what a worker had read ahead is thrown away and read again. An iterator that can be used only once
-keeps what it gave since the last step instead.
+Nobody knows how long these are, and workers may have different numbers of samples. So before each
+step they tell each other how many they have for it (see stream.py). When the workers of an elastic
+job change, and when a run is resumed, the stream is read again from its beginning, without what has
+been used, and strided anew; what a worker had read ahead is thrown away. An iterator that can be
+used only once keeps what it gave since the last step instead.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from paceline.contribution import Announcer
 from paceline.data.consensus import group_of
 from paceline.data.course import Ranks
+from paceline.data.draws import as_then, remembered
 from paceline.data.elastic_pass import ElasticPass
-from paceline.data.indexed import copied
+from paceline.data.indexed import copied, settings_of
+from paceline.data.memory import Memory
 from paceline.data.passage import Count, Passage
 from paceline.data.reading import ReadingStage, StreamCourse
 from paceline.data.split import strided_share, weight
 from paceline.data.stream import Strided, samples_in
-from paceline.errors import UsageError
+from paceline.errors import DataError, UsageError
 
 Tagged = tuple[int, int, Any]  # samples of a batch, its source, and the batch
 _ENDED, _IDLE = -1, -2
@@ -47,25 +50,44 @@ class Tagging:
 class StreamReader:
     """Reads what is left of a loader's stream, for one worker of a stage."""
 
-    def __init__(self, loader: DataLoader[Any], per_step: Callable[[int], int], seed: int) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        per_step: Callable[[int], int],
+        seed: int,
+        memory: Memory,
+    ) -> None:
         self._loader, self._per_step, self._seed = loader, per_step, seed
+        self._memory = memory
+        self.num_sources = max(1, loader.num_workers)
+        self.things = [loader, loader.dataset]
 
     def read(self, stage: ReadingStage, index: int) -> Iterator[Tagged] | None:
         """Return this worker's batches since the stage began; None if there are none for it."""
         loader, workers = self._loader, len(stage.members)
         per_step = self._per_step(workers)
-        mine = strided_share(workers, index, per_step)
-        if mine == 0:
+        if strided_share(workers, index, per_step) == 0:
             return None
-        is_batched = loader.batch_size is not None
-        changes: dict[str, Any] = {"collate_fn": Tagging(loader.collate_fn, is_batched=is_batched)}
-        if is_batched:
-            changes["batch_sampler"] = BatchSampler(loader.sampler, mine, loader.drop_last)
-        strided = Strided(loader.dataset, workers, index, per_step, dict(stage.readings))
-        copy = copied(loader, dataset=strided, **changes)
+        copy: Any
+        if stage.readings:
+            copy = self._copy(stage, index)
+        else:  # its processes may outlive the pass
+            key = ("stream", workers, index, per_step, *settings_of(loader))
+            copy = self._memory.copy_for(key, lambda: self._copy(stage, index))
         copy.generator.manual_seed(self._seed)
         batches: Iterator[Tagged] = iter(copy)
         return batches
+
+    def _copy(self, stage: ReadingStage, index: int) -> Any:
+        loader, workers = self._loader, len(stage.members)
+        per_step = self._per_step(workers)
+        is_batched = loader.batch_size is not None
+        changes: dict[str, Any] = {"collate_fn": Tagging(loader.collate_fn, is_batched=is_batched)}
+        if is_batched:
+            mine = strided_share(workers, index, per_step)
+            changes["batch_sampler"] = BatchSampler(loader.sampler, mine, loader.drop_last)
+        strided = Strided(loader.dataset, workers, index, per_step, dict(stage.readings))
+        return copied(loader, dataset=strided, **changes)
 
     def forget(self, stage: ReadingStage, batch: int) -> None:
         """Nothing is kept."""
@@ -76,6 +98,8 @@ class ItemReader:
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items
+        self.num_sources = 1
+        self.things = [items]
         self._is_one_shot = isinstance(items, Iterator)
         self._kept: deque[Any] = deque()
         self._start = 0  # position of the first one that is kept
@@ -120,18 +144,21 @@ class Reread:
     ) -> None:
         self._elastic, self._reader, self._announcer = elastic, reader, announcer
         self._stops_short, self._too_few = stops_short, too_few
-        self._course = StreamCourse(per_step, elastic.members)
+        self._course = StreamCourse(per_step, elastic.members, reader.num_sources)
         self._last: Any = None
 
     def batches(self) -> Iterator[Any]:
         """Yield batches until all workers have run out."""
         elastic = self._elastic
         passage = elastic.open(self._course)
+        if not passage.is_resumed:
+            passage.draws = remembered(self._reader.things)
         steps = InStep(elastic, self._announcer, passage, self._course, self._too_few)
         try:
             if elastic.is_free:
-                mine = self._reader.read(self._course.stages[0], elastic.seat)
-                yield from steps.run_free(iter(()) if mine is None else mine)
+                stage = self._course.stages[0]
+                mine = self._reader.read(stage, elastic.seat)
+                yield from steps.run_free(iter(()) if mine is None else mine, stage.first)
                 return
             while steps.is_guest(self._course.stage(passage.cursor).members):
                 yield steps.nothing(self._spare())
@@ -147,9 +174,12 @@ class Reread:
         stage = course.stage(passage.cursor)
         key = self._key(stage)
         index = stage.members.index(seat)
-        read = self._reader.read(stage, index)
-        is_idle = read is None
-        mine = islice(iter(()) if read is None else read, passage.cursor - stage.first, None)
+        with as_then(passage.draws if passage.is_resumed else None, self._reader.things):
+            read = self._reader.read(stage, index)
+            is_idle = read is None
+            mine: Iterator[Tagged] = iter(()) if read is None else read
+            for used in islice(mine, passage.cursor - stage.first):
+                steps.last = used[2]
         while True:
             batch = next(mine, None)
             counts = steps.tell(_IDLE if is_idle else _ENDED if batch is None else batch[0])
@@ -161,7 +191,9 @@ class Reread:
             if batch is None and steps.last is None and self._elastic.pad:
                 steps.last = self._spare()
             yield from steps.give(batch, counts)
-            kept = course.committed if passage.counts else course.taken
+            kept = self._elastic.done(passage)
+            if not self._elastic.is_elastic:
+                course.commit(kept)
             self._reader.forget(course.stage(kept), kept)
             if self._key(course.stage(passage.cursor)) != key:
                 return False
@@ -238,17 +270,23 @@ class InStep:
         missing = sum(count < 0 for count in counts)
         is_first = self._passage.cursor == 0 and self._elastic.job.elastic.changes == 0
         if is_first and missing and (self._elastic.pad or missing == len(counts)):
-            raise UsageError(
-                f"pl.shard: the loader gives {missing} of {len(counts)} workers no batch at all;"
-                f" {self._too_few}"
-            )
+            raise DataError(f"pl.shard: {self._named(counts)} no batch at all; {self._too_few}")
         return missing == len(counts) or (stops_short and _ENDED in counts)
+
+    def _named(self, counts: list[int]) -> str:
+        ranks = [str(r) for r, count in zip(self._group.ranks, counts, strict=True) if count < 0]
+        if len(ranks) == len(counts):
+            return "the loader gives"
+        return f"the loader gives rank {', '.join(ranks)} of {len(counts)}"
 
     def give(self, batch: Tagged | None, counts: list[int]) -> Iterator[Any]:
         """Yield this worker's batch of a step, with its weight announced; or its last one."""
         self._elastic.ledger.note_take()
         number = self._passage.cursor
         self._passage.cursor = number + 1
+        having = [count for count in counts if count >= 0]
+        here = 0 if batch is None else batch[0]
+        self._passage.tally.note(here, sum(having), len(counts) - len(having))
         if batch is not None:
             self.last = batch[2]
             total = sum(count for count in counts if count > 0)
@@ -256,13 +294,23 @@ class InStep:
         elif self._elastic.pad:
             yield self._announced(number, 0.0)
 
-    def run_free(self, batches: Iterator[Tagged]) -> Iterator[Any]:
-        """Yield batches without a word to the others."""
+    def run_free(self, batches: Iterator[Tagged], first: int = 0) -> Iterator[Any]:
+        """Yield batches, which begin with the `first`, without a word to the others."""
+        passage, course = self._passage, self._course
         done = self._elastic.job.elastic.committed_steps if self._elastic.pad else None
-        for number, (_, _, batch) in enumerate(batches):
-            self._passage.cursor = number + 1
-            if self._passage.index == 0 and number < (done or 0):
+        done = (done or 0) if passage.index == 0 else 0
+        if passage.is_resumed:
+            done = passage.cursor
+        for number, (count, source, batch) in enumerate(batches, first):
+            passage.cursor = number + 1
+            if number < done:
                 continue  # this worker's number has done that before
+            if isinstance(course, Count):
+                course.take(number)
+            else:
+                course.take(number, source)
+            course.commit(number + 1)
+            passage.tally.note(count, count, 0)
             self.last = batch
             yield self._announced(number, 1.0)
 
@@ -274,28 +322,29 @@ class InStep:
 
 
 def presharded(
-    elastic: ElasticPass,
-    batches: Iterator[tuple[int, Any]],
-    announcer: Announcer,
-    too_few: str,
+    elastic: ElasticPass, batches: Iterable[Any], announcer: Announcer, too_few: str
 ) -> Iterator[Any]:
     """Yield the batches of a worker's own loader, in step with the other workers. One that takes
-    over a number leaves out as many as the others have had."""
+    over a number, or goes on from a checkpoint, leaves out as many as the others have had."""
     course = Count()
     passage = elastic.open(course)
+    things = [batches, getattr(batches, "dataset", None), getattr(batches, "sampler", None)]
+    if not passage.is_resumed:
+        passage.draws = remembered(things)
     steps = InStep(elastic, announcer, passage, course, too_few)
-    mine: Iterator[Tagged] = ((count, 0, batch) for count, batch in batches)
+    is_behind = passage.is_resumed or elastic.job.env.number < elastic.nominal
     try:
+        with as_then(passage.draws if passage.is_resumed else None, things):
+            mine: Iterator[Tagged] = ((samples_in(batch), 0, batch) for batch in batches)
+            for used in islice(mine, passage.cursor if is_behind and not elastic.is_free else 0):
+                steps.last = used[2]
         if elastic.is_free:
             yield from steps.run_free(mine)
             return
-        if elastic.job.env.number < elastic.nominal:
-            for _ in range(passage.cursor):
-                steps.last = (next(mine, None) or (0, 0, steps.last))[2]
         while elastic.job.env.on_loss == "shrink" and steps.is_guest(()):
             first = next(mine, None)
             if first is None and steps.last is None:
-                raise UsageError("pl.shard: this worker came with no batch at all; " + too_few)
+                raise DataError("pl.shard: this worker came with no batch at all; " + too_few)
             mine = mine if first is None else chain([first], mine)
             yield steps.nothing(steps.last if first is None else first[2])
         while True:
@@ -305,7 +354,9 @@ def presharded(
                 return
             course.take(passage.cursor)
             if batch is None and steps.last is None and elastic.pad:
-                raise UsageError("pl.shard: this worker came with no batch at all; " + too_few)
+                raise DataError("pl.shard: this worker came with no batch at all; " + too_few)
             yield from steps.give(batch, counts)
+            if not elastic.is_elastic:
+                course.commit(passage.cursor)
     finally:
         elastic.close(passage)

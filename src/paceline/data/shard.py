@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.data.consensus import agree, group_of
+from paceline.data.consensus import group_of
 from paceline.data.elastic_pass import ElasticPass, agree_in_line
 from paceline.data.indexed import lookahead_of
 from paceline.data.ledger import ledger_of
 from paceline.data.memory import is_remembered, memory_of, say_once
-from paceline.data.passage import Line
 from paceline.data.sources import Pass, Source, source_of
 from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
@@ -113,16 +112,16 @@ class Sharded:
         self._loader, self._options = loader, options
         self._memory = memory_of(loader)
         self._group = group_of(job)
-        self._line: Line | None = None
-        if job.elastic.is_on:
-            self._line = ledger_of(job).line_of(self._memory, is_remembered=is_remembered(loader))
+        self._line = ledger_of(job).line_of(self._memory, is_remembered=is_remembered(loader))
         self._examine(epoch=None)
 
     def __iter__(self) -> Iterator[Any]:
         job, memory, options = current(), self._memory, self._options
         job.elastic.enter()  # a newcomer takes nothing before it is in
+        if options.epoch is not None and self._line.find(operator.index(options.epoch)):
+            ledger_of(job).catch_up()
         epoch = self._next_epoch
-        if self._line is not None and self._line.is_pass_over and job.elastic.is_lockstep:
+        if self._line.is_pass_done or (self._line.is_pass_over and job.elastic.is_lockstep):
             self._line.skip_pass(epoch)
             return
         self._examine(epoch)
@@ -137,10 +136,12 @@ class Sharded:
             pad=options.pad,
             memory=memory,
             say=partial(say_once, memory.said, self._group),
-            elastic=self._elastic_pass(job, epoch),
+            entry=self._entry(job, epoch),
         )
+        batches = self._source.batches(this)
+        is_noted = getattr(self._source, "is_noted", False)  # by itself
         try:
-            yield from self._source.batches(this)
+            yield from batches if is_noted else this.entry.noted(batches)
         finally:
             announcer.close()
 
@@ -148,7 +149,9 @@ class Sharded:
     def _next_epoch(self) -> int:
         if self._options.epoch is not None:
             return operator.index(self._options.epoch)
-        return self._memory.next_epoch if self._line is None else self._line.next_epoch
+        if self._line.saved is not None:
+            return self._line.saved.epoch
+        return max(self._memory.next_epoch, self._line.next_epoch)
 
     def __len__(self) -> int:
         """Return the number of batches that this worker gets; TypeError where it is not known."""
@@ -156,13 +159,10 @@ class Sharded:
             raise TypeError(f"the number of batches of {type(self._loader).__name__} is not known")
         return self._length
 
-    def _elastic_pass(self, job: Job, epoch: int) -> ElasticPass | None:
-        if self._line is None:
-            return None
-        options = self._options
-        return ElasticPass(
-            job, ledger_of(job), self._line, options.resize, self._seed, epoch, options.pad
-        )
+    def _entry(self, job: Job, epoch: int) -> ElasticPass:
+        resize, pad = self._options.resize, self._options.pad
+        ledger = ledger_of(job)
+        return ElasticPass(job, ledger, self._line, resize, self._seed, epoch, pad, self._facts)
 
     def _examine(self, epoch: int | None) -> None:
         """Look at the loader, and agree with the other ranks about what is there. Collective."""
@@ -183,14 +183,12 @@ class Sharded:
             }
             if isinstance(self._loader, DataLoader):
                 aside["lookahead"] = lookahead_of(self._loader)
-            self._source = source
+            if epoch is not None and self._line.saved is not None:
+                self._line.saved.require_same_data(facts, epoch)
+            self._source, self._facts = source, facts
         except UsageError as error:
             problem = str(error)
-        if self._line is None:
-            told = agree(current(), problem, facts, aside)
-        else:
-            told = agree_in_line(current(), self._line, problem, facts, aside)
-        self._accept(told)
+        self._accept(agree_in_line(current(), self._line, problem, facts, aside))
 
     def _find_source(self, epoch: int) -> Source:
         if isinstance(self._loader, Sharded):
@@ -214,9 +212,11 @@ class Sharded:
 
     def _accept(self, told: list[dict[str, Any]]) -> None:
         """Take over what the ranks told: rank 0's seed, the longest lookahead and length."""
+        if self._line.seed is not None:  # also of the run that is resumed
+            self._memory.seed = self._line.seed
         natural = int(told[0]["seed"]) if self._memory.seed is None else self._memory.seed
         if not current().elastic.is_candidate:  # who has not heard the others' yet
-            self._memory.seed = natural
+            self._memory.seed = self._line.seed = natural
         seed = self._options.seed
         self._seed = natural if seed is None else operator.index(seed)
         self._lookahead: int = max(theirs["lookahead"] for theirs in told)

@@ -17,14 +17,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from paceline.collectives.group import Group
 from paceline.contribution import Announcer
 from paceline.data.elastic_pass import ElasticPass
-from paceline.data.indexed import IndexedLoader, Parts, settings_of
+from paceline.data.indexed import IndexedLoader, settings_of
 from paceline.data.memory import Memory
 from paceline.data.order import mixed
 from paceline.data.plan import length_of, plan, samplers_of, warmed_up
 from paceline.data.recut import Recut
 from paceline.data.reread import ItemReader, Reread, StreamReader, presharded
 from paceline.data.split import num_steps
-from paceline.data.stream import StridedLoader, counted, in_step, strided_items
 from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
 
@@ -43,11 +42,17 @@ class Pass:
     pad: bool
     memory: Memory
     say: Callable[[str], None]  # once for each loader
-    elastic: ElasticPass | None = None  # in an elastic job
+    entry: ElasticPass  # the pass as the ledger knows it
+
+    @property
+    def elastic(self) -> ElasticPass | None:
+        """The same, in an elastic job only."""
+        return self.entry if self.entry.is_elastic else None
 
 
 class Source(Protocol):
-    """Something that can be shared out."""
+    """Something that can be shared out. One with `is_noted = True` enters its passes into the
+    ledger by itself; of any other the batches are counted as they are handed out."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -107,6 +112,8 @@ def _has_indices(loader: Any) -> bool:
 class Indexed:
     """A DataLoader whose samples have indices."""
 
+    is_noted = True
+
     def __init__(
         self,
         loader: DataLoader[Any],
@@ -139,7 +146,6 @@ class Indexed:
 
     def batches(self, this: Pass) -> Iterator[Any]:
         """Yield this worker's parts of the global batches."""
-        group = this.group
         _set_epoch(samplers_of(self._loader), this.epoch)
         _mention_order(self._loader, this)
         if self._warmup is not None and self._plan.drawn_from is not None:
@@ -147,24 +153,11 @@ class Indexed:
                 f"shard: {self._warmup[0]}: {self._plan.units} of {self._units} samples, all of"
                 f" them from epoch {self._warmup[0].epochs} on"
             )
-        if this.elastic is not None:
-            yield from self._elastic_batches(this, this.elastic)
-            return
-        key = ("indexed", *settings_of(self._loader))
-        copy = this.memory.copy_for(key, lambda: IndexedLoader(self._loader))
-        order = self._plan.order(group, this.seed, this.epoch)
-        parts = Parts(self._plan, order, group.size, group.rank, pad=this.pad, say=this.say)
-        # Each rank augments its samples with other random numbers.
-        worker_seed = mixed(this.seed, this.epoch, 1 + group.rank)
-        yield from copy.run(parts, this.announcer, this.lookahead, worker_seed)
-        if parts.steps == 0:
-            self._refuse_emptiness()
-
-    def _elastic_batches(self, this: Pass, elastic: ElasticPass) -> Iterator[Any]:
-        reseeds = elastic.seeds is not None
+        # What processes of the loader draw must not depend on how many batches they have made.
+        reseeds = self._loader.num_workers > 0 or this.entry.seeds is not None
         key = ("indexed", reseeds, *settings_of(self._loader))
         copy = this.memory.copy_for(key, lambda: IndexedLoader(self._loader, reseeds=reseeds))
-        made = Recut(elastic, copy, self._plan, this.announcer, this.lookahead, this.say)
+        made = Recut(this.entry, copy, self._plan, this.announcer, this.lookahead, this.say)
         yield from made.batches()
         if made.num_batches == 0:
             self._refuse_emptiness()
@@ -178,6 +171,8 @@ class Indexed:
 
 class Stream:
     """A DataLoader over an iterable dataset, which all workers read."""
+
+    is_noted = True
 
     def __init__(self, loader: DataLoader[Any], nominal: int, batch: str) -> None:
         self._loader, self._batch = loader, batch
@@ -220,21 +215,12 @@ class Stream:
             f"one global batch is {self._per_step} samples; use fewer workers or a smaller"
             " batch_size, or drop_last=False and pad=False where some may get no batch"
         )
-        if this.elastic is not None:
-            per_step = self._rule(this.elastic.resize)
-            reader = StreamReader(self._loader, per_step, seed)
-            made = Reread(
-                this.elastic, reader, per_step, this.announcer, stops_short=drop, too_few=too_few
-            )
-            yield from made.batches()
-            return
-        key = ("stream", self._batch, *settings_of(self._loader))
-        copy = this.memory.copy_for(
-            key, lambda: StridedLoader(self._loader, group.size, group.rank, self._batch)
+        per_step = self._rule(this.entry.resize)
+        reader = StreamReader(self._loader, per_step, seed, this.memory)
+        made = Reread(
+            this.entry, reader, per_step, this.announcer, stops_short=drop, too_few=too_few
         )
-        yield from in_step(
-            copy.run(seed), group, this.announcer, pad=this.pad, stops_short=drop, too_few=too_few
-        )
+        yield from made.batches()
 
     def _rule(self, resize: str) -> Callable[[int], int]:
         """Return how many samples make a step of so many workers."""
@@ -246,6 +232,8 @@ class Stream:
 
 class Items:
     """Something that yields batches: a list, a generator, another library's loader."""
+
+    is_noted = True
 
     def __init__(self, items: Iterable[Any], group: Group, *, pad: bool) -> None:
         self._items = items
@@ -271,25 +259,17 @@ class Items:
             )
         too_few = f"there must be a batch for each of the {size} workers, or pass pad=False"
         too_few += _hint(self._items)
-        if this.elastic is not None:
-            reader, one_each = ItemReader(self._items), lambda workers: workers
-            made = Reread(
-                this.elastic, reader, one_each, this.announcer, stops_short=False, too_few=too_few
-            )
-            yield from made.batches()
-            return
-        yield from in_step(
-            strided_items(self._items, this.group),
-            this.group,
-            this.announcer,
-            pad=this.pad,
-            stops_short=False,
-            too_few=too_few,
+        reader, one_each = ItemReader(self._items), lambda workers: workers
+        made = Reread(
+            this.entry, reader, one_each, this.announcer, stops_short=False, too_few=too_few
         )
+        yield from made.batches()
 
 
 class Presharded:
     """Whatever yields batches, other ones on each worker."""
+
+    is_noted = True
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
@@ -304,14 +284,8 @@ class Presharded:
         """Yield the batches as they come, in step with the other workers."""
         if isinstance(self._batches, DataLoader):
             _set_epoch([*samplers_of(self._batches), self._batches.dataset], this.epoch)
-        batches = counted(self._batches)
         too_few = "give each worker at least one, or pass pad=False" + _hint(self._batches)
-        if this.elastic is not None:
-            yield from presharded(this.elastic, batches, this.announcer, too_few)
-            return
-        yield from in_step(
-            batches, this.group, this.announcer, pad=this.pad, stops_short=False, too_few=too_few
-        )
+        yield from presharded(this.entry, self._batches, this.announcer, too_few)
 
 
 def _mention_order(loader: DataLoader[Any], this: Pass) -> None:

@@ -67,6 +67,13 @@ def deal_or_spread(units: Units, world_size: int, rank: int) -> tuple[Units, flo
     return spread(list(chain.from_iterable(units)), world_size, rank)
 
 
+def counted(units: Units, cut: Cut, world_size: int) -> tuple[int, int]:
+    """Return how many samples a global batch has, and how many workers get none of it."""
+    total = len(units) if cut is spread else sum(map(size_of, units))
+    is_dealt = cut is deal or (cut is deal_or_spread and len(units) == world_size)
+    return total, max(0, world_size - (len(units) if is_dealt else total))
+
+
 def size_of(unit: object) -> int:
     """Return how many samples an index stands for."""
     return len(unit) if isinstance(unit, list) else 1

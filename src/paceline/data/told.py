@@ -18,6 +18,7 @@ import msgspec
 from paceline.collectives.agreement import take_from
 from paceline.collectives.group import Group
 from paceline.data import order
+from paceline.data.draws import State, as_then, remembered
 from paceline.data.portable import portable, restored
 from paceline.data.split import Units, size_of
 from paceline.errors import UsageError
@@ -36,6 +37,8 @@ class KeptOrder:
         self._start = 0  # place of the first one that is kept
         self._digest = b""
         self._source: _Source | None = None  # on the worker that tells
+        self._draws: State | None = None  # of the generators when the sampler began, if known
+        self._is_resumed = False
 
     @property
     def told(self) -> int:
@@ -88,47 +91,65 @@ class KeptOrder:
         self._digest = bytes.fromhex(told["digest"])
         self.length = self.told if told["ended"] else None
 
+    def place(self) -> dict[str, Any]:
+        """Return everything as plain data, for a checkpoint."""
+        return {**self.pack(), "draws": self._draws}
+
+    def begin_at(self, place: Mapping[str, Any], *, is_alone: bool) -> None:
+        """Go on from there. `is_alone`: the workers are not at the same batches and cannot wait for
+        one of them to tell; each iterates its own sampler."""
+        self.load(place)
+        self._draws, self._is_resumed = place["draws"], True
+        if is_alone:
+            self.group = None
+
     def read(self) -> tuple[list[Any], bool, str | None]:
         """On the worker that tells: read the next chunk; or say what is wrong."""
         if self._source is None or self._source.count > self.told:
-            self._source = _Source(self._sampler)
+            self._begin_to_read()
         source = self._source
-        while source.count < self.told:
-            if not source.next():
-                break
+        assert source is not None
         if source.count != self.told or source.digest != self._digest:
-            return [], True, _cannot_go_on(self._sampler)
-        units, indices = list[Any](), 0
-        while indices < order.CHUNK:
-            if not source.next():
-                return units, True, None
-            units.append(source.unit)
-            indices += size_of(source.unit)
-        return units, False, None
+            return [], True, _cannot_go_on(self._sampler, is_resumed=self._is_resumed)
+        return source.read()
 
-    def _add(self, units: Iterable[Any]) -> None:
-        for unit in units:
-            self._digest = _chained(self._digest, unit)
-            self._kept.append(restored(unit))
+    def _begin_to_read(self) -> None:
+        """Iterate the sampler, up to what has been told."""
+        things = generators_of(self._sampler)
+        if self._draws is None and self.told == 0:
+            self._draws = remembered(things)
+            self._source = _Source(self._sampler)
+            return
+        with as_then(self._draws, things):
+            self._source = _Source(self._sampler)
+            while self._source.count < self.told and not self._source.read()[1]:
+                pass
+
+    def _add(self, units: list[Any]) -> None:
+        self._digest = _chained(self._digest, units)
+        self._kept += map(restored, units)
 
 
 class _Source:
-    """A sampler under way."""
+    """A sampler under way. It is read in chunks that are the same each time."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self._iterator: Iterator[Any] = iter(sampler)
         self.count = 0
         self.digest = b""
-        self.unit: Any = None
 
-    def next(self) -> bool:
-        """Take the next unit; false at the end."""
+    def read(self) -> tuple[list[Any], bool, None]:
+        """Read the next chunk; say whether it is the last."""
+        units, indices, has_ended = list[Any](), 0, True
         for unit in self._iterator:
-            self.unit = portable(unit)
-            self.digest = _chained(self.digest, self.unit)
-            self.count += 1
-            return True
-        return False
+            units.append(portable(unit))
+            indices += size_of(units[-1])
+            if indices >= order.CHUNK:
+                has_ended = False
+                break
+        self.count += len(units)
+        self.digest = _chained(self.digest, units)
+        return units, has_ended, None
 
 
 class _Chunk:
@@ -154,7 +175,18 @@ class _Chunk:
             return [], True, said
 
 
-def _cannot_go_on(sampler: object) -> str:
+def generators_of(sampler: Any) -> list[Any]:
+    """Return whatever of a sampler may have a generator of its own."""
+    return [sampler, getattr(sampler, "sampler", None)]
+
+
+def _cannot_go_on(sampler: object, *, is_resumed: bool) -> str:
+    if is_resumed:
+        return (
+            f"the sampler ({type(sampler).__name__}) gives other indices than before the checkpoint"
+            " was made, so this epoch cannot be continued; seed it by the epoch (set_epoch), or"
+            " give it a generator (generator=torch.Generator().manual_seed(...))"
+        )
     return (
         "the worker that told the sampler's indices to the others is lost, and another has to go"
         f" on; but its own sampler ({type(sampler).__name__}) gives other indices; seed it alike on"
@@ -162,5 +194,5 @@ def _cannot_go_on(sampler: object) -> str:
     )
 
 
-def _chained(digest: bytes, unit: Any) -> bytes:
-    return hashlib.blake2b(digest + msgspec.msgpack.encode(unit), digest_size=16).digest()
+def _chained(digest: bytes, units: list[Any]) -> bytes:
+    return hashlib.blake2b(digest + msgspec.msgpack.encode(units), digest_size=16).digest()

@@ -1,0 +1,314 @@
+"""A run that goes on from a checkpoint gets the batches that the first one would have got."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+import paceline as pl
+from paceline import job
+from paceline.collectives.group import Group
+from paceline.data import ledger, order
+from paceline.data.resumption import data_state, resume_data
+from support import run_ranks
+
+EPOCHS = 3
+
+
+class Noisy(Dataset):
+    """Samples with augmentation: a random number of each kind of generator."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [float(index), float(torch.rand(())), random.random(), float(np.random.rand())]
+
+
+class NoisyStream(IterableDataset):
+    """The same as a stream, divided among DataLoader workers."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[list[float]]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return (Noisy(self.samples)[i] for i in range(first, self.samples, step))
+
+
+class Seeded(Dataset):
+    """No noise."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: Any) -> Any:
+        return [float(index)]
+
+
+class Recorder:
+    """Notes every batch of a script; in the middle of it, what a checkpoint would keep."""
+
+    def __init__(self, save_at: int | None, steps: int = 0) -> None:
+        self.save_at, self.steps = save_at, steps
+        self.seen: list[Any] = []  # epoch, batch, weight
+        self.saved: Any = None
+
+    def evaluate(self, epoch: int, batch: Any) -> None:
+        self.seen.append([f"evaluation {epoch}", plain(batch), 1.0])
+
+    def step(self, epoch: int, *batches: Any) -> None:
+        weight = job.current().contribution.weight
+        self.seen.append([epoch, [plain(batch) for batch in batches], weight])
+        job.current().contribution.commit()
+        torch.rand(1)  # dropout
+        self.steps += 1
+        if self.steps == self.save_at:
+            state = json.loads(json.dumps(data_state(job.current())))
+            self.saved = state, torch.get_rng_state(), random.getstate(), np.random.get_state()
+            self.seen.append("saved")
+
+
+def plain(batch: Any) -> Any:
+    if isinstance(batch, list):
+        return torch.stack([torch.as_tensor(column) for column in batch], -1).tolist()
+    return batch.tolist()
+
+
+def over(make: Callable[[], Any], **options: Any) -> Callable[[Recorder], None]:
+    """The usual script: epochs by hand, the loader made once."""
+
+    def script(recorder: Recorder) -> None:
+        loader = make()
+        for epoch in range(EPOCHS):
+            for batch in pl.shard(loader, epoch=epoch, **options):
+                recorder.step(epoch, batch)
+
+    return script
+
+
+def with_evaluation(recorder: Recorder) -> None:
+    train, test = DataLoader(Noisy(41), 3, shuffle=True), DataLoader(Noisy(10), 3)
+    for epoch in range(EPOCHS):
+        for batch in pl.shard(train):
+            recorder.step(epoch, batch)
+            if recorder.steps % 4 == 0:
+                for one in pl.shard(test, pad=False):
+                    recorder.evaluate(epoch, one)
+        for batch in pl.shard(test, pad=False):
+            recorder.evaluate(epoch, batch)
+
+
+def in_epochs(recorder: Recorder) -> None:
+    for epoch in pl.epochs(EPOCHS):
+        before = DataLoader(Noisy(10), 3)  # a new loader in each round
+        for batch in pl.shard(before, pad=False):
+            recorder.evaluate(epoch, batch)
+        train = DataLoader(Noisy(41), 3, shuffle=True)
+        for batch in pl.shard(train, epoch=epoch):
+            recorder.step(epoch, batch)
+        for batch in pl.shard(before, pad=False):
+            recorder.evaluate(epoch, batch)
+
+
+def in_steps(recorder: Recorder) -> None:
+    first, second = DataLoader(Noisy(41), 3, shuffle=True), DataLoader(Noisy(17), 2)
+
+    def forever(loader: Any) -> Iterator[Any]:
+        while True:
+            yield from pl.shard(loader)
+
+    ones, twos = forever(first), forever(second)
+    for number in pl.steps(25):
+        recorder.step(number, next(ones), next(twos))
+
+
+def by_itself(recorder: Recorder) -> None:
+    """A script that knows its epoch from its own checkpoint."""
+    train, test = DataLoader(Noisy(41), 3, shuffle=True), DataLoader(Noisy(10), 3)
+    for epoch in range(0 if recorder.save_at else 1, EPOCHS):
+        for batch in pl.shard(train, epoch=epoch):
+            recorder.step(epoch, batch)
+        for batch in pl.shard(test, pad=False):
+            recorder.evaluate(epoch, batch)
+
+
+def over_generators(recorder: Recorder) -> None:
+    for epoch in range(EPOCHS):
+        for batch in pl.shard(torch.full((2,), float(i)) for i in range(21)):
+            recorder.step(epoch, batch)
+
+
+def over_lists(recorder: Recorder) -> None:
+    for epoch in range(EPOCHS):
+        for batch in pl.shard([torch.full((1 + i % 3,), float(i)) for i in range(21)]):
+            recorder.step(epoch, batch)
+
+
+def buckets() -> Any:
+    return BatchSampler(RandomSampler(range(41)), 3, False)
+
+
+def own_part() -> Any:
+    mine = range(pl.rank(), 41, pl.world_size())
+    return DataLoader(Noisy(41), 3, sampler=torch.utils.data.SubsetRandomSampler(mine))
+
+
+SCRIPTS: dict[str, Callable[[Recorder], None]] = {
+    "shuffled": over(lambda: DataLoader(Noisy(41), 3, shuffle=True)),
+    "plain": over(lambda: DataLoader(Noisy(41), 3)),
+    "global": over(lambda: DataLoader(Noisy(41), 5, shuffle=True), batch="global"),
+    "dropped": over(lambda: DataLoader(Noisy(41), 3, shuffle=True, drop_last=True)),
+    "warmed up": over(
+        lambda: DataLoader(Noisy(41), 1, shuffle=True), warmup=pl.data_warmup(0.5, epochs=2)
+    ),
+    "processes": over(lambda: DataLoader(Noisy(41), 3, shuffle=True, num_workers=2)),
+    "lasting processes": over(
+        lambda: DataLoader(Noisy(41), 3, num_workers=1, persistent_workers=True)
+    ),
+    "sampler": over(
+        lambda: DataLoader(Noisy(41), 3, sampler=WeightedRandomSampler([1.0] * 41, 41))
+    ),
+    "batch sampler": over(lambda: DataLoader(Noisy(41), batch_sampler=buckets())),
+    "items": over(lambda: DataLoader(Seeded(41), batch_size=None)),
+    "stream": over(lambda: DataLoader(NoisyStream(41), 3)),
+    "stream processes": over(lambda: DataLoader(NoisyStream(41), 3, num_workers=2)),
+    "presharded": over(own_part, presharded=True),
+    "lists": over_lists,
+    "generators": over_generators,
+    "evaluation": with_evaluation,
+    "epochs": in_epochs,
+    "steps": in_steps,
+    "by itself": by_itself,
+}
+SAVE_AT = {"items": 31, "lists": 15, "generators": 15, "global": 13, "warmed up": 17}
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def first_run(group: Group, names: list[str]) -> dict[str, Any]:
+    """Run the scripts from beginning to end; tell what they saw and what they saved."""
+    found = {}
+    order.CHUNK = 10
+    for name in names:
+        ledger._owned = None  # each script as if in a new process
+        seed_all(1000 + group.rank)
+        recorder = Recorder(SAVE_AT.get(name, 10))
+        SCRIPTS[name](recorder)
+        found[name] = recorder.seen, recorder.saved
+    return found
+
+
+def second_run(group: Group, path: str) -> dict[str, Any]:
+    """Run the scripts again, each from its checkpoint."""
+    found = {}
+    saved: dict[str, list[Any]] = torch.load(path, weights_only=False)
+    order.CHUNK = 10
+    for name, states in saved.items():
+        ledger._owned = None
+        seed_all(1000 if group.rank == 0 else 5)
+        recorder = Recorder(None, SAVE_AT.get(name, 10))
+        said = resume_data(job.current(), [state for state, *_ in states], is_lockstep=True)
+        if group.size == len(states):
+            _, of_torch, of_random, of_numpy = states[group.rank]
+            torch.set_rng_state(of_torch)
+            random.setstate(of_random)
+            np.random.set_state(of_numpy)
+        SCRIPTS[name](recorder)
+        found[name] = recorder.seen, said
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """What two workers saw, and what they saved."""
+    return run_ranks(2, first_run, list(SCRIPTS), timeout_s=100)
+
+
+def resumed(
+    workers: int, ranks: list[dict[str, Any]], names: list[str], directory: Path
+) -> list[dict[str, Any]]:
+    path = str(directory / "states")
+    torch.save({name: [rank[name][1] for rank in ranks] for name in names}, path)
+    return run_ranks(workers, second_run, path, timeout_s=100)
+
+
+def behind(seen: list[Any]) -> list[Any]:
+    return seen[seen.index("saved") + 1 :]
+
+
+def test_the_same_workers_get_the_same_batches(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+    again = resumed(2, ranks, list(SCRIPTS), tmp_path)
+    for name in SCRIPTS:
+        for rank in range(2):
+            expected = behind(ranks[rank][name][0])
+            seen, said = again[rank][name]
+            assert expected and seen == expected, name
+            assert said == []
+
+
+NOT_CUT = ("sampler", "presharded", "steps")  # drawn with repeats, or not by epochs
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_other_workers_get_what_is_left(
+    ranks: list[dict[str, Any]], workers: int, tmp_path: Path
+) -> None:
+    names = [name for name in SCRIPTS if name != "sampler"]
+    again = resumed(workers, ranks, names, tmp_path)
+    for name in names:
+        assert f"data: 2 -> {workers} workers in the middle of epoch" in again[0][name][1][0]
+        if name in NOT_CUT:
+            continue
+        whole = counted(rank[name][0] for rank in ranks)
+        had = counted(rank[name][0][: rank[name][0].index("saved")] for rank in ranks)
+        got = counted(rank[name][0] for rank in again)
+        for epoch in whole:
+            together = had.get(epoch, Counter()) + got.get(epoch, Counter())
+            if name == "evaluation" and isinstance(epoch, str):
+                assert set(together) == set(range(10)) and len(set(together.values())) == 1
+                continue  # so many steps, so many evaluations
+            assert max(together.values()) == max(whole[epoch].values()), (name, epoch)
+            if name != "dropped":
+                assert together == whole[epoch], (name, epoch)
+
+
+def counted(ranks: Any) -> dict[Any, Counter[float]]:
+    """How often each sample was seen in each epoch, by all workers."""
+    found: dict[Any, Counter[float]] = {}
+    for seen in ranks:
+        for epoch, batches, weight in (entry for entry in seen if entry != "saved"):
+            if weight == 0.0:
+                continue
+            rows = batches if isinstance(epoch, str) else batches[0]
+            samples = [row[0] if isinstance(row, list) else row for row in rows]
+            found.setdefault(epoch, Counter()).update(samples)
+    return found
