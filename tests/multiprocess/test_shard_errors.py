@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
 
 import paceline as pl
 from paceline.collectives.group import Group
-from support import run_ranks
+from support import outcomes_of, run_ranks
 
 
 class Stream(IterableDataset):
@@ -35,6 +42,29 @@ class Nothing:
 class Odd:
     def __iter__(self):
         return iter([0.5])
+
+
+class Spoiled(Dataset):
+    """A dataset with one sample that cannot be read."""
+
+    def __init__(self, bad: int) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.bad:
+            raise OSError(f"picture-{index}.png is truncated")
+        return index
+
+
+class SpoiledStream(IterableDataset):
+    def __init__(self, bad: int) -> None:
+        self.bad = bad
+
+    def __iter__(self):
+        return (Spoiled(self.bad)[i] for i in range(20))
 
 
 def loader_of(samples: int, size: int = 2, **settings: Any) -> DataLoader:
@@ -121,3 +151,61 @@ def test_what_differs_between_ranks() -> None:
         assert len(list(pl.shard(loader_of(20)))) == 4
 
     run_ranks(3, battery)
+
+
+def test_a_lack_of_data_is_an_error_of_its_own() -> None:
+    def battery(group: Group) -> None:
+        odd = group.rank == 1
+
+        def refuse(loader: Any, **options: Any) -> None:
+            with pytest.raises(pl.errors.DataError):
+                list(pl.shard(loader, **options))
+
+        refuse(loader_of(0))  # nothing at all, on all ranks or on one
+        refuse(loader_of(0 if odd else 20))
+        refuse([])
+        refuse(DataLoader(Stream(0), 2))
+        refuse(loader_of(2))  # fewer than workers
+        refuse(DataLoader(Stream(2), 1))
+        refuse([torch.ones(1)] * 2)
+        refuse(loader_of(20 + odd))  # not the same length everywhere
+        refuse([1, 2, 3] + [4] * odd)
+        with pytest.raises(pl.errors.UsageError) as caught:
+            pl.shard(loader_of(20), epoch=-1)
+        assert not isinstance(caught.value, pl.errors.DataError)
+
+    run_ranks(3, battery)
+
+
+def test_a_sample_that_raises_is_named() -> None:
+    def battery(group: Group) -> None:
+        def refuse(pattern: str, loader: Any, **options: Any) -> None:
+            with pytest.raises(pl.errors.DataError, match=pattern) as caught:
+                list(pl.shard(loader, **options))
+            told = "".join(traceback.format_exception(caught.value))
+            assert "in __getitem__" in told and "picture-13.png is truncated" in told
+
+        truncated = "OSError: picture-13.png is truncated"
+        spoiled = DataLoader(Spoiled(13), 2)
+        refuse(f"sample 13 of Spoiled could not be made on rank 0: {truncated}", spoiled)
+        with_processes = DataLoader(Spoiled(13), 2, num_workers=2)
+        refuse("sample 13 of Spoiled could .* rank 0, DataLoader worker 0", with_processes)
+        unbatched = DataLoader(Spoiled(13), batch_size=None)
+        refuse("sample 13 of Spoiled could not be made on rank 0", unbatched)
+        stream = DataLoader(SpoiledStream(13), 2, num_workers=1)
+        refuse("sample 13 of SpoiledStream could .* worker 0 of 1, DataLoader worker 0", stream)
+        items = (torch.tensor([Spoiled(13)[i]]) for i in range(20))
+        refuse("batch 13 of generator could not be made on rank 0", items)
+        refuse("batch 6 of DataLoader .*on rank 0", DataLoader(Spoiled(13), 2), presharded=True)
+
+    run_ranks(1, battery)
+
+
+def test_one_rank_that_cannot_read_ends_the_others() -> None:
+    def battery(group: Group) -> None:
+        for batch in pl.shard(DataLoader(Spoiled(13), 2)):
+            group.all_reduce(batch.sum())
+
+    errors = [outcome.error for outcome in outcomes_of(2, battery)]
+    assert "sample 13 of Spoiled could not be made on rank 0" in str(errors[0])
+    assert isinstance(errors[1], pl.errors.PeerLost)

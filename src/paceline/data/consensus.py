@@ -13,8 +13,10 @@ from typing import Any
 
 from paceline.collectives.agreement import refuse_problems, tell_all
 from paceline.collectives.group import Group
-from paceline.errors import UsageError
+from paceline.errors import DataError, UsageError, named
 from paceline.job import Job
+
+_LENGTHS = ("the length of the dataset", "the length of the sampler", "the number of batches")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,11 @@ def agree(
     group = group_of(job)
     mine = [problem, dict(facts), dict(aside)]
     ranks, told = job.elastic.point(lambda: [list(group.ranks), tell_all(group, mine)])
-    refuse_problems(ranks, "pl.shard", [entry[0] for entry in told])
+    try:
+        refuse_problems(ranks, "pl.shard", [entry[0] for entry in told])
+    except UsageError as error:
+        kinds = [entry[2].get("problem") for entry in told if entry[0] is not None]
+        raise named(kinds[0] or "UsageError", str(error)) from None
     for rank, (_, found, _) in zip(ranks, told, strict=True):
         require_same(found, f"rank {rank}", told[0][1], f"rank {ranks[0]}")
     return [entry[2] for entry in told]
@@ -61,7 +67,8 @@ def require_same(
     """Raise UsageError for the first fact that differs."""
     for name in expected:
         if found.get(name) != expected[name]:
-            raise UsageError(
+            kind = DataError if name in _LENGTHS else UsageError
+            raise kind(
                 f"pl.shard: {name} is {found.get(name)!r} on {here}, expected"
                 f" {expected[name]!r} as on {there}; pass the same loader and"
                 " arguments on every rank, or presharded=True if each rank has data of its own"

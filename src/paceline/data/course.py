@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from paceline.data.portable import portable, restored
-from paceline.data.split import Cut, Units, counted
+from paceline.data.split import Cut, Units, counted, size_of
 
 Ranks = tuple[int, ...]
 
@@ -68,6 +68,17 @@ class Course:
         self.committed = 0
         self.carried: dict[int, list[Any]] = {}  # by rank: of the pass before, not committed yet
         self.version = 0  # grows when batches that were not taken yet may have changed
+
+    @property
+    def reissued(self) -> int:
+        """How many samples were queued again."""
+        return sum(map(size_of, self.queue))
+
+    def dropped(self, samples: int) -> int:
+        """Return how many samples were left out, at the end of a pass in which so many were not."""
+        if not self._rules.drop_short or self._sequence.length is None:
+            return 0
+        return self._sequence.length + len(self.queue) - samples
 
     @property
     def members(self) -> Ranks:

@@ -18,7 +18,7 @@ from paceline.data.ledger import Ledger
 from paceline.data.passage import AnyCourse, Count, Line, Passage
 from paceline.data.repeatable import Seeds
 from paceline.data.told import KeptOrder
-from paceline.errors import UsageError
+from paceline.errors import named
 from paceline.job import Job
 
 
@@ -96,9 +96,8 @@ class ElasticPass:
             for batch in batches:
                 self.ledger.note_take()
                 passage.cursor += 1
-                course.take(passage.cursor - 1)
+                course.use(passage.cursor - 1)
                 yield batch
-                course.commit(passage.cursor)
         finally:
             self.close(passage)
 
@@ -152,5 +151,5 @@ def agree_in_line(
             told[0]["seed"] = first[0]["seed"]  # the script may have seeded anew since
         line.answers = told
     elif problem is not None:
-        raise UsageError(f"pl.shard: {problem}")
+        raise named(aside["problem"], f"pl.shard: {problem}")
     return line.answers or [aside]

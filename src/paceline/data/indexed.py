@@ -22,7 +22,9 @@ from paceline.contribution import Announcer
 from paceline.data.order import Order
 from paceline.data.plan import Plan
 from paceline.data.repeatable import Reseeding
+from paceline.data.samples import Named
 from paceline.data.split import Units, spread_one
+from paceline.job import joined
 
 
 class Parts:
@@ -98,8 +100,10 @@ class IndexedLoader:
         self._slot = Slot()
         self.reseeds = reseeds  # before each batch is made: its parts come with a seed
         place = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        changes = {"dataset": Reseeding(loader.dataset)} if reseeds else {}
-        self._copy = copied(loader, **{place: self._slot}, **changes)
+        job = joined()
+        who = "this rank" if job is None else f"rank {job.env.rank}"
+        dataset = Reseeding(loader.dataset, who) if reseeds else Named(loader.dataset, who)
+        self._copy = copied(loader, **{place: self._slot}, dataset=dataset)
 
     def begin(self, parts: Iterable[Any], worker_seed: int) -> Iterator[Any]:
         """Return an iterator over the batches that these parts make."""

@@ -83,6 +83,7 @@ class Ledger:
         self._told_lines: dict[str, Any] = {}  # of loaders that this script has not given yet
         self._saved_lines: dict[str, Callable[[Line], None]] = {}  # the same, of a checkpoint
         self.is_resumed = False  # from a checkpoint
+        self.said: dict[str, Any] = {}  # by line: see epoch_line.py
         self._loops: dict[int, Loop] = {}
         self._told_loops: dict[int, tuple[int, Any]] = {}
         self._num_loaders = self._num_loops = 0  # of this script

@@ -30,6 +30,13 @@ class AnyCourse(Protocol):
     taken: int
     committed: int
 
+    @property
+    def reissued(self) -> int:
+        """How many samples were handed out a second time."""
+
+    def dropped(self, samples: int) -> int:
+        """Return how many samples were left out, at the end of a pass in which so many were not."""
+
     def stage_of(self, batch: int) -> int:
         """Return the first batch of the stage to which a batch belongs."""
 
@@ -57,18 +64,28 @@ class AnyCourse(Protocol):
 class Count:
     """The course of data that cannot be cut anew: how many batches there were."""
 
+    reissued = 0
+
     def __init__(self) -> None:
         self.taken = 0
         self.committed = 0
         self.counts: dict[int, list[int]] = {}  # as in StreamCourse
 
+    def dropped(self, samples: int) -> int:  # noqa: ARG002
+        """Return 0: whatever there is comes."""
+        return 0
+
     def stage_of(self, batch: int) -> int:  # noqa: ARG002
         """Return 0: there is only one stage."""
         return 0
 
-    def take(self, batch: int) -> None:
+    def take(self, batch: int, source: int = 0) -> None:  # noqa: ARG002
         """Note that a batch has been given out."""
         self.taken = max(self.taken, batch + 1)
+
+    def use(self, batch: int, source: int = 0) -> None:  # noqa: ARG002
+        """The same where workers stay: nothing of it comes again."""
+        self.taken = self.committed = batch + 1
 
     def commit(self, batches: int) -> None:
         """Note that so many batches have counted."""
@@ -137,6 +154,7 @@ class Passage:
             "epoch": self.epoch,
             "course": self.course.pack(),
             "order": None if self.order is None else self.order.pack(),
+            "tally": self.tally.pack(),
         }
 
     def take_over(self, told: Mapping[str, Any]) -> None:
@@ -144,6 +162,7 @@ class Passage:
         if self.order is not None:
             self.order.load(told["order"])
         self.course.load(told["course"])
+        self.tally.load(told["tally"])
 
 
 @dataclass
@@ -199,6 +218,7 @@ class Line:
     first_epoch: int | None = None  # of the first pass
     seed: int | None = None  # by default
     resumed: Resumed = field(default_factory=Resumed)  # what a checkpoint says
+    ended: Passage | None = None  # the last one
 
     @property
     def is_pass_known(self) -> bool:
@@ -259,7 +279,7 @@ class Line:
     def end(self, passage: Passage) -> None:
         """End a pass."""
         del self.open[passage.index]
-        course = passage.course
+        self.ended, course = passage, passage.course
         if passage.counts and hasattr(course, "uncommitted"):
             self.carried = course.uncommitted()
 
@@ -309,11 +329,17 @@ class Line:
             "next_epoch": resumed.next_epoch if is_before else self.next_epoch,
             "first_epoch": self.first_epoch,
             "seed": None if self.seed is None else str(self.seed),
+            "ended": self._ended(),
             "open": [
                 *([index, dict(saved.state)] for index, saved in opened.items()),
                 *([index, state_of(passage)] for index, passage in self.open.items()),
             ],
         }
+
+    def _ended(self) -> list[int] | None:
+        if self.ended is None:
+            return None
+        return [self.ended.index, self.ended.cursor, self.ended.tally.largest]
 
     def resume(self, state: Mapping[str, Any], *, is_same: bool, is_alone: bool) -> None:
         """Go on from what a worker's `state` was when a checkpoint was made."""

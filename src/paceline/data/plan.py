@@ -21,7 +21,7 @@ from paceline.data.course import Rules
 from paceline.data.order import LocalOrder, Order, ToldOrder, draw, mixed
 from paceline.data.split import Cut, deal, deal_or_spread, num_steps, spread, spread_one
 from paceline.data.warmup import DataWarmup
-from paceline.errors import UsageError
+from paceline.errors import DataError, UsageError
 
 _WARMUP = (0, 0, 1)  # beside the seed; where this has its second 0, others have 1 + a rank
 
@@ -102,8 +102,8 @@ def warmed_up(made: Plan, warmup: DataWarmup, epoch: int, world_size: int, *, pa
     less = replace(made, units=units, drawn_from=made.units)
     try:
         _refuse_too_few(less, world_size, pad)
-    except UsageError as error:
-        raise UsageError(f"warmup={warmup}, {units} of {made.units} samples: {error}") from None
+    except DataError as error:
+        raise DataError(f"warmup={warmup}, {units} of {made.units} samples: {error}") from None
     return less
 
 
@@ -190,17 +190,17 @@ def _refuse_sharding_samplers(loader: DataLoader[Any]) -> None:
 
 def _refuse_too_few(made: Plan, world_size: int, pad: bool) -> None:
     if made.units == 0:
-        raise UsageError("the loader is empty: its dataset or sampler has no samples")
+        raise DataError("the loader is empty: its dataset or sampler has no samples")
     if made.units is None:
         return
     if made.drop_short and made.units < made.per_step:
-        raise UsageError(
+        raise DataError(
             f"the loader has {made.units} samples, fewer than one global batch of"
             f" {made.per_step}, and drop_last=True drops them all; use a smaller batch_size, fewer"
             " workers or drop_last=False"
         )
     if pad and made.cut in (spread, deal) and made.units < world_size:
-        raise UsageError(
+        raise DataError(
             f"the loader has {made.units} samples for {world_size} workers, fewer than one each;"
             f" start at most {made.units} workers, or pass pad=False if some may get no batch"
         )

@@ -70,6 +70,12 @@ class StreamCourse:
         self.committed = 0
         self.counts: dict[int, list[int]] = {}  # by batch that has not counted: see told_counts
         self._given: list[tuple[int, ReadingStage, int, int]] = []  # batch, stage, source, number
+        self.version = 0  # grows when stages may have changed
+        self.reissued = 0  # samples that were used again
+
+    def dropped(self, samples: int) -> int:  # noqa: ARG002
+        """Return 0: how long a stream is, nobody knows."""
+        return 0
 
     @property
     def members(self) -> Ranks:
@@ -92,6 +98,11 @@ class StreamCourse:
         self.batches[source] = number + 1
         self.taken = batch + 1
 
+    def use(self, batch: int, source: int = 0) -> None:
+        """The same where workers stay: nothing of it comes again."""
+        self.batches[source] = self.batches.get(source, 0) + 1
+        self.taken = self.committed = batch + 1
+
     def commit(self, batches: int) -> None:
         """Note that so many batches have counted."""
         self.committed = max(self.committed, batches)
@@ -102,8 +113,10 @@ class StreamCourse:
         self, after: Ranks, *, uncounted: bool, replaced: Mapping[int, int] | None = None
     ) -> None:
         """Go on with other workers; as for a Course."""
+        self.version += 1
         lost = [rank for rank in self.members if rank not in after]
         again = self._uncounted(lost) if uncounted else {}
+        self.reissued += sum(map(len, again.values()))
         if replaced:
             self._rename(replaced)
         if self.members == after:
@@ -183,10 +196,12 @@ class StreamCourse:
             "taken": self.taken,
             "committed": self.committed,
             "counts": list(self.counts.items()),
+            "reissued": self.reissued,
         }
 
     def load(self, told: Mapping[str, Any]) -> None:
         """Take over what another worker packed."""
+        self.version += 1
         self.stages = list(map(_stage, told["stages"]))
         self._given = [
             (batch, _stage(stage), source, number) for batch, stage, source, number in told["given"]
@@ -194,6 +209,7 @@ class StreamCourse:
         self.batches = dict(told["batches"])
         self.taken, self.committed = told["taken"], told["committed"]
         self.counts = dict(told["counts"])
+        self.reissued = told["reissued"]
 
 
 def _plain(stage: ReadingStage) -> list[Any]:

@@ -146,7 +146,7 @@ class Recut:
             number, weight, *counts = parts.asked.popleft()
             passage.cursor = number + 1
             course.take(number)
-            passage.tally.note(*counts)
+            passage.tally.note(number, *counts)
             if self._seeds is not None:
                 self._seeds.before_use(number)
             self._announcer.set(weight)

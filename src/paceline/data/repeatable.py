@@ -1,9 +1,11 @@
-"""Random numbers that a replacement draws again, to the bit (on_loss="replace").
+"""Random numbers that another process draws again, to the bit.
 
-Before each batch is made, and again before it is given to the script, the generators of torch,
-`random` and numpy are seeded from (seed, number of the worker, epoch, place in the pass). So
-whatever the dataset and the model draw for a batch follows from its place alone, and not from how
-many batches this process has seen before. The script's own seeding is overridden at every batch.
+Before each batch is made the generators of torch, `random` and numpy are seeded from (seed, number
+of the worker, epoch, place in the pass): in the processes of a DataLoader always, so that a run
+that is resumed in the middle of an epoch augments its samples as the first would have; in the
+process of the script only for on_loss="replace", and there once more before the batch is given to
+the script. So whatever the dataset and the model draw for a batch follows from its place alone, and
+not from how many batches this process has seen before.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy as np
 import torch
 
 from paceline.data.order import mixed
+from paceline.data.samples import Named
 
 _MAKING, _USING, _STEP = 1, 2, 3
 
@@ -49,30 +52,18 @@ def seed_step(seed: int, number: int, step: int) -> None:
     seed_everything(mixed(seed, number, step, _STEP))
 
 
-class Reseeding:
-    """A dataset that is asked for (seed, indices), and seeds before it makes the samples.
-    Everything else is the dataset's own."""
+class Reseeding(Named):
+    """A dataset that is asked for (seed, indices), and seeds before it makes the samples."""
 
-    def __init__(self, dataset: Any) -> None:
-        object.__setattr__(self, "_dataset", dataset)
+    def __init__(self, dataset: Any, who: str = "this rank") -> None:
+        super().__init__(dataset, who)
 
-    def __getitems__(self, request: tuple[int, Iterable[Any]]) -> Any:
+    def __getitems__(self, request: tuple[int, Iterable[Any]]) -> Any:  # type: ignore[override]
         seed, indices = request
         seed_everything(seed)
-        if callable(getattr(self._dataset, "__getitems__", None)):
-            return self._dataset.__getitems__(indices)
-        return [self._dataset[index] for index in indices]
+        return super().__getitems__(indices)
 
     def __getitem__(self, request: tuple[int, Any]) -> Any:
         seed, index = request
         seed_everything(seed)
-        return self._dataset[index]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_dataset"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._dataset, name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Reseeding, (self._dataset,)
+        return super().__getitem__(index)

@@ -26,6 +26,7 @@ from paceline.data.indexed import copied, settings_of
 from paceline.data.memory import Memory
 from paceline.data.passage import Count, Passage
 from paceline.data.reading import ReadingStage, StreamCourse
+from paceline.data.samples import named_items
 from paceline.data.split import strided_share, weight
 from paceline.data.stream import Strided, samples_in
 from paceline.errors import DataError, UsageError
@@ -96,8 +97,8 @@ class StreamReader:
 class ItemReader:
     """Reads what is left of an iterable of batches, every w-th of w workers."""
 
-    def __init__(self, items: Iterable[Any]) -> None:
-        self._items = items
+    def __init__(self, items: Iterable[Any], who: str = "this rank") -> None:
+        self._items, self._who = items, who
         self.num_sources = 1
         self.things = [items]
         self._is_one_shot = isinstance(items, Iterator)
@@ -120,11 +121,12 @@ class ItemReader:
             self._start += 1
 
     def _positions(self) -> Iterator[tuple[int, Any]]:
+        items = named_items(self._items, "batch", self._who)
         if not self._is_one_shot:
-            yield from enumerate(self._items)
+            yield from enumerate(items)
             return
         yield from enumerate(list(self._kept), self._start)
-        for item in self._items:
+        for item in items:
             self._kept.append(item)
             yield self._start + len(self._kept) - 1, item
 
@@ -172,7 +174,8 @@ class Reread:
         """Yield batches until the workers change, or it is over; return which of the two."""
         course, seat = self._course, self._elastic.seat
         stage = course.stage(passage.cursor)
-        key = self._key(stage)
+        key, version = self._key(stage), course.version
+        take = course.take if self._elastic.is_elastic else course.use
         index = stage.members.index(seat)
         with as_then(passage.draws if passage.is_resumed else None, self._reader.things):
             read = self._reader.read(stage, index)
@@ -183,20 +186,22 @@ class Reread:
         while True:
             batch = next(mine, None)
             counts = steps.tell(_IDLE if is_idle else _ENDED if batch is None else batch[0])
-            if self._key(course.stage(passage.cursor)) != key:
-                return False  # somebody was lost: this batch is cut anew
+            if course.version != version:
+                if self._key(course.stage(passage.cursor)) != key:
+                    return False  # somebody was lost: this batch is cut anew
+                version = course.version
             if steps.is_over(counts, self._stops_short):
                 return True
-            course.take(passage.cursor, 0 if batch is None else batch[1])
+            take(passage.cursor, 0 if batch is None else batch[1])
             if batch is None and steps.last is None and self._elastic.pad:
                 steps.last = self._spare()
             yield from steps.give(batch, counts)
             kept = self._elastic.done(passage)
-            if not self._elastic.is_elastic:
-                course.commit(kept)
             self._reader.forget(course.stage(kept), kept)
-            if self._key(course.stage(passage.cursor)) != key:
-                return False
+            if course.version != version:
+                if self._key(course.stage(passage.cursor)) != key:
+                    return False
+                version = course.version
 
     def _key(self, stage: ReadingStage) -> Any:
         return (
@@ -254,7 +259,8 @@ class InStep:
         if self._passage.counts and number < self._course.taken and number in self._course.counts:
             return self._course.counts[number]
         counts = self._exchange(count)
-        self._course.counts[number] = counts
+        if self._elastic.is_elastic:
+            self._course.counts[number] = counts
         return counts
 
     def _exchange(self, count: int) -> list[int]:
@@ -286,7 +292,7 @@ class InStep:
         self._passage.cursor = number + 1
         having = [count for count in counts if count >= 0]
         here = 0 if batch is None else batch[0]
-        self._passage.tally.note(here, sum(having), len(counts) - len(having))
+        self._passage.tally.note(number, here, sum(having), len(counts) - len(having))
         if batch is not None:
             self.last = batch[2]
             total = sum(count for count in counts if count > 0)
@@ -305,12 +311,8 @@ class InStep:
             passage.cursor = number + 1
             if number < done:
                 continue  # this worker's number has done that before
-            if isinstance(course, Count):
-                course.take(number)
-            else:
-                course.take(number, source)
-            course.commit(number + 1)
-            passage.tally.note(count, count, 0)
+            course.use(number, source)
+            passage.tally.note(number, count, count, 0)
             self.last = batch
             yield self._announced(number, 1.0)
 
@@ -327,6 +329,7 @@ def presharded(
     """Yield the batches of a worker's own loader, in step with the other workers. One that takes
     over a number, or goes on from a checkpoint, leaves out as many as the others have had."""
     course = Count()
+    take = course.take if elastic.is_elastic else course.use
     passage = elastic.open(course)
     things = [batches, getattr(batches, "dataset", None), getattr(batches, "sampler", None)]
     if not passage.is_resumed:
@@ -335,7 +338,8 @@ def presharded(
     is_behind = passage.is_resumed or elastic.job.env.number < elastic.nominal
     try:
         with as_then(passage.draws if passage.is_resumed else None, things):
-            mine: Iterator[Tagged] = ((samples_in(batch), 0, batch) for batch in batches)
+            own = named_items(batches, "batch", f"rank {elastic.job.env.rank}")
+            mine: Iterator[Tagged] = ((samples_in(batch), 0, batch) for batch in own)
             for used in islice(mine, passage.cursor if is_behind and not elastic.is_free else 0):
                 steps.last = used[2]
         if elastic.is_free:
@@ -352,11 +356,9 @@ def presharded(
             counts = steps.tell(_ENDED if batch is None else batch[0])
             if steps.is_over(counts, stops_short=False):
                 return
-            course.take(passage.cursor)
+            take(passage.cursor)
             if batch is None and steps.last is None and elastic.pad:
                 raise DataError("pl.shard: this worker came with no batch at all; " + too_few)
             yield from steps.give(batch, counts)
-            if not elastic.is_elastic:
-                course.commit(passage.cursor)
     finally:
         elastic.close(passage)

@@ -46,7 +46,7 @@ def resume_data(job: Job, states: Sequence[State], *, is_lockstep: bool) -> list
     is_alone = any(ahead)
     chosen = dict(states[_place_of(job)] if is_same else slowest)
     if is_alone:
-        chosen = _with_all_orders(chosen, states)
+        chosen = _with_others(chosen, states, is_same=is_same)
     ledger_of(job).begin_from(chosen, is_same=is_same, is_alone=is_alone)
     return _said(chosen, states, workers, is_lockstep=is_lockstep)
 
@@ -86,21 +86,21 @@ def _progress(line: State) -> tuple[int, int]:
     return line["passes"], 0
 
 
-def _with_all_orders(chosen: dict[str, Any], states: Sequence[State]) -> dict[str, Any]:
-    """Return a state that knows of each sampler what any worker had been told."""
-    return {
-        **chosen,
-        "lines": {
-            key: {
-                **line,
-                "open": [
-                    [index, {**passage, "order": _longest(passage["order"], key, index, states)}]
-                    for index, passage in line["open"]
-                ],
-            }
-            for key, line in chosen["lines"].items()
-        },
-    }
+def _with_others(
+    chosen: dict[str, Any], states: Sequence[State], *, is_same: bool
+) -> dict[str, Any]:
+    """Return a state that knows of each sampler what any worker had been told, and how much of what
+    others had done comes again."""
+    lines = {}
+    for key, line in chosen["lines"].items():
+        passages = []
+        for index, passage in line["open"]:
+            again = 0 if is_same else _again(key, index, passage["batch"], states)
+            counts = {**passage["counts"], "repeated": again}
+            order = _longest(passage["order"], key, index, states)
+            passages.append([index, {**passage, "order": order, "counts": counts}])
+        lines[key] = {**line, "open": passages}
+    return {**chosen, "lines": lines}
 
 
 def _longest(mine: Any, key: str, index: int, states: Sequence[State]) -> Any:
@@ -118,20 +118,18 @@ def _longest(mine: Any, key: str, index: int, states: Sequence[State]) -> Any:
 def _said(chosen: State, states: Sequence[State], workers: int, *, is_lockstep: bool) -> list[str]:
     is_same, lines = workers == len(states), list[str]()
     under_way = [
-        (key, index, passage)
-        for key, line in chosen["lines"].items()
-        for index, passage in line["open"]
+        (key, passage) for key, line in chosen["lines"].items() for _, passage in line["open"]
     ]
     if is_same:
         return lines
     if not under_way:
         return [f"data: {len(states)} -> {workers} workers, between two epochs"]
-    for key, index, passage in under_way:
+    for key, passage in under_way:
         lines.append(
             f"data: {len(states)} -> {workers} workers in the middle of epoch"
             f" {passage['epoch']} ({key}, behind batch {passage['batch']}): {_how(passage)}"
         )
-        again = _again(key, index, passage["batch"], states)
+        again = passage["counts"]["repeated"]
         if again:
             why = "they" if is_lockstep else "at this pace they"
             lines.append(
@@ -155,9 +153,11 @@ def _again(key: str, index: int, batch: int, states: Sequence[State]) -> int:
     total = 0
     for state in states:
         line = state["lines"].get(key)
-        passage = None if line is None else dict(line["open"]).get(index)
-        if passage is not None:
-            total += (passage["batch"] - batch) * passage["counts"]["largest"]
-        elif line is not None and line["passes"] > index:
-            total += (line["batches"] - batch) * line["largest"]
+        if line is None:
+            continue
+        had = [(i, p["batch"], p["counts"]["largest"]) for i, p in line["open"]]
+        had += [tuple(line["ended"])] if line["ended"] else []
+        for i, batches, largest in had:
+            if i >= index:
+                total += (batches - (batch if i == index else 0)) * largest
     return total

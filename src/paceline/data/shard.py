@@ -7,6 +7,7 @@ would have seen. Before each batch its weight is announced to whoever exchanges 
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,9 @@ from torch.utils.data import DataLoader
 
 from paceline.data.consensus import group_of
 from paceline.data.elastic_pass import ElasticPass, agree_in_line
+from paceline.data.epoch_line import tell_epoch
 from paceline.data.indexed import lookahead_of
-from paceline.data.ledger import ledger_of
+from paceline.data.ledger import OTHERS, ledger_of
 from paceline.data.memory import is_remembered, memory_of, say_once
 from paceline.data.sources import Pass, Source, source_of
 from paceline.data.warmup import DataWarmup
@@ -138,12 +140,14 @@ class Sharded:
             say=partial(say_once, memory.said, self._group),
             entry=self._entry(job, epoch),
         )
-        batches = self._source.batches(this)
+        began_s, batches = time.monotonic(), self._source.batches(this)
         is_noted = getattr(self._source, "is_noted", False)  # by itself
         try:
             yield from batches if is_noted else this.entry.noted(batches)
         finally:
             announcer.close()
+        if self._line.ended is not None:
+            tell_epoch(this.entry, self._line.ended, memory.line or OTHERS, began_s)
 
     @property
     def _next_epoch(self) -> int:
@@ -187,7 +191,7 @@ class Sharded:
                 self._line.saved.require_same_data(facts, epoch)
             self._source, self._facts = source, facts
         except UsageError as error:
-            problem = str(error)
+            problem, aside["problem"] = str(error), type(error).__name__
         self._accept(agree_in_line(current(), self._line, problem, facts, aside))
 
     def _find_source(self, epoch: int) -> Source:

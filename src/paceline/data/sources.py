@@ -25,7 +25,7 @@ from paceline.data.recut import Recut
 from paceline.data.reread import ItemReader, Reread, StreamReader, presharded
 from paceline.data.split import num_steps
 from paceline.data.warmup import DataWarmup
-from paceline.errors import UsageError
+from paceline.errors import DataError, UsageError
 
 _EMPTY_ITERATOR = "; it is a generator or iterator, which can be used once only: pass a new one"
 
@@ -163,7 +163,7 @@ class Indexed:
             self._refuse_emptiness()
 
     def _refuse_emptiness(self) -> None:
-        raise UsageError(
+        raise DataError(
             "pl.shard: the loader is empty: its sampler gave no index, or with drop_last=True"
             f" fewer than a global batch of {self._plan.per_step}"
         )
@@ -259,7 +259,8 @@ class Items:
             )
         too_few = f"there must be a batch for each of the {size} workers, or pass pad=False"
         too_few += _hint(self._items)
-        reader, one_each = ItemReader(self._items), lambda workers: workers
+        who = f"rank {this.entry.job.env.rank}"
+        reader, one_each = ItemReader(self._items, who), lambda workers: workers
         made = Reread(
             this.entry, reader, one_each, this.announcer, stops_short=False, too_few=too_few
         )

@@ -20,8 +20,9 @@ from paceline.collectives.group import Group
 from paceline.contribution import Announcer
 from paceline.data.indexed import copied
 from paceline.data.reading import Reading
+from paceline.data.samples import named_items
 from paceline.data.split import stride, strided_share, weight
-from paceline.errors import UsageError
+from paceline.errors import DataError
 
 Counted = tuple[int, Any]  # samples of a batch, and the batch
 _ENDED = -1
@@ -43,12 +44,13 @@ class Strided(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         dataset, *numbers, readings = self._strided
-        is_mine = stride(*numbers)
+        is_mine, who = stride(*numbers), f"worker {numbers[1]} of {numbers[0]}"
+        samples = named_items(dataset, "sample", who)
         if not readings:
-            return (sample for position, sample in enumerate(dataset) if is_mine(position))
+            return (sample for position, sample in enumerate(samples) if is_mine(position))
         info = get_worker_info()
         number_of = readings.get(0 if info is None else info.id, Reading()).numbering()
-        numbered = ((number_of(position), sample) for position, sample in enumerate(dataset))
+        numbered = ((number_of(position), sample) for position, sample in enumerate(samples))
         return (sample for number, sample in numbered if number is not None and is_mine(number))
 
     def __getattr__(self, name: str) -> Any:
@@ -147,7 +149,7 @@ def in_step(
         counts = _tell(group, _ENDED if mine is None else mine[0])
         missing = [rank for rank, count in zip(group.ranks, counts, strict=True) if count < 0]
         if is_first and missing and (pad or len(missing) == group.size):
-            raise UsageError(f"pl.shard: {_named(missing, group.size)} no batch at all; {too_few}")
+            raise DataError(f"pl.shard: {_named(missing, group.size)} no batch at all; {too_few}")
         if len(missing) == group.size or (missing and stops_short):
             return
         is_first = False

@@ -8,18 +8,20 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class Tally:
-    """The count of one worker's batches of one pass, and of all workers' as far as it knows."""
+    """The count of the batches of one pass, of all workers as far as this one knows."""
 
-    batches: int = 0  # of this worker
-    largest: int = 0  # samples of its largest batch
-    samples: int = 0  # of all workers, in batches that count
-    padded: int = 0  # batches of all workers that repeat a sample with weight 0
+    next: int = 0  # the first batch that has not been counted
+    samples: int = 0  # in batches that count
+    padded: int = 0  # parts that repeat something with weight 0
+    largest: int = 0  # samples of this worker's largest batch
+    repeated: int = 0  # samples that may come again because a checkpoint was behind, at most
 
-    def note(self, here: int, total: int, padded: int) -> None:
-        """Count a batch of this worker, of so many samples of all."""
-        self.batches += 1
-        self.samples += total
-        self.padded += padded
+    def note(self, batch: int, here: int, total: int, padded: int) -> None:
+        """Count a batch with so many samples here and of all; once, if it is handed out again."""
+        if batch >= self.next:
+            self.next = batch + 1
+            self.samples += total
+            self.padded += padded
         if here > self.largest:
             self.largest = here
 

@@ -569,6 +569,7 @@ class Training:
         result = self.update.run(step)
         start = time.perf_counter()
         self.buffers.finish()
+        self._job.contribution.commit()
         self._count_step(time.perf_counter() - start)
         self._job.stopping.hear(self.reducer.is_stop_agreed)
         return result

@@ -77,7 +77,26 @@ class Preemptible(msgspec.Struct, frozen=True, tag_field="type", tag="preemptibl
     rank: int
 
 
-Event: TypeAlias = Progress | Note | TableReport | ServerLoad | Resumed | Preemptible
+class EpochEnded(msgspec.Struct, frozen=True, tag_field="type", tag="epoch"):
+    """A pass over a loader for training came to its end; what was handed out in it.
+
+    Of all workers, told by the first of them; in elastic jobs at paces that run free, each worker
+    (`worker`: its number) tells about its own part.
+    """
+
+    rank: int
+    loader: str  # "loader 0": by the order in which the script gave them to pl.shard
+    epoch: int
+    samples: int  # that counted, each once unless `repeated`
+    reissued: int = 0  # handed out a second time, because who had them was lost before they counted
+    padded: int = 0  # parts of a global batch that repeat a sample with weight 0
+    dropped: int = 0  # left out by drop_last, where that is known
+    repeated: int = 0  # at most so many counted twice: a checkpoint was behind some workers
+    is_drawn: bool = False  # by a sampler, which may give a sample often or not at all
+    worker: int | None = None
+
+
+Event: TypeAlias = Progress | Note | TableReport | ServerLoad | Resumed | Preemptible | EpochEnded
 
 
 class MemberLost(msgspec.Struct, frozen=True, tag_field="type", tag="lost"):

@@ -1,0 +1,79 @@
+"""Errors of a user's dataset, with the place where they happened.
+
+Of thousands of samples one cannot be read, on one of many workers, perhaps in a process of its
+DataLoader. What the dataset raised does not say which. So it is raised again as a DataError that
+names the sample, the rank and the process, with the dataset's own traceback behind it. The other
+ranks end with this one: the launcher names it as the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from paceline.errors import DataError
+
+
+class Named:
+    """A dataset whose errors say which sample and where. Everything else is the dataset's own: a
+    worker_init_fn that sets attributes of `get_worker_info().dataset` reaches the dataset."""
+
+    def __init__(self, dataset: Any, who: str) -> None:
+        object.__setattr__(self, "_named", (dataset, who))
+
+    def __getitem__(self, index: Any) -> Any:
+        dataset, who = self._named
+        try:
+            return dataset[index]
+        except Exception as error:
+            raise refused(f"sample {index!r:.80}", dataset, who, error) from error
+
+    def __getitems__(self, indices: Iterable[Any]) -> Any:
+        dataset, who = self._named
+        index: Any = None
+        if callable(getattr(dataset, "__getitems__", None)):
+            try:
+                return dataset.__getitems__(indices)
+            except Exception as error:
+                raise refused(
+                    f"one of the samples {indices!r:.200}", dataset, who, error
+                ) from error
+        made = []
+        try:
+            for index in indices:
+                made.append(dataset[index])  # to know which one
+        except Exception as error:
+            raise refused(f"sample {index!r:.80}", dataset, who, error) from error
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_named")[0], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._named[0], name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._named
+
+
+def named_items(items: Iterable[Any], what: str, who: str) -> Iterator[Any]:
+    """Yield what an iterable yields; its errors say behind how many items they came."""
+    number = 0
+    try:
+        for item in items:
+            yield item
+            number += 1
+    except Exception as error:
+        raise refused(f"{what} {number}", items, who, error) from error
+
+
+def refused(what: str, source: Any, who: str, error: Exception) -> DataError:
+    """Return the error that says what could not be made, and where."""
+    info = get_worker_info()
+    where = who if info is None else f"{who}, DataLoader worker {info.id}"
+    return DataError(
+        f"pl.shard: {what} of {type(source).__name__} could not be made on {where}:"
+        f" {type(error).__name__}: {error}"
+    )
