@@ -312,3 +312,76 @@ def counted(ranks: Any) -> dict[Any, Counter[float]]:
             samples = [row[0] if isinstance(row, list) else row for row in rows]
             found.setdefault(epoch, Counter()).update(samples)
     return found
+
+
+def run_apart(group: Group, path: str | None, samples: int, kind: str) -> Any:
+    """Workers that do not wait for each other: one is three batches ahead of the other."""
+    sampler = {"sampler": list(range(samples))[::-1]} if kind == "sampler" else {"shuffle": True}
+    loader, seen, saved = DataLoader(Seeded(samples), 3, **sampler), list[Any](), None
+    said: list[str] = []
+    if path is not None:
+        said = resume_data(job.current(), torch.load(path), is_lockstep=False)
+    for batch in pl.shard(loader, epoch=0, seed=4):
+        seen += [row for (row,) in plain(batch)] if job.current().contribution.weight else []
+        if path is None and len(seen) == (15 if group.rank == 0 else 6):
+            saved = json.loads(json.dumps(data_state(job.current())))
+            break
+    return seen, saved, said
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "sampler"])
+def test_workers_that_run_free_go_on_where_each_was(kind: str, tmp_path: Path) -> None:
+    ranks = run_ranks(2, run_apart, None, 41, kind)
+    path = str(tmp_path / "states")
+    torch.save([state for _, state, _ in ranks], path)
+    had = Counter(x for seen, _, _ in ranks for x in seen)
+    again = run_ranks(2, run_apart, path, 41, kind)
+    together = had + Counter(x for seen, _, _ in again for x in seen)
+    assert together == Counter(map(float, range(41))) and again[0][2] == []
+    alone = run_ranks(1, run_apart, path, 41, kind)  # from the slower one's place
+    together = had + Counter(alone[0][0])
+    assert set(together) == set(map(float, range(41))) and max(together.values()) == 2
+    twice = sum(count == 2 for count in together.values())
+    assert twice == 9 and "at most 9 samples come again" in alone[0][2][1]
+
+
+def refuse_other_data(group: Group, path: str) -> None:
+    """Go on with something else than what the checkpoint was made of."""
+    state = torch.load(path)
+    wrong = {
+        "the length of the dataset is 40, expected 41 as in the checkpoint": lambda: over(
+            lambda: DataLoader(Noisy(40), 3, shuffle=True)
+        ),
+        "batch_size is 4, expected 3": lambda: over(lambda: DataLoader(Noisy(41), 4, shuffle=True)),
+        "the sampler is 'SequentialSampler', expected 'RandomSampler'": lambda: over(
+            lambda: DataLoader(Noisy(41), 3)
+        ),
+        "seed is '5', expected None": lambda: over(
+            lambda: DataLoader(Noisy(41), 3, shuffle=True), seed=5
+        ),
+        "the kind of loader is 'items', expected 'indexed'": lambda: over(lambda: Forever()),
+    }
+    for text, make in wrong.items():
+        ledger._owned = None
+        resume_data(job.current(), state, is_lockstep=True)
+        with pytest.raises(pl.errors.DataError, match=text):
+            make()(Recorder(None))
+    for states, text in (
+        ([], "of no worker"),
+        (state[:1], "made by 2 workers, but has the data of 1"),
+        ([{**one, "format": 9} for one in state], "has format 9, expected 1"),
+    ):
+        with pytest.raises(pl.errors.DataError, match=text):
+            resume_data(job.current(), states, is_lockstep=True)
+
+
+class Forever:
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.ones(1)
+
+
+def test_other_data_is_refused(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+    path = str(tmp_path / "states")
+    torch.save([rank["shuffled"][1][0] for rank in ranks], path)
+    run_ranks(2, refuse_other_data, path)

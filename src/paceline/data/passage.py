@@ -256,6 +256,7 @@ class Line:
     def skip_pass(self, epoch: int) -> None:
         """Leave out a pass that is over."""
         self.my_passes += 1
+        self.passes = max(self.passes, self.my_passes)
         self.next_epoch = epoch + 1
 
     def begin(self, passage: Passage) -> None:
@@ -319,6 +320,7 @@ class Line:
             self.my_passes, self.next_epoch = self.passes, self.told_epoch
         elif self.my_passes < self.resumed.passes:
             self.my_passes, self.next_epoch = self.resumed.place
+            self.passes = max(self.passes, self.my_passes)
 
     def state(self) -> dict[str, Any]:
         """Return where this worker's script is, as plain data for a checkpoint."""
