@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +16,12 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 import paceline as pl
 from paceline.collectives.group import Group
 from paceline.data import order
+from paceline.data.resumption import data_state, resume_data
+from paceline.job import current
+from paceline.telemetry.events import EpochEnded
+from support import run_ranks
 from support.counted import Learner, Log, policy
-from support.elastic import elastic_job
+from support.elastic import ElasticJob, elastic_job
 
 
 def train(group: Group, samples: int, num_workers: int, resize: str) -> None:
@@ -54,12 +60,67 @@ def test_each_sample_counts_once(kill: int, num_workers: int, resize: str) -> No
         log.hear(newcomer, epoch=log.heard[newcomer][0] + 1)
         log.stop(newcomer, killed=[kill])
         log.require_once(151)
+        lines = [event for event in job.events if isinstance(event, EpochEnded)]
+        assert {line.samples for line in lines} == {151}
+        assert sum(line.reissued > 0 for line in lines) == 1  # in the epoch of the loss
+        assert any("151 samples, each once; " in o and "re-issued" in o for o in outputs(job))
         sizes = Counter(len(counted) for _, counted, _ in log.steps.values())
         assert {size for _, _, size in log.steps.values()} == {2, 3}
         if resize == "global":
             assert sizes[6] > 0.8 * sizes.total() and max(sizes) == 6
         else:
             assert sizes[4] > 10 and sizes[6] > 10
+
+
+def outputs(job: ElasticJob) -> list[str]:
+    return [job.ranks.output(rank) for rank in range(len(job.processes))]
+
+
+def go_on(group: Group, samples: int, path: str) -> None:
+    """Go on from a checkpoint of two workers; a newcomer hears from the others instead."""
+    resume_data(current(), torch.load(path), is_lockstep=True)
+    learner = Learner(samples)
+    loader, test = DataLoader(range(samples), 2, shuffle=True), DataLoader(range(9), 2)
+    for epoch in range(1000):
+        for batch in pl.shard(loader, epoch=epoch):
+            learner.step(epoch, batch)
+        for _ in pl.shard(test, pad=False):
+            pass
+
+
+def save_early(group: Group, samples: int) -> tuple[list[int], str]:
+    loader, test = DataLoader(range(samples), 2, shuffle=True), DataLoader(range(9), 2)
+    for epoch in range(2):
+        seen = []
+        for number, batch in enumerate(pl.shard(loader, epoch=epoch)):
+            seen += batch.tolist()
+            if (epoch, number) == (1, 7):
+                return seen, json.dumps(data_state(current()))
+        for _ in pl.shard(test, pad=False):
+            pass
+    raise AssertionError("it saves before that")
+
+
+def test_what_a_checkpoint_left_counts_once_while_workers_come_and_go(tmp_path: Path) -> None:
+    saved = run_ranks(2, save_early, 151)
+    path = str(tmp_path / "states")
+    torch.save([json.loads(state) for _, state in saved], path)
+    with elastic_job(policy(3)) as job:
+        job.start(go_on, 151, path)
+        log = Log(job)
+        log.hear(0, more=4)
+        job.ranks.kill(1)
+        log.hear(0, more=4)
+        newcomer = job.add()
+        log.hear(newcomer)
+        log.hear(newcomer, epoch=log.heard[newcomer][0] + 2)
+        log.stop(newcomer, killed=[1])
+        counts = log.by_epoch()
+        assert min(counts) == 1
+        for seen, _ in saved:
+            counts[1].update(seen)
+        for epoch in range(1, max(counts)):
+            assert counts[epoch] == Counter(range(151)), epoch
 
 
 def accumulate(group: Group, samples: int) -> None:
