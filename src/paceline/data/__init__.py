@@ -6,14 +6,18 @@ shard.py                    pl.shard(loader): one object, which each pass asks f
      order.py               the one order of samples that all workers follow
      warmup.py              pl.data_warmup: the first epochs go over a part of it
      split.py               the arithmetic: whose samples, and what weight
-     indexed.py             a loader with an index for each sample: this worker's part of it
-  -> stream.py              data that only comes in sequence: striding, and steps in common
-
-Where workers come and go:
      course.py, reading.py  the arithmetic: what is left, and whose it is now
-     passage.py, ledger.py  how far every pass is, for those who come later or are behind
-  -> recut.py, told.py      a loader with indices begins again in the middle of a pass
-  -> reread.py              the same for a stream
-     repeatable.py          random numbers that a replacement draws again
-     loops.py               pl.steps, pl.epochs: loops that a newcomer enters where the others are
+  -> recut.py, told.py      a pass over a loader with an index for each sample, from any batch on
+     indexed.py             the copy of the loader that makes this worker's part
+  -> reread.py, in_step.py  the same for data that only comes in sequence
+     stream.py              striding over it
+     samples.py             which sample could not be made, and where
+
+The ledger: how far everything is, for those who come later, are behind, or resume a run
+     passage.py, line.py    every pass over every loader; loop.py: every loop
+     ledger.py              all of them, and changes of the membership
+     loops.py               pl.steps, pl.epochs: loops that are entered where the others are
+     resumption.py          the same as plain data, for checkpoints; saved.py: one pass of it
+     repeatable.py          random numbers by the place of a batch; draws.py: as they were
+     tally.py               what was handed out; epoch_line.py says it at the end of an epoch
 """

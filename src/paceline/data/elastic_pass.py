@@ -15,7 +15,8 @@ from typing import Any
 from paceline.data.consensus import agree, group_of
 from paceline.data.draws import as_then, remembered
 from paceline.data.ledger import Ledger
-from paceline.data.passage import AnyCourse, Count, Line, Passage
+from paceline.data.line import Line
+from paceline.data.passage import AnyCourse, Count, Passage
 from paceline.data.repeatable import Seeds
 from paceline.data.told import KeptOrder
 from paceline.errors import named

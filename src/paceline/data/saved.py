@@ -60,7 +60,7 @@ class SavedPassage:
             if (
                 name == "batch_size"
                 and not self.is_same
-                and None not in (expected[name], facts[name])
+                and None not in (expected[name], facts.get(name))
             ):
                 continue  # of each worker: with another number of them it may have to be another
             if facts.get(name) != expected[name]:

@@ -146,8 +146,9 @@ class Sharded:
             yield from batches if is_noted else this.entry.noted(batches)
         finally:
             announcer.close()
-        if self._line.ended is not None:
-            tell_epoch(this.entry, self._line.ended, memory.line or OTHERS, began_s)
+            ended, self._line.ended = self._line.ended, None
+        if ended is not None:  # and has come to its end
+            tell_epoch(this.entry, ended, memory.line or OTHERS, began_s)
 
     @property
     def _next_epoch(self) -> int:

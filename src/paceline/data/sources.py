@@ -17,12 +17,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from paceline.collectives.group import Group
 from paceline.contribution import Announcer
 from paceline.data.elastic_pass import ElasticPass
+from paceline.data.in_step import presharded
 from paceline.data.indexed import IndexedLoader, settings_of
 from paceline.data.memory import Memory
 from paceline.data.order import mixed
 from paceline.data.plan import length_of, plan, samplers_of, warmed_up
 from paceline.data.recut import Recut
-from paceline.data.reread import ItemReader, Reread, StreamReader, presharded
+from paceline.data.reread import ItemReader, Reread, StreamReader
 from paceline.data.split import num_steps
 from paceline.data.warmup import DataWarmup
 from paceline.errors import DataError, UsageError

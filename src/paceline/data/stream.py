@@ -10,18 +10,16 @@ it is over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline.collectives.group import Group
 from paceline.contribution import Announcer
-from paceline.data.indexed import copied
 from paceline.data.reading import Reading
 from paceline.data.samples import named_items
-from paceline.data.split import stride, strided_share, weight
+from paceline.data.split import stride, weight
 from paceline.errors import DataError
 
 Counted = tuple[int, Any]  # samples of a batch, and the batch
@@ -71,38 +69,6 @@ class Counting:
 
     def __call__(self, samples: Any) -> Counted:
         return len(samples), self._collate(samples)
-
-
-class StridedLoader:
-    """The copy of a loader over an iterable dataset that loads only this worker's samples."""
-
-    def __init__(self, loader: DataLoader[Any], world_size: int, rank: int, batch: str) -> None:
-        self._is_batched = loader.batch_size is not None
-        if not self._is_batched:
-            per_step = world_size
-            changes = {}
-        else:
-            size = loader.batch_size or 0
-            per_step = size if batch == "global" else size * world_size
-            mine = strided_share(world_size, rank, per_step)
-            changes = {
-                "batch_sampler": BatchSampler(loader.sampler, mine, loader.drop_last),
-                "collate_fn": Counting(loader.collate_fn),
-            }
-        strided = Strided(loader.dataset, world_size, rank, per_step)
-        self._copy = copied(loader, dataset=strided, **changes)
-
-    def run(self, worker_seed: int) -> Iterator[Counted]:
-        """Yield this worker's batches of one pass."""
-        self._copy.generator.manual_seed(worker_seed)
-        if not self._is_batched:
-            return counted(self._copy)
-        return ((count, batch) for count, batch in self._copy)
-
-
-def strided_items(items: Iterable[Any], group: Group) -> Iterator[Counted]:
-    """Yield every world-size-th item of something that yields batches."""
-    return counted(islice(items, group.rank, None, group.size))
 
 
 def counted(batches: Iterable[Any]) -> Iterator[Counted]:

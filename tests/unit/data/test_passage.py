@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from paceline.data.course import Course, Rules
+from paceline.data.line import Line
 from paceline.data.order import LocalOrder
-from paceline.data.passage import Line, Passage, Turn
+from paceline.data.passage import Passage, Turn
 from paceline.data.split import spread
 
 

@@ -1,0 +1,83 @@
+"""Courses that begin in the middle: what is left is left, for any number of workers."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from paceline.data.course import Course, Rules
+from paceline.data.order import LocalOrder
+from paceline.data.reading import StreamCourse
+from paceline.data.split import spread
+from paceline.errors import DataError
+
+
+def course(samples: int, workers: int, per_worker: int, *, drop: bool = False) -> Course:
+    rules = Rules(lambda n: per_worker * n, spread, drop_short=drop, again=list)
+    return Course(rules, LocalOrder(samples, 5), tuple(range(workers)))
+
+
+def plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def rest(a: Course, batch: int) -> list[list[int]]:
+    """The units of all batches from one on."""
+    found = []
+    while (units := a.units(batch)) is not None:
+        found.append([int(unit) for unit in units])
+        a.take(batch)
+        batch += 1
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_left_is_the_same_or_cut_anew(seed: int) -> None:
+    chance = random.Random(seed)
+    samples, before, after = chance.randint(1, 60), chance.randint(1, 4), chance.randint(1, 4)
+    first = course(samples, before, 2)
+    whole = rest(course(samples, before, 2), 0)
+    batch = chance.randint(0, len(whole))
+    for number in range(batch):
+        first.take(number)
+        if chance.random() < 0.2 and before > 1:  # somebody was lost, and came again
+            first.change(tuple(range(before - 1)), uncounted=True)
+            first.change(tuple(range(before)), uncounted=False)
+        first.commit(number + 1)
+    place = plain(first.place(batch))
+    expected = rest(first, batch)
+    same = course(samples, before, 2)
+    same.begin_at(batch, place, is_same=True)
+    assert rest(same, batch) == expected
+    other = course(samples, after, 2)
+    other.begin_at(batch, place, is_same=after == before)
+    left = [unit for units in rest(other, batch) for unit in units]
+    assert left == [unit for units in expected for unit in units]
+
+
+def test_what_was_lost_comes_again_behind_a_checkpoint() -> None:
+    first = course(12, 2, 2)
+    first.take(0)
+    first.change((0,), uncounted=True)
+    first.commit(1)
+    second = course(12, 3, 1)
+    second.begin_at(1, plain(first.place(1)), is_same=False)
+    units = [unit for units in rest(second, 1) for unit in units]
+    assert len(units) == 8 + 2 and second.reissued == 2
+    assert second.dropped(10) == 0
+
+
+def test_streams_of_other_loaders_cannot_be_continued() -> None:
+    first = StreamCourse(lambda n: n, (0, 1), num_sources=2)
+    first.use(0, 1)
+    with pytest.raises(DataError, match="num_workers is 1, expected 2 as in the checkpoint"):
+        StreamCourse(lambda n: n, (0, 1)).begin_at(1, plain(first.place(1)), is_same=True)
+    same = StreamCourse(lambda n: n, (4, 5), num_sources=2)
+    same.begin_at(1, plain(first.place(1)), is_same=True)
+    assert same.stage(1).members == (4, 5) and same.stage(1).first == 0
+    other = StreamCourse(lambda n: n, (0, 1, 2), num_sources=2)
+    other.begin_at(1, plain(first.place(1)), is_same=False)
+    assert other.stage(1).first == 1 and other.stage(1).reading(1).base == 2
