@@ -319,9 +319,10 @@ def run_apart(group: Group, path: str | None, samples: int, kind: str) -> Any:
     sampler = {"sampler": list(range(samples))[::-1]} if kind == "sampler" else {"shuffle": True}
     loader, seen, saved = DataLoader(Seeded(samples), 3, **sampler), list[Any](), None
     said: list[str] = []
+    sharded = pl.shard(loader, epoch=0, seed=4)  # before it is known that this run is resumed
     if path is not None:
         said = resume_data(job.current(), torch.load(path), is_lockstep=False)
-    for batch in pl.shard(loader, epoch=0, seed=4):
+    for batch in sharded:
         seen += [row for (row,) in plain(batch)] if job.current().contribution.weight else []
         if path is None and len(seen) == (15 if group.rank == 0 else 6):
             saved = json.loads(json.dumps(data_state(job.current())))

@@ -162,5 +162,5 @@ class Recut:
             self._order.prepare(sys.maxsize)  # who is left out needs the next batch at once
         else:
             self._order.prepare(self._course.span(passage.cursor + self._lookahead)[1])
-        if passage.counts:
+        if passage.counts or not self._elastic.is_elastic:
             self._order.forget(self._course.span(self._elastic.done(passage))[0])

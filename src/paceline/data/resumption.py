@@ -41,9 +41,9 @@ def resume_data(job: Job, states: Sequence[State], *, is_lockstep: bool) -> list
     _require_whole(states)
     workers = len(job.fabric.membership.workers)
     is_same = workers == len(states)
-    slowest = min(states, key=_position)
-    ahead = [_position(state) != _position(slowest) for state in states]
-    is_alone = any(ahead)
+    positions = _positions(states)
+    slowest = states[positions.index(min(positions))]
+    is_alone = any(position != positions[0] for position in positions)
     chosen = dict(states[_place_of(job)] if is_same else slowest)
     if is_alone:
         chosen = _with_others(chosen, states, is_same=is_same)
@@ -73,9 +73,10 @@ def _place_of(job: Job) -> int:
     return job.fabric.membership.workers.index(job.env.rank)
 
 
-def _position(state: State) -> list[Any]:
-    """Return how far a worker was, to be compared with others."""
-    return [[key, *_progress(line)] for key, line in sorted(state["lines"].items())]
+def _positions(states: Sequence[State]) -> list[list[tuple[int, int]]]:
+    """Return how far each worker was with the loaders that all of them still had."""
+    keys = sorted(set.intersection(*(set(state["lines"]) for state in states)))
+    return [[_progress(state["lines"][key]) for key in keys] for state in states]
 
 
 def _progress(line: State) -> tuple[int, int]:

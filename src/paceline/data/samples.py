@@ -48,6 +48,9 @@ class Named:
             raise refused(f"sample {index!r:.80}", dataset, who, error) from error
         return made
 
+    def __len__(self) -> int:
+        return len(self._named[0])
+
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_named")[0], name)
 
