@@ -88,6 +88,11 @@ class Recorder:
         torch.rand(1)  # dropout
         self.steps += 1
         if self.steps == self.save_at:
+            self.save()
+
+    def save(self) -> None:
+        """What a checkpoint would keep."""
+        if self.save_at is not None:
             state = json.loads(json.dumps(data_state(job.current())))
             self.saved = state, torch.get_rng_state(), random.getstate(), np.random.get_state()
             self.seen.append("saved")
@@ -133,6 +138,17 @@ def in_epochs(recorder: Recorder) -> None:
             recorder.step(epoch, batch)
         for batch in pl.shard(before, pad=False):
             recorder.evaluate(epoch, batch)
+
+
+def at_the_end_of_rounds(recorder: Recorder) -> None:
+    train, test = DataLoader(Noisy(41), 3, shuffle=True), DataLoader(Noisy(10), 3)
+    for epoch in pl.epochs(EPOCHS):
+        for batch in pl.shard(train):
+            recorder.step(epoch, batch)
+        for batch in pl.shard(test, pad=False):
+            recorder.evaluate(epoch, batch)
+        if epoch == 1:
+            recorder.save()
 
 
 def in_steps(recorder: Recorder) -> None:
@@ -202,10 +218,11 @@ SCRIPTS: dict[str, Callable[[Recorder], None]] = {
     "generators": over_generators,
     "evaluation": with_evaluation,
     "epochs": in_epochs,
+    "rounds": at_the_end_of_rounds,
     "steps": in_steps,
     "by itself": by_itself,
 }
-SAVE_AT = {"items": 31, "lists": 15, "generators": 15, "global": 13, "warmed up": 17}
+SAVE_AT = {"rounds": 0, "items": 31, "lists": 15, "generators": 15, "global": 13, "warmed up": 17}
 
 
 def seed_all(seed: int) -> None:
@@ -285,7 +302,9 @@ def test_other_workers_get_what_is_left(
     names = [name for name in SCRIPTS if name != "sampler"]
     again = resumed(workers, ranks, names, tmp_path)
     for name in names:
-        assert f"data: 2 -> {workers} workers in the middle of epoch" in again[0][name][1][0]
+        where = "between two epochs" if name == "rounds" else "in the middle of epoch"
+        assert again[0][name][1][0].startswith(f"data: 2 -> {workers} workers")
+        assert where in again[0][name][1][0]
         if name in NOT_CUT:
             continue
         whole = counted(rank[name][0] for rank in ranks)

@@ -206,10 +206,11 @@ class Ledger:
         """Return where this worker's script is between two steps, as plain data."""
         for key in [*self._saved_lines]:
             self._line(key)
+        is_in_pass = any(line.is_under_way for line in self._lines.values())
         return {
             "lines": {k: line.state() for k, line in self._lines.items() if self._is_there(k)},
             "loops": [
-                *(loop.pack(is_between_steps=True) for loop in self._loops.values()),
+                *(loop.state(is_in_pass=is_in_pass) for loop in self._loops.values()),
                 *([number, *told] for number, told in self._told_loops.items()),
             ],
             "made": [

@@ -77,6 +77,11 @@ class Line:
         """Whether this worker's next pass was over when a checkpoint was made."""
         return self.my_passes < self.resumed.passes and self.saved is None
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a pass is open here, or waits to be continued from a checkpoint."""
+        return bool(self.open or self.resumed.open)
+
     def find(self, epoch: int) -> bool:
         """Go to the pass of an epoch that the script names, if it goes on from a checkpoint by
         itself instead of from the top. Return whether it does."""

@@ -32,10 +32,18 @@ class Loop:
         """Note that a step has counted."""
         self._has_committed = True
 
-    def pack(self, *, is_between_steps: bool = False) -> list[Any]:
-        """Return where a newcomer begins: an item and its place; None stands for here and now.
-        Between two steps an item in which anything was taken is done."""
-        has_stepped = self._has_committed or (is_between_steps and self.has_taken)
-        is_done = self._counts_steps and has_stepped
+    def pack(self) -> list[Any]:
+        """Return where a newcomer begins: an item and its place; None stands for here and now."""
+        return self._begin_at(is_done=self._counts_steps and self._has_committed)
+
+    def state(self, *, is_in_pass: bool) -> list[Any]:
+        """Return the same for a checkpoint, which is made behind everything that belongs to a step.
+        An epoch in which anything was taken is done, unless a pass is under way."""
+        is_done = self._has_committed or self.has_taken
+        if not self._counts_steps:
+            is_done = self.has_taken and not is_in_pass
+        return self._begin_at(is_done=is_done)
+
+    def _begin_at(self, *, is_done: bool) -> list[Any]:
         place = None if is_done else {**self._place, "given": self._given}
         return [self.number, self.index + is_done, place]
