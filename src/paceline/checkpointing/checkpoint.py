@@ -10,7 +10,8 @@ What is in one is in contents.py, how it gets to the disk in writer.py and check
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from paceline.checkpoint import reading, retention
 from paceline.checkpointing.contents import (
     Said,
+    farewell,
     gather,
     is_lockstep,
     restore,
@@ -101,7 +103,7 @@ class Checkpoint:
         # Without this object, which holds on to the script's: a job may train several models.
         self._job.closers += [self._writer.close, self._teller.close]
         if self._cut is not None:
-            self._job.closers.append(self._cut.close)
+            self._job.closers.append(self._say_farewell(self._cut))
 
     @property
     def steps(self) -> int:
@@ -162,18 +164,31 @@ class Checkpoint:
         self._job.elastic.point(lambda: said.__setitem__(slice(None), [self._gather()]))
         if said:  # else others were through before somebody was lost: theirs has this step
             members = list(self._job.world.ranks)
-            self._write(said[0], self.steps, self._job.world.rank, members, started_s)
+            self._write(said[0], self.steps, members, started_s, {})
         self._note_save(self.steps)
 
     def _gather(self) -> Said:
         return gather(self._job, self._objects, self.steps)
 
     def _write(
-        self, said: Said, step: int, number: int, members: Sequence[int], started_s: float
+        self,
+        said: Said,
+        step: int,
+        members: Sequence[int],
+        started_s: float,
+        left: Mapping[int, Any],
     ) -> None:
-        nonce = f"{self._job.rendezvous.job_id[:24]}-{self._num_saves}"
-        places = [self._job.world.ranks.index(rank) for rank in members]
-        plan = Plan(self._root, step, nonce, number, places, self._job.world.size, self._keep)
+        ranks = self._job.world.ranks
+        plan = Plan(
+            root=self._root,
+            step=step,
+            nonce=f"{self._job.rendezvous.job_id[:24]}-{self._num_saves}",
+            number=members.index(self._job.env.rank),
+            places=[ranks.index(rank) for rank in members],
+            others={ranks.index(rank): own for rank, own in left.items()},
+            num_workers=len(ranks),
+            keep=self._keep,
+        )
         self._teller.on_stall(self._writer.start(plan, said, started_s))
 
     def _note_save(self, step: int) -> None:
@@ -211,8 +226,22 @@ class Checkpoint:
         members = cut.take(call, lambda: said.append(self._gather()))
         if members:
             number = members.index(self._job.env.rank)
-            self._write(said[0], call.step, number, members, started_s)
+            gone = [rank for rank in self._job.world.ranks if rank not in members]
+            left = cut.farewells(gone) if number == 0 else {}
+            self._write(said[0], call.step, members, started_s, left)
         self._note_save(call.step)
+
+    def _say_farewell(self, cut: Cut) -> Callable[[], None]:
+        """Return what a worker does at its end, without holding on to this object."""
+        job, me = self._job, weakref.ref(self)
+
+        def say() -> None:
+            cut.close()
+            checkpoint = me()
+            if checkpoint is not None and job.world.rank != 0:
+                cut.say_farewell(farewell(job, checkpoint.steps))
+
+        return say
 
     def _leave(self) -> None:
         self.wait()

@@ -10,7 +10,7 @@ What all workers have alike is written once: each writes a part of it, by size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,12 @@ def is_lockstep() -> bool:
     return not any(succession.training.is_free for _, _, succession in distributed())
 
 
+def farewell(job: Job, steps: int) -> dict[str, Any]:
+    """Return what there is to say of a worker that leaves before the others: how far it is."""
+    counts = [{"steps": succession.steps} for _, _, succession in distributed()]
+    return {"has_left": True, "steps": steps, "models": counts, "data": data_state(job)}
+
+
 def restore(job: Job, loaded: Loaded, objects: Mapping[str, Any]) -> list[str]:
     """Let everything go on from a checkpoint; return what was mapped, in words. Collective."""
     content, tensors = loaded.content, loaded.tensors
@@ -107,10 +113,10 @@ def restore(job: Job, loaded: Loaded, objects: Mapping[str, Any]) -> list[str]:
     job.reporter.steps_done = common["steps_done"]
     if len(owns) != job.world.size:
         notices.insert(0, f"{_workers(job.world.size)} instead of {len(owns)}")
-    states = [None if own is None else own["data"] for own in owns]
+    states = _data_states(owns, notices)
     notices += resume_data(job, states, is_lockstep=common["is_lockstep"])
     rank = job.world.rank
-    if rank < len(owns) and owns[rank] is not None:
+    if rank < len(owns) and _was_there(owns[rank]):
         set_random_state(owns[rank]["random"], _of_rank(tensors, rank))
     else:
         notices.append("workers beyond those that saved keep the random numbers of the script")
@@ -121,6 +127,22 @@ def restore_weights(loaded: Loaded) -> None:
     """Load the models' values only: for a new training that begins with them."""
     for number, (_, _, succession) in enumerate(distributed()):
         succession.restore_values(_saved_model(loaded.content, loaded.tensors, number))
+
+
+def _was_there(own: Any) -> bool:
+    """Whether a worker took part in the save, and had not left before."""
+    return own is not None and not own.get("has_left")
+
+
+def _data_states(owns: Sequence[Any], notices: list[str]) -> list[Any]:
+    """Return where each worker was in the data; of one that is not known, as if it had done no more
+    than the first that is."""
+    known = [own["data"] for own in owns if own is not None]
+    unknown = [str(place) for place, own in enumerate(owns) if own is None]
+    if unknown:
+        notices.append(f"where worker {', '.join(unknown)} was in the data is not known")
+    states = [known[0] if own is None else own["data"] for own in owns]
+    return [{**state, "number": place} for place, state in enumerate(states)]
 
 
 def _workers(count: int) -> str:
@@ -152,7 +174,7 @@ def _saved_model(content: Any, tensors: Tensors, number: int) -> SavedModel:
         _unprefixed(tensors, number),
         plain,
         [lambda rank=rank: own(rank) for rank in range(len(owns))],  # type: ignore[misc]
-        [None if one is None else one["models"][number] for one in owns],
+        [one["models"][number] if _was_there(one) else None for one in owns],
     )
 
 

@@ -22,7 +22,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -58,6 +59,15 @@ class Cut:
     def close(self) -> None:
         """Listen no more."""
         self._is_closed.set()
+
+    def say_farewell(self, own: Any) -> None:
+        """Leave behind how far this worker has come: it leaves, and others may save later."""
+        self._agent.store_set(_farewell(self._job.env.rank), msgspec.json.encode(own))
+
+    def farewells(self, ranks: Sequence[int]) -> dict[int, Any]:
+        """Return what those have said who have left, by rank."""
+        said = [rank for rank in ranks if self._agent.store_check([_farewell(rank)])]
+        return {rank: msgspec.json.decode(self._agent.store_get(_farewell(rank))) for rank in said}
 
     @property
     def heard(self) -> Call | None:
@@ -144,3 +154,7 @@ class Cut:
                         self._heard = call
             except PacelineError:
                 return  # the job is ending, or the coordinator is gone: the main thread hears of it
+
+
+def _farewell(rank: int) -> str:
+    return f"paceline/cut/farewell/{rank}"

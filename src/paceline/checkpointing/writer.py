@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class Plan:
     nonce: str
     number: int  # of this worker's part
     places: Sequence[int]  # of those who write a part, among all workers; some may have left
+    others: Mapping[int, Any]  # by place: what those have said who have left
     num_workers: int
     keep: int
 
@@ -124,7 +125,7 @@ class Writer:
         others = range(1, len(plan.places))
         left = writing.collect_records(directory, others, wait_s=_PARTS_S)
         records = [record, *(one.record for one in left.values() if one.record is not None)]
-        workers: list[Any] = [None] * plan.num_workers
+        workers = [plan.others.get(place) for place in range(plan.num_workers)]
         owns = [said.own, *(one.plain for one in left.values())]
         for place, own in zip(plan.places, owns, strict=True):
             workers[place] = own
