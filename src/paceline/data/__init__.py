@@ -7,6 +7,8 @@ shard.py                    pl.shard(loader): one object, which each pass asks f
      warmup.py              pl.data_warmup: the first epochs go over a part of it
      split.py               the arithmetic: whose samples, and what weight
      indexed.py             a loader with an index for each sample: this worker's part of it
+  -> modes.py               other ways to share out: partition.py, replicate.py
+     given.py               a dataset, or a list of files, in place of a loader
   -> stream.py              data that only comes in sequence: striding, and steps in common
 
 Where workers come and go:

@@ -12,7 +12,7 @@ import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,19 @@ from paceline.data.order import Order
 from paceline.data.plan import Plan
 from paceline.data.repeatable import Reseeding
 from paceline.data.split import Units, spread_one
+
+
+class AnyParts(Protocol):
+    """One worker's parts of one pass, however they were found."""
+
+    @property
+    def weights(self) -> deque[float]:
+        """Of parts that were asked for and not yet handed out."""
+
+    def prepare(self, steps: int) -> None:
+        """See to it that the parts of so many steps since the beginning can be asked for."""
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 class Parts:
@@ -107,7 +120,7 @@ class IndexedLoader:
         return iter(self._copy)
 
     def run(
-        self, parts: Parts, announcer: Announcer, lookahead: int, worker_seed: int
+        self, parts: AnyParts, announcer: Announcer, lookahead: int, worker_seed: int
     ) -> Iterator[Any]:
         """Yield this worker's batches, each with its weight announced."""
         parts.prepare(1 + lookahead)

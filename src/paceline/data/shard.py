@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader
 
 from paceline.data.consensus import agree, group_of
 from paceline.data.elastic_pass import ElasticPass, agree_in_line
+from paceline.data.given import Opener, given, note_pass
 from paceline.data.indexed import lookahead_of
 from paceline.data.ledger import ledger_of
 from paceline.data.memory import is_remembered, memory_of, say_once
+from paceline.data.modes import Wish, source_in_mode
 from paceline.data.passage import Line
 from paceline.data.sources import Pass, Source, source_of
 from paceline.data.warmup import DataWarmup
@@ -30,6 +32,7 @@ from paceline.job import Job, current
 def shard(
     loader: Iterable[Any],
     *,
+    mode: str = "shard",
     epoch: int | None = None,
     seed: int | None = None,
     batch: str = "worker",
@@ -37,9 +40,17 @@ def shard(
     presharded: bool = False,
     resize: str = "global",
     warmup: DataWarmup | None = None,
+    open: Opener | None = None,
+    **settings: Any,
 ) -> Sharded:
     """Return an iterable over this worker's part of a DataLoader (or of any iterable of batches).
     Collective: every rank calls it, with the same loader and arguments.
+
+    `mode`: "shard", each sample goes to one of the workers, in each epoch to another; "partition",
+    each worker has its own part, the same in every epoch; "replicate", each goes over everything in
+    an order of its own. A dataset may take the place of the loader, with the `settings` of a
+    DataLoader (batch_size=...); with mode "partition" also a list of files, with `open`: a function
+    that reads one of them, for each of its samples with batch_size=..., else batches.
 
     `epoch` and `seed` decide on the order of a loader with shuffle=True; by default the passes are
     counted, and rank 0's seed is taken. `batch`: the loader's batch size is that of each "worker",
@@ -54,7 +65,10 @@ def shard(
     [[0, 1], [2, 3], [4]]
     """
     current()
-    return Sharded(loader, _Options(epoch, seed, batch, pad, presharded, resize, warmup))
+    made, problem = given(loader, open, settings)
+    wish = Wish(mode, batch, pad, presharded, warmup)
+    options = _Options(epoch, seed, batch, pad, presharded, resize, warmup, wish, problem)
+    return Sharded(made, options)
 
 
 @dataclass(frozen=True)
@@ -65,10 +79,15 @@ class _Options:
     pad: bool
     presharded: bool
     resize: str
-    warmup: DataWarmup | None = None
+    warmup: DataWarmup | None
+    wish: Wish
+    problem: str | None = None  # with what was given
 
     def check(self) -> None:
         """Refuse values that mean nothing."""
+        if self.problem is not None:
+            raise UsageError(self.problem)
+        self.wish.check()
         if self.epoch is not None and _as_int("epoch", self.epoch) < 0:
             raise UsageError(f"epoch must be 0 or more (got {self.epoch}); the first one is 0")
         if self.seed is not None:
@@ -85,6 +104,7 @@ class _Options:
     def facts(self) -> dict[str, Any]:
         """The options as all ranks must have them."""
         return {
+            "mode": self.wish.mode,
             "epoch": None if self.epoch is None else int(self.epoch),
             "seed": None if self.seed is None else str(int(self.seed)),
             "batch": self.batch,
@@ -127,6 +147,7 @@ class Sharded:
             return
         self._examine(epoch)
         memory.next_epoch = epoch + 1
+        note_pass(self._loader, epoch + 1)
         announcer = job.contribution.announcer()
         this = Pass(
             group=self._group,
@@ -196,6 +217,10 @@ class Sharded:
         if isinstance(self._loader, Sharded):
             raise UsageError("this loader went through pl.shard already; pass the plain one")
         job, options = current(), self._options
+        is_elastic = job.elastic.is_on
+        found = source_in_mode(self._loader, self._group, options.wish, is_elastic=is_elastic)
+        if found is not None:
+            return found
         if options.warmup is not None and job.elastic.is_on and not job.elastic.is_lockstep:
             raise UsageError(
                 f"warmup={options.warmup}: in an elastic job with a free-running pace a newcomer"

@@ -76,7 +76,7 @@ def source_of(
     if isinstance(loader, Dataset):
         raise UsageError(
             f"a {type(loader).__name__} is a dataset; pass a DataLoader over it, as for training"
-            " in one process"
+            " in one process, or batch_size=..."
         )
     if not hasattr(loader, "__iter__"):
         raise UsageError(f"expected a DataLoader or an iterable of batches, found {loader!r}")
