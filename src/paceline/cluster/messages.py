@@ -130,6 +130,32 @@ class StoreNumKeys(Request, frozen=True):
     pass
 
 
+class TakePiece(Request, frozen=True):
+    """The member has done some pieces of a pool (pools.py), and wants another one. Answered with
+    Lent."""
+
+    line: str
+    index: int
+    pieces: int  # that there are
+    done: tuple[int, ...] = ()
+
+
+class LookAtPool(Request, frozen=True):
+    """The member asks how far a pool is. Answered with PoolState."""
+
+    line: str
+    index: int
+
+
+class SettlePieces(FromMember, frozen=True):
+    """The member has done these pieces of a pool, and will not do those that it gives back."""
+
+    line: str
+    index: int
+    done: tuple[int, ...] = ()
+    back: tuple[int, ...] = ()
+
+
 class FromCoordinator(msgspec.Struct, frozen=True, tag=True):
     """Base of what the coordinator says."""
 
@@ -151,6 +177,18 @@ class Joined(Answer, frozen=True):
 class Failure(Answer, frozen=True):
     error: str  # name of a class in paceline.errors
     text: str
+
+
+class Lent(Answer, frozen=True):
+    piece: int  # -1: there is none now
+    missing: int  # pieces that are not done, apart from this member's
+    again: int  # pieces that were lent a second time
+
+
+class PoolState(Answer, frozen=True):
+    pieces: int  # 0: nobody has begun, or it is long over
+    done: tuple[tuple[int, int], ...]  # ranges
+    again: int
 
 
 class Missing(FromCoordinator, frozen=True):
@@ -228,7 +266,20 @@ MemberMessage: TypeAlias = (
     | StoreCheck
     | StoreDelete
     | StoreNumKeys
+    | TakePiece
+    | LookAtPool
+    | SettlePieces
 )
 CoordinatorMessage: TypeAlias = (
-    Reply | Joined | Failure | Missing | Presence | Changed | Over | PaceWanted | PaceSettled
+    Reply
+    | Joined
+    | Failure
+    | Lent
+    | PoolState
+    | Missing
+    | Presence
+    | Changed
+    | Over
+    | PaceWanted
+    | PaceSettled
 )

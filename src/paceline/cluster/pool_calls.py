@@ -1,0 +1,49 @@
+"""Pools of work as a member asks for them: pieces ahead of time, and word of what is done."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from paceline.cluster import messages as m
+from paceline.cluster.store_calls import expect
+
+PIECE_S = 60.0  # a coordinator that is restarted is back long before
+
+
+class PoolCalls(ABC):
+    """Asks the coordinator for pieces of work."""
+
+    @abstractmethod
+    def _ask_soon(self, make: Callable[[int], Any], timeout_s: float) -> Future[m.Answer]:
+        """Send the request that `make` makes with an id; its answer comes later."""
+
+    @abstractmethod
+    def _tell(self, message: Any) -> None:
+        """Say something that needs no answer."""
+
+    def take_piece(
+        self, line: str, index: int, pieces: int, done: tuple[int, ...] = ()
+    ) -> Future[m.Answer]:
+        """Ask for a piece of a pool. Returns at once; `lent` waits for the answer."""
+        return self._ask_soon(lambda n: m.TakePiece(n, line, index, pieces, done), PIECE_S)
+
+    def settle_pieces(
+        self, line: str, index: int, done: tuple[int, ...] = (), back: tuple[int, ...] = ()
+    ) -> None:
+        """Say that pieces are done, or that this member will not do them. Returns at once; while
+        the coordinator is away nobody hears it."""
+        if done or back:
+            self._tell(m.SettlePieces(line, index, done, back))
+
+    def pool_state(self, line: str, index: int) -> m.PoolState:
+        """Return how far a pool is. Blocks."""
+        answer = self._ask_soon(lambda n: m.LookAtPool(n, line, index), PIECE_S)
+        return expect(answer.result(), m.PoolState)
+
+
+def lent(answer: Future[m.Answer]) -> m.Lent:
+    """Wait for a piece; raises what the coordinator, or the way to it, has against it."""
+    return expect(answer.result(), m.Lent)
