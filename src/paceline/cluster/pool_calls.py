@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from paceline.cluster import messages as m
+from paceline.cluster.notice import WaitNotice
 from paceline.cluster.store_calls import expect
 
 PIECE_S = 60.0  # a coordinator that is restarted is back long before
+_SLICE_S = 0.5
 
 
 class PoolCalls(ABC):
@@ -46,4 +48,7 @@ class PoolCalls(ABC):
 
 def lent(answer: Future[m.Answer]) -> m.Lent:
     """Wait for a piece; raises what the coordinator, or the way to it, has against it."""
+    notice = WaitNotice("this worker waits for the coordinator to lend it a piece of the data")
+    while not wait([answer], _SLICE_S).done:
+        notice.check()
     return expect(answer.result(), m.Lent)

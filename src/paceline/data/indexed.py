@@ -69,13 +69,17 @@ class Parts:
             if len(units) < plan.per_step and plan.drop_short:
                 return
             self.steps += 1
-            part, weight = plan.cut(units, self._world_size, self._rank)
+            part, weight = self._cut(units)
             if self._pad:
                 self._mention_padding(units)
             elif weight == 0.0:
                 continue
             self.weights.append(weight)
             yield plain(part)
+
+    def _cut(self, units: Units) -> tuple[Any, float]:
+        """Return this worker's part of a global batch, whose number is `steps` - 1."""
+        return self._plan.cut(units, self._world_size, self._rank)
 
     def _mention_padding(self, units: Units) -> None:
         # Where anybody goes without, the last rank does.

@@ -16,12 +16,16 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.collectives.group import Group
+from paceline.data.costs import GivenCost
+from paceline.data.dynamic import Dynamic
 from paceline.data.given import FileList
+from paceline.data.memory import Memory
 from paceline.data.partition import Files, Partitioned
 from paceline.data.replicate import Replicated
 from paceline.data.sources import Source
 from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
+from paceline.job import Job
 
 MODES = ("shard", "partition", "replicate", "dynamic")
 
@@ -35,24 +39,38 @@ class Wish:
     pad: bool
     presharded: bool
     warmup: DataWarmup | None
+    cost: GivenCost | None = None
 
     def check(self) -> None:
         """Refuse what means nothing, whatever the data is."""
         if self.mode not in MODES:
             raise UsageError(f"mode must be one of {', '.join(MODES)} (got {self.mode!r})")
-        if self.mode == "shard":
+        if self.cost is not None and self.mode != "dynamic":
+            raise UsageError(f"cost=... goes with mode='dynamic' (got mode={self.mode!r})")
+        if self.batch == "auto" and self.mode not in ("shard", "dynamic"):
+            raise UsageError(f"batch='auto' goes with mode 'shard' (got mode={self.mode!r})")
+        if self.mode == "dynamic" and self.batch == "global":
+            raise UsageError(
+                "mode='dynamic' with batch='global': batch_size is what a worker of average speed"
+                " gets; divide it by the number of workers"
+            )
+        if self.mode == "shard" and self.batch != "auto":
             return
         if self.presharded:
+            what = f"mode={self.mode!r}" if self.mode != "shard" else "batch='auto'"
             raise UsageError(
-                f"mode={self.mode!r} with presharded=True: with the latter each worker has its own"
-                " data already, and nothing is shared out; leave one of them out"
+                f"{what} with presharded=True: with the latter each worker has its own data"
+                " already, and nothing is shared out; leave one of them out"
             )
         if self.warmup is not None and self.mode in ("partition", "replicate"):
             raise UsageError(f"mode={self.mode!r} with warmup={self.warmup}: use mode='shard'")
 
 
-def source_in_mode(loader: Any, group: Group, wish: Wish, *, is_elastic: bool) -> Source | None:
+def source_in_mode(
+    loader: Any, group: Group, job: Job, memory: Memory, wish: Wish, epoch: int
+) -> Source | None:
     """Return what makes the passes in this mode; None: mode "shard" does (sources.py)."""
+    is_elastic = job.elastic.is_on
     if isinstance(loader, FileList):
         if wish.mode != "partition":
             raise UsageError(
@@ -61,7 +79,7 @@ def source_in_mode(loader: Any, group: Group, wish: Wish, *, is_elastic: bool) -
             )
         _refuse_elastic(wish.mode, is_elastic=is_elastic)
         return Files(loader, group, pad=wish.pad)
-    if wish.mode == "shard":
+    if wish.mode == "shard" and wish.batch != "auto":
         return None
     _require_indices(loader, wish.mode)
     if wish.mode == "partition":
@@ -70,7 +88,9 @@ def source_in_mode(loader: Any, group: Group, wish: Wish, *, is_elastic: bool) -
     if wish.mode == "replicate":
         _refuse_elastic(wish.mode, is_elastic=is_elastic)
         return Replicated(loader, wish.batch)
-    return None
+    warmup = None if wish.warmup is None else (wish.warmup, epoch)
+    place = (loader, group, job, memory, wish.mode)
+    return Dynamic(*place, pad=wish.pad, cost=wish.cost, warmup=warmup)
 
 
 def _refuse_elastic(mode: str, *, is_elastic: bool) -> None:
@@ -97,5 +117,7 @@ def _require_indices(loader: Any, mode: str) -> None:
         " reads only its worker's part",
         "replicate": "pass presharded=True with a stream that is in another order on each worker",
         "dynamic": "use mode='shard', or a dataset with indices",
+        "shard": "use batch='worker'",
     }
-    raise UsageError(f"mode={mode!r} goes by index, which {what} does not have; {advice[mode]}")
+    asked = f"mode={mode!r}" if mode != "shard" else "batch='auto'"
+    raise UsageError(f"{asked} goes by index, which {what} does not have; {advice[mode]}")

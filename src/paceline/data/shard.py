@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.data.consensus import agree, group_of
+from paceline.data.costs import GivenCost
 from paceline.data.elastic_pass import ElasticPass, agree_in_line
 from paceline.data.given import Opener, given, note_pass
 from paceline.data.indexed import lookahead_of
@@ -40,6 +41,7 @@ def shard(
     presharded: bool = False,
     resize: str = "global",
     warmup: DataWarmup | None = None,
+    cost: GivenCost | None = None,
     open: Opener | None = None,
     **settings: Any,
 ) -> Sharded:
@@ -66,7 +68,7 @@ def shard(
     """
     current()
     made, problem = given(loader, open, settings)
-    wish = Wish(mode, batch, pad, presharded, warmup)
+    wish = Wish(mode, batch, pad, presharded, warmup, cost)
     options = _Options(epoch, seed, batch, pad, presharded, resize, warmup, wish, problem)
     return Sharded(made, options)
 
@@ -92,8 +94,8 @@ class _Options:
             raise UsageError(f"epoch must be 0 or more (got {self.epoch}); the first one is 0")
         if self.seed is not None:
             _as_int("seed", self.seed)
-        if self.batch not in ("worker", "global"):
-            raise UsageError(f"batch must be 'worker' or 'global' (got {self.batch!r})")
+        if self.batch not in ("worker", "global", "auto"):
+            raise UsageError(f"batch must be 'worker' or 'global', or 'auto' (got {self.batch!r})")
         if self.resize not in ("worker", "global"):
             raise UsageError(f"resize must be 'worker' or 'global' (got {self.resize!r})")
         if self.warmup is not None and not isinstance(self.warmup, DataWarmup):
@@ -217,8 +219,7 @@ class Sharded:
         if isinstance(self._loader, Sharded):
             raise UsageError("this loader went through pl.shard already; pass the plain one")
         job, options = current(), self._options
-        is_elastic = job.elastic.is_on
-        found = source_in_mode(self._loader, self._group, options.wish, is_elastic=is_elastic)
+        found = source_in_mode(self._loader, self._group, job, self._memory, options.wish, epoch)
         if found is not None:
             return found
         if options.warmup is not None and job.elastic.is_on and not job.elastic.is_lockstep:

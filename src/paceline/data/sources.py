@@ -140,13 +140,7 @@ class Indexed:
     def batches(self, this: Pass) -> Iterator[Any]:
         """Yield this worker's parts of the global batches."""
         group = this.group
-        _set_epoch(samplers_of(self._loader), this.epoch)
-        _mention_order(self._loader, this)
-        if self._warmup is not None and self._plan.drawn_from is not None:
-            this.say(
-                f"shard: {self._warmup[0]}: {self._plan.units} of {self._units} samples, all of"
-                f" them from epoch {self._warmup[0].epochs} on"
-            )
+        self._before_pass(this)
         if this.elastic is not None:
             yield from self._elastic_batches(this, this.elastic)
             return
@@ -159,6 +153,16 @@ class Indexed:
         yield from copy.run(parts, this.announcer, this.lookahead, worker_seed)
         if parts.steps == 0:
             self._refuse_emptiness()
+
+    def _before_pass(self, this: Pass) -> None:
+        """Let samplers know the epoch, and the person what is special about it."""
+        _set_epoch(samplers_of(self._loader), this.epoch)
+        _mention_order(self._loader, this)
+        if self._warmup is not None and self._plan.drawn_from is not None:
+            this.say(
+                f"shard: {self._warmup[0]}: {self._plan.units} of {self._units} samples, all of"
+                f" them from epoch {self._warmup[0].epochs} on"
+            )
 
     def _elastic_batches(self, this: Pass, elastic: ElasticPass) -> Iterator[Any]:
         reseeds = elastic.seeds is not None
