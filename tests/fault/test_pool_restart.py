@@ -1,4 +1,4 @@
-"""The coordinator is killed while it lends pieces of work: none is lost, none is lent twice."""
+"""The coordinator is killed while it lends portions of work: none is lost, none is lent twice."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def coordination(tmp_path):
 
 
 @pytest.mark.parametrize("point", POINTS[:3])
-def test_pieces_are_lent_once_over_restarts(coordination, point):
-    pieces = 24
+def test_portions_are_lent_once_over_restarts(coordination, point):
+    portions = 24
     # The first write is the membership; then one for the pool, and one for each question.
     coordination.start(dies=(point, 9))
     watch = coordination.restart_when_dead()
@@ -29,34 +29,34 @@ def test_pieces_are_lent_once_over_restarts(coordination, point):
     had: dict[int, list[int]] = {0: [], 1: []}
     while True:
         questions = {
-            rank: agent.take_piece("a", 0, pieces, tuple(had[rank][-1:]))
+            rank: agent.take_portion("a", 0, portions, tuple(had[rank][-1:]))
             for rank, agent in agents.items()
         }
-        found = {rank: lent(question).piece for rank, question in questions.items()}
-        for rank, piece in found.items():
-            if piece >= 0:
-                had[rank].append(piece)
+        found = {rank: lent(question).portion for rank, question in questions.items()}
+        for rank, portion in found.items():
+            if portion >= 0:
+                had[rank].append(portion)
         if max(found.values()) < 0:
             break
     watch.join()
     counts = Counter([*had[0], *had[1]])
-    assert sorted(counts) == list(range(pieces)) and set(counts.values()) == {1}
-    eventually(lambda: agents[0].pool_state("a", 0).done == ((0, pieces),))
+    assert sorted(counts) == list(range(portions)) and set(counts.values()) == {1}
+    eventually(lambda: agents[0].pool_state("a", 0).done == ((0, portions),))
 
 
-def test_pieces_of_one_who_does_not_come_back_are_for_others(coordination):
+def test_portions_of_one_who_does_not_come_back_are_for_others(coordination):
     coordination.start()
     agents = coordination.join_all()
-    assert [lent(agents[rank].take_piece("a", 0, 3)).piece for rank in (0, 1)] == [0, 1]
+    assert [lent(agents[rank].take_portion("a", 0, 3)).portion for rank in (0, 1)] == [0, 1]
     coordination.kill()
     agents[1].thread.stop()
     coordination.start()
-    assert lent(agents[0].take_piece("a", 0, 3, (0,))).piece == 2
+    assert lent(agents[0].take_portion("a", 0, 3, (0,))).portion == 2
     done = (2,)
 
     def comes_back() -> bool:
         nonlocal done
-        answer, done = lent(agents[0].take_piece("a", 0, 3, done)), ()
-        return (answer.piece, answer.again) == (1, 1)
+        answer, done = lent(agents[0].take_portion("a", 0, 3, done)), ()
+        return (answer.portion, answer.again) == (1, 1)
 
     eventually(comes_back)

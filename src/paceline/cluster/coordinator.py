@@ -1,7 +1,7 @@
 """The coordinator: the one place that knows who is in the job.
 
-It admits members, carries out what the roster decides (roster.py), keeps the store, lends pieces of
-work (pools.py), passes events on, and tells everybody when a member is lost, left, or has gone
+It admits members, carries out what the roster decides (roster.py), keeps the store, lends portions
+of work (pools.py), passes events on, and tells everybody when a member is lost, left, or has gone
 silent. It never touches tensors: while it is away training goes on, but nobody can join.
 
 With a journal it can be killed at any moment: what it announces is in the journal before, and its
@@ -205,7 +205,7 @@ class Coordinator:
             self.carry_out(self.roster.in_sync(*said, now_s))
         elif isinstance(message, m.PaceAnswer):
             self._pace.answered(rank, message)
-        elif isinstance(message, m.SettlePieces):
+        elif isinstance(message, m.SettlePortions):
             self._pools.settle(rank, message)
 
     def _on_request(self, peer: Peer, request: m.Request, now_s: float) -> None:
@@ -219,7 +219,7 @@ class Coordinator:
             self._pace.greet(peer)
         elif isinstance(request, m.Attach):
             self._on_attach(peer, request, now_s)
-        elif isinstance(request, m.TakePiece):
+        elif isinstance(request, m.TakePortion):
             self._require_here(peer.caller.rank)
             peer.tell(self._pools.take(peer.caller.rank, request))
         elif isinstance(request, m.LookAtPool):

@@ -86,28 +86,28 @@ class Pooled(msgspec.Struct, frozen=True, tag=True):
 
     line: str
     index: int
-    pieces: int
+    portions: int
     start: int = 0
-    lent: tuple[tuple[int, int], ...] = ()  # piece, rank
+    lent: tuple[tuple[int, int], ...] = ()  # portion, rank
     back: tuple[int, ...] = ()
     again: int = 0
-    answers: tuple[tuple[int, int, int], ...] = ()  # rank, request, piece
+    answers: tuple[tuple[int, int, int], ...] = ()  # rank, request, portion
 
 
 class Lending(msgspec.Struct, frozen=True, tag=True):
-    """A member has done or given back pieces, and was lent another one."""
+    """A member has done or given back portions, and was lent another one."""
 
     line: str
     index: int
     rank: int
     request: int  # 0: it did not ask for one
-    piece: int  # -1: there was none
+    portion: int  # -1: there was none
     done: tuple[int, ...] = ()
     back: tuple[int, ...] = ()
 
 
 class Unlent(msgspec.Struct, frozen=True, tag=True):
-    """A member is gone: its pieces are for others."""
+    """A member is gone: its portions are for others."""
 
     rank: int
 

@@ -130,13 +130,13 @@ class StoreNumKeys(Request, frozen=True):
     pass
 
 
-class TakePiece(Request, frozen=True):
-    """The member has done some pieces of a pool (pools.py), and wants another one. Answered with
+class TakePortion(Request, frozen=True):
+    """The member has done some portions of a pool (pools.py), and wants another one. Answered with
     Lent."""
 
     line: str
     index: int
-    pieces: int  # that there are
+    portions: int  # that there are
     done: tuple[int, ...] = ()
 
 
@@ -147,8 +147,8 @@ class LookAtPool(Request, frozen=True):
     index: int
 
 
-class SettlePieces(FromMember, frozen=True):
-    """The member has done these pieces of a pool, and will not do those that it gives back."""
+class SettlePortions(FromMember, frozen=True):
+    """The member has done these portions of a pool, and will not do those that it gives back."""
 
     line: str
     index: int
@@ -180,13 +180,13 @@ class Failure(Answer, frozen=True):
 
 
 class Lent(Answer, frozen=True):
-    piece: int  # -1: there is none now
-    missing: int  # pieces that are not done, apart from this member's
-    again: int  # pieces that were lent a second time
+    portion: int  # -1: there is none now
+    missing: int  # portions that are not done, apart from this member's
+    again: int  # portions that were lent a second time
 
 
 class PoolState(Answer, frozen=True):
-    pieces: int  # 0: nobody has begun, or it is long over
+    portions: int  # 0: nobody has begun, or it is long over
     done: tuple[tuple[int, int], ...]  # ranges
     again: int
 
@@ -266,9 +266,9 @@ MemberMessage: TypeAlias = (
     | StoreCheck
     | StoreDelete
     | StoreNumKeys
-    | TakePiece
+    | TakePortion
     | LookAtPool
-    | SettlePieces
+    | SettlePortions
 )
 CoordinatorMessage: TypeAlias = (
     Reply

@@ -1,4 +1,4 @@
-"""Pools of work as a member asks for them: pieces ahead of time, and word of what is done."""
+"""Pools of work as a member asks for them: portions ahead of time, and word of what is done."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.cluster import messages as m
 from paceline.cluster.notice import WaitNotice
 from paceline.cluster.store_calls import expect
 
-PIECE_S = 60.0  # a coordinator that is restarted is back long before
+PORTION_S = 60.0  # a coordinator that is restarted is back long before
 _SLICE_S = 0.5
 
 
 class PoolCalls(ABC):
-    """Asks the coordinator for pieces of work."""
+    """Asks the coordinator for portions of work."""
 
     @abstractmethod
     def _ask_soon(self, make: Callable[[int], Any], timeout_s: float) -> Future[m.Answer]:
@@ -26,29 +26,29 @@ class PoolCalls(ABC):
     def _tell(self, message: Any) -> None:
         """Say something that needs no answer."""
 
-    def take_piece(
-        self, line: str, index: int, pieces: int, done: tuple[int, ...] = ()
+    def take_portion(
+        self, line: str, index: int, portions: int, done: tuple[int, ...] = ()
     ) -> Future[m.Answer]:
-        """Ask for a piece of a pool. Returns at once; `lent` waits for the answer."""
-        return self._ask_soon(lambda n: m.TakePiece(n, line, index, pieces, done), PIECE_S)
+        """Ask for a portion of a pool. Returns at once; `lent` waits for the answer."""
+        return self._ask_soon(lambda n: m.TakePortion(n, line, index, portions, done), PORTION_S)
 
-    def settle_pieces(
+    def settle_portions(
         self, line: str, index: int, done: tuple[int, ...] = (), back: tuple[int, ...] = ()
     ) -> None:
-        """Say that pieces are done, or that this member will not do them. Returns at once; while
+        """Say that portions are done, or that this member will not do them. Returns at once; while
         the coordinator is away nobody hears it."""
         if done or back:
-            self._tell(m.SettlePieces(line, index, done, back))
+            self._tell(m.SettlePortions(line, index, done, back))
 
     def pool_state(self, line: str, index: int) -> m.PoolState:
         """Return how far a pool is. Blocks."""
-        answer = self._ask_soon(lambda n: m.LookAtPool(n, line, index), PIECE_S)
+        answer = self._ask_soon(lambda n: m.LookAtPool(n, line, index), PORTION_S)
         return expect(answer.result(), m.PoolState)
 
 
 def lent(answer: Future[m.Answer]) -> m.Lent:
-    """Wait for a piece; raises what the coordinator, or the way to it, has against it."""
-    notice = WaitNotice("this worker waits for the coordinator to lend it a piece of the data")
+    """Wait for a portion; raises what the coordinator, or the way to it, has against it."""
+    notice = WaitNotice("this worker waits for the coordinator to lend it a portion of the data")
     while not wait([answer], _SLICE_S).done:
         notice.check()
     return expect(answer.result(), m.Lent)

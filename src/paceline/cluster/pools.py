@@ -1,10 +1,10 @@
-"""Pools of work: pieces that whoever is free may take, each of them once.
+"""Pools of work: portions that whoever is free may take, each of them once.
 
-A POOL is one pass over some data, cut into PIECES by those who work on it; the coordinator knows
-only how many there are. A member takes a piece, which is then LENT to it, and says later that it is
-done. Pieces of a member that is gone come back, and are lent AGAIN to whoever asks next. So each
-piece is done once while nobody is lost; behind that, at least once: what a lost member had done and
-not said.
+A POOL is one pass over some data, cut into PORTIONS by those who work on it; the coordinator knows
+only how many there are. A member takes a portion, which is then LENT to it, and says later that it
+is done. Portions of a member that is gone come back, and are lent AGAIN to whoever asks next. So
+each portion is done once while nobody is lost; behind that, at least once: what a lost member had
+done and not said.
 
 Pools are named by a LINE (a loader of the script) and the INDEX of the pass over it. Of each line
 the last few are kept; earlier ones are over, whoever asks for them.
@@ -24,7 +24,7 @@ from paceline.cluster import messages as m
 from paceline.cluster.journal import Closed, Lending, Pooled, PoolEntry, Unlent
 from paceline.errors import UsageError
 
-MAX_PIECES = 1 << 32
+MAX_PORTIONS = 1 << 32
 _MAX_NAME = 200
 _MAX_DONE = 1 << 16  # in one message
 _MAX_LINES = 100_000
@@ -33,50 +33,50 @@ _KEPT = 16  # pools of each line
 
 @dataclass
 class Pool:
-    """The pieces of one pass. Done are those below `start` that are neither lent nor back."""
+    """The portions of one pass. Done are those below `start` that are neither lent nor back."""
 
-    pieces: int
+    portions: int
     start: int = 0  # the first that nobody has had
-    lent: dict[int, int] = field(default_factory=dict)  # by piece: to which rank
+    lent: dict[int, int] = field(default_factory=dict)  # by portion: to which rank
     back: deque[int] = field(default_factory=deque)
-    again: int = 0  # pieces that came back
-    answers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by rank: request, piece
+    again: int = 0  # portions that came back
+    answers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by rank: request, portion
 
-    def next_piece(self) -> int:
+    def next_portion(self) -> int:
         """Return the one that comes next; -1: there is none now."""
         if self.back:
             return self.back[0]
-        return self.start if self.start < self.pieces else -1
+        return self.start if self.start < self.portions else -1
 
-    def lend(self, piece: int, rank: int) -> None:
-        """Give a piece away."""
-        if piece == self.start:
+    def lend(self, portion: int, rank: int) -> None:
+        """Give a portion away."""
+        if portion == self.start:
             self.start += 1
         else:
-            self.back.remove(piece)
-        self.lent[piece] = rank
+            self.back.remove(portion)
+        self.lent[portion] = rank
 
     def settle(self, rank: int, done: tuple[int, ...]) -> None:
-        """Note that pieces are done; those that were taken away meanwhile are somebody else's."""
-        for piece in done:
-            if self.lent.get(piece) == rank:
-                del self.lent[piece]
+        """Note that portions are done; those that were taken away meanwhile are somebody else's."""
+        for portion in done:
+            if self.lent.get(portion) == rank:
+                del self.lent[portion]
 
-    def give_back(self, pieces: list[int]) -> None:
-        """Have pieces done by somebody else."""
-        for piece in pieces:
-            del self.lent[piece]
-        self.back.extend(pieces)
-        self.again += len(pieces)
+    def give_back(self, portions: list[int]) -> None:
+        """Have portions done by somebody else."""
+        for portion in portions:
+            del self.lent[portion]
+        self.back.extend(portions)
+        self.again += len(portions)
 
     def of(self, rank: int) -> list[int]:
         """Return what a member has."""
-        return sorted(piece for piece, holder in self.lent.items() if holder == rank)
+        return sorted(portion for portion, holder in self.lent.items() if holder == rank)
 
     def done(self) -> tuple[tuple[int, int], ...]:
-        """Return the pieces that are done, as ranges."""
-        open_pieces = sorted({*self.lent, *self.back})
-        edges = [-1, *open_pieces, self.start]
+        """Return the portions that are done, as ranges."""
+        open_portions = sorted({*self.lent, *self.back})
+        edges = [-1, *open_portions, self.start]
         pairs = zip(edges, edges[1:], strict=False)
         return tuple((a + 1, b) for a, b in pairs if b > a + 1)
 
@@ -89,22 +89,22 @@ class Pools:
         self._lines: dict[str, dict[int, Pool]] = {}
         self._floors: dict[str, int] = {}  # by line: passes below this are over
 
-    def take(self, rank: int, request: m.TakePiece) -> m.Lent:
-        """Lend the next piece; what is asked again with the same id is answered alike."""
+    def take(self, rank: int, request: m.TakePortion) -> m.Lent:
+        """Lend the next portion; what is asked again with the same id is answered alike."""
         pool = self._pool(rank, request)
         if pool is None:
             return m.Lent(request.id, -1, 0, 0)
         _check(request.done, pool)
         if pool.answers.get(rank, (None, 0))[0] != request.id:
             taken = Lending(
-                request.line, request.index, rank, request.id, pool.next_piece(), request.done
+                request.line, request.index, rank, request.id, pool.next_portion(), request.done
             )
             self._happen(taken)
         others = sum(holder != rank for holder in pool.lent.values())
         return m.Lent(request.id, pool.answers[rank][1], others + len(pool.back), pool.again)
 
-    def settle(self, rank: int, message: m.SettlePieces) -> None:
-        """Take in that pieces are done, or will not be."""
+    def settle(self, rank: int, message: m.SettlePortions) -> None:
+        """Take in that portions are done, or will not be."""
         pool = self._lines.get(message.line, {}).get(message.index)
         if pool is None:
             return
@@ -117,7 +117,7 @@ class Pools:
         pool = self._lines.get(request.line, {}).get(request.index)
         if pool is None:
             return m.PoolState(request.id, 0, (), 0)
-        return m.PoolState(request.id, pool.pieces, pool.done(), pool.again)
+        return m.PoolState(request.id, pool.portions, pool.done(), pool.again)
 
     def release(self, rank: int) -> None:
         """A member is gone: lend what it had to others."""
@@ -132,12 +132,12 @@ class Pools:
             self._lines[entry.line] = {i: pool for i, pool in pools.items() if i >= entry.below}
         elif isinstance(entry, Pooled):
             self._lines.setdefault(entry.line, {})[entry.index] = Pool(
-                entry.pieces,
+                entry.portions,
                 entry.start,
                 dict(entry.lent),
                 deque(entry.back),
                 entry.again,
-                {rank: (request, piece) for rank, request, piece in entry.answers},
+                {rank: (request, portion) for rank, request, portion in entry.answers},
             )
         elif isinstance(entry, Unlent):
             for pool in self._all():
@@ -155,7 +155,7 @@ class Pools:
                 yield Pooled(
                     line,
                     index,
-                    pool.pieces,
+                    pool.portions,
                     pool.start,
                     tuple(pool.lent.items()),
                     tuple(pool.back),
@@ -168,21 +168,21 @@ class Pools:
         pool.settle(entry.rank, entry.done)
         pool.give_back([p for p in entry.back if pool.lent.get(p) == entry.rank])
         if entry.request:
-            if entry.piece >= 0:
-                pool.lend(entry.piece, entry.rank)
-            pool.answers[entry.rank] = (entry.request, entry.piece)
+            if entry.portion >= 0:
+                pool.lend(entry.portion, entry.rank)
+            pool.answers[entry.rank] = (entry.request, entry.portion)
 
     def _happen(self, entry: PoolEntry) -> None:
         self.note(entry)
         self.replay(entry)
 
-    def _pool(self, rank: int, request: m.TakePiece) -> Pool | None:
+    def _pool(self, rank: int, request: m.TakePortion) -> Pool | None:
         """Return the pool of a request, which may be the first one for it; None: it is over."""
         line, index = request.line, request.index
-        if not 0 < len(line) <= _MAX_NAME or index < 0 or not 0 < request.pieces <= MAX_PIECES:
+        if not 0 < len(line) <= _MAX_NAME or index < 0 or not 0 < request.portions <= MAX_PORTIONS:
             raise UsageError(
-                f"rank {rank} asked for a piece of pool {line[:_MAX_NAME]!r}, pass {index}, of"
-                f" {request.pieces} pieces: there is no such pool"
+                f"rank {rank} asked for a portion of pool {line[:_MAX_NAME]!r}, pass {index}, of"
+                f" {request.portions} portions: there is no such pool"
             )
         if index < self._floors.get(line, 0):
             return None
@@ -190,16 +190,17 @@ class Pools:
         if index not in pools:
             if line not in self._lines and len(self._lines) >= _MAX_LINES:
                 raise UsageError(f"rank {rank}: more than {_MAX_LINES} loaders; make them once")
-            self._happen(Pooled(line, index, request.pieces))
+            self._happen(Pooled(line, index, request.portions))
             pools = self._lines[line]
             if len(pools) > _KEPT:
                 self._happen(Closed(line, min(pools) + 1))
                 return self._lines[line].get(index)
         pool = pools[index]
-        if pool.pieces != request.pieces:
+        if pool.portions != request.portions:
             raise UsageError(
-                f"rank {rank} has cut pass {index} of {line} into {request.pieces} pieces, expected"
-                f" {pool.pieces} as the others have; use the same data and settings on all workers"
+                f"rank {rank} has cut pass {index} of {line} into {request.portions} portions,"
+                f" expected {pool.portions} as the others have; use the same data and settings on"
+                " all workers"
             )
         return pool
 
@@ -208,8 +209,9 @@ class Pools:
             yield from pools.values()
 
 
-def _check(pieces: tuple[int, ...], pool: Pool) -> None:
-    if len(pieces) > _MAX_DONE or any(not 0 <= piece < pool.pieces for piece in pieces):
+def _check(portions: tuple[int, ...], pool: Pool) -> None:
+    if len(portions) > _MAX_DONE or any(not 0 <= portion < pool.portions for portion in portions):
         raise UsageError(
-            f"{len(pieces)} pieces of a pool of {pool.pieces}, {pieces[:3]}...: no such pieces"
+            f"{len(portions)} portions of a pool of {pool.portions}, {portions[:3]}...: there are"
+            " no such portions"
         )

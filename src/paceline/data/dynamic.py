@@ -159,8 +159,8 @@ class Dynamic(Indexed):
             _close(elastic, passage)
         if made.again:
             this.say(
-                f"shard: epoch {this.epoch}: {made.again} leases of lost workers were issued again;"
-                " samples of those that were in work may have counted twice"
+                f"shard: epoch {this.epoch}: {made.again} portions of lost workers were issued"
+                " again; samples of those that were in work may have counted twice"
             )
 
     def _all_batches(self, this: Pass) -> Batches:

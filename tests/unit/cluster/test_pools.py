@@ -1,4 +1,4 @@
-"""Pools of work: each piece is done once, whoever asks, dies, comes back or is started again."""
+"""Pools of work: each portion is done once, whoever asks, dies, comes back or is started again."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def member(rank: int) -> Member:
 
 
 class Story:
-    """Workers that take pieces, in the order that hypothesis makes up."""
+    """Workers that take portions, in the order that hypothesis makes up."""
 
-    def __init__(self, pieces: int) -> None:
-        self.pools, self.pieces = Pools(), pieces
+    def __init__(self, portions: int) -> None:
+        self.pools, self.portions = Pools(), portions
         self.notes: list = []
         self.pools.note = self.notes.append
         self.held: dict[int, list[int]] = {}
@@ -43,11 +43,11 @@ class Story:
         self.requests += 1
         done = tuple(self.held.get(rank, []))
         self.done.update(done)
-        request = m.TakePiece(self.requests, "loader 0", 0, self.pieces, done)
+        request = m.TakePortion(self.requests, "loader 0", 0, self.portions, done)
         answer = self.pools.take(rank, request)
-        assert self.pools.take(rank, request).piece == answer.piece, "asked again: the same"
-        self.held[rank] = [answer.piece] if answer.piece >= 0 else []
-        return answer.piece
+        assert self.pools.take(rank, request).portion == answer.portion, "asked again: the same"
+        self.held[rank] = [answer.portion] if answer.portion >= 0 else []
+        return answer.portion
 
     def die(self, rank: int, *, worked: bool) -> None:
         if worked:
@@ -77,8 +77,8 @@ events = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 20), events)
-def test_each_piece_is_done_once(pieces: int, story: list[tuple[str, int]]) -> None:
-    tale = Story(pieces)
+def test_each_portion_is_done_once(portions: int, story: list[tuple[str, int]]) -> None:
+    tale = Story(portions)
     for what, rank in story:
         if what == "take":
             tale.take(rank)
@@ -89,44 +89,44 @@ def test_each_piece_is_done_once(pieces: int, story: list[tuple[str, int]]) -> N
     ranks = [*tale.held, 9]
     while any(tale.take(rank) >= 0 for rank in ranks):
         pass
-    assert sorted(tale.done) == list(range(pieces)), "nothing is left out"
+    assert sorted(tale.done) == list(range(portions)), "nothing is left out"
     assert set(tale.done.values()) == {1}, "nothing is lent to two that both live"
     state = tale.pools.look(m.LookAtPool(1, "loader 0", 0))
-    assert state.done == ((0, pieces),)
+    assert state.done == ((0, portions),)
     assert len(tale.unsure) <= state.again, "what may count twice was counted"
 
 
 def test_passes_are_apart_and_old_ones_are_over() -> None:
     pools = Pools()
     for index in range(40):
-        assert pools.take(0, m.TakePiece(index + 1, "a", index, 2)).piece == 0
-    assert pools.take(1, m.TakePiece(99, "a", 3, 2)) == m.Lent(99, -1, 0, 0)
-    assert pools.take(1, m.TakePiece(100, "a", 39, 2)).piece == 1
-    assert pools.take(1, m.TakePiece(101, "b", 0, 2)).piece == 0
+        assert pools.take(0, m.TakePortion(index + 1, "a", index, 2)).portion == 0
+    assert pools.take(1, m.TakePortion(99, "a", 3, 2)) == m.Lent(99, -1, 0, 0)
+    assert pools.take(1, m.TakePortion(100, "a", 39, 2)).portion == 1
+    assert pools.take(1, m.TakePortion(101, "b", 0, 2)).portion == 0
     fresh = Pools()
     for entry in pools.entries():
         fresh.replay(entry)
-    assert fresh.take(1, m.TakePiece(102, "a", 3, 2)) == m.Lent(102, -1, 0, 0)
+    assert fresh.take(1, m.TakePortion(102, "a", 3, 2)) == m.Lent(102, -1, 0, 0)
     assert fresh.look(m.LookAtPool(1, "a", 39)) == pools.look(m.LookAtPool(1, "a", 39))
 
 
 def test_what_means_nothing_is_refused() -> None:
     pools = Pools()
-    pools.take(0, m.TakePiece(1, "a", 0, 3))
-    with pytest.raises(UsageError, match="rank 2 has cut pass 0 of a into 4 pieces, expected 3"):
-        pools.take(2, m.TakePiece(2, "a", 0, 4))
-    with pytest.raises(UsageError, match="no such pieces"):
-        pools.take(0, m.TakePiece(3, "a", 0, 3, (3,)))
-    with pytest.raises(UsageError, match="no such pieces"):
-        pools.settle(0, m.SettlePieces("a", 0, (), (-1,)))
+    pools.take(0, m.TakePortion(1, "a", 0, 3))
+    with pytest.raises(UsageError, match="rank 2 has cut pass 0 of a into 4 portions, expected 3"):
+        pools.take(2, m.TakePortion(2, "a", 0, 4))
+    with pytest.raises(UsageError, match="no such portions"):
+        pools.take(0, m.TakePortion(3, "a", 0, 3, (3,)))
+    with pytest.raises(UsageError, match="no such portions"):
+        pools.settle(0, m.SettlePortions("a", 0, (), (-1,)))
     for wrong in (("", 0, 3), ("a", -1, 3), ("a", 1, 0), ("a" * 500, 0, 3)):
         with pytest.raises(UsageError, match="no such pool"):
-            pools.take(0, m.TakePiece(4, *wrong))
-    pools.settle(0, m.SettlePieces("unknown", 0, (7,)))
-    pools.settle(1, m.SettlePieces("a", 0, (0,)))  # of another one: it has no say
-    assert pools.take(0, m.TakePiece(5, "a", 0, 3)).missing == 0
-    pools.settle(0, m.SettlePieces("a", 0, (), (0,)))
-    assert pools.take(1, m.TakePiece(6, "a", 0, 3)).piece == 0
+            pools.take(0, m.TakePortion(4, *wrong))
+    pools.settle(0, m.SettlePortions("unknown", 0, (7,)))
+    pools.settle(1, m.SettlePortions("a", 0, (0,)))  # of another one: it has no say
+    assert pools.take(0, m.TakePortion(5, "a", 0, 3)).missing == 0
+    pools.settle(0, m.SettlePortions("a", 0, (), (0,)))
+    assert pools.take(1, m.TakePortion(6, "a", 0, 3)).portion == 0
 
 
 def test_the_journal_keeps_them(tmp_path) -> None:
@@ -134,7 +134,9 @@ def test_the_journal_keeps_them(tmp_path) -> None:
     pools = Pools()
     record = Record(Journal(tmp_path / "journal", "job-1", policy), StoreService(), pools)
     for number in range(6):
-        pools.take(number % 2, m.TakePiece(number + 1, "a", 0, 9, tuple(range(number - 1, 0, -2))))
+        pools.take(
+            number % 2, m.TakePortion(number + 1, "a", 0, 9, tuple(range(number - 1, 0, -2)))
+        )
     pools.release(1)
     before = list(pools.entries())
     record.close()
@@ -149,24 +151,24 @@ def test_over_a_connection_and_alone(cluster) -> None:
     agents = [cluster.agent(0), cluster.agent(1)]
     answers = []
     with pytest.raises(Exception, match="gets no work"):
-        lent(agents[0].take_piece("a", 0, 3))
+        lent(agents[0].take_portion("a", 0, 3))
     threads = [threading.Thread(target=lambda r=r: agents[r].join(member(r), 20)) for r in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for agent in (agents[0], alone):
-        assert lent(agent.take_piece("a", 0, 3)).piece == 0
-        assert lent(agent.take_piece("a", 0, 3, (0,))).piece == 1
-        agent.settle_pieces("a", 0, (1,))
+        assert lent(agent.take_portion("a", 0, 3)).portion == 0
+        assert lent(agent.take_portion("a", 0, 3, (0,))).portion == 1
+        agent.settle_portions("a", 0, (1,))
         state = agent.pool_state("a", 0)
-        answers.append((state.pieces, state.done, state.again))
-        with pytest.raises(UsageError, match="into 4 pieces, expected 3"):
-            lent(agent.take_piece("a", 0, 4))
+        answers.append((state.portions, state.done, state.again))
+        with pytest.raises(UsageError, match="into 4 portions, expected 3"):
+            lent(agent.take_portion("a", 0, 4))
     assert answers == [(3, ((0, 2),), 0)] * 2
-    assert lent(agents[0].take_piece("a", 0, 3)).piece == 2
+    assert lent(agents[0].take_portion("a", 0, 3)).portion == 2
     cluster.cut(agents[0])
     deadline = time.monotonic() + 10
-    while (answer := lent(agents[1].take_piece("a", 0, 3))).piece < 0:
+    while (answer := lent(agents[1].take_portion("a", 0, 3))).portion < 0:
         assert time.monotonic() < deadline
-    assert (answer.piece, answer.again) == (2, 1)
+    assert (answer.portion, answer.again) == (2, 1)

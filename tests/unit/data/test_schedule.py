@@ -1,4 +1,4 @@
-"""The arithmetic of pieces, of parts by speed and cost, and of what is measured."""
+"""The arithmetic of portions, of parts by speed and cost, and of what is measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.data.balance import Balance, describe
 from paceline.data.costs import Costs, cut_by_cost
-from paceline.data.schedule import MOST, cut_pieces, ranges_of
+from paceline.data.schedule import MOST, cut_portions, ranges_of
 from paceline.data.split import balanced
 from paceline.errors import UsageError
 
@@ -21,25 +21,25 @@ speeds = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
 
 
 @given(costs, st.integers(1, 9))
-def test_pieces_cover_everything_once_and_shrink(prices: list[float], workers: int) -> None:
-    pieces = cut_pieces(prices, workers)
-    assert list(chain.from_iterable(pieces)) == list(range(len(prices)))
+def test_portions_cover_everything_once_and_shrink(prices: list[float], workers: int) -> None:
+    portions = cut_portions(prices, workers)
+    assert list(chain.from_iterable(portions)) == list(range(len(prices)))
     left = sum(prices)
-    for piece in pieces:
-        price = sum(prices[place] for place in piece)
-        assert 1 <= len(piece) <= MOST
-        assert len(piece) == 1 or price <= left / (4 * workers) + 1e-6
+    for portion in portions:
+        price = sum(prices[place] for place in portion)
+        assert 1 <= len(portion) <= MOST
+        assert len(portion) == 1 or price <= left / (4 * workers) + 1e-6
         left -= price
 
 
 @given(st.integers(1, 200), st.integers(1, 4), st.lists(st.integers(1, 5), min_size=4, max_size=4))
 def test_all_end_together(batches: int, workers: int, slowness: list[int]) -> None:
-    """As many workers, each so many times slower, take pieces when they are free: the last one
-    ends at most one batch of the slowest, and the piece that it has, behind the ideal."""
+    """As many workers, each so many times slower, take portions when they are free: the last one
+    ends at most one batch of the slowest, and the portion that it has, behind the ideal."""
     free = [0.0] * workers
-    for piece in cut_pieces([1.0] * batches, workers):
+    for portion in cut_portions([1.0] * batches, workers):
         first = free.index(min(free))
-        free[first] += len(piece) * slowness[first]
+        free[first] += len(portion) * slowness[first]
     ideal = batches / sum(1 / slow for slow in slowness[:workers])
     assert max(free) <= 1.3 * ideal + 2 * max(slowness)
 
