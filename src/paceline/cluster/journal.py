@@ -92,6 +92,7 @@ class Pooled(msgspec.Struct, frozen=True, tag=True):
     back: tuple[int, ...] = ()
     again: int = 0
     answers: tuple[tuple[int, int, int], ...] = ()  # rank, request, portion
+    before: tuple[tuple[int, int], ...] = ()
 
 
 class Lending(msgspec.Struct, frozen=True, tag=True):
@@ -104,6 +105,7 @@ class Lending(msgspec.Struct, frozen=True, tag=True):
     portion: int  # -1: there was none
     done: tuple[int, ...] = ()
     back: tuple[int, ...] = ()
+    before: tuple[tuple[int, int], ...] = ()  # ranges that an earlier job has done
 
 
 class Unlent(msgspec.Struct, frozen=True, tag=True):

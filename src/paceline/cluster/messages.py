@@ -138,6 +138,7 @@ class TakePortion(Request, frozen=True):
     index: int
     portions: int  # that there are
     done: tuple[int, ...] = ()
+    before: tuple[tuple[int, int], ...] = ()  # ranges that an earlier job has done
 
 
 class LookAtPool(Request, frozen=True):

@@ -27,10 +27,16 @@ class PoolCalls(ABC):
         """Say something that needs no answer."""
 
     def take_portion(
-        self, line: str, index: int, portions: int, done: tuple[int, ...] = ()
+        self,
+        line: str,
+        index: int,
+        portions: int,
+        done: tuple[int, ...] = (),
+        before: tuple[tuple[int, int], ...] = (),
     ) -> Future[m.Answer]:
         """Ask for a portion of a pool. Returns at once; `lent` waits for the answer."""
-        return self._ask_soon(lambda n: m.TakePortion(n, line, index, portions, done), PORTION_S)
+        what = (line, index, portions, done, before)
+        return self._ask_soon(lambda n: m.TakePortion(n, *what), PORTION_S)
 
     def settle_portions(
         self, line: str, index: int, done: tuple[int, ...] = (), back: tuple[int, ...] = ()

@@ -17,7 +17,7 @@ it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.cluster import messages as m
@@ -33,7 +33,8 @@ _KEPT = 16  # pools of each line
 
 @dataclass
 class Pool:
-    """The portions of one pass. Done are those below `start` that are neither lent nor back."""
+    """The portions of one pass. Done are those below `start` that are neither lent nor back, and
+    those that were done `before`, by an earlier job whose checkpoint this one goes on from."""
 
     portions: int
     start: int = 0  # the first that nobody has had
@@ -41,17 +42,21 @@ class Pool:
     back: deque[int] = field(default_factory=deque)
     again: int = 0  # portions that came back
     answers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by rank: request, portion
+    before: set[int] = field(default_factory=set)
 
     def next_portion(self) -> int:
         """Return the one that comes next; -1: there is none now."""
         if self.back:
             return self.back[0]
-        return self.start if self.start < self.portions else -1
+        first = self.start
+        while first in self.before:
+            first += 1
+        return first if first < self.portions else -1
 
     def lend(self, portion: int, rank: int) -> None:
         """Give a portion away."""
-        if portion == self.start:
-            self.start += 1
+        if portion >= self.start:
+            self.start = portion + 1  # those in between were done before
         else:
             self.back.remove(portion)
         self.lent[portion] = rank
@@ -75,10 +80,9 @@ class Pool:
 
     def done(self) -> tuple[tuple[int, int], ...]:
         """Return the portions that are done, as ranges."""
-        open_portions = sorted({*self.lent, *self.back})
-        edges = [-1, *open_portions, self.start]
-        pairs = zip(edges, edges[1:], strict=False)
-        return tuple((a + 1, b) for a, b in pairs if b > a + 1)
+        gaps = {*self.lent, *self.back}
+        found = [portion for portion in range(self.start) if portion not in gaps]
+        return _ranges([*found, *(p for p in self.before if p >= self.start)])
 
 
 class Pools:
@@ -95,11 +99,12 @@ class Pools:
         if pool is None:
             return m.Lent(request.id, -1, 0, 0)
         _check(request.done, pool)
+        _check([edge for start, stop in request.before for edge in (start, stop - 1)], pool)
         if pool.answers.get(rank, (None, 0))[0] != request.id:
-            taken = Lending(
-                request.line, request.index, rank, request.id, pool.next_portion(), request.done
-            )
-            self._happen(taken)
+            place = (request.line, request.index, rank)
+            if request.before:
+                self._happen(Lending(*place, 0, -1, before=request.before))
+            self._happen(Lending(*place, request.id, pool.next_portion(), request.done))
         others = sum(holder != rank for holder in pool.lent.values())
         return m.Lent(request.id, pool.answers[rank][1], others + len(pool.back), pool.again)
 
@@ -138,6 +143,7 @@ class Pools:
                 deque(entry.back),
                 entry.again,
                 {rank: (request, portion) for rank, request, portion in entry.answers},
+                {portion for start, stop in entry.before for portion in range(start, stop)},
             )
         elif isinstance(entry, Unlent):
             for pool in self._all():
@@ -161,10 +167,12 @@ class Pools:
                     tuple(pool.back),
                     pool.again,
                     tuple((rank, *answer) for rank, answer in pool.answers.items()),
+                    _ranges(pool.before),
                 )
 
     def _lend(self, entry: Lending) -> None:
         pool = self._lines[entry.line][entry.index]
+        pool.before.update(p for start, stop in entry.before for p in range(start, stop))
         pool.settle(entry.rank, entry.done)
         pool.give_back([p for p in entry.back if pool.lent.get(p) == entry.rank])
         if entry.request:
@@ -209,7 +217,18 @@ class Pools:
             yield from pools.values()
 
 
-def _check(portions: tuple[int, ...], pool: Pool) -> None:
+def _ranges(portions: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Write numbers as ranges, in order."""
+    found: list[tuple[int, int]] = []
+    for portion in sorted(portions):
+        if found and found[-1][1] == portion:
+            found[-1] = (found[-1][0], portion + 1)
+        else:
+            found.append((portion, portion + 1))
+    return tuple(found)
+
+
+def _check(portions: Sequence[int], pool: Pool) -> None:
     if len(portions) > _MAX_DONE or any(not 0 <= portion < pool.portions for portion in portions):
         raise UsageError(
             f"{len(portions)} portions of a pool of {pool.portions}, {portions[:3]}...: there are"

@@ -50,6 +50,7 @@ class Balance:
 
     def measure(self, cost: float, took_s: float) -> None:
         """Note how long a batch took this worker."""
+        self._since += 1
         if cost > 0 and not self._is_first:
             self._measured.append(max(took_s, 1e-9) / cost)
         self._is_first = False
@@ -58,10 +59,6 @@ class Balance:
     def is_due(self) -> bool:
         """Whether the workers tell each other now; alike on all of them."""
         return self.workers > 1 and self._since >= self._every
-
-    def count(self) -> None:
-        """A batch is behind."""
-        self._since += 1
 
     def agree(self, group: Group, first: int, size: int, say: Callable[[str], None]) -> None:
         """Tell how fast this worker is, hear the others, and cut anew from batch `first` on.
@@ -93,12 +90,15 @@ class BalancedParts(Parts):
     ) -> None:
         super().__init__(plan, order, group.size, group.rank, pad=pad, say=say)
         self._balance = balance
-        self.costs: deque[float] = deque()  # of the parts whose `weights` are there
+        # Of the parts whose `weights` are there; None: not everybody has something of the batch.
+        self.costs: deque[float | None] = deque()
 
     def _cut(self, units: Units) -> tuple[Any, float]:
         if len(units) < self._world_size:
-            self.costs.append(0.0)  # nothing to measure
-            return spread(units, self._world_size, self._rank)
+            part, weighs = spread(units, self._world_size, self._rank)
+            if self._pad or weighs:
+                self.costs.append(None)
+            return part, weighs
         costs = _costs_of(units, self._plan.costs)
         edges = balanced(costs, self._balance.speeds_at(self.steps - 1))
         start, stop = edges[self._rank : self._rank + 2]
@@ -133,10 +133,10 @@ def run_balanced(
         announcer.set(parts.weights.popleft())
         yield batch
         took_s = time.perf_counter() - start_s - (waited_s() - waited_before_s)
-        balance.measure(cost, took_s)
-        balance.count()
-        if balance.is_due:
-            balance.agree(group, step + 2 + lookahead, size, say)
+        if cost is not None:  # alike on all workers
+            balance.measure(cost, took_s)
+            if balance.is_due:
+                balance.agree(group, step + 2 + lookahead, size, say)
         parts.prepare(step + 2 + lookahead)
         step += 1
 

@@ -21,10 +21,10 @@ from paceline.data.balance import Balance, BalancedParts, run_balanced
 from paceline.data.costs import Costs, GivenCost
 from paceline.data.elastic_pass import ElasticPass
 from paceline.data.indexed import IndexedLoader, settings_of
-from paceline.data.leased import Batches, LeasedPass, PoolName
+from paceline.data.leased import Batches, LeaseCourse, LeasedPass, PoolName
 from paceline.data.memory import Memory
 from paceline.data.order import ToldOrder, mixed
-from paceline.data.passage import Count, Passage
+from paceline.data.passage import Passage
 from paceline.data.plan import length_of
 from paceline.data.sources import Indexed, Pass
 from paceline.data.split import size_of, spread
@@ -32,7 +32,9 @@ from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
 from paceline.job import Job
 
-_LINE, _BALANCE, _COSTS, PASS, DONE = "line", "balance", "costs", "leased pass", "leased done"
+_LINE, _BALANCE, _COSTS = "line", "balance", "costs"
+# In what is kept for a loader: the course of its pass by leases, and where the next one begins.
+PASS, COURSE = "leased pass", "leased course"
 
 
 class Dynamic(Indexed):
@@ -71,6 +73,16 @@ class Dynamic(Indexed):
                 "batch='auto' in an elastic job: workers that come and go have been measured by"
                 " nobody; use batch='global', or a job without --min, --max and --on-loss"
             )
+        if (
+            mode == "dynamic"
+            and job.elastic.is_on
+            and not (job.elastic.is_lockstep or self._is_leased)
+        ):
+            raise UsageError(
+                "mode='dynamic' in an elastic job needs a pace in which all step together, or one"
+                " without any bound (async): with ssp and backup nobody may take many more steps"
+                " than another; use mode='shard'"
+            )
         if self._is_leased:
             self._refuse_leases()
             self.length = None  # who gets how many is seen at the end
@@ -90,11 +102,23 @@ class Dynamic(Indexed):
         if self._is_leased:
             self._before_pass(this)
             yield from self._leased_batches(this)
-        elif this.elastic is not None or self._plan.cut is not spread:
-            yield from super().batches(this)
-        else:
+        elif self._is_measured:
             self._before_pass(this)
             yield from self._balanced_batches(this)
+        else:
+            if self._costs is None:
+                self._say_even(this)
+            yield from super().batches(this)
+
+    @property
+    def _is_measured(self) -> bool:
+        return not self._job.elastic.is_on and self._plan.cut is spread
+
+    def _say_even(self, this: Pass) -> None:
+        why = "batches are made whole, by a batch sampler or the dataset"
+        if self._job.elastic.is_on:
+            why = "the speeds of workers that come and go are not measured"
+        this.say(f"shard: mode='dynamic' shares evenly here: all step together, and {why}")
 
     # -- in step ------------------------------------------------------------------------------
 
@@ -139,16 +163,15 @@ class Dynamic(Indexed):
 
     def _leased_batches(self, this: Pass) -> Iterator[Any]:
         job, kept, elastic = self._job, this.memory.kept, this.elastic
-        passage = None if elastic is None else elastic.open(Count())
-        made = LeasedPass(
-            job.rendezvous.agent,
-            _pool_name(job, this.memory, passage),
-            self._all_batches(this),
-            self._nominal,
-            is_elastic=elastic is not None,
-            done=kept.pop(DONE, ()),
-        )
-        kept[PASS] = made
+        agent = job.rendezvous.agent
+        course = LeaseCourse(agent, self._nominal)
+        passage = None if elastic is None else elastic.open(course)
+        if COURSE in kept:  # of a checkpoint
+            course.begin_at(0, kept.pop(COURSE), is_same=False)
+        name = _pool_name(job, this.memory, passage)
+        batches = self._all_batches(this)
+        made = LeasedPass(agent, name, batches, course, is_elastic=elastic is not None)
+        kept[PASS] = course
         if elastic is not None:
             job.contribution.watch_commits(made.on_commit)
         try:

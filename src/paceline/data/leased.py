@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,8 @@ from paceline.cluster.pool_calls import lent
 from paceline.cluster.rendezvous import AnyAgent
 from paceline.contribution import Announcer
 from paceline.data.indexed import IndexedLoader, plain
-from paceline.data.schedule import cut_portions, ranges_of
+from paceline.data.passage import Count
+from paceline.data.schedule import cut_portions
 from paceline.errors import PeerError
 
 _LOOK_S = 0.03
@@ -49,6 +50,37 @@ class PoolName:
     index: int
 
 
+class LeaseCourse(Count):
+    """How far all workers are in the pass: portions that are done. What somebody has in work is not
+    among them; a run that goes on from there does it again."""
+
+    def __init__(self, agent: AnyAgent, workers: int) -> None:
+        super().__init__()
+        self._agent = agent
+        self.workers = workers  # for whom the portions are cut; a run that goes on keeps them
+        self.name: PoolName | None = None
+        self.before: tuple[tuple[int, int], ...] = ()
+
+    def place(self, batch: int) -> dict[str, Any]:  # noqa: ARG002
+        """Return everything as plain data, for a run that goes on from a checkpoint. Asks the
+        coordinator."""
+        done: Sequence[Sequence[int]] = self.before
+        if self.name is not None:
+            done = self._agent.pool_state(self.name.line, self.name.index).done or done
+        return {"workers": self.workers, "done": [list(pair) for pair in done]}
+
+    def begin_at(self, batch: int, place: Mapping[str, Any], *, is_same: bool) -> None:  # noqa: ARG002
+        """Go on from there, with any number of workers."""
+        self.taken = self.committed = batch
+        self.workers = place["workers"]
+        self.before = tuple((start, stop) for start, stop in place["done"])
+
+    def pack(self) -> dict[str, Any]:
+        """As plain data for a newcomer: the coordinator knows the rest."""
+        counts = list(self.counts.items())
+        return {"taken": self.taken, "committed": self.committed, "counts": counts}
+
+
 class LeasedPass:
     """One worker's part in one pass. Main thread only."""
 
@@ -57,33 +89,30 @@ class LeasedPass:
         agent: AnyAgent,
         name: PoolName,
         batches: Batches,
-        workers: int,
+        course: LeaseCourse,
         *,
         is_elastic: bool,
-        done: Sequence[Sequence[int]] = (),  # ranges of batches, of a pass that was interrupted
     ) -> None:
         self._agent, self._name, self._batches = agent, name, batches
         self._is_elastic = is_elastic
-        self._before = {batch for start, stop in done for batch in range(start, stop)}
-        left = [batch for batch in range(batches.count) if batch not in self._before]
-        portions = cut_portions([batches.cost(batch) for batch in left], workers)
-        self._portions = [[left[place] for place in portion] for portion in portions]
+        costs = [batches.cost(batch) for batch in range(batches.count)]
+        self._portions = cut_portions(costs, course.workers)
+        self._before = course.before  # told with the first question
+        course.name = name
         self._asked: Future[Answer] | None = None
+        self._missing = 0  # portions that others have
         self._to_do: dict[int, int] = {}  # by portion that this worker has: batches to be done
         self._done: list[int] = []  # portions, since the last question
         self._on_way: deque[tuple[int, int]] = deque()  # portion and batch that the loader makes
-        self._in_hand: list[tuple[int, int]] = []  # given to the script
-        self._used: set[int] = set()  # batches, of portions that are not done
+        self._in_hand: list[int] = []  # portions of the batches that the script has
         self.again = 0  # portions that came back from lost workers, as far as is known
         self.taken = 0  # batches, by this worker
 
     def run(self, loader: IndexedLoader, announcer: Announcer, worker_seed: int) -> Iterator[Any]:
         """Yield batches until the pool is empty, and in an elastic job until nobody can be lost
         any more that had some of it."""
-        if not self._portions:
-            return
         try:
-            first: int | None = self._next_portion()
+            first = self._next_portion()
             while first is not None:
                 yield from self._batches_from(first, loader, announcer, worker_seed)
                 first = self._late_portion()
@@ -94,19 +123,6 @@ class LeasedPass:
         """A step has counted, and what was given for it."""
         self._use_up()
 
-    def pack(self) -> dict[str, Any]:
-        """Return as plain data what all workers have done of the pass, and this one's share of
-        what is under way. Behind a step: what was given out has counted."""
-        state = self._agent.pool_state(self._name.line, self._name.index)
-        portions = [portion for start, stop in state.done for portion in range(start, stop)]
-        done = {batch for portion in portions for batch in self._portions[portion]}
-        given = {batch for _, batch in self._in_hand}
-        return {
-            "batches": self._batches.count,
-            "size": self._batches.size,
-            "done": ranges_of(self._before | done | self._used | given),
-        }
-
     # -- taking -------------------------------------------------------------------------------
 
     def _batches_from(
@@ -116,7 +132,7 @@ class LeasedPass:
             if not self._is_elastic:
                 self._use_up()  # the script asks for more: it is done with what it had
             portion, number = self._on_way.popleft()
-            self._in_hand.append((portion, number))
+            self._in_hand.append(portion)
             self.taken += 1
             announcer.set(self._batches.samples(number) / self._batches.size)
             yield batch
@@ -136,8 +152,9 @@ class LeasedPass:
 
     def _ask(self) -> None:
         done, self._done = tuple(self._done), []
-        name = self._name
-        self._asked = self._agent.take_portion(name.line, name.index, len(self._portions), done)
+        before, self._before = self._before, ()
+        name, count = self._name, len(self._portions)
+        self._asked = self._agent.take_portion(name.line, name.index, count, done, before)
 
     def _next_portion(self) -> int | None:
         """Return the portion that was asked for; None: there is none now."""
@@ -167,13 +184,11 @@ class LeasedPass:
     def _use_up(self) -> None:
         """Note that what the script had been given is behind it."""
         done: list[int] = []
-        for portion, number in self._in_hand:
-            self._used.add(number)
+        for portion in self._in_hand:
             self._to_do[portion] -= 1
             if not self._to_do[portion]:
                 del self._to_do[portion]
                 done.append(portion)
-                self._used.difference_update(self._portions[portion])
         self._in_hand.clear()
         if done:
             self._done += done  # said again with the next question, which is sure to be heard

@@ -7,7 +7,7 @@ than a few dozen batches, because that much is computed again when a worker is l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 _FRACTION = 4  # of what is left, a worker's share is cut into so many portions
 MOST = 32  # batches in a portion
@@ -29,18 +29,3 @@ def cut_portions(costs: Sequence[float], workers: int) -> list[range]:
         portions.append(range(start, stop))
         start, left = stop, left - taken
     return portions
-
-
-def ranges_of(numbers: Iterable[int]) -> list[list[int]]:
-    """Write numbers as ranges, in order.
-
-    >>> ranges_of([4, 0, 1, 2])
-    [[0, 3], [4, 5]]
-    """
-    found: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if found and found[-1][1] == number:
-            found[-1][1] = number + 1
-        else:
-            found.append([number, number + 1])
-    return found

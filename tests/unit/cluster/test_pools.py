@@ -96,6 +96,34 @@ def test_each_portion_is_done_once(portions: int, story: list[tuple[str, int]]) 
     assert len(tale.unsure) <= state.again, "what may count twice was counted"
 
 
+@settings(deadline=None)
+@given(st.integers(1, 20), st.sets(st.integers(0, 19)), st.sets(st.integers(0, 19)))
+def test_what_an_earlier_job_has_done_is_not_lent(
+    portions: int, first: set[int], second: set[int]
+) -> None:
+    """Two workers go on from states that differ a little; each tells its own when it comes."""
+    first, second = ({p for p in told if p < portions} for told in (first, second))
+    pools, notes = Pools(), []
+    pools.note = notes.append
+    had = []
+    for rank, told in ((0, first), (1, second)):
+        before = tuple((p, p + 1) for p in told)
+        for request in range(1, 3):
+            asked = m.TakePortion(10 * rank + request, "a", 0, portions, tuple(had[-1:]), before)
+            had += [p for p in [pools.take(rank, asked).portion] if p >= 0]
+    again = Pools()
+    for entry in notes:
+        again.replay(entry)
+    assert list(again.entries()) == list(pools.entries())
+    number = 100
+    while (found := again.take(1, m.TakePortion(number, "a", 0, portions))).portion >= 0:
+        had.append(found.portion)
+        number += 1
+    assert len(had) == len(set(had)), "nothing is lent twice"
+    assert {*had, *first, *second} == set(range(portions)), "nothing is left out"
+    assert not {*had[2:]} & {*first, *second}, "and nothing again that was known to be done"
+
+
 def test_passes_are_apart_and_old_ones_are_over() -> None:
     pools = Pools()
     for index in range(40):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.data.balance import Balance, describe
 from paceline.data.costs import Costs, cut_by_cost
-from paceline.data.schedule import MOST, cut_portions, ranges_of
+from paceline.data.schedule import MOST, cut_portions
 from paceline.data.split import balanced
 from paceline.errors import UsageError
 
@@ -42,13 +42,6 @@ def test_all_end_together(batches: int, workers: int, slowness: list[int]) -> No
         free[first] += len(portion) * slowness[first]
     ideal = batches / sum(1 / slow for slow in slowness[:workers])
     assert max(free) <= 1.3 * ideal + 2 * max(slowness)
-
-
-@given(st.sets(st.integers(0, 60)))
-def test_ranges_say_the_same(numbers: set[int]) -> None:
-    ranges = ranges_of(numbers)
-    assert sorted(chain.from_iterable(range(a, b) for a, b in ranges)) == sorted(numbers)
-    assert all(a[1] < b[0] for a, b in pairwise(ranges))
 
 
 @given(st.data(), speeds)
