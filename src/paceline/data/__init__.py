@@ -7,7 +7,9 @@ shard.py                    pl.shard(loader): one object, which each pass asks f
      warmup.py              pl.data_warmup: the first epochs go over a part of it
      split.py               the arithmetic: whose samples, and what weight
      indexed.py             a loader with an index for each sample: this worker's part of it
-  -> modes.py               other ways to share out: partition.py, replicate.py
+  -> modes.py               other ways to share out: partition.py, replicate.py, dynamic.py
+     balance.py, costs.py   each global batch is cut by the workers' speed, and by cost
+     leased.py, schedule.py  portions of a pass that the coordinator lends to whoever is free
      given.py               a dataset, or a list of files, in place of a loader
   -> stream.py              data that only comes in sequence: striding, and steps in common
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.consensus import agree, group_of
 from paceline.data.costs import GivenCost
@@ -31,7 +31,7 @@ from paceline.job import Job, current
 
 
 def shard(
-    loader: Iterable[Any],
+    loader: Iterable[Any] | Dataset[Any],
     *,
     mode: str = "shard",
     epoch: int | None = None,
@@ -50,13 +50,15 @@ def shard(
 
     `mode`: "shard", each sample goes to one of the workers, in each epoch to another; "partition",
     each worker has its own part, the same in every epoch; "replicate", each goes over everything in
-    an order of its own. A dataset may take the place of the loader, with the `settings` of a
-    DataLoader (batch_size=...); with mode "partition" also a list of files, with `open`: a function
-    that reads one of them, for each of its samples with batch_size=..., else batches.
+    an order of its own; "dynamic", who is faster takes more, also by the `cost` of samples (numbers,
+    or a function of the index). A dataset may take the place of the loader, with the `settings` of
+    a DataLoader (batch_size=...); with mode "partition" also a list of files, with `open`: a
+    function that reads one of them, for each of its samples with batch_size=..., else batches.
 
     `epoch` and `seed` decide on the order of a loader with shuffle=True; by default the passes are
     counted, and rank 0's seed is taken. `batch`: the loader's batch size is that of each "worker",
-    or the "global" one, to be cut among them. `pad`: a worker without a sample for the last step
+    or the "global" one, to be cut among them; "auto": each worker's on average, by measured speed.
+    `pad`: a worker without a sample for the last step
     repeats one with weight 0, so that all make the same number of steps; False, for evaluation,
     gives it no batch. `presharded`: each worker's loader has its own data; nothing is split, but
     steps and weights are agreed on. `resize`, for elastic jobs: when workers come or go, the
