@@ -50,20 +50,21 @@ def shard(
 
     `mode`: "shard", each sample goes to one of the workers, in each epoch to another; "partition",
     each worker has its own part, the same in every epoch; "replicate", each goes over everything in
-    an order of its own; "dynamic", who is faster takes more, also by the `cost` of samples (numbers,
-    or a function of the index). A dataset may take the place of the loader, with the `settings` of
-    a DataLoader (batch_size=...); with mode "partition" also a list of files, with `open`: a
-    function that reads one of them, for each of its samples with batch_size=..., else batches.
+    an order of its own; "dynamic", who is faster takes more, also by the `cost` of samples (a
+    number for each, or a function of the index). A dataset may take the place of the loader, with
+    the `settings` of a DataLoader (batch_size=...); with mode "partition" also a list of files,
+    with `open`: a function that reads one of them, for each of its samples with batch_size=...,
+    else batches.
 
     `epoch` and `seed` decide on the order of a loader with shuffle=True; by default the passes are
     counted, and rank 0's seed is taken. `batch`: the loader's batch size is that of each "worker",
-    or the "global" one, to be cut among them; "auto": each worker's on average, by measured speed.
-    `pad`: a worker without a sample for the last step
-    repeats one with weight 0, so that all make the same number of steps; False, for evaluation,
-    gives it no batch. `presharded`: each worker's loader has its own data; nothing is split, but
-    steps and weights are agreed on. `resize`, for elastic jobs: when workers come or go, the
-    "global" batch stays and each takes another part of it; or each "worker" keeps its batch size.
-    `warmup`: the first epochs go over a part of the data (`pl.data_warmup`).
+    or the "global" one, to be cut among them; "auto": that of each worker on average, more for the
+    faster ones. `pad`: a worker without a sample for the last step repeats one with weight 0, so
+    that all make the same number of steps; False, for evaluation, gives it no batch. `presharded`:
+    each worker's loader has its own data; nothing is split, but steps and weights are agreed on.
+    `resize`, for elastic jobs: when workers come or go, the "global" batch stays and each takes
+    another part of it; or each "worker" keeps its batch size. `warmup`: the first epochs go over a
+    part of the data (`pl.data_warmup`).
 
     >>> [batch.tolist() for batch in pl.shard(DataLoader(range(5), batch_size=2))]
     [[0, 1], [2, 3], [4]]
