@@ -90,7 +90,7 @@ class Pooled(msgspec.Struct, frozen=True, tag=True):
     start: int = 0
     lent: tuple[tuple[int, int], ...] = ()  # portion, rank
     back: tuple[int, ...] = ()
-    again: int = 0
+    again: tuple[int, ...] = ()
     answers: tuple[tuple[int, int, int], ...] = ()  # rank, request, portion
     before: tuple[tuple[int, int], ...] = ()
 

@@ -189,7 +189,7 @@ class Lent(Answer, frozen=True):
 class PoolState(Answer, frozen=True):
     portions: int  # 0: nobody has begun, or it is long over
     done: tuple[tuple[int, int], ...]  # ranges
-    again: int
+    again: tuple[int, ...]  # portions that were lent a second time
 
 
 class Missing(FromCoordinator, frozen=True):

@@ -40,7 +40,7 @@ class Pool:
     start: int = 0  # the first that nobody has had
     lent: dict[int, int] = field(default_factory=dict)  # by portion: to which rank
     back: deque[int] = field(default_factory=deque)
-    again: int = 0  # portions that came back
+    again: list[int] = field(default_factory=list)  # portions that came back
     answers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by rank: request, portion
     before: set[int] = field(default_factory=set)
 
@@ -72,7 +72,7 @@ class Pool:
         for portion in portions:
             del self.lent[portion]
         self.back.extend(portions)
-        self.again += len(portions)
+        self.again += portions
 
     def of(self, rank: int) -> list[int]:
         """Return what a member has."""
@@ -106,7 +106,7 @@ class Pools:
                 self._happen(Lending(*place, 0, -1, before=request.before))
             self._happen(Lending(*place, request.id, pool.next_portion(), request.done))
         others = sum(holder != rank for holder in pool.lent.values())
-        return m.Lent(request.id, pool.answers[rank][1], others + len(pool.back), pool.again)
+        return m.Lent(request.id, pool.answers[rank][1], others + len(pool.back), len(pool.again))
 
     def settle(self, rank: int, message: m.SettlePortions) -> None:
         """Take in that portions are done, or will not be."""
@@ -121,8 +121,8 @@ class Pools:
         """Say how far a pass is; nothing is known of one that has not begun, or is long over."""
         pool = self._lines.get(request.line, {}).get(request.index)
         if pool is None:
-            return m.PoolState(request.id, 0, (), 0)
-        return m.PoolState(request.id, pool.portions, pool.done(), pool.again)
+            return m.PoolState(request.id, 0, (), ())
+        return m.PoolState(request.id, pool.portions, pool.done(), tuple(pool.again))
 
     def release(self, rank: int) -> None:
         """A member is gone: lend what it had to others."""
@@ -141,7 +141,7 @@ class Pools:
                 entry.start,
                 dict(entry.lent),
                 deque(entry.back),
-                entry.again,
+                list(entry.again),
                 {rank: (request, portion) for rank, request, portion in entry.answers},
                 {portion for start, stop in entry.before for portion in range(start, stop)},
             )
@@ -165,7 +165,7 @@ class Pools:
                     pool.start,
                     tuple(pool.lent.items()),
                     tuple(pool.back),
-                    pool.again,
+                    tuple(pool.again),
                     tuple((rank, *answer) for rank, answer in pool.answers.items()),
                     _ranges(pool.before),
                 )

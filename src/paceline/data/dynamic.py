@@ -180,10 +180,12 @@ class Dynamic(Indexed):
         finally:
             kept.pop(PASS, None)
             _close(elastic, passage)
-        if made.again:
+        again = made.reissued
+        if again:
+            samples = sum(batches.samples(number) for number in range(batches.count))
             this.say(
-                f"shard: epoch {this.epoch}: {made.again} portions of lost workers were issued"
-                " again; samples of those that were in work may have counted twice"
+                f"shard: epoch {this.epoch}: {samples:,} samples, each at least once;"
+                f" {again:,} re-issued"
             )
 
     def _all_batches(self, this: Pass) -> Batches:

@@ -105,7 +105,7 @@ class LeasedPass:
         self._done: list[int] = []  # portions, since the last question
         self._on_way: deque[tuple[int, int]] = deque()  # portion and batch that the loader makes
         self._in_hand: list[int] = []  # portions of the batches that the script has
-        self.again = 0  # portions that came back from lost workers, as far as is known
+        self._again = 0  # portions that came back from lost workers, as far as is known
         self.taken = 0  # batches, by this worker
 
     def run(self, loader: IndexedLoader, announcer: Announcer, worker_seed: int) -> Iterator[Any]:
@@ -122,6 +122,15 @@ class LeasedPass:
     def on_commit(self) -> None:
         """A step has counted, and what was given for it."""
         self._use_up()
+
+    @property
+    def reissued(self) -> int:
+        """How many samples were given out again, because a worker was lost or left early that had
+        them. Asks the coordinator, if there were any."""
+        if not self._again:
+            return 0
+        again = self._agent.pool_state(self._name.line, self._name.index).again
+        return sum(self._batches.samples(n) for portion in again for n in self._portions[portion])
 
     # -- taking -------------------------------------------------------------------------------
 
@@ -163,7 +172,7 @@ class LeasedPass:
         answer, self._asked = self._asked, None
         assert answer is not None, "it has been asked for"
         found = lent(answer)
-        self.again, self._missing = found.again, found.missing
+        self._again, self._missing = found.again, found.missing
         if found.portion < 0:
             return None
         self._to_do[found.portion] = len(self._portions[found.portion])

@@ -93,7 +93,7 @@ def test_each_portion_is_done_once(portions: int, story: list[tuple[str, int]]) 
     assert set(tale.done.values()) == {1}, "nothing is lent to two that both live"
     state = tale.pools.look(m.LookAtPool(1, "loader 0", 0))
     assert state.done == ((0, portions),)
-    assert len(tale.unsure) <= state.again, "what may count twice was counted"
+    assert len(tale.unsure) <= len(state.again), "what may count twice was counted"
 
 
 @settings(deadline=None)
@@ -193,7 +193,7 @@ def test_over_a_connection_and_alone(cluster) -> None:
         answers.append((state.portions, state.done, state.again))
         with pytest.raises(UsageError, match="into 4 portions, expected 3"):
             lent(agent.take_portion("a", 0, 4))
-    assert answers == [(3, ((0, 2),), 0)] * 2
+    assert answers == [(3, ((0, 2),), ())] * 2
     assert lent(agents[0].take_portion("a", 0, 3)).portion == 2
     cluster.cut(agents[0])
     deadline = time.monotonic() + 10
