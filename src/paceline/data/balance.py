@@ -143,15 +143,15 @@ def run_balanced(
 
 def describe(sizes: Sequence[int], speeds: Sequence[float], ranks: Sequence[int]) -> str:
     """Say who takes how much, and why."""
-    fastest = max(speeds)
-    slow = [place for place in range(len(sizes)) if fastest / speeds[place] >= 1.1]
+    fastest, fair = max(speeds), sum(sizes) / len(sizes)
+    slow = [place for place, size in enumerate(sizes) if size < fair]
     parts = [
         f"rank {ranks[place]} takes {sizes[place]} of {sum(sizes)} samples:"
         f" {fastest / speeds[place]:.1f} x slower"
         for place in slow
     ]
     if not parts:
-        return f"shard: all {len(sizes)} workers are about as fast, and take equal parts"
+        return f"shard: all {len(sizes)} workers are about as fast, and take equal parts again"
     return f"shard: {'; '.join(parts)} than the fastest"
 
 
