@@ -66,7 +66,7 @@ def test_leases_of_a_killed_worker_are_issued_again(tmp_path: Path) -> None:
             assert len(twice) <= 3 * SIZE and max(counts.values()) <= 2
             if epoch != 1:
                 assert not twice
-        assert "epoch 1: 240 samples, each at least once; " in job.ranks.output(0)
+        assert "epoch 1: 240 samples, each at least once" in job.ranks.output(0)
 
 
 def learn_in_step(group: Group) -> None:
