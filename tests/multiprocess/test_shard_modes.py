@@ -270,7 +270,9 @@ def test_what_a_mode_cannot_do_is_refused_on_every_rank() -> None:
         refuse("drops them all", DataLoader(range(4), 2, drop_last=True), mode="partition")
         refuse("shuffle=False, and all would", DataLoader(range(20), 2), mode="replicate")
         refuse("cuts no batches", fine, mode="replicate", batch="global")
-        refuse("batch_size: settings of a DataLoader", fine, batch_size=3)
+        refuse(
+            "batch_size: pl.shard has no such argument; those of a DataLoader", fine, batch_size=3
+        )
         refuse("without batch_size", Asked(9), num_workers=1)
         refuse("unexpected keyword argument", Asked(9), batch_size=2, shufle=True)
         refuse("is a dataset; pass a DataLoader", Asked(9))

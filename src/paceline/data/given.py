@@ -80,8 +80,8 @@ def _made_of(thing: Any, opener: Opener | None, settings: Mapping[str, Any]) -> 
         return thing
     if not isinstance(thing, Dataset):
         raise UsageError(
-            f"{', '.join(settings)}: settings of a DataLoader go with a dataset, but this is a"
-            f" {type(thing).__name__}; set them where it is made"
+            f"{', '.join(settings)}: pl.shard has no such argument; those of a DataLoader go with a"
+            f" dataset, but this is a {type(thing).__name__}: set them where it is made"
         )
     if not {"batch_size", "batch_sampler"} & set(settings):
         raise UsageError(
