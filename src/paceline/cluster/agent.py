@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 import msgspec
@@ -29,6 +30,7 @@ from paceline.cluster.contact import Contact, Identity
 from paceline.cluster.loop_thread import LoopThread
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.notice import say
+from paceline.cluster.pool_calls import PoolCalls
 from paceline.cluster.store_calls import ANSWER_S, StoreCalls, expect
 from paceline.errors import Evicted, PacelineError
 from paceline.telemetry.events import Event
@@ -42,7 +44,7 @@ PaceNews: TypeAlias = m.PaceWanted | m.PaceSettled
 _decoder = msgspec.msgpack.Decoder(m.CoordinatorMessage)
 
 
-class Agent(StoreCalls):
+class Agent(StoreCalls, PoolCalls):
     """Speaks with the coordinator for one member; made by `Agent.connect`."""
 
     def __init__(
@@ -202,7 +204,16 @@ class Agent(StoreCalls):
     def _ask(self, make: Callable[[int], Any], timeout_s: float = ANSWER_S) -> m.Answer:
         if self._contact.gone is not None:
             raise self._contact.gone
-        reply = self.thread.call(self._contact.ask(make, timeout_s))
+        return self.thread.call(self._answer(make, timeout_s))
+
+    def _ask_soon(self, make: Callable[[int], Any], timeout_s: float) -> Future[m.Answer]:
+        return self.thread.start(self._answer(make, timeout_s))
+
+    def _tell(self, message: Any) -> None:
+        self.thread.post(self._contact.tell, message)
+
+    async def _answer(self, make: Callable[[int], Any], timeout_s: float) -> m.Answer:
+        reply = await self._contact.ask(make, timeout_s)
         if isinstance(reply, m.Failure):
             raise errors.named(reply.error, reply.text)
         return reply

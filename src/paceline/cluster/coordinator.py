@@ -1,8 +1,8 @@
 """The coordinator: the one place that knows who is in the job.
 
-It admits members, carries out what the roster decides (roster.py), keeps the store, passes events
-on, and tells everybody when a member is lost, left, or has gone silent. It never touches tensors:
-while it is away training goes on, but nobody can join.
+It admits members, carries out what the roster decides (roster.py), keeps the store, lends portions
+of work (pools.py), passes events on, and tells everybody when a member is lost, left, or has gone
+silent. It never touches tensors: while it is away training goes on, but nobody can join.
 
 With a journal it can be killed at any moment: what it announces is in the journal before, and its
 successor goes on from there (record.py). Members then attach again by themselves.
@@ -40,6 +40,7 @@ from paceline.cluster.member import Member, Membership
 from paceline.cluster.pace_change import PaceChange
 from paceline.cluster.peer import Peer
 from paceline.cluster.policy import Policy
+from paceline.cluster.pools import Pools
 from paceline.cluster.record import Record
 from paceline.cluster.roster import Roster
 from paceline.cluster.sockets import join_address, listen_tcp
@@ -78,7 +79,8 @@ class Coordinator:
         self._on_event = on_event
         self.on_membership: Callable[[Membership], None] | None = None  # called in the loop
         self._store = StoreService()
-        self._record = Record(journal, self._store)
+        self._pools = Pools()
+        self._record = Record(journal, self._store, self._pools)
         self.roster = Roster(policy, self._record.state, time.monotonic())
         self._record.begin(self.roster.state)
         self._room = WaitingRoom(world_size, join_timeout_s)
@@ -203,6 +205,8 @@ class Coordinator:
             self.carry_out(self.roster.in_sync(*said, now_s))
         elif isinstance(message, m.PaceAnswer):
             self._pace.answered(rank, message)
+        elif isinstance(message, m.SettlePortions):
+            self._pools.settle(rank, message)
 
     def _on_request(self, peer: Peer, request: m.Request, now_s: float) -> None:
         if isinstance(request, m.Join):
@@ -215,6 +219,11 @@ class Coordinator:
             self._pace.greet(peer)
         elif isinstance(request, m.Attach):
             self._on_attach(peer, request, now_s)
+        elif isinstance(request, m.TakePortion):
+            self._require_here(peer.caller.rank)
+            peer.tell(self._pools.take(peer.caller.rank, request))
+        elif isinstance(request, m.LookAtPool):
+            peer.tell(self._pools.look(request))
         else:
 
             def answer(value: bytes | int | bool | PacelineError | None) -> None:
@@ -279,6 +288,11 @@ class Coordinator:
             raise RendezvousError("the job is still forming: its first members are not all there")
         return self.membership
 
+    def _require_here(self, rank: int) -> None:
+        """Refuse work to one who is not in the job: nobody would notice when it goes."""
+        if not self.roster.is_here(rank):
+            raise RendezvousError(f"rank {rank} is not in the job, and gets no work of it")
+
     def _require_same(self, member: Member) -> None:
         """Refuse a process that claims the rank of another one."""
         membership = self._require_membership()
@@ -319,6 +333,7 @@ class Coordinator:
             elif isinstance(decision, Tell):
                 if decision.presence.state in ("lost", "left"):
                     self._store.forget(decision.presence.rank)
+                    self._pools.release(decision.presence.rank)
                 self._audience.tell(decision.presence)
         if changes:
             self._pace.ask()

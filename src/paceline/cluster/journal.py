@@ -5,8 +5,9 @@ file, and on the disk, before they are told (`append` with `sync`). A coordinato
 it writes leaves a torn last entry: nobody has heard of it, so the next one cuts it off. Damage
 anywhere else is an error, because then something that was announced would be forgotten.
 
-What the members' store holds is written too, but not synced: a killed process loses nothing that it
-has written, and the store is of no use on another machine than the members' own coordinator's.
+What the members' store and the pools of work hold is written too, but not synced: a killed process
+loses nothing that it has written, and neither is of any use on another machine than the members'
+own coordinator's.
 
 A coordinator that cannot write must not say another word (`on_failure`): it ends, and the next one
 cuts off what it half wrote.
@@ -80,8 +81,49 @@ class Forgotten(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
+class Pooled(msgspec.Struct, frozen=True, tag=True):
+    """A pool of work (pools.py) as it is; when it begins, nobody has anything of it."""
+
+    line: str
+    index: int
+    portions: int
+    start: int = 0
+    lent: tuple[tuple[int, int], ...] = ()  # portion, rank
+    back: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
+    answers: tuple[tuple[int, int, int], ...] = ()  # rank, request, portion
+    before: tuple[tuple[int, int], ...] = ()
+
+
+class Lending(msgspec.Struct, frozen=True, tag=True):
+    """A member has done or given back portions, and was lent another one."""
+
+    line: str
+    index: int
+    rank: int
+    request: int  # 0: it did not ask for one
+    portion: int  # -1: there was none
+    done: tuple[int, ...] = ()
+    back: tuple[int, ...] = ()
+    before: tuple[tuple[int, int], ...] = ()  # ranges that an earlier job has done
+
+
+class Unlent(msgspec.Struct, frozen=True, tag=True):
+    """A member is gone: its portions are for others."""
+
+    rank: int
+
+
+class Closed(msgspec.Struct, frozen=True, tag=True):
+    """Passes below this one are over."""
+
+    line: str
+    below: int
+
+
 StoreEntry: TypeAlias = Stored | Answered | Forgotten
-Entry: TypeAlias = Header | Recorded | StoreEntry
+PoolEntry: TypeAlias = Pooled | Lending | Unlent | Closed
+Entry: TypeAlias = Header | Recorded | StoreEntry | PoolEntry
 
 _decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 

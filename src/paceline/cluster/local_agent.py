@@ -8,16 +8,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
 
+from paceline.cluster import messages as m
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.messages import Changed, Presence
+from paceline.cluster.pool_calls import PoolCalls
+from paceline.cluster.pools import Pools
 from paceline.cluster.store import Store
 from paceline.cluster.store_service import timed_out
 from paceline.errors import PacelineError
 from paceline.telemetry.events import Event
 
 
-class LocalAgent:
+class LocalAgent(PoolCalls):
     """Joins at once, and keeps the store in this process. Thread-safe."""
 
     def __init__(self) -> None:
@@ -31,7 +36,9 @@ class LocalAgent:
         self.is_attached = True
         self.unreachable_s = 0.0
         self._mu = threading.Lock()
-        self._store = Store()  # guarded by: _mu
+        self._store = Store()  # guarded by: _mu, like the next two
+        self._pools = Pools()
+        self._requests = 0
 
     def join(self, member: Member, timeout_s: float = 60.0) -> Membership:  # noqa: ARG002
         self.membership = Membership(generation=1, members=(member,))
@@ -70,6 +77,23 @@ class LocalAgent:
 
     def close(self) -> None:
         """There is nothing to close."""
+
+    def _ask_soon(self, make: Callable[[int], Any], timeout_s: float) -> Future[m.Answer]:  # noqa: ARG002
+        answer: Future[m.Answer] = Future()
+        with self._mu:
+            self._requests += 1
+            request = make(self._requests)
+            try:
+                is_look = isinstance(request, m.LookAtPool)
+                pools = self._pools
+                answer.set_result(pools.look(request) if is_look else pools.take(0, request))
+            except PacelineError as error:
+                answer.set_exception(error)
+        return answer
+
+    def _tell(self, message: Any) -> None:
+        with self._mu:
+            self._pools.settle(0, message)
 
     def store_set(self, key: str, value: bytes) -> None:
         with self._mu:

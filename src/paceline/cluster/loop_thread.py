@@ -51,6 +51,14 @@ class LoopThread:
             future.cancel()  # KeyboardInterrupt must not leave the coroutine behind
             raise
 
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine in the loop; its result comes later."""
+        with self._mu:
+            if not self.is_running:
+                coroutine.close()
+                raise UsageError(f"{self._thread.name} was closed, or this is a forked child")
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def post(self, function: Callable[..., None], *args: Any) -> None:
         """Run a function in the loop some time soon; nothing happens once the thread stops."""
         with self._mu:

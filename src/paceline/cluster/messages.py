@@ -130,6 +130,33 @@ class StoreNumKeys(Request, frozen=True):
     pass
 
 
+class TakePortion(Request, frozen=True):
+    """The member has done some portions of a pool (pools.py), and wants another one. Answered with
+    Lent."""
+
+    line: str
+    index: int
+    portions: int  # that there are
+    done: tuple[int, ...] = ()
+    before: tuple[tuple[int, int], ...] = ()  # ranges that an earlier job has done
+
+
+class LookAtPool(Request, frozen=True):
+    """The member asks how far a pool is. Answered with PoolState."""
+
+    line: str
+    index: int
+
+
+class SettlePortions(FromMember, frozen=True):
+    """The member has done these portions of a pool, and will not do those that it gives back."""
+
+    line: str
+    index: int
+    done: tuple[int, ...] = ()
+    back: tuple[int, ...] = ()
+
+
 class FromCoordinator(msgspec.Struct, frozen=True, tag=True):
     """Base of what the coordinator says."""
 
@@ -151,6 +178,18 @@ class Joined(Answer, frozen=True):
 class Failure(Answer, frozen=True):
     error: str  # name of a class in paceline.errors
     text: str
+
+
+class Lent(Answer, frozen=True):
+    portion: int  # -1: there is none now
+    missing: int  # portions that are not done, apart from this member's
+    again: int  # portions that were lent a second time
+
+
+class PoolState(Answer, frozen=True):
+    portions: int  # 0: nobody has begun, or it is long over
+    done: tuple[tuple[int, int], ...]  # ranges
+    again: tuple[int, ...]  # portions that were lent a second time
 
 
 class Missing(FromCoordinator, frozen=True):
@@ -228,7 +267,20 @@ MemberMessage: TypeAlias = (
     | StoreCheck
     | StoreDelete
     | StoreNumKeys
+    | TakePortion
+    | LookAtPool
+    | SettlePortions
 )
 CoordinatorMessage: TypeAlias = (
-    Reply | Joined | Failure | Missing | Presence | Changed | Over | PaceWanted | PaceSettled
+    Reply
+    | Joined
+    | Failure
+    | Lent
+    | PoolState
+    | Missing
+    | Presence
+    | Changed
+    | Over
+    | PaceWanted
+    | PaceSettled
 )

@@ -1,4 +1,4 @@
-"""What the coordinator has written down: the present state, the changes that led to it, the store.
+"""What the coordinator has written down: the state, the changes that led to it, store and pools.
 
 `keep` writes the state when it differs from what is written; it is called before anything is
 announced. A member that comes back names the newest generation that it knows, and `missed` makes
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from paceline.cluster import messages as m
 from paceline.cluster.decisions import State
-from paceline.cluster.journal import MAX_BYTES, Entry, Header, Journal, Recorded
+from paceline.cluster.journal import MAX_BYTES, Entry, Header, Journal, PoolEntry, Recorded
 from paceline.cluster.member import Membership
+from paceline.cluster.pools import Pools
 from paceline.cluster.store_service import StoreService
 
 _HISTORY = 256  # changes that a member may have missed
@@ -32,12 +33,14 @@ class Missed:
 class Record:
     """The coordinator's memory, in its journal if it has one."""
 
-    def __init__(self, journal: Journal | None, store: StoreService) -> None:
+    def __init__(
+        self, journal: Journal | None, store: StoreService, pools: Pools | None = None
+    ) -> None:
         self.state: State | None = None
         self.before: Membership | None = None  # the membership before the last `keep`
         self.num_replayed = 0
         self._history: deque[m.Changed] = deque(maxlen=_HISTORY)
-        self._journal, self._store = journal, store
+        self._journal, self._store, self._pools = journal, store, pools or Pools()
         if journal is None:
             return
         for entry in journal.entries:
@@ -45,10 +48,13 @@ class Record:
                 self.state = entry.state
                 self._history.extend(entry.changes)
                 self.num_replayed += 1
+            elif isinstance(entry, PoolEntry):
+                self._pools.replay(entry)
             elif not isinstance(entry, Header):
                 store.replay(entry)
         journal.entries.clear()
         store.note = lambda entry: journal.append(entry, sync=False)
+        self._pools.note = lambda entry: journal.append(entry, sync=False)
 
     def begin(self, state: State) -> None:
         """Take the state with which a roster begins: it needs no writing."""
@@ -89,3 +95,4 @@ class Record:
         if self.state is not None:
             yield Recorded(self.state, tuple(self._history))
         yield from self._store.entries()
+        yield from self._pools.entries()

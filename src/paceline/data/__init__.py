@@ -6,6 +6,12 @@ shard.py                    pl.shard(loader): one object, which each pass asks f
      order.py               the one order of samples that all workers follow
      warmup.py              pl.data_warmup: the first epochs go over a part of it
      split.py               the arithmetic: whose samples, and what weight
+  -> modes.py               other ways to share out: partition.py, replicate.py, dynamic.py
+     balance.py, costs.py   each global batch is cut by the workers' speed, and by cost
+     leased.py, schedule.py  portions of a pass that the coordinator lends to whoever is free
+     given.py               a dataset, or a list of files, in place of a loader
+
+How far a pass is, and whose the rest is:
      course.py, reading.py  the arithmetic: what is left, and whose it is now
   -> recut.py, told.py      a pass over a loader with an index for each sample, from any batch on
      indexed.py             the copy of the loader that makes this worker's part

@@ -12,7 +12,7 @@ import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,19 @@ from paceline.data.repeatable import Reseeding
 from paceline.data.samples import Named
 from paceline.data.split import Units, spread_one
 from paceline.job import joined
+
+
+class AnyParts(Protocol):
+    """One worker's parts of one pass, however they were found."""
+
+    @property
+    def weights(self) -> deque[float]:
+        """Of parts that were asked for and not yet handed out."""
+
+    def prepare(self, steps: int) -> None:
+        """See to it that the parts of so many steps since the beginning can be asked for."""
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 class Parts:
@@ -58,13 +71,17 @@ class Parts:
             if len(units) < plan.per_step and plan.drop_short:
                 return
             self.steps += 1
-            part, weight = plan.cut(units, self._world_size, self._rank)
+            part, weight = self._cut(units)
             if self._pad:
                 self._mention_padding(units)
             elif weight == 0.0:
                 continue
             self.weights.append(weight)
             yield plain(part)
+
+    def _cut(self, units: Units) -> tuple[Any, float]:
+        """Return this worker's part of a global batch, whose number is `steps` - 1."""
+        return self._plan.cut(units, self._world_size, self._rank)
 
     def _mention_padding(self, units: Units) -> None:
         # Where anybody goes without, the last rank does.
@@ -112,7 +129,7 @@ class IndexedLoader:
         return iter(self._copy)
 
     def run(
-        self, parts: Parts, announcer: Announcer, lookahead: int, worker_seed: int
+        self, parts: AnyParts, announcer: Announcer, lookahead: int, worker_seed: int
     ) -> Iterator[Any]:
         """Yield this worker's batches, each with its weight announced."""
         parts.prepare(1 + lookahead)

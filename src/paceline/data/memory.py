@@ -25,6 +25,7 @@ class Memory:
     seed: int | None = None  # the default seed, once the ranks have agreed on it
     said: set[str] = field(default_factory=set)
     line: str | None = None  # of the ledger
+    kept: dict[str, Any] = field(default_factory=dict)  # by a mode, from pass to pass
     _copies: dict[Any, Any] = field(default_factory=dict)
 
     def copy_for(self, key: Any, make: Callable[[], Made]) -> Made:

@@ -17,6 +17,7 @@ import numpy as np
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from paceline.collectives.group import Group
+from paceline.data.costs import Costs, cut_by_cost
 from paceline.data.course import Rules
 from paceline.data.order import LocalOrder, Order, ToldOrder, draw, mixed
 from paceline.data.split import Cut, deal, deal_or_spread, num_steps, spread, spread_one
@@ -38,6 +39,7 @@ class Plan:
     told: Iterable[Any] | None  # the sampler whose order rank 0 tells; None: worked out by all
     is_shuffled: bool
     drawn_from: int | None = None  # a warm-up: the units are so many of these
+    costs: Costs | None = None  # of samples, which are cut by them
 
     def order(self, group: Group, seed: int, epoch: int) -> Order:
         """Begin a pass."""
@@ -59,7 +61,7 @@ class Plan:
         follows = per_worker is not None and (resize == "worker" or self.cut is deal)
         return Rules(
             per_step=lambda workers: (per_worker or 0) * workers if follows else per_step,
-            cut=self.cut,
+            cut=self.cut if self.costs is None else cut_by_cost(self.costs),
             drop_short=self.drop_short,
             again=_indices if self.cut is spread else lambda part: [part],
         )

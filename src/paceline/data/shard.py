@@ -14,14 +14,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.consensus import group_of
+from paceline.data.costs import GivenCost
 from paceline.data.elastic_pass import ElasticPass, agree_in_line
 from paceline.data.epoch_line import tell_epoch
+from paceline.data.given import Opener, given, note_pass
 from paceline.data.indexed import lookahead_of
 from paceline.data.ledger import OTHERS, ledger_of
 from paceline.data.memory import is_remembered, memory_of, say_once
+from paceline.data.modes import Wish, source_in_mode
 from paceline.data.sources import Pass, Source, source_of
 from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
@@ -29,8 +32,9 @@ from paceline.job import Job, current
 
 
 def shard(
-    loader: Iterable[Any],
+    loader: Iterable[Any] | Dataset[Any],
     *,
+    mode: str = "shard",
     epoch: int | None = None,
     seed: int | None = None,
     batch: str = "worker",
@@ -38,24 +42,39 @@ def shard(
     presharded: bool = False,
     resize: str = "global",
     warmup: DataWarmup | None = None,
+    cost: GivenCost | None = None,
+    open: Opener | None = None,
+    **settings: Any,
 ) -> Sharded:
     """Return an iterable over this worker's part of a DataLoader (or of any iterable of batches).
     Collective: every rank calls it, with the same loader and arguments.
 
+    `mode`: "shard", each sample goes to one of the workers, in each epoch to another; "partition",
+    each worker has its own part, the same in every epoch; "replicate", each goes over everything in
+    an order of its own; "dynamic", who is faster takes more, also by the `cost` of samples (a
+    number for each, or a function of the index). A dataset may take the place of the loader, with
+    the `settings` of a DataLoader (batch_size=...); with mode "partition" also a list of files,
+    with `open`: a function that reads one of them, for each of its samples with batch_size=...,
+    else batches.
+
     `epoch` and `seed` decide on the order of a loader with shuffle=True; by default the passes are
     counted, and rank 0's seed is taken. `batch`: the loader's batch size is that of each "worker",
-    or the "global" one, to be cut among them. `pad`: a worker without a sample for the last step
-    repeats one with weight 0, so that all make the same number of steps; False, for evaluation,
-    gives it no batch. `presharded`: each worker's loader has its own data; nothing is split, but
-    steps and weights are agreed on. `resize`, for elastic jobs: when workers come or go, the
-    "global" batch stays and each takes another part of it; or each "worker" keeps its batch size.
-    `warmup`: the first epochs go over a part of the data (`pl.data_warmup`).
+    or the "global" one, to be cut among them; "auto": that of each worker on average, more for the
+    faster ones. `pad`: a worker without a sample for the last step repeats one with weight 0, so
+    that all make the same number of steps; False, for evaluation, gives it no batch. `presharded`:
+    each worker's loader has its own data; nothing is split, but steps and weights are agreed on.
+    `resize`, for elastic jobs: when workers come or go, the "global" batch stays and each takes
+    another part of it; or each "worker" keeps its batch size. `warmup`: the first epochs go over a
+    part of the data (`pl.data_warmup`).
 
     >>> [batch.tolist() for batch in pl.shard(DataLoader(range(5), batch_size=2))]
     [[0, 1], [2, 3], [4]]
     """
     current()
-    return Sharded(loader, _Options(epoch, seed, batch, pad, presharded, resize, warmup))
+    made, problem = given(loader, open, settings)
+    wish = Wish(mode, batch, pad, presharded, warmup, cost)
+    options = _Options(epoch, seed, batch, pad, presharded, resize, warmup, wish, problem)
+    return Sharded(made, options)
 
 
 @dataclass(frozen=True)
@@ -66,16 +85,21 @@ class _Options:
     pad: bool
     presharded: bool
     resize: str
-    warmup: DataWarmup | None = None
+    warmup: DataWarmup | None
+    wish: Wish
+    problem: str | None = None  # with what was given
 
     def check(self) -> None:
         """Refuse values that mean nothing."""
+        if self.problem is not None:
+            raise UsageError(self.problem)
+        self.wish.check()
         if self.epoch is not None and _as_int("epoch", self.epoch) < 0:
             raise UsageError(f"epoch must be 0 or more (got {self.epoch}); the first one is 0")
         if self.seed is not None:
             _as_int("seed", self.seed)
-        if self.batch not in ("worker", "global"):
-            raise UsageError(f"batch must be 'worker' or 'global' (got {self.batch!r})")
+        if self.batch not in ("worker", "global", "auto"):
+            raise UsageError(f"batch must be 'worker' or 'global', or 'auto' (got {self.batch!r})")
         if self.resize not in ("worker", "global"):
             raise UsageError(f"resize must be 'worker' or 'global' (got {self.resize!r})")
         if self.warmup is not None and not isinstance(self.warmup, DataWarmup):
@@ -86,6 +110,7 @@ class _Options:
     def facts(self) -> dict[str, Any]:
         """The options as all ranks must have them."""
         return {
+            "mode": self.wish.mode,
             "epoch": None if self.epoch is None else int(self.epoch),
             "seed": None if self.seed is None else str(int(self.seed)),
             "batch": self.batch,
@@ -128,6 +153,7 @@ class Sharded:
             return
         self._examine(epoch)
         memory.next_epoch = epoch + 1
+        note_pass(self._loader, epoch + 1)
         announcer = job.contribution.announcer()
         this = Pass(
             group=self._group,
@@ -199,6 +225,9 @@ class Sharded:
         if isinstance(self._loader, Sharded):
             raise UsageError("this loader went through pl.shard already; pass the plain one")
         job, options = current(), self._options
+        found = source_in_mode(self._loader, self._group, job, self._memory, options.wish, epoch)
+        if found is not None:
+            return found
         if options.warmup is not None and job.elastic.is_on and not job.elastic.is_lockstep:
             raise UsageError(
                 f"warmup={options.warmup}: in an elastic job with a free-running pace a newcomer"

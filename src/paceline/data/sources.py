@@ -82,7 +82,7 @@ def source_of(
     if isinstance(loader, Dataset):
         raise UsageError(
             f"a {type(loader).__name__} is a dataset; pass a DataLoader over it, as for training"
-            " in one process"
+            " in one process, or batch_size=..."
         )
     if not hasattr(loader, "__iter__"):
         raise UsageError(f"expected a DataLoader or an iterable of batches, found {loader!r}")
@@ -147,13 +147,7 @@ class Indexed:
 
     def batches(self, this: Pass) -> Iterator[Any]:
         """Yield this worker's parts of the global batches."""
-        _set_epoch(samplers_of(self._loader), this.epoch)
-        _mention_order(self._loader, this)
-        if self._warmup is not None and self._plan.drawn_from is not None:
-            this.say(
-                f"shard: {self._warmup[0]}: {self._plan.units} of {self._units} samples, all of"
-                f" them from epoch {self._warmup[0].epochs} on"
-            )
+        self._before_pass(this)
         # What processes of the loader draw must not depend on how many batches they have made.
         reseeds = self._loader.num_workers > 0 or this.entry.seeds is not None
         key = ("indexed", reseeds, *settings_of(self._loader))
@@ -162,6 +156,16 @@ class Indexed:
         yield from made.batches()
         if made.num_batches == 0:
             self._refuse_emptiness()
+
+    def _before_pass(self, this: Pass) -> None:
+        """Let samplers know the epoch, and the person what is special about it."""
+        _set_epoch(samplers_of(self._loader), this.epoch)
+        _mention_order(self._loader, this)
+        if self._warmup is not None and self._plan.drawn_from is not None:
+            this.say(
+                f"shard: {self._warmup[0]}: {self._plan.units} of {self._units} samples, all of"
+                f" them from epoch {self._warmup[0].epochs} on"
+            )
 
     def _refuse_emptiness(self) -> None:
         raise DataError(

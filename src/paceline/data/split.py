@@ -9,8 +9,9 @@ repeated unit with weight 0.0: it keeps step with the others and changes nothing
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 Units = Sequence[Any]
@@ -31,6 +32,29 @@ def share(count: int, world_size: int, rank: int) -> range:
 def weight(here: int, total: int, world_size: int) -> float:
     """Return how much a worker's mean counts; 1.0 when all workers have the same."""
     return here * world_size / total if total else 1.0
+
+
+def balanced(costs: Sequence[float], speeds: Sequence[float]) -> list[int]:
+    """Cut a row of samples among workers of different speeds, so that all take about as long:
+    return where each one's part begins, and the end. Everybody gets one sample at least, of as many
+    samples as workers or more.
+
+    >>> balanced([1, 1, 1, 1, 1, 1], [2, 1])
+    [0, 4, 6]
+    >>> balanced([3, 1, 1, 1], [1, 1])
+    [0, 1, 4]
+    """
+    count, workers = len(costs), len(speeds)
+    behind = list(accumulate(costs, initial=0.0))
+    scale = behind[-1] / sum(speeds)
+    edges = [0]
+    for rank, reached in enumerate(accumulate(speeds[:-1]), 1):
+        target = reached * scale
+        edge = bisect_left(behind, target)
+        if edge > 0 and target - behind[edge - 1] < behind[min(edge, count)] - target:
+            edge -= 1
+        edges.append(max(edges[-1] + 1, min(edge, count - (workers - rank))))
+    return [*edges, count]
 
 
 def num_steps(units: int, per_step: int, *, drop_short: bool) -> int:

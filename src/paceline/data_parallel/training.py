@@ -256,6 +256,13 @@ class Training:
             return self.method.is_free
         return self.serving is not None and not self.serving.rule.is_lockstep
 
+    @property
+    def _may_part(self) -> bool:
+        """Whether one worker may take more steps than another, as many as it likes."""
+        if self.serving is None or not self.is_free:
+            return self.is_free
+        return self.serving.rule.bound is None and not self.serving.rule.backup
+
     def _choose_skipping(
         self, exchange: Exchange, optimizer: torch.optim.Optimizer
     ) -> tuple[Skipping, TorchScaler | None]:
@@ -338,6 +345,7 @@ class Training:
     def _take_part(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Be ready for workers that come and go."""
         elastic = self._job.elastic
+        elastic.may_part = self._may_part
         if not elastic.is_on:
             return
         is_served = self.serving is not None

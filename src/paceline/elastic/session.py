@@ -55,6 +55,7 @@ class Elastic:
         self.is_on = env.is_elastic and env.role == "worker"
         self.is_candidate = self.is_on and env.is_newcomer
         self.is_lockstep = True
+        self.may_part = False  # workers may take any numbers of steps: nobody waits for anybody
         self.on_loss = env.on_loss
         self.next_step: Callable[[], int] = lambda: 0  # for messages: the step under way
         self.changes = 0  # adopted so far

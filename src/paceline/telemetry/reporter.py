@@ -56,6 +56,12 @@ class Reporter:
                 self._step_s = now_s
             self._take(values, now_s)
 
+    @property
+    def waited_s(self) -> float:
+        """For how long this rank has waited for others in the steps that were counted."""
+        with self._mu:
+            return self._meter.waited_s
+
     def report(self, step: int | None, values: Mapping[str, float]) -> None:
         """Take in what the script says; `step` None leaves the number of the step as it is."""
         now_s = time.monotonic()

@@ -48,6 +48,11 @@ class Meter:
         self._trained_s += took_s
         self._waited_s += min(waited_s, took_s)
 
+    @property
+    def waited_s(self) -> float:
+        """For others, in all steps."""
+        return self._waited_s
+
     def traffic(self) -> Traffic | None:
         """Return what there is to tell; None before the first step."""
         if not self._steps:
