@@ -13,9 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 import paceline as pl
 from paceline import job
-from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
-from paceline.data.memory import memory_of
+from paceline.data.resumption import data_state, resume_data
+from paceline.job import current
 from support import run_ranks
 from support.counted import Table
 
@@ -141,35 +141,41 @@ def test_in_step_each_batch_is_cut_by_cost() -> None:
     assert [len(part) for part, _ in (rank[0] for rank in ranks)] == [1, 2, 12]
 
 
-def test_a_pass_tells_how_far_it_is_and_goes_on_from_there() -> None:
-    ranks = run_ranks(2, interrupted, servers=1)
-    assert ranks[0][1] == ranks[1][1] and ranks[0][1]["done"], "all tell the same"
-    counts = Counter(chain(*(first for first, _, _ in ranks)))
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_pass_goes_on_from_what_it_told(workers: int) -> None:
+    first = run_ranks(2, interrupted, servers=1)
+    counts = Counter(chain(*(before for before, _ in first)))
     assert set(counts.values()) == {1}
-    counts.update(chain(*(after for _, _, after in ranks)))
+    states = [state for _, state in first]
+    counts.update(chain(*run_ranks(workers, continued, states, servers=1)))
     assert sorted(counts) == list(range(80)), "nothing is left out"
     again = sum(times - 1 for times in counts.values())
     assert again <= 2 * 2 * 4, "at most the portion that each of the two had in work"
 
 
-def interrupted(group: Group) -> tuple[Any, ...]:
+def interrupted(group: Group) -> tuple[list[int], Any]:
     trained = Trained(80, "async")
-    loader = DataLoader(range(80), 4)
-    kept = memory_of(loader).kept
     before: list[int] = []
-    state: Any = None
-    for batch in pl.shard(loader, mode="dynamic"):
+    for batch in pl.shard(DataLoader(range(80), 4), mode="dynamic"):
         before += batch.tolist()
         trained.step(batch)
         if len(before) == 20:
+            group.barrier()  # all are between two steps
+            state = data_state(current())
             group.barrier()
-            state = kept["leased pass"].place(0)
-            group.barrier()
-            break
-    states = tell_all(group, state)
-    kept["leased course"] = states[0]
-    after = [s for batch in pl.shard(loader, mode="dynamic", epoch=0) for s in batch.tolist()]
-    return before, state, after
+            return before, state
+    raise AssertionError("there are 80 samples for two workers")
+
+
+def continued(group: Group, states: list[Any]) -> list[int]:
+    del group
+    trained = Trained(80, "async")
+    resume_data(current(), states, is_lockstep=False)
+    after: list[int] = []
+    for batch in pl.shard(DataLoader(range(80), 4), mode="dynamic"):
+        after += batch.tolist()
+        trained.step(batch)
+    return after
 
 
 def test_what_dynamic_cannot_do_is_refused() -> None:
