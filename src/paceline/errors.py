@@ -10,6 +10,7 @@
     |   |-- InconsistentRanks       ranks hold different values of what must be the same everywhere
     |   |-- UnknownKey              no server holds a key of that name
     |   |-- ShapeMismatch           an array does not have the shape or dtype of its key
+    |   |-- DataError               a sample could not be made; names it, who tried, and why
     |-- PeerError                   recoverable: reconfigure, retry or stop cleanly
     |   |-- PeerLost                a peer's process ended or its connection broke
     |   |   |-- ServerLost          it was a parameter server; names it and the shards that it held
@@ -88,6 +89,10 @@ class UnknownKey(UsageError):
 
 class ShapeMismatch(UsageError):
     """An array does not have the shape or the dtype that its key has on the servers."""
+
+
+class DataError(UsageError):
+    """The dataset could not make a sample, or a batch of it; its own traceback is in the text."""
 
 
 class PeerError(PacelineError):

@@ -7,7 +7,7 @@ would have seen. Before each batch its weight is announced to whoever exchanges 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,10 +21,14 @@ from paceline.data.indexed import lookahead_of
 from paceline.data.ledger import ledger_of
 from paceline.data.memory import is_remembered, memory_of, say_once
 from paceline.data.passage import Line
+from paceline.data.pipeline.recipe import Stage
+from paceline.data.pipeline.source import Offered, Piped, offer
 from paceline.data.sources import Pass, Source, source_of
 from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
 from paceline.job import Job, current
+
+MODES = ("shard", "pipeline")
 
 
 def shard(
@@ -37,7 +41,9 @@ def shard(
     presharded: bool = False,
     resize: str = "global",
     warmup: DataWarmup | None = None,
-) -> Sharded:
+    mode: str = "shard",
+    stages: Sequence[Stage] = (),
+) -> Sharded | Offered:
     """Return an iterable over this worker's part of a DataLoader (or of any iterable of batches).
     Collective: every rank calls it, with the same loader and arguments.
 
@@ -48,13 +54,17 @@ def shard(
     gives it no batch. `presharded`: each worker's loader has its own data; nothing is split, but
     steps and weights are agreed on. `resize`, for elastic jobs: when workers come or go, the
     "global" batch stays and each takes another part of it; or each "worker" keeps its batch size.
-    `warmup`: the first epochs go over a part of the data (`pl.data_warmup`).
+    `warmup`: the first epochs go over a part of the data (`pl.data_warmup`). `mode`: "shard", or
+    "pipeline": data workers (`paceline run --data-workers 2`) make the batches, and apply `stages`,
+    functions from a sample to a sample, before collate (docs/guides/data-workers.md).
 
     >>> [batch.tolist() for batch in pl.shard(DataLoader(range(5), batch_size=2))]
     [[0, 1], [2, 3], [4]]
     """
-    current()
-    return Sharded(loader, _Options(epoch, seed, batch, pad, presharded, resize, warmup))
+    if current().env.is_data_worker:
+        return offer(loader, stages, is_pipeline=mode == "pipeline")
+    options = _Options(epoch, seed, batch, pad, presharded, resize, warmup, mode, tuple(stages))
+    return Sharded(loader, options)
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,8 @@ class _Options:
     presharded: bool
     resize: str
     warmup: DataWarmup | None = None
+    mode: str = "shard"
+    stages: tuple[Stage, ...] = ()
 
     def check(self) -> None:
         """Refuse values that mean nothing."""
@@ -77,6 +89,12 @@ class _Options:
             raise UsageError(f"batch must be 'worker' or 'global' (got {self.batch!r})")
         if self.resize not in ("worker", "global"):
             raise UsageError(f"resize must be 'worker' or 'global' (got {self.resize!r})")
+        if self.mode not in MODES:
+            raise UsageError(f"mode must be one of {', '.join(MODES)} (got {self.mode!r})")
+        if self.mode == "pipeline" and self.presharded:
+            raise UsageError("mode='pipeline' shares out one loader; leave out presharded=True")
+        if self.stages and self.mode != "pipeline":
+            raise UsageError("stages=[...] are for mode='pipeline'; let the dataset do them")
         if self.warmup is not None and not isinstance(self.warmup, DataWarmup):
             raise UsageError(
                 f"warmup must be made by pl.data_warmup(fraction, epochs) (got {self.warmup!r:.60})"
@@ -92,6 +110,8 @@ class _Options:
             "presharded": bool(self.presharded),
             "resize": self.resize,
             "warmup": None if self.warmup is None else str(self.warmup),
+            "mode": self.mode,
+            "the number of stages": len(self.stages),
         }
 
 
@@ -181,7 +201,9 @@ class Sharded:
                 "lookahead": 0,
                 "seed": str(_natural_seed(self._loader)),
             }
-            if isinstance(self._loader, DataLoader):
+            if isinstance(source, Piped):
+                aside["lookahead"] = source.lookahead
+            elif isinstance(self._loader, DataLoader):
                 aside["lookahead"] = lookahead_of(self._loader)
             self._source = source
         except UsageError as error:
@@ -201,6 +223,16 @@ class Sharded:
                 f"warmup={options.warmup}: in an elastic job with a free-running pace a newcomer"
                 " finds its place in the data by counting steps, and epochs must be equally long;"
                 " use a pace in lockstep, or a job without --min, --max and --on-loss"
+            )
+        if options.mode == "pipeline":
+            return Piped(
+                self._loader,
+                self._group,
+                self._group.size,
+                options.batch,
+                pad=options.pad,
+                warmup=None if options.warmup is None else (options.warmup, epoch),
+                stages=options.stages,
             )
         return source_of(
             self._loader,

@@ -1,0 +1,135 @@
+"""One pass of a trainer over the batches that data workers make for it.
+
+A bounded number of orders is under way (`lookahead` and the one that is needed next); each batch
+that is handed out makes room for one more, so data workers are never further ahead than that. What
+comes is handed out in the order of the epoch, whoever was faster.
+
+The tensors of a batch lie in memory of the data worker, which it does not touch until the last of
+them is gone here. A script that keeps many batches gets copies, so that this memory stays bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from paceline.cluster.notice import say
+from paceline.contribution import Announcer
+from paceline.data.indexed import Parts
+from paceline.data.pipeline import messages as m
+from paceline.data.pipeline.parcel import unpack
+from paceline.data.pipeline.recipe import Failure, Recipe, kept_random_state
+from paceline.data.pipeline.supply import Answer, Pending, Supply
+from paceline.data.portable import portable
+from paceline.data.repeatable import Seeds
+from paceline.data.sources import Pass
+from paceline.errors import DataError, UsageError
+from paceline.job import current
+
+_HELD = 4  # batches of one data worker that the script may hold, besides those ahead
+
+
+@dataclass
+class Numbered:
+    """A loader by its number, and how its batches are made."""
+
+    number: int
+    recipe: Recipe
+    is_unknown: bool = False  # to the data workers
+
+
+class Feed:
+    """Orders and hands out the batches of one pass."""
+
+    def __init__(
+        self, numbered: Numbered, supply: Supply | None, this: Pass, *, pin_memory: bool
+    ) -> None:
+        self._numbered, self._recipe = numbered, numbered.recipe
+        self._supply, self._epoch = supply, this.epoch
+        self._seeds = Seeds(this.seed, this.group.rank, this.epoch)
+        self._pins = pin_memory and torch.cuda.is_available()
+        self._held = this.lookahead + _HELD
+
+    def run(self, parts: Parts, announcer: Announcer, lookahead: int) -> Iterator[Any]:
+        """Yield the batches of a pass, each with its weight announced."""
+        upcoming, under_way, step = iter(parts), deque[Pending | m.Order](), 0
+        try:
+            while True:
+                parts.prepare(step + 1 + lookahead)
+                while len(under_way) <= lookahead and (part := next(upcoming, None)) is not None:
+                    under_way.append(self._order(part, parts.steps - 1))
+                if not under_way:
+                    return
+                batch = self._hand_out(under_way[0])
+                under_way.popleft()
+                announcer.set(parts.weights.popleft())
+                yield batch
+                del batch  # else its memory would be held while the next one is waited for
+                step += 1
+        finally:
+            for left in under_way:
+                if isinstance(left, Pending) and self._supply is not None:
+                    self._supply.give_up(left)
+
+    def _order(self, part: Any, place: int) -> Pending | m.Order:
+        order = m.Order(
+            seq=0,
+            loader=self._numbered.number,
+            facts=self._recipe.facts,
+            epoch=self._epoch,
+            seed=self._seeds.of_making(place),
+            indices=portable(part),
+        )
+        if self._supply is None or self._supply.is_empty or self._numbered.is_unknown:
+            return order
+        return self._supply.ask(order)
+
+    def _hand_out(self, ordered: Pending | m.Order) -> Any:
+        if isinstance(ordered, Pending):
+            assert self._supply is not None
+            answer = self._supply.wait(ordered)
+            if answer is not None and not self._is_unknown(answer):
+                batch = self._opened(answer)
+                return pin_memory(batch) if self._pins else batch
+            ordered = ordered.order
+        batch = self._made_here(ordered)
+        return pin_memory(batch) if self._pins else batch
+
+    def _made_here(self, order: m.Order) -> Any:
+        try:
+            with kept_random_state():
+                return self._recipe.make(order)
+        except Failure as failure:
+            raise DataError(f"rank {current().env.rank}: {failure}") from failure.__cause__
+
+    def _opened(self, answer: Answer) -> Any:
+        reply, line, memory = answer.reply, answer.line, answer.memory
+        if reply.problem == m.RAISED:
+            raise DataError(f"rank {current().env.rank}: {reply.text}")
+        if reply.problem:
+            raise UsageError(
+                f"mode='pipeline': loader {self._numbered.number} of this script is"
+                f" {self._recipe.facts} on rank {current().env.rank}, but {reply.text} on data"
+                f" worker {line.member.number}; call pl.shard for the same loaders in the same"
+                " order in every process"
+            )
+        if memory is not None and line.held > self._held:
+            memory = memory.clone()
+        return unpack(reply.plain, memory)
+
+    def _is_unknown(self, answer: Answer) -> bool:
+        if answer.reply.problem != m.UNKNOWN:
+            return False
+        if not self._numbered.is_unknown:
+            self._numbered.is_unknown = True
+            say(
+                f"rank {current().env.rank}: the data workers do not know loader"
+                f" {self._numbered.number} ({self._recipe.facts}): its batches are MADE HERE; call"
+                " pl.shard for all loaders before the first loop over one of them"
+            )
+        return True

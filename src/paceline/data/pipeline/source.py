@@ -1,0 +1,167 @@
+"""A loader whose batches data workers make: on a trainer the source of its passes, on a data worker
+the place where the script stops and the service begins.
+
+Loaders are counted as the script passes them to `pl.shard(..., mode="pipeline")`: trainers and data
+workers run the same script, so the n-th is the same loader everywhere, which orders make sure of.
+A data worker serves all that it has been given when the script first iterates one of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline.collectives.group import Group
+from paceline.data.indexed import Parts
+from paceline.data.pipeline.feed import Feed, Numbered
+from paceline.data.pipeline.recipe import Recipe, Stage
+from paceline.data.pipeline.service import say_serving, serve, stage_members
+from paceline.data.pipeline.supply import Supply
+from paceline.data.plan import samplers_of
+from paceline.data.sources import Indexed, Pass, _mention_order, _set_epoch
+from paceline.data.warmup import DataWarmup
+from paceline.errors import UsageError
+from paceline.job import Job, current
+
+_AHEAD = 2  # batches for each data worker, unless the loader has a prefetch_factor
+
+
+@dataclass
+class _Owned:
+    """What this process has of one job's data workers."""
+
+    job: weakref.ref[Job]
+    numbers: weakref.WeakKeyDictionary[Any, int]
+    recipes: list[Recipe]
+    supply: Supply | None = None
+
+
+_owned: _Owned | None = None
+
+
+def _of(job: Job) -> _Owned:
+    global _owned
+    if _owned is None or _owned.job() is not job:
+        _owned = _Owned(weakref.ref(job), weakref.WeakKeyDictionary(), [])
+    return _owned
+
+
+def offer(loader: Any, stages: Sequence[Stage], *, is_pipeline: bool) -> Offered:
+    """On a data worker: take note of a loader."""
+    if is_pipeline:
+        require_indices(loader, stages)
+        _number_of(current(), loader, stages)
+    return Offered(is_pipeline=is_pipeline)
+
+
+class Offered:
+    """What `pl.shard` returns on a data worker. To iterate it is to serve, and does not return; a
+    loader of another mode gives no batches here."""
+
+    def __init__(self, *, is_pipeline: bool) -> None:
+        self._is_pipeline = is_pipeline
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_pipeline:
+            job = current()
+            say_serving(job, _of(job).recipes)
+            serve(job, _of(job).recipes)
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def require_indices(loader: Any, stages: Sequence[Stage]) -> None:
+    """Refuse what data workers cannot make."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            f"mode='pipeline' needs a DataLoader over a dataset with indices, found"
+            f" {_kind_of(loader)}: data workers make batches in any order, which a stream cannot;"
+            " use mode='shard' and the DataLoader's own num_workers"
+        )
+    for stage in stages:
+        if not callable(stage):
+            raise UsageError(f"stages={stages!r:.80}: expected functions of a sample")
+    groups = len(current().env.data_workers)
+    if groups > max(1, len(stages)):
+        raise UsageError(
+            f"the job has {groups} stages of data workers (--data-workers"
+            f" {','.join(map(str, current().env.data_workers))}), but this loader {len(stages)}"
+            " (stages=[...] of pl.shard); give as many functions, or fewer stages of data workers"
+        )
+
+
+def _kind_of(loader: Any) -> str:
+    if isinstance(loader, DataLoader):
+        return f"a DataLoader over {type(loader.dataset).__name__}, an IterableDataset"
+    return f"a {type(loader).__name__}"
+
+
+def _number_of(job: Job, loader: Any, stages: Sequence[Stage]) -> Numbered:
+    owned = _of(job)
+    number = owned.numbers.get(loader)
+    if number is None:
+        number = owned.numbers[loader] = len(owned.recipes)
+        owned.recipes.append(Recipe(loader, stages))
+    return Numbered(number, owned.recipes[number])
+
+
+def _supply_of(job: Job) -> Supply | None:
+    owned = _of(job)
+    if owned.supply is None and job.env.data_workers:
+        owned.supply = Supply(job.fabric, stage_members(job, len(job.env.data_workers) - 1))
+    return owned.supply
+
+
+class Piped(Indexed):
+    """A DataLoader whose samples have indices, and whose batches data workers make."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        group: Group,
+        nominal: int,
+        batch: str,
+        *,
+        pad: bool,
+        warmup: tuple[DataWarmup, int] | None = None,
+        stages: Sequence[Stage] = (),
+    ) -> None:
+        require_indices(loader, stages)
+        if current().elastic.is_on:
+            raise UsageError(
+                "mode='pipeline' in an elastic job: data workers cannot follow changes of the"
+                " workers; use mode='shard' (and num_workers of the DataLoader), or a job without"
+                " --min, --max and --on-loss"
+            )
+        super().__init__(loader, group, nominal, batch, pad=pad, warmup=warmup)
+        self._numbered = _number_of(current(), loader, stages)
+        per_worker = loader.prefetch_factor or _AHEAD
+        self.lookahead = per_worker * max(1, sum(current().env.data_workers))
+
+    def make_parts(self, this: Pass, parts: Parts, say: Callable[[str], None]) -> Iterator[Any]:
+        """Yield the batches of these parts."""
+        supply = _supply_of(current())
+        if supply is None:
+            say(
+                "shard: mode='pipeline' without data workers: each worker makes its batches itself"
+                " (paceline run --data-workers 2)"
+            )
+        feed = Feed(self._numbered, supply, this, pin_memory=self._loader.pin_memory)
+        yield from feed.run(parts, this.announcer, this.lookahead)
+
+    def batches(self, this: Pass) -> Iterator[Any]:
+        """Yield this worker's parts of the global batches."""
+        _set_epoch(samplers_of(self._loader), this.epoch)
+        _mention_order(self._loader, this)
+        order = self._plan.order(this.group, this.seed, this.epoch)
+        group = this.group
+        parts = Parts(self._plan, order, group.size, group.rank, pad=this.pad, say=this.say)
+        yield from self.make_parts(this, parts, this.say)
+        if parts.steps == 0:
+            self._refuse_emptiness()
