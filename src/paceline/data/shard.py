@@ -62,7 +62,7 @@ def shard(
     [[0, 1], [2, 3], [4]]
     """
     if current().env.is_data_worker:
-        return offer(loader, stages, is_pipeline=mode == "pipeline")
+        return offer(loader, stages, batch, pad=pad, is_pipeline=mode == "pipeline")
     options = _Options(epoch, seed, batch, pad, presharded, resize, warmup, mode, tuple(stages))
     return Sharded(loader, options)
 

@@ -65,8 +65,7 @@ class Feed:
                     under_way.append(self._order(part, parts.steps - 1))
                 if not under_way:
                     return
-                batch = self._hand_out(under_way[0])
-                under_way.popleft()
+                batch = self._hand_out(under_way.popleft())
                 announcer.set(parts.weights.popleft())
                 yield batch
                 del batch  # else its memory would be held while the next one is waited for

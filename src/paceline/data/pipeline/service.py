@@ -6,7 +6,7 @@ One thread, one batch at a time, in the order in which everything for it was the
 for their turn; how many there are, the askers decide (a bounded number each), so nothing piles up:
 a stage makes only what the next one has asked for.
 
-It ends when all trainers have left the job or were lost.
+It ends when all who could ask it have left the job or were lost: the trainers, or the next stage.
 """
 
 from __future__ import annotations
@@ -92,9 +92,8 @@ class Service:
 
     def _is_over(self) -> bool:
         presence = self._job.fabric.presence
-        workers = self._job.fabric.membership.workers
-        states = [presence[rank].state if rank in presence else "" for rank in workers]
-        if all(state in ("left", "lost") for state in states):
+        known = [presence.get(asker.rank) for asker in self._askers()]
+        if all(one is not None and one.state in ("left", "lost") for one in known):
             return True
         agent = self._job.rendezvous.agent
         is_cut_off = not getattr(agent, "is_attached", True)
@@ -136,10 +135,10 @@ class Service:
         if self._supply is None:
             return
         self._supply.look()
-        for entry in [e for e in self._asked if e[1].has_come]:
-            answer = self._supply.take(entry[1])
+        for entry in list(self._asked):
+            answer = self._supply.take(entry[1]) if entry[1].has_come else None
             if answer is None:
-                continue  # somebody else was asked
+                continue  # not yet, or somebody else was asked
             self._asked.remove(entry)
             line, order = entry[0], entry[1].order
             if answer.reply.problem:

@@ -17,7 +17,7 @@ from paceline.data.pipeline.messages import Slot
 _PAGE = 4096
 
 
-@dataclass
+@dataclass(eq=False)
 class _Room:
     memory: torch.Tensor
     where: Slot

@@ -21,7 +21,7 @@ from paceline.data.pipeline.feed import Feed, Numbered
 from paceline.data.pipeline.recipe import Recipe, Stage
 from paceline.data.pipeline.service import say_serving, serve, stage_members
 from paceline.data.pipeline.supply import Supply
-from paceline.data.plan import samplers_of
+from paceline.data.plan import plan, samplers_of
 from paceline.data.sources import Indexed, Pass, _mention_order, _set_epoch
 from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
@@ -50,20 +50,27 @@ def _of(job: Job) -> _Owned:
     return _owned
 
 
-def offer(loader: Any, stages: Sequence[Stage], *, is_pipeline: bool) -> Offered:
+def offer(
+    loader: Any, stages: Sequence[Stage], batch: str, *, pad: bool, is_pipeline: bool
+) -> Offered:
     """On a data worker: take note of a loader."""
+    job = current()
     if is_pipeline:
         require_indices(loader, stages)
-        _number_of(current(), loader, stages)
-    return Offered(is_pipeline=is_pipeline)
+        _number_of(job, loader, stages)
+    length = None
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        workers = job.env.world_size
+        length = plan(loader, workers, batch, pad=pad).num_steps(workers, 0, pad=pad)
+    return Offered(length, is_pipeline=is_pipeline)
 
 
 class Offered:
     """What `pl.shard` returns on a data worker. To iterate it is to serve, and does not return; a
     loader of another mode gives no batches here."""
 
-    def __init__(self, *, is_pipeline: bool) -> None:
-        self._is_pipeline = is_pipeline
+    def __init__(self, length: int | None, *, is_pipeline: bool) -> None:
+        self._length, self._is_pipeline = length, is_pipeline
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_pipeline:
@@ -73,7 +80,10 @@ class Offered:
         return iter(())
 
     def __len__(self) -> int:
-        return 0
+        """Return the number of batches that rank 0 gets: schedules are made from it."""
+        if self._length is None:
+            raise TypeError("the number of batches of this loader is not known")
+        return self._length
 
 
 def require_indices(loader: Any, stages: Sequence[Stage]) -> None:
@@ -84,16 +94,16 @@ def require_indices(loader: Any, stages: Sequence[Stage]) -> None:
             f" {_kind_of(loader)}: data workers make batches in any order, which a stream cannot;"
             " use mode='shard' and the DataLoader's own num_workers"
         )
+    for name in ("__iter__", "_get_iterator"):
+        if getattr(type(loader), name) is not getattr(DataLoader, name):
+            raise UsageError(
+                f"mode='pipeline': {type(loader).__name__} has a way of its own to iterate"
+                f" ({name}), which data workers would leave out; do that in the dataset or in"
+                " collate_fn, or use mode='shard'"
+            )
     for stage in stages:
         if not callable(stage):
             raise UsageError(f"stages={stages!r:.80}: expected functions of a sample")
-    groups = len(current().env.data_workers)
-    if groups > max(1, len(stages)):
-        raise UsageError(
-            f"the job has {groups} stages of data workers (--data-workers"
-            f" {','.join(map(str, current().env.data_workers))}), but this loader {len(stages)}"
-            " (stages=[...] of pl.shard); give as many functions, or fewer stages of data workers"
-        )
 
 
 def _kind_of(loader: Any) -> str:

@@ -81,9 +81,9 @@ class Supply:
 
     def ask(self, order: m.Order) -> Pending:
         """Give an order away."""
+        self.look()
         pending = Pending(order)
         self._pending.append(pending)
-        self.look()
         self._assign(pending)
         return pending
 
