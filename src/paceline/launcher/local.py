@@ -301,9 +301,7 @@ class LocalJob:
             return
         left = sum(one.seat.is_data_worker for one in self._crew.servers)
         those = f"{left} of {sum(self._spec.data_workers)} data workers are left"
-        self._display.say(
-            f"paceline: {process.seat} ended ({process.status}); the job goes on, {those}"
-        )
+        self._display.say(f"paceline: {process.seat}: {process.status}; the job goes on, {those}")
 
     def _on_interrupt(self, number: signal.Signals) -> None:
         self._interrupts.append(number)

@@ -107,7 +107,7 @@ class AskingLine:
 
     def _look_at(self, slot: m.Slot, num_bytes: int) -> torch.Tensor:
         engine, owner = self._fabric.engine, self.member.rank
-        seen = engine.memory_of_peer(owner, slot.segment, slot.offset, max(num_bytes, 1))
+        seen = engine.memory_of_peer(owner, slot.segment, slot.offset, num_bytes)
         self.held += 1
         # The tensor keeps the array, and every view of the tensor does so too.
         weakref.finalize(seen, self._released.append, slot.number).atexit = False
@@ -170,9 +170,11 @@ class MakingLine:
     def deliver(self, order: m.Order, parcel: Parcel) -> None:
         """Send what was made; raises PeerError, SharedMemoryError."""
         if self._slots is not None:
-            memory, slot = self._slots.take(parcel.num_bytes)
-            parcel.write(memory)
-            self._engine.count_sent(parcel.num_bytes)
+            slot = None
+            if parcel.num_bytes:
+                memory, slot = self._slots.take(parcel.num_bytes)
+                parcel.write(memory)
+                self._engine.count_sent(parcel.num_bytes)
             self._send(m.Reply(order.seq, parcel.plain, parcel.num_bytes, slot))
             return
         # Between hosts; the memory lives until it is sent.
