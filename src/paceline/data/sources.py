@@ -150,15 +150,19 @@ class Indexed:
         if this.elastic is not None:
             yield from self._elastic_batches(this, this.elastic)
             return
-        key = ("indexed", *settings_of(self._loader))
-        copy = this.memory.copy_for(key, lambda: IndexedLoader(self._loader))
         order = self._plan.order(group, this.seed, this.epoch)
         parts = Parts(self._plan, order, group.size, group.rank, pad=this.pad, say=this.say)
-        # Each rank augments its samples with other random numbers.
-        worker_seed = mixed(this.seed, this.epoch, 1 + group.rank)
-        yield from copy.run(parts, this.announcer, this.lookahead, worker_seed)
+        yield from self._made(this, parts)
         if parts.steps == 0:
             self._refuse_emptiness()
+
+    def _made(self, this: Pass, parts: Parts) -> Iterator[Any]:
+        """Yield the batches of these parts."""
+        key = ("indexed", *settings_of(self._loader))
+        copy = this.memory.copy_for(key, lambda: IndexedLoader(self._loader))
+        # Each rank augments its samples with other random numbers.
+        worker_seed = mixed(this.seed, this.epoch, 1 + this.group.rank)
+        yield from copy.run(parts, this.announcer, this.lookahead, worker_seed)
 
     def _elastic_batches(self, this: Pass, elastic: ElasticPass) -> Iterator[Any]:
         reseeds = elastic.seeds is not None

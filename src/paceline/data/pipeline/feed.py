@@ -40,7 +40,11 @@ class Numbered:
 
     number: int
     recipe: Recipe
-    is_unknown: bool = False  # to the data workers
+    unknown: set[int]  # numbers that data workers do not know
+
+    @property
+    def is_unknown(self) -> bool:
+        return self.number in self.unknown
 
 
 class Feed:
@@ -125,7 +129,7 @@ class Feed:
         if answer.reply.problem != m.UNKNOWN:
             return False
         if not self._numbered.is_unknown:
-            self._numbered.is_unknown = True
+            self._numbered.unknown.add(self._numbered.number)
             say(
                 f"rank {current().env.rank}: the data workers do not know loader"
                 f" {self._numbered.number} ({self._recipe.facts}): its batches are MADE HERE; call"

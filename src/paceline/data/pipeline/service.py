@@ -68,6 +68,7 @@ class Service:
 
     def run(self) -> None:
         """Serve until it is over."""
+        _core.keep_freed_memory()  # every batch is of about the same size
         for recipe in self._recipes:
             recipe.begin(self._job.env.number, sum(self._job.env.data_workers))
         while not self._is_over():

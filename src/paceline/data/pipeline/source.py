@@ -9,20 +9,21 @@ A data worker serves all that it has been given when the script first iterates o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from paceline import _core
 from paceline.collectives.group import Group
 from paceline.data.indexed import Parts
 from paceline.data.pipeline.feed import Feed, Numbered
 from paceline.data.pipeline.recipe import Recipe, Stage
 from paceline.data.pipeline.service import say_serving, serve, stage_members
 from paceline.data.pipeline.supply import Supply
-from paceline.data.plan import plan, samplers_of
-from paceline.data.sources import Indexed, Pass, _mention_order, _set_epoch
+from paceline.data.plan import plan
+from paceline.data.sources import Indexed, Pass
 from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
 from paceline.job import Job, current
@@ -35,9 +36,18 @@ class _Owned:
     """What this process has of one job's data workers."""
 
     job: weakref.ref[Job]
-    numbers: weakref.WeakKeyDictionary[Any, int]
-    recipes: list[Recipe]
+    numbers: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
+    recipes: list[Recipe] = field(default_factory=list)  # by number, on a data worker
+    unknown: set[int] = field(default_factory=set)  # numbers that data workers do not know
     supply: Supply | None = None
+    _counted: int = 0
+
+    def number_of(self, loader: Any) -> int:
+        """Return the number of a loader; a new one if it has not come before."""
+        if loader not in self.numbers:
+            self.numbers[loader] = self._counted
+            self._counted += 1
+        return self.numbers[loader]
 
 
 _owned: _Owned | None = None
@@ -46,7 +56,7 @@ _owned: _Owned | None = None
 def _of(job: Job) -> _Owned:
     global _owned
     if _owned is None or _owned.job() is not job:
-        _owned = _Owned(weakref.ref(job), weakref.WeakKeyDictionary(), [])
+        _owned = _Owned(weakref.ref(job))
     return _owned
 
 
@@ -54,23 +64,21 @@ def offer(
     loader: Any, stages: Sequence[Stage], batch: str, *, pad: bool, is_pipeline: bool
 ) -> Offered:
     """On a data worker: take note of a loader."""
-    job = current()
     if is_pipeline:
         require_indices(loader, stages)
-        _number_of(job, loader, stages)
-    length = None
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        workers = job.env.world_size
-        length = plan(loader, workers, batch, pad=pad).num_steps(workers, 0, pad=pad)
-    return Offered(length, is_pipeline=is_pipeline)
+        owned = _of(current())
+        number = owned.number_of(loader)
+        owned.recipes[number:] = [Recipe(loader, stages), *owned.recipes[number + 1 :]]
+    return Offered(loader, batch, pad=pad, is_pipeline=is_pipeline)
 
 
 class Offered:
     """What `pl.shard` returns on a data worker. To iterate it is to serve, and does not return; a
     loader of another mode gives no batches here."""
 
-    def __init__(self, length: int | None, *, is_pipeline: bool) -> None:
-        self._length, self._is_pipeline = length, is_pipeline
+    def __init__(self, loader: Any, batch: str, *, pad: bool, is_pipeline: bool) -> None:
+        self._loader, self._batch = loader, batch
+        self._pad, self._is_pipeline = pad, is_pipeline
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_pipeline:
@@ -81,9 +89,14 @@ class Offered:
 
     def __len__(self) -> int:
         """Return the number of batches that rank 0 gets: schedules are made from it."""
-        if self._length is None:
+        if not self._is_pipeline:
+            return len(self._loader)
+        workers = current().env.world_size
+        made = plan(self._loader, workers, self._batch, pad=self._pad)
+        length = made.num_steps(workers, 0, pad=self._pad)
+        if length is None:
             raise TypeError("the number of batches of this loader is not known")
-        return self._length
+        return length
 
 
 def require_indices(loader: Any, stages: Sequence[Stage]) -> None:
@@ -112,18 +125,10 @@ def _kind_of(loader: Any) -> str:
     return f"a {type(loader).__name__}"
 
 
-def _number_of(job: Job, loader: Any, stages: Sequence[Stage]) -> Numbered:
-    owned = _of(job)
-    number = owned.numbers.get(loader)
-    if number is None:
-        number = owned.numbers[loader] = len(owned.recipes)
-        owned.recipes.append(Recipe(loader, stages))
-    return Numbered(number, owned.recipes[number])
-
-
 def _supply_of(job: Job) -> Supply | None:
     owned = _of(job)
     if owned.supply is None and job.env.data_workers:
+        _core.keep_freed_memory()  # batches from other hosts land in fresh memory
         owned.supply = Supply(job.fabric, stage_members(job, len(job.env.data_workers) - 1))
     return owned.supply
 
@@ -150,28 +155,19 @@ class Piped(Indexed):
                 " --min, --max and --on-loss"
             )
         super().__init__(loader, group, nominal, batch, pad=pad, warmup=warmup)
-        self._numbered = _number_of(current(), loader, stages)
+        job = current()
+        owned = _of(job)
+        number = owned.number_of(loader)
+        self._numbered = Numbered(number, Recipe(loader, stages), owned.unknown)
         per_worker = loader.prefetch_factor or _AHEAD
-        self.lookahead = per_worker * max(1, sum(current().env.data_workers))
+        self.lookahead = per_worker * max(1, sum(job.env.data_workers))
 
-    def make_parts(self, this: Pass, parts: Parts, say: Callable[[str], None]) -> Iterator[Any]:
-        """Yield the batches of these parts."""
+    def _made(self, this: Pass, parts: Parts) -> Iterator[Any]:
         supply = _supply_of(current())
         if supply is None:
-            say(
+            this.say(
                 "shard: mode='pipeline' without data workers: each worker makes its batches itself"
                 " (paceline run --data-workers 2)"
             )
         feed = Feed(self._numbered, supply, this, pin_memory=self._loader.pin_memory)
         yield from feed.run(parts, this.announcer, this.lookahead)
-
-    def batches(self, this: Pass) -> Iterator[Any]:
-        """Yield this worker's parts of the global batches."""
-        _set_epoch(samplers_of(self._loader), this.epoch)
-        _mention_order(self._loader, this)
-        order = self._plan.order(this.group, this.seed, this.epoch)
-        group = this.group
-        parts = Parts(self._plan, order, group.size, group.rank, pad=this.pad, say=this.say)
-        yield from self.make_parts(this, parts, this.say)
-        if parts.steps == 0:
-            self._refuse_emptiness()

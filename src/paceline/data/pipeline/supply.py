@@ -19,7 +19,7 @@ import torch
 
 from paceline import _core
 from paceline.cluster.member import Member
-from paceline.cluster.notice import FIRST_S, WaitNotice, say
+from paceline.cluster.notice import FIRST_S, say
 from paceline.collectives.group import Group
 from paceline.collectives.topology import Fabric
 from paceline.data.pipeline import messages as m
@@ -28,6 +28,7 @@ from paceline.errors import PacelineError, PeerError
 from paceline.ps.meeting import Meetings
 
 _MEET_S = 0.02  # how soon a line that was formed is seen
+_EVERY_S = 30.0
 
 
 @dataclass(eq=False)
@@ -62,6 +63,7 @@ class Supply:
         self._meeting = {member.rank: member for member in makers}
         self._pending: list[Pending] = []
         self._abandoned: list[Pending] = []
+        self._quiet_until_s = 0.0
         self._turn = fabric.rank  # so that askers do not all begin with the same one
         for member in makers:
             self._meetings.arrange(member.rank, member.rank, self._forming(member))
@@ -118,11 +120,8 @@ class Supply:
 
     def wait(self, pending: Pending) -> Answer | None:
         """Wait for the answer; None: nobody is left to make it."""
-        notice = WaitNotice(
-            f"rank {self._fabric.rank} waits for a batch (epoch {pending.order.epoch}) of its data"
-            " workers; more of them, or a cheaper dataset, would keep up"
-        )
         while not self.is_empty:
+            start_s = time.monotonic()
             if pending.incoming is None:
                 _pause(self._pending)
             elif pending.has_come or _core.wait_any([pending.incoming.work.handle], FIRST_S) >= 0:  # type: ignore[list-item]
@@ -130,9 +129,19 @@ class Supply:
                 if answer is not None:
                     return answer
             self.look()
-            notice.check()
+            self._mention_wait(time.monotonic() - start_s)
         self._pending.remove(pending)
         return None
+
+    def _mention_wait(self, waited_s: float) -> None:
+        """Say that data workers are slow; not for each of their batches."""
+        now_s = time.monotonic()
+        if waited_s >= FIRST_S and now_s >= self._quiet_until_s:
+            self._quiet_until_s = now_s + _EVERY_S
+            say(
+                f"rank {self._fabric.rank} waits for its data workers, {len(self._lines)} of which"
+                " make batches for it; more of them, or a cheaper dataset, would help"
+            )
 
     def give_up(self, pending: Pending) -> None:
         """Want no answer any more; what comes all the same is let go of."""
