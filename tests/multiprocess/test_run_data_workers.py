@@ -144,3 +144,15 @@ def _sum_of_samples(victim: int) -> float:
 @pytest.mark.parametrize("victim", [-1, 0])
 def test_a_launched_function_has_data_workers(victim: int) -> None:
     assert launch(_sum_of_samples, victim, workers=1, data_workers=[1, 1], timeout_s=60) == [4950]
+
+
+def test_python_of_the_guide_is_one_script_with_data_workers_or_without(bench: Workbench) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "data-workers.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert len(blocks) == 2
+    script = bench.script("".join(blocks))
+    for options in (["--data-workers", "2,1"], []):
+        done = bench.run("run", "-n", "2", *options, script)
+        assert done.returncode == 0, done.stderr
+        said = sorted(line for line in done.stdout.splitlines() if "rank" in line)
+        assert said == [f"[{rank}] rank {rank} evaluated 128 samples" for rank in range(2)]

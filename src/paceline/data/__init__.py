@@ -8,6 +8,7 @@ shard.py                    pl.shard(loader): one object, which each pass asks f
      split.py               the arithmetic: whose samples, and what weight
      indexed.py             a loader with an index for each sample: this worker's part of it
   -> stream.py              data that only comes in sequence: striding, and steps in common
+  -> pipeline/              data workers make the batches: other processes, in stages, or hosts
 
 Where workers come and go:
      course.py, reading.py  the arithmetic: what is left, and whose it is now
