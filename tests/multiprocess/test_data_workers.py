@@ -46,6 +46,14 @@ class Plain(Noisy):
         return torch.full((3,), float(index)), index
 
 
+class Numbered(IterableDataset):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return ((torch.full((3,), float(index)), index) for index in range(self.samples))
+
+
 class Point(NamedTuple):
     x: Any
     y: Any
@@ -65,6 +73,17 @@ class Odd(Noisy):
             "point": Point(torch.tensor(index % 2 == 0), torch.randn(3).to(torch.bfloat16)),
             "strided": torch.arange(12).view(3, 4).t(),
         }
+
+
+class Stream(IterableDataset):
+    """Samples in sequence, with random numbers in them that depend on all before."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        for index in range(self.samples):
+            yield torch.full((2,), float(index)), torch.rand(2) + float(np.random.rand()), index
 
 
 def as_they_are(samples: list[Any]) -> list[Any]:
@@ -107,8 +126,11 @@ def everything(_: Group) -> list[Any]:
             mode="pipeline",
             stages=[double, shift],
         ),
+        pl.shard(DataLoader(Stream(43), 4), seed=2, mode="pipeline"),
+        pl.shard(DataLoader(Stream(43), 3), seed=2, mode="pipeline", pad=False, stages=[double]),
+        pl.shard(DataLoader(Stream(9), None), mode="pipeline", stages=[double, shift], pad=False),
     ]
-    lengths = [len(loader) for loader in loaders]
+    lengths = [len(loader) for loader in loaders[:4]]
     passes = list[Any](lengths)
     for _ in range(2):
         passes += [[told(batch) for batch in loader] for loader in loaders]
@@ -136,12 +158,15 @@ def test_batches_are_the_same_whoever_makes_them(
 def test_batches_without_chance_are_those_of_mode_shard() -> None:
     def both(_: Group) -> list[Any]:
         loader, other = (DataLoader(Plain(45), 4, shuffle=True) for _ in range(2))
+        stream, another = (DataLoader(Numbered(45), 4) for _ in range(2))
         made = pl.shard(loader, seed=7, mode="pipeline")
-        return [[told(b) for b in made], [told(b) for b in pl.shard(other, seed=7)]]
+        read = pl.shard(stream, mode="pipeline")
+        found = [[told(b) for b in made], [told(b) for b in pl.shard(other, seed=7)]]
+        return [*found, [told(b) for b in read], [told(b) for b in pl.shard(another)]]
 
-    for pipeline, shard in run_ranks(2, both, data_workers=(2,)):
-        assert pipeline == shard
-        assert len(pipeline) == 6
+    for made, shared, read, strided in run_ranks(2, both, data_workers=(2,)):
+        assert made == shared and len(made) == 6
+        assert read == strided and len(read) == 6
 
 
 class Traced(Noisy):
@@ -224,9 +249,10 @@ def test_batches_that_are_kept_stay_what_they_were() -> None:
 def halting(_: Group, *, is_told: bool) -> list[Any]:
     """Take all batches, but wait for the test after the third."""
     made = pl.shard(DataLoader(Noisy(400), 4, shuffle=True), seed=3, mode="pipeline")
+    read = pl.shard(DataLoader(Stream(400), 4), seed=3, mode="pipeline", stages=[double, shift])
     batches = list[Any]()
-    for batch in made:
-        batches.append(told(batch))
+    for pair in zip(made, read, strict=True):
+        batches.append(told(pair))
         if len(batches) == 3 and is_told:
             tell("three")
             hear()
@@ -356,11 +382,6 @@ def test_loaders_that_data_workers_do_not_know_are_mentioned_and_wrong_ones_refu
     assert "do not know loader 2" in first.output and "MADE HERE" in first.output
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(3))
-
-
 class OwnWay(DataLoader):
     def __iter__(self):
         return iter([1])
@@ -369,8 +390,8 @@ class OwnWay(DataLoader):
 def test_what_data_workers_cannot_make_is_refused() -> None:
     def refusals(_: Group) -> list[str]:
         wrong: list[tuple[Any, dict[str, Any]]] = [
-            (DataLoader(Stream(), 2), {}),
             ([1, 2, 3], {}),
+            (DataLoader(Stream(3), 2), {"warmup": pl.data_warmup(0.5)}),
             (OwnWay(Noisy(), 2), {}),
             (DataLoader(Noisy(), 2), {"presharded": True}),
             (DataLoader(Noisy(), 2), {"stages": [1]}),
@@ -386,8 +407,8 @@ def test_what_data_workers_cannot_make_is_refused() -> None:
 
     (texts,) = run_ranks(1, refusals)
     expected = [
-        "an IterableDataset: data workers make batches in any order",
-        "needs a DataLoader over a dataset with indices, found a list",
+        "needs a DataLoader, found a list",
+        "a part of the data is drawn by index",
         "OwnWay has a way of its own to iterate",
         "leave out presharded=True",
         "expected functions of a sample",

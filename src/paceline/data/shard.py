@@ -22,7 +22,7 @@ from paceline.data.ledger import ledger_of
 from paceline.data.memory import is_remembered, memory_of, say_once
 from paceline.data.passage import Line
 from paceline.data.pipeline.recipe import Stage
-from paceline.data.pipeline.source import Offered, Piped, offer
+from paceline.data.pipeline.source import Offered, Piped, PipedStream, offer, piped
 from paceline.data.sources import Pass, Source, source_of
 from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
@@ -201,7 +201,7 @@ class Sharded:
                 "lookahead": 0,
                 "seed": str(_natural_seed(self._loader)),
             }
-            if isinstance(source, Piped):
+            if isinstance(source, Piped | PipedStream):
                 aside["lookahead"] = source.lookahead
             elif isinstance(self._loader, DataLoader):
                 aside["lookahead"] = lookahead_of(self._loader)
@@ -225,10 +225,9 @@ class Sharded:
                 " use a pace in lockstep, or a job without --min, --max and --on-loss"
             )
         if options.mode == "pipeline":
-            return Piped(
+            return piped(
                 self._loader,
                 self._group,
-                self._group.size,
                 options.batch,
                 pad=options.pad,
                 warmup=None if options.warmup is None else (options.warmup, epoch),

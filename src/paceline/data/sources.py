@@ -24,7 +24,7 @@ from paceline.data.plan import length_of, plan, samplers_of, warmed_up
 from paceline.data.recut import Recut
 from paceline.data.reread import ItemReader, Reread, StreamReader, presharded
 from paceline.data.split import num_steps
-from paceline.data.stream import StridedLoader, counted, in_step, strided_items
+from paceline.data.stream import Counted, StridedLoader, counted, in_step, strided_items
 from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
 
@@ -227,18 +227,23 @@ class Stream:
         if this.elastic is not None:
             per_step = self._rule(this.elastic.resize)
             reader = StreamReader(self._loader, per_step, seed)
-            made = Reread(
+            reread = Reread(
                 this.elastic, reader, per_step, this.announcer, stops_short=drop, too_few=too_few
             )
-            yield from made.batches()
+            yield from reread.batches()
             return
-        key = ("stream", self._batch, *settings_of(self._loader))
+        made = self._made(this, seed)
+        yield from in_step(
+            made, group, this.announcer, pad=this.pad, stops_short=drop, too_few=too_few
+        )
+
+    def _made(self, this: Pass, seed: int) -> Iterator[Counted]:
+        """Yield this worker's batches, with the number of samples in each."""
+        group, key = this.group, ("stream", self._batch, *settings_of(self._loader))
         copy = this.memory.copy_for(
             key, lambda: StridedLoader(self._loader, group.size, group.rank, self._batch)
         )
-        yield from in_step(
-            copy.run(seed), group, this.announcer, pad=this.pad, stops_short=drop, too_few=too_few
-        )
+        return copy.run(seed)
 
     def _rule(self, resize: str) -> Callable[[int], int]:
         """Return how many samples make a step of so many workers."""

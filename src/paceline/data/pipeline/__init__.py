@@ -3,7 +3,7 @@
     trainer                                  data workers (one or several stages in a row)
     shard.py -> source.py, feed.py   <---->  service.py   <---->  service.py of the stage before
                    |                            |
-                supply.py: whom to ask, and     |-- recipe.py: samples, stages, collate
+                supply.py: whom to ask, and     |-- recipe.py: samples, stages, collate; streams.py
                 what if it dies                 |-- slots.py: memory that the asker reads
                    `-- line.py, messages.py, parcel.py: what travels --'
 

@@ -10,8 +10,9 @@ them is gone here. A script that keeps many batches gets copies, so that this me
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,9 @@ from paceline.contribution import Announcer
 from paceline.data.indexed import Parts
 from paceline.data.pipeline import messages as m
 from paceline.data.pipeline.parcel import unpack
-from paceline.data.pipeline.recipe import Failure, Recipe, kept_random_state
+from paceline.data.pipeline.randomness import kept_random_state
+from paceline.data.pipeline.recipe import Failure, Recipe
+from paceline.data.pipeline.streams import Ended
 from paceline.data.pipeline.supply import Answer, Pending, Supply
 from paceline.data.portable import portable
 from paceline.data.repeatable import Seeds
@@ -51,43 +54,64 @@ class Feed:
     """Orders and hands out the batches of one pass."""
 
     def __init__(
-        self, numbered: Numbered, supply: Supply | None, this: Pass, *, pin_memory: bool
+        self,
+        numbered: Numbered,
+        supply: Supply | None,
+        this: Pass,
+        lookahead: int,
+        *,
+        pin_memory: bool,
     ) -> None:
         self._numbered, self._recipe = numbered, numbered.recipe
         self._supply, self._epoch = supply, this.epoch
         self._seeds = Seeds(this.seed, this.group.rank, this.epoch)
         self._pins = pin_memory and torch.cuda.is_available()
-        self._held = this.lookahead + _HELD
+        self._lookahead, self._held = lookahead, lookahead + _HELD
 
     def run(self, parts: Parts, announcer: Announcer, lookahead: int) -> Iterator[Any]:
         """Yield the batches of a pass, each with its weight announced."""
-        upcoming, under_way, step = iter(parts), deque[Pending | m.Order](), 0
+
+        def orders() -> Iterator[m.Order]:
+            for part in parts:
+                yield self._order(self._seeds.of_making(parts.steps - 1), indices=portable(part))
+
+        for batch in self._made(orders(), lookahead, parts.prepare):
+            announcer.set(parts.weights.popleft())
+            yield batch
+
+    def run_stream(self, seed: int, share: tuple[int, int, int]) -> Iterator[Any]:
+        """Yield the batches of a pass over a stream, with the number of samples in each."""
+        places = itertools.count()
+        orders = (self._order(seed, stream=share, place=place) for place in places)
         try:
-            while True:
-                parts.prepare(step + 1 + lookahead)
-                while len(under_way) <= lookahead and (part := next(upcoming, None)) is not None:
-                    under_way.append(self._order(part, parts.steps - 1))
+            yield from self._made(orders, self._lookahead, lambda _: None)
+        except Ended:
+            return
+
+    def _made(
+        self, orders: Iterator[m.Order], lookahead: int, prepare: Callable[[int], None]
+    ) -> Iterator[Any]:
+        under_way = deque[Pending | m.Order]()
+        try:
+            for step in itertools.count(1):
+                prepare(step + lookahead)
+                for order in itertools.islice(orders, lookahead + 1 - len(under_way)):
+                    under_way.append(self._asked(order))
                 if not under_way:
                     return
                 batch = self._hand_out(under_way.popleft())
-                announcer.set(parts.weights.popleft())
                 yield batch
                 del batch  # else its memory would be held while the next one is waited for
-                step += 1
         finally:
             for left in under_way:
                 if isinstance(left, Pending) and self._supply is not None:
                     self._supply.give_up(left)
 
-    def _order(self, part: Any, place: int) -> Pending | m.Order:
-        order = m.Order(
-            seq=0,
-            loader=self._numbered.number,
-            facts=self._recipe.facts,
-            epoch=self._epoch,
-            seed=self._seeds.of_making(place),
-            indices=portable(part),
-        )
+    def _order(self, seed: int, **what: Any) -> m.Order:
+        number, facts = self._numbered.number, self._recipe.facts
+        return m.Order(0, number, facts, self._epoch, seed, **what)
+
+    def _asked(self, order: m.Order) -> Pending | m.Order:
         if self._supply is None or self._supply.is_empty or self._numbered.is_unknown:
             return order
         return self._supply.ask(order)
@@ -114,6 +138,8 @@ class Feed:
         reply, line, memory = answer.reply, answer.line, answer.memory
         if reply.problem == m.RAISED:
             raise DataError(f"rank {current().env.rank}: {reply.text}")
+        if reply.problem == m.ENDED:
+            raise Ended
         if reply.problem:
             raise UsageError(
                 f"mode='pipeline': loader {self._numbered.number} of this script is"

@@ -23,6 +23,7 @@ _REPLY, _REST, _PAYLOAD, _TAIL = range(4)
 RAISED = "raised"  # the dataset did
 UNKNOWN = "unknown"  # no such loader there
 DIFFERS = "differs"  # another loader there
+ENDED = "ended"  # the stream has no such place any more
 
 
 class Order(msgspec.Struct, array_like=True, frozen=True):
@@ -33,7 +34,9 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
     facts: str  # what that loader is: it must be the same one
     epoch: int
     seed: int
-    indices: Any  # as data/portable.py writes them
+    indices: Any = None  # as data/portable.py writes them
+    stream: tuple[int, int, int] | None = None  # without indices: workers, rank, samples of a step
+    place: int = 0  # in a stream
     released: tuple[int, ...] = ()  # slots that may be used again
     room: int = 0  # bytes that the asker is ready to receive; between hosts
 
@@ -53,7 +56,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     plain: Any = None
     num_bytes: int = 0  # of all tensors
     slot: Slot | None = None  # None: they follow
-    problem: str = ""  # RAISED, UNKNOWN or DIFFERS
+    problem: str = ""  # RAISED, UNKNOWN, DIFFERS or ENDED
     text: str = ""
 
 

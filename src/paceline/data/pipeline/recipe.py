@@ -11,22 +11,23 @@ A sample that cannot be made becomes a `Failure`, which says which one, where an
 
 from __future__ import annotations
 
-import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import getitem
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as loader_worker
 
 from paceline.data.order import mixed
 from paceline.data.pipeline.messages import Order
+from paceline.data.pipeline.streams import Ended, Readers
 from paceline.data.plan import length_of
 from paceline.data.portable import restored
 from paceline.data.repeatable import seed_everything
+from paceline.data.stream import samples_in
 
 Stage = Callable[[Any], Any]
 
@@ -40,6 +41,7 @@ class Recipe:
 
     def __init__(self, loader: DataLoader[Any], stages: Sequence[Stage]) -> None:
         self._loader, self.stages = loader, tuple(stages)
+        self._readers = Readers(loader)
         self._epoch: int | None = None
         self.facts = (
             f"{type(loader.dataset).__name__} of {length_of(loader.dataset)},"
@@ -61,37 +63,49 @@ class Recipe:
             loader_worker._worker_info = None
 
     def read(self, order: Order) -> Any:
-        """Make the samples of a batch (without batching: the one sample), before all stages."""
+        """Make the samples of a batch (without batching: the one sample), before all stages. Raises
+        Failure, and Ended behind the end of a stream."""
         self._set_epoch(order.epoch)
+        if order.stream is not None:
+            samples = self._try(lambda: self._readers.take(order), lambda: _name_of(order))
+            seed_everything(mixed(order.seed, order.place))
+            return samples
         seed_everything(order.seed)
         indices, dataset = restored(order.indices), self._loader.dataset
         if not self._has_batches:
-            return self._try(lambda: dataset[indices], f"sample {indices!r:.80}")
+            return self._try(lambda: dataset[indices], lambda: _name_of(order))
         if callable(getattr(dataset, "__getitems__", None)):
-            what = f"one of the samples {indices!r:.200}"
-            return self._try(lambda: dataset.__getitems__(indices), what)  # type: ignore[attr-defined]
-        return [self._try(lambda i=i: dataset[i], f"sample {i!r:.80}") for i in indices]  # type: ignore[misc]
+            take: Callable[[Any], Any] = dataset.__getitems__  # type: ignore[attr-defined]
+            return self._try(lambda: take(indices), lambda: f"one of the {_name_of(order)}")
+        return [
+            self._try(partial(getitem, dataset, index), partial(_name_of, order, place))
+            for place, index in enumerate(indices)
+        ]
 
     def apply(self, number: int, order: Order, samples: Any) -> Any:
         """Let one stage work on the samples."""
         stage = self.stages[number]
         if number > 0:
-            seed_everything(mixed(order.seed, number))
-        indices = restored(order.indices)
-        words = f"stage {number} ({getattr(stage, '__name__', type(stage).__name__)}) of sample"
+            seed_everything(mixed(order.seed, number, order.place))
+
+        def name(place: int | None) -> str:
+            called = getattr(stage, "__name__", type(stage).__name__)
+            return f"stage {number} ({called}) of {_name_of(order, place)}"
+
         if not self._has_batches:
-            return self._try(lambda: stage(samples), f"{words} {indices!r:.80}")
+            return self._try(lambda: stage(samples), lambda: name(None))
         return [
-            self._try(lambda sample=sample: stage(sample), f"{words} {index!r:.80}")  # type: ignore[misc]
-            for index, sample in zip(indices, samples, strict=True)
+            self._try(partial(stage, sample), partial(name, place))
+            for place, sample in enumerate(samples)
         ]
 
     def collate(self, order: Order, samples: Any) -> Any:
-        """Make the batch."""
-        indices = restored(order.indices)
-        return self._try(
-            lambda: self._loader.collate_fn(samples), f"collate_fn of {indices!r:.200}"
-        )
+        """Make the batch; of a stream, with the number of samples in it."""
+        collate = self._loader.collate_fn
+        batch = self._try(lambda: collate(samples), lambda: f"collate_fn of {_name_of(order)}")
+        if order.stream is None:
+            return batch
+        return len(samples) if self._has_batches else samples_in(batch), batch
 
     def make(self, order: Order) -> Any:
         """Do everything at once."""
@@ -111,25 +125,26 @@ class Recipe:
             if hasattr(self._loader.dataset, "set_epoch"):
                 self._loader.dataset.set_epoch(epoch)
 
-    def _try(self, make: Callable[[], Any], what: str) -> Any:
+    def _try(self, make: Callable[[], Any], what: Callable[[], str]) -> Any:
         try:
             return make()
+        except Ended:
+            raise
         except Exception as error:  # told to the trainer, which raises it
             within = error.__traceback__
-            for _ in range(2):  # ours are of no interest
-                within = within.tb_next if within is not None else None
+            while within is not None and within.tb_frame.f_code.co_filename == __file__:
+                within = within.tb_next  # ours are of no interest
             text = "".join(traceback.format_exception(type(error), error, within))
-            said = f"{what} raised {type(error).__name__}: {error}"
+            said = f"{what()} raised {type(error).__name__}: {error}"
             raise Failure(f"{said:.600}\n\nits traceback:\n{text[-8000:]}") from error
 
 
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Leave the generators of this process as they were."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+def _name_of(order: Order, place: int | None = None) -> str:
+    """Name a sample by its index, or what is known of it; without a place all of a batch."""
+    if order.stream is not None:
+        batch = f"batch {order.place} of rank {order.stream[1]} in the stream"
+        return batch if place is None else f"sample {place} of {batch}"
+    indices = restored(order.indices)
+    if place is not None:
+        return f"sample {indices[place]!r:.80}"
+    return f"{'samples' if isinstance(indices, list) else 'sample'} {indices!r:.200}"

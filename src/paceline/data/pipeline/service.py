@@ -25,6 +25,7 @@ from paceline.data.pipeline import messages as m
 from paceline.data.pipeline.line import MakingLine, form
 from paceline.data.pipeline.parcel import pack, unpack
 from paceline.data.pipeline.recipe import Failure, Recipe
+from paceline.data.pipeline.streams import Ended
 from paceline.data.pipeline.supply import Pending, Supply
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.job import Job
@@ -56,7 +57,8 @@ class Service:
         self._num_stages = len(job.env.data_workers)
         self._supply: Supply | None = None
         if self._stage > 0:
-            self._supply = Supply(job.fabric, stage_members(job, self._stage - 1))
+            makers = stage_members(job, self._stage - 1)
+            self._supply = Supply(job.fabric, makers, reads=self._stage == 1)
         self._lines: list[MakingLine] = []
         self._meetings = Meetings()
         self._meeting: dict[int, Member] = {}
@@ -156,6 +158,9 @@ class Service:
         try:
             made = self._made(recipe, order, samples)
             parcel = pack(made, "a batch" if self._is_last else "a sample, between two stages,")
+        except Ended:
+            self._refuse(line, order, m.ENDED, "")
+            return
         except Failure as failure:
             self._refuse(line, order, m.RAISED, f"{self._name}: {failure}")
             return

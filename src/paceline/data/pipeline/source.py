@@ -23,7 +23,8 @@ from paceline.data.pipeline.recipe import Recipe, Stage
 from paceline.data.pipeline.service import say_serving, serve, stage_members
 from paceline.data.pipeline.supply import Supply
 from paceline.data.plan import plan
-from paceline.data.sources import Indexed, Pass
+from paceline.data.sources import Indexed, Pass, Stream
+from paceline.data.stream import Counted
 from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
 from paceline.job import Job, current
@@ -65,7 +66,7 @@ def offer(
 ) -> Offered:
     """On a data worker: take note of a loader."""
     if is_pipeline:
-        require_indices(loader, stages)
+        require_loader(loader, stages)
         owned = _of(current())
         number = owned.number_of(loader)
         owned.recipes[number:] = [Recipe(loader, stages), *owned.recipes[number + 1 :]]
@@ -92,20 +93,22 @@ class Offered:
         if not self._is_pipeline:
             return len(self._loader)
         workers = current().env.world_size
-        made = plan(self._loader, workers, self._batch, pad=self._pad)
-        length = made.num_steps(workers, 0, pad=self._pad)
+        if isinstance(self._loader.dataset, IterableDataset):
+            length = Stream(self._loader, workers, self._batch).length
+        else:
+            made = plan(self._loader, workers, self._batch, pad=self._pad)
+            length = made.num_steps(workers, 0, pad=self._pad)
         if length is None:
             raise TypeError("the number of batches of this loader is not known")
         return length
 
 
-def require_indices(loader: Any, stages: Sequence[Stage]) -> None:
+def require_loader(loader: Any, stages: Sequence[Stage]) -> None:
     """Refuse what data workers cannot make."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader, DataLoader):
         raise UsageError(
-            f"mode='pipeline' needs a DataLoader over a dataset with indices, found"
-            f" {_kind_of(loader)}: data workers make batches in any order, which a stream cannot;"
-            " use mode='shard' and the DataLoader's own num_workers"
+            f"mode='pipeline' needs a DataLoader, found a {type(loader).__name__}: data workers"
+            " make batches from its dataset; use mode='shard' for what yields batches itself"
         )
     for name in ("__iter__", "_get_iterator"):
         if getattr(type(loader), name) is not getattr(DataLoader, name):
@@ -119,55 +122,84 @@ def require_indices(loader: Any, stages: Sequence[Stage]) -> None:
             raise UsageError(f"stages={stages!r:.80}: expected functions of a sample")
 
 
-def _kind_of(loader: Any) -> str:
-    if isinstance(loader, DataLoader):
-        return f"a DataLoader over {type(loader.dataset).__name__}, an IterableDataset"
-    return f"a {type(loader).__name__}"
-
-
 def _supply_of(job: Job) -> Supply | None:
     owned = _of(job)
     if owned.supply is None and job.env.data_workers:
         _core.keep_freed_memory()  # batches from other hosts land in fresh memory
-        owned.supply = Supply(job.fabric, stage_members(job, len(job.env.data_workers) - 1))
+        last = len(job.env.data_workers) - 1
+        owned.supply = Supply(job.fabric, stage_members(job, last), reads=last == 0)
     return owned.supply
 
 
-class Piped(Indexed):
-    """A DataLoader whose samples have indices, and whose batches data workers make."""
+class _Fed:
+    """What trainers need for a loader whose batches data workers make."""
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        group: Group,
-        nominal: int,
-        batch: str,
-        *,
-        pad: bool,
-        warmup: tuple[DataWarmup, int] | None = None,
-        stages: Sequence[Stage] = (),
-    ) -> None:
-        require_indices(loader, stages)
-        if current().elastic.is_on:
+    def __init__(self, loader: DataLoader[Any], stages: Sequence[Stage]) -> None:
+        require_loader(loader, stages)
+        job = current()
+        if job.elastic.is_on:
             raise UsageError(
                 "mode='pipeline' in an elastic job: data workers cannot follow changes of the"
                 " workers; use mode='shard' (and num_workers of the DataLoader), or a job without"
                 " --min, --max and --on-loss"
             )
-        super().__init__(loader, group, nominal, batch, pad=pad, warmup=warmup)
-        job = current()
-        owned = _of(job)
+        owned, self._pins = _of(job), loader.pin_memory
         number = owned.number_of(loader)
         self._numbered = Numbered(number, Recipe(loader, stages), owned.unknown)
         per_worker = loader.prefetch_factor or _AHEAD
         self.lookahead = per_worker * max(1, sum(job.env.data_workers))
 
-    def _made(self, this: Pass, parts: Parts) -> Iterator[Any]:
+    def feed(self, this: Pass) -> Feed:
+        """Begin a pass."""
         supply = _supply_of(current())
         if supply is None:
             this.say(
                 "shard: mode='pipeline' without data workers: each worker makes its batches itself"
                 " (paceline run --data-workers 2)"
             )
-        feed = Feed(self._numbered, supply, this, pin_memory=self._loader.pin_memory)
-        yield from feed.run(parts, this.announcer, this.lookahead)
+        return Feed(self._numbered, supply, this, self.lookahead, pin_memory=self._pins)
+
+
+class Piped(Indexed):
+    """A DataLoader whose samples have indices, and whose batches data workers make."""
+
+    def __init__(self, fed: _Fed, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._fed, self.lookahead = fed, fed.lookahead
+
+    def _made(self, this: Pass, parts: Parts) -> Iterator[Any]:
+        # All ranks are equally far ahead: they prepare the order of samples together.
+        return self._fed.feed(this).run(parts, this.announcer, this.lookahead)
+
+
+class PipedStream(Stream):
+    """A DataLoader over an iterable dataset, which data workers read."""
+
+    def __init__(self, fed: _Fed, loader: DataLoader[Any], nominal: int, batch: str) -> None:
+        super().__init__(loader, nominal, batch)
+        self._fed, self.lookahead = fed, fed.lookahead
+
+    def _made(self, this: Pass, seed: int) -> Iterator[Counted]:
+        share = (this.group.size, this.group.rank, self._per_step)
+        return self._fed.feed(this).run_stream(seed, share)
+
+
+def piped(
+    loader: Any,
+    group: Group,
+    batch: str,
+    *,
+    pad: bool,
+    warmup: tuple[DataWarmup, int] | None,
+    stages: Sequence[Stage],
+) -> Piped | PipedStream:
+    """Return the source of a loader whose batches data workers make; UsageError if they cannot."""
+    fed = _Fed(loader, stages)
+    if not isinstance(loader.dataset, IterableDataset):
+        return Piped(fed, loader, group, group.size, batch, pad=pad, warmup=warmup)
+    if warmup is not None:
+        raise UsageError(
+            f"warmup={warmup[0]}: a part of the data is drawn by index, which a stream does not"
+            " allow; let the stream itself begin with less"
+        )
+    return PipedStream(fed, loader, group.size, batch)

@@ -1,8 +1,9 @@
 """Whom to ask for a batch, and what to do when it dies: used by trainers and by later stages.
 
 An order goes to the data worker with the fewest orders of ours; since what is made follows from the
-order alone, the choice changes nothing but the speed. One that dies, or is stopped for long, is not
-asked any more: its orders go to the others. When nobody is left, whoever asked makes the batches.
+order alone, the choice changes nothing but the speed. (Who reads a stream goes on reading it.) One
+that dies, or is stopped for long, is not asked any more: its orders go to the others. When nobody
+is left, whoever asked makes the batches.
 
 Threads: lines are formed in helper threads (ps/meeting.py); everything else on the caller's.
 """
@@ -54,10 +55,10 @@ class Answer:
 
 
 class Supply:
-    """The data workers of one stage, as one asker sees them."""
+    """The data workers of one stage, as one asker sees them; `reads`: the first stage."""
 
-    def __init__(self, fabric: Fabric, makers: Sequence[Member]) -> None:
-        self._fabric = fabric
+    def __init__(self, fabric: Fabric, makers: Sequence[Member], *, reads: bool) -> None:
+        self._fabric, self._reads = fabric, reads
         self._lines: list[AskingLine] = []
         self._meetings = Meetings()
         self._meeting = {member.rank: member for member in makers}
@@ -148,10 +149,7 @@ class Supply:
         self._abandoned.append(pending)
 
     def _assign(self, pending: Pending) -> None:
-        while self._lines:
-            self._turn += 1
-            turned = self._lines[self._turn % len(self._lines) :] + self._lines
-            line = min(turned, key=lambda line: line.outstanding)
+        while (line := self._choose(pending.order)) is not None:
 
             def make(seq: int, released: tuple[int, ...], room: int) -> m.Order:
                 return msgspec.structs.replace(pending.order, seq=seq, released=released, room=room)
@@ -162,6 +160,17 @@ class Supply:
                 return
             except PeerError as error:
                 self._lose(line, error)
+
+    def _choose(self, order: m.Order) -> AskingLine | None:
+        """Find whom to ask; None: nobody is there yet, or any more."""
+        if order.stream is None or not self._reads:
+            self._turn += 1
+            turned = self._lines[self._turn % max(1, len(self._lines)) :] + self._lines
+            return min(turned, key=lambda line: line.outstanding, default=None)
+        # A stream is read in sequence: all of one trainer's by the same one, if possible.
+        there = {line.member.number: line for line in self._lines}
+        numbers = sorted([*there, *(member.number for member in self._meeting.values())])
+        return there.get(numbers[order.stream[1] % len(numbers)]) if numbers else None
 
     def _clear_away(self) -> None:
         """Give back the slots of answers that nobody wants."""
@@ -181,6 +190,10 @@ class Supply:
         orphans = [pending for pending in self._pending if pending.line is line]
         for pending in orphans:
             pending.line = pending.incoming = None
+            if pending in self._abandoned:
+                self._abandoned.remove(pending)
+                self._pending.remove(pending)
+        orphans = [pending for pending in orphans if pending in self._pending]
         self._say_lost(line.member, error, len(orphans))
         for pending in orphans:
             self._assign(pending)
