@@ -77,7 +77,7 @@ def test_the_job_goes_on_without_a_data_worker(bench: Workbench) -> None:
     assert output.count(" saw 60 of 60\n") == 2
     ended = "paceline: data worker 1: killed by SIGKILL (killed); the job goes on, 1 of 2 data"
     assert ended in errors, errors
-    assert re.search(r"\[0\] paceline: rank 0: data worker 1 \(.*\) is lost: 1 left, which", errors)
+    assert re.search(r"\[0\] paceline: rank 0: data worker 1 \(.*\) is lost: 1 left", errors)
     assert not any(map(is_alive, pids)) and bench.left_behind() == []
 
 

@@ -104,7 +104,7 @@ class RunSpec:
             raise ConfigError(
                 "--data-workers in an elastic job: data workers cannot follow changes of the"
                 " workers; leave out --data-workers (and use num_workers of the DataLoader), or"
-                " --min, --max, --on-loss and --max-servers"
+                " --min, --max, --on-loss, --replicas, --max-servers and --detach"
             )
 
     @property

@@ -202,7 +202,7 @@ class Supply:
         left = len(self._lines) + len(self._meeting)
         who = f"data worker {member.number} ({member.where}) is lost"
         if left:
-            then = f"{left} left, which make its {num_orphans} outstanding batches"
+            then = f"{left} left" + (f", who get its {num_orphans} orders" if num_orphans else "")
         else:
             then = "NONE IS LEFT: this process makes its batches itself from now on, more slowly"
         say(f"rank {self._fabric.rank}: {who}: {then} ({type(error).__name__})")
