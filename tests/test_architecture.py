@@ -17,6 +17,7 @@ SOURCE = ROOT / "src" / "paceline"
 PUBLIC = {
     *("init", "shutdown", "rank", "world_size", "local_rank", "world", "new_group", "empty"),
     *(
+        "is_data_worker",
         "report",
         "should_stop",
         "carry",

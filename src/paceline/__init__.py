@@ -18,6 +18,7 @@ _HOME = {
     "rank": "paceline.job",
     "world_size": "paceline.job",
     "local_rank": "paceline.job",
+    "is_data_worker": "paceline.job",
     "world": "paceline.job",
     "new_group": "paceline.job",
     "empty": "paceline.job",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from paceline.job import carry as carry
     from paceline.job import empty as empty
     from paceline.job import init as init
+    from paceline.job import is_data_worker as is_data_worker
     from paceline.job import local_rank as local_rank
     from paceline.job import new_group as new_group
     from paceline.job import rank as rank

@@ -19,6 +19,7 @@ from paceline.place import (
     BY_HAND,
     PACELINE,
     TORCH_STYLE,
+    data_place,
     is_present,
     launchers,
     local_place,
@@ -36,8 +37,8 @@ DEFAULT_BIND_ADDRESS = "127.0.0.1"
 class JobEnv:
     """Which process this is, and how it may find the others.
 
-    Workers have ranks 0 to world_size - 1, parameter servers the ranks behind those, newcomers
-    ranks behind all. `world_size` is what the job was started with.
+    Workers have ranks 0 to world_size - 1, parameter servers the ranks behind those, then come data
+    workers, and newcomers behind all. `world_size` is what the job was started with.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class JobEnv:
     source: str
     role: str = "worker"
     num_servers: int = 0
+    data_workers: tuple[int, ...] = ()  # how many of them do each stage
     number: int = 0  # among those of its role; see cluster/member.py
     is_newcomer: bool = False  # it comes to a job that is under way
     is_elastic: bool = False  # the membership may change
@@ -61,8 +63,13 @@ class JobEnv:
 
     @property
     def num_processes(self) -> int:
-        """Workers and servers together."""
-        return self.world_size + self.num_servers
+        """Workers, servers and data workers together."""
+        return self.world_size + self.num_servers + sum(self.data_workers)
+
+    @property
+    def is_data_worker(self) -> bool:
+        """Whether this process makes batches for others, and does not train."""
+        return self.role == "data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +103,7 @@ class EngineConfig:
 _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
     *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS", "PRECISION"),
+    "DATA_WORKERS",
 )
 ON_LOSS = ("shrink", "replace")
 
@@ -108,11 +116,14 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
     environ = os.environ if environ is None else environ
     _refuse_misspelling(environ)
     role, num_servers = _role(environ), _count(environ, "SERVERS", 0)
+    data_workers = _data_workers(environ)
     is_newcomer = _is_set(environ, "JOINS")
     if is_newcomer:
         places = [newcomer_place(environ)]
     elif role == "server":
         places = [server_place(environ, num_servers)]
+    elif role == "data":
+        places = [data_place(environ, num_servers, sum(data_workers))]
     else:
         places = [place_of(environ, launcher) for launcher in launchers(environ)]
         refuse_disagreement(environ, places)
@@ -127,7 +138,8 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
         source=source,
         role=role,
         num_servers=num_servers,
-        number=place.local_rank if place and (is_newcomer or role == "server") else rank,
+        data_workers=data_workers,
+        number=place.local_rank if place and (is_newcomer or role != "worker") else rank,
         is_newcomer=is_newcomer,
         is_elastic=_is_set(environ, "ELASTIC"),
         on_loss=_on_loss(environ),
@@ -205,6 +217,8 @@ def describe(env: JobEnv) -> str:
     """Say in one line who this process is: 'rank 1 of 4 (torchrun)'."""
     if env.role == "server":
         return f"server {env.number} of {env.num_servers} ({env.source})"
+    if env.is_data_worker:
+        return f"data worker {env.number} of {sum(env.data_workers)} ({env.source})"
     if env.is_newcomer:
         return f"worker {env.number}, a newcomer ({env.source})"
     return f"rank {env.rank} of {env.world_size} ({env.source})"
@@ -232,9 +246,20 @@ def _refuse_misspelling(environ: Mapping[str, str]) -> None:
 
 def _role(environ: Mapping[str, str]) -> str:
     role = environ.get("PACELINE_ROLE") or "worker"
-    if role not in ("worker", "server"):
-        raise ConfigError(f"PACELINE_ROLE={role!r} is neither worker nor server")
+    if role not in ("worker", "server", "data"):
+        raise ConfigError(f"PACELINE_ROLE={role!r} is neither worker nor server nor data")
     return role
+
+
+def _data_workers(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """Read "2,1": two data workers for the first stage, one for the second."""
+    text = environ.get("PACELINE_DATA_WORKERS", "")
+    words = text.split(",") if text else []
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(
+            f"PACELINE_DATA_WORKERS={text!r}: expected numbers above 0, as in 2 or 2,1"
+        )
+    return tuple(map(int, words))
 
 
 def _count(environ: Mapping[str, str], name: str, default: int) -> int:

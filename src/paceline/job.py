@@ -193,7 +193,7 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         reporter = Reporter(env.rank, rendezvous.agent.report, engine.bytes_sent)
         elastic = Elastic(fabric, rendezvous.agent, env)
         elastic.next_step = lambda: reporter.steps_done + 1
-        if env.role == "server":  # it works with each worker, and with nobody as a group
+        if env.role != "worker":  # it works with each worker, and with nobody as a group
             alone = Group(fabric, (env.rank,))
             return Job(env, rendezvous, fabric, alone, reporter, elastic)
         world = worker_group(fabric, "world", elastic.is_on)
@@ -281,7 +281,8 @@ def current() -> Job:
 
 
 def rank() -> int:
-    """Return this process's rank: 0 to world_size() - 1. In an elastic job it may change."""
+    """Return this process's rank: 0 to world_size() - 1, more on a data worker. In an elastic job
+    it may change."""
     job = current()
     if job.elastic.is_candidate:
         members = map(job.fabric.membership.member, job.fabric.membership.workers)
@@ -292,7 +293,19 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of workers in the job. In an elastic job it may change."""
     job = current()
+    if job.env.is_data_worker:
+        return job.env.world_size
     return len(job.fabric.membership.workers) + 1 if job.elastic.is_candidate else job.world.size
+
+
+def is_data_worker() -> bool:
+    """Say whether this process makes batches for the workers (`paceline run --data-workers`): it
+    runs the script up to its first loop over a `pl.shard(..., mode="pipeline")`, and no further.
+
+    >>> pl.is_data_worker()
+    False
+    """
+    return current().env.is_data_worker
 
 
 def local_rank() -> int:

@@ -111,6 +111,19 @@ def server_place(environ: Mapping[str, str], num_servers: int) -> Place:
     return Place(PACELINE, num_workers + index, num_workers, index, num_workers)
 
 
+def data_place(environ: Mapping[str, str], num_servers: int, num_data_workers: int) -> Place:
+    """Read a data worker's place: its number among the data workers is PACELINE_RANK."""
+    index = number_in(environ, PACELINE.rank, int)
+    num_workers = number_in(environ, PACELINE.world_size, int)
+    if num_workers < 1 or not 0 <= index < num_data_workers:
+        raise ConfigError(
+            f"data worker {index} of {num_data_workers} (PACELINE_DATA_WORKERS) for"
+            f" PACELINE_WORLD_SIZE={num_workers} workers: expected 0 <= data worker < data workers,"
+            " and at least 1 worker"
+        )
+    return Place(PACELINE, num_workers + num_servers + index, num_workers, index, num_workers)
+
+
 def newcomer_place(environ: Mapping[str, str]) -> Place:
     """Read the place of a process that comes to a job under way; `local_rank` is its number."""
     rank = number_in(environ, PACELINE.rank, int)

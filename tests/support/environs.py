@@ -22,16 +22,17 @@ def job_environs(
     env: Mapping[str, str] | None = None,
     servers: int = 0,
     on_event: Callable[[Event], None] | None = None,
+    data_workers: Sequence[int] = (),
 ) -> Iterator[list[dict[str, str]]]:
     """Run a coordinator, as the launcher does; yield the environment of every process.
 
     What processes report about themselves is given to `on_event`, in the coordinator's thread.
 
-    Workers come first, then the servers. `hosts` is a number of hosts, over which workers and
-    servers are spread one after the other, or the host of each process. Those that pretend to be on
-    different hosts do not share memory and talk over TCP.
+    Workers come first, then the servers, then the data workers. `hosts` is a number of hosts, over
+    which all of them are spread one after the other, or the host of each process. Those that
+    pretend to be on different hosts do not share memory and talk over TCP.
     """
-    num_processes = world_size + servers
+    num_processes = world_size + servers + sum(data_workers)
     host_of = _placement(num_processes, hosts)
     with tempfile.TemporaryDirectory(prefix=f"paceline-test-{os.getpid()}-") as directory:
         secret_file = create_secret_file(Path(directory))
@@ -51,6 +52,7 @@ def job_environs(
                 {
                     **base_environ(directory),
                     **_place(rank, world_size, servers, host_of),
+                    **_data_place(rank - world_size - servers, world_size, data_workers),
                     "PACELINE_COORDINATOR": address,
                     "PACELINE_JOB": f"test-{os.path.basename(directory)}",
                     "PACELINE_SECRET_FILE": str(secret_file),
@@ -79,6 +81,13 @@ def _place(rank: int, world_size: int, servers: int, host_of: Sequence[int]) -> 
         "PACELINE_LOCAL_WORLD_SIZE": str(workers.count(host_of[rank])),
         **({"PACELINE_SERVERS": str(servers)} if servers else {}),
     }
+
+
+def _data_place(number: int, world_size: int, data_workers: Sequence[int]) -> dict[str, str]:
+    counts = {"PACELINE_DATA_WORKERS": ",".join(map(str, data_workers))} if data_workers else {}
+    if number < 0:
+        return counts
+    return {**counts, "PACELINE_ROLE": "data", "PACELINE_RANK": str(number)}
 
 
 def _placement(world_size: int, hosts: Hosts) -> list[int]:

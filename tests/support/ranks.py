@@ -310,15 +310,18 @@ def started(
     env: Mapping[str, str] | None = None,
     servers: int = 0,
     on_event: Callable[[Event], None] | None = None,
+    data_workers: Sequence[int] = (),
 ) -> Iterator[Ranks]:
     """Start a job whose ranks call `body(world group, *arguments)`; yield it while it runs.
 
-    With parameter servers those are the processes behind the workers.
+    With parameter servers those are the processes behind the workers. Data workers, which call the
+    same body, come behind them.
     """
-    with job_environs(world_size, hosts, env, servers, on_event) as environs:
+    with job_environs(world_size, hosts, env, servers, on_event, data_workers) as environs:
         joining = (_unpack_and_join, (pack(body), arguments))
         serving: tuple[Callable[..., Any], tuple[Any, ...]] = (_serve, ())
-        with started_processes([joining] * world_size + [serving] * servers, environs) as ranks:
+        calls = [joining] * world_size + [serving] * servers + [joining] * sum(data_workers)
+        with started_processes(calls, environs) as ranks:
             yield ranks
 
 
@@ -329,10 +332,12 @@ def run_ranks(
     hosts: Hosts = 1,
     env: Mapping[str, str] | None = None,
     servers: int = 0,
+    data_workers: Sequence[int] = (),
     timeout_s: float = 60.0,
 ) -> list[Any]:
     """Run `body(world group, *arguments)` in every rank of a new job; return their results."""
-    with started(world_size, body, *arguments, hosts=hosts, env=env, servers=servers) as ranks:
+    others: dict[str, Any] = {"servers": servers, "data_workers": data_workers}
+    with started(world_size, body, *arguments, hosts=hosts, env=env, **others) as ranks:
         return ranks.values(timeout_s)[:world_size]
 
 
@@ -343,10 +348,12 @@ def outcomes_of(
     hosts: Hosts = 1,
     env: Mapping[str, str] | None = None,
     servers: int = 0,
+    data_workers: Sequence[int] = (),
     timeout_s: float = 60.0,
 ) -> list[Outcome]:
     """Like run_ranks, for ranks that may fail: return what became of each process."""
-    with started(world_size, body, *arguments, hosts=hosts, env=env, servers=servers) as ranks:
+    others: dict[str, Any] = {"servers": servers, "data_workers": data_workers}
+    with started(world_size, body, *arguments, hosts=hosts, env=env, **others) as ranks:
         return ranks.wait(timeout_s)
 
 

@@ -81,6 +81,15 @@ def run(
             help="How many parameter servers; colocated: one beside each worker.",
         ),
     ] = "0",
+    data_workers: Annotated[
+        str,
+        typer.Option(
+            "--data-workers",
+            metavar="N[,N...]",
+            help="How many processes make batches for pl.shard(..., mode='pipeline'); several"
+            " numbers: for stages in a row.",
+        ),
+    ] = "0",
     server_threads: Annotated[
         int | None,
         typer.Option(
@@ -156,6 +165,7 @@ def run(
     ] = False,
 ) -> None:
     from paceline.cli import run as verb
+    from paceline.launcher.data_workers import parse_data_workers
     from paceline.launcher.elastic.plan import plan_changes
     from paceline.launcher.servers import plan_servers
     from paceline.launcher.spec import RunSpec, parse_env
@@ -171,6 +181,7 @@ def run(
         num_workers=num_workers,
         threads_per_worker=threads,
         servers=planned,
+        data_workers=parse_data_workers(data_workers),
         pace=None if pace is None else parse_schedule(pace),
         precision=precision,
         env=parse_env(env or ()),

@@ -154,6 +154,8 @@ def _log_names(spec: RunSpec) -> str:
     words = [f"rank-0.log to rank-{spec.num_workers - 1}.log"]
     if spec.num_servers:
         words.append(f"server-0.log to server-{spec.num_servers - 1}.log")
+    if spec.data_workers:
+        words.append(f"data-worker-0.log to data-worker-{sum(spec.data_workers) - 1}.log")
     return " and ".join(words)
 
 

@@ -70,6 +70,11 @@ class Membership(msgspec.Struct, frozen=True):
         """The ranks of the parameter servers, ordered by number."""
         return self._of_role("server")
 
+    @property
+    def data_workers(self) -> tuple[int, ...]:
+        """The ranks of those that make batches, ordered by number."""
+        return self._of_role("data")
+
     def _of_role(self, role: str) -> tuple[int, ...]:
         found = [member for member in self.members if member.role == role]
         return tuple(m.rank for m in sorted(found, key=lambda m: (m.number, m.rank)))

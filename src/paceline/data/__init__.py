@@ -10,6 +10,7 @@ shard.py                    pl.shard(loader): one object, which each pass asks f
      balance.py, costs.py   each global batch is cut by the workers' speed, and by cost
      leased.py, schedule.py  portions of a pass that the coordinator lends to whoever is free
      given.py               a dataset, or a list of files, in place of a loader
+  -> pipeline/              data workers make the batches: other processes, in stages, or hosts
 
 How far a pass is, and whose the rest is:
      course.py, reading.py  the arithmetic: what is left, and whose it is now

@@ -4,6 +4,7 @@
     partition   each worker has its own part, the same in every epoch (partition.py)
     replicate   each worker goes over everything (replicate.py)
     dynamic     who is faster takes more (dynamic.py)
+    pipeline    as shard; data workers make the batches (pipeline/)
 
 What cannot be done as it was asked for is refused; no mode stands in for another.
 """
@@ -21,13 +22,15 @@ from paceline.data.dynamic import Dynamic
 from paceline.data.given import FileList
 from paceline.data.memory import Memory
 from paceline.data.partition import Files, Partitioned
+from paceline.data.pipeline.recipe import Stage
+from paceline.data.pipeline.source import piped
 from paceline.data.replicate import Replicated
 from paceline.data.sources import Source
 from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
 from paceline.job import Job
 
-MODES = ("shard", "partition", "replicate", "dynamic")
+MODES = ("shard", "partition", "replicate", "dynamic", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,14 @@ class Wish:
     presharded: bool
     warmup: DataWarmup | None
     cost: GivenCost | None = None
+    stages: tuple[Stage, ...] = ()
 
     def check(self) -> None:
         """Refuse what means nothing, whatever the data is."""
         if self.mode not in MODES:
             raise UsageError(f"mode must be one of {', '.join(MODES)} (got {self.mode!r})")
+        if self.stages and self.mode != "pipeline":
+            raise UsageError("stages=[...] are for mode='pipeline'; let the dataset do them")
         if self.cost is not None and self.mode != "dynamic":
             raise UsageError(f"cost=... goes with mode='dynamic' (got mode={self.mode!r})")
         if self.batch == "auto" and self.mode not in ("shard", "dynamic"):
@@ -81,6 +87,9 @@ def source_in_mode(
         return Files(loader, group, pad=wish.pad)
     if wish.mode == "shard" and wish.batch != "auto":
         return None
+    warmup = None if wish.warmup is None else (wish.warmup, epoch)
+    if wish.mode == "pipeline":
+        return piped(loader, group, wish.batch, pad=wish.pad, warmup=warmup, stages=wish.stages)
     _require_indices(loader, wish.mode)
     if wish.mode == "partition":
         _refuse_elastic(wish.mode, is_elastic=is_elastic)
@@ -88,7 +97,6 @@ def source_in_mode(
     if wish.mode == "replicate":
         _refuse_elastic(wish.mode, is_elastic=is_elastic)
         return Replicated(loader, wish.batch)
-    warmup = None if wish.warmup is None else (wish.warmup, epoch)
     place = (loader, group, job, memory, wish.mode)
     return Dynamic(*place, pad=wish.pad, cost=wish.cost, warmup=warmup)
 

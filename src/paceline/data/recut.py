@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 from paceline.contribution import Announcer
 from paceline.data.consensus import group_of
 from paceline.data.course import Course
 from paceline.data.elastic_pass import ElasticPass
-from paceline.data.indexed import IndexedLoader, plain
+from paceline.data.indexed import plain
 from paceline.data.order import LocalOrder, mixed
 from paceline.data.passage import Passage
 from paceline.data.plan import Plan
@@ -72,13 +72,22 @@ class CutParts:
         )
 
 
+class BatchMaker(Protocol):
+    """Makes batches of the indices that it is given: a copy of the loader, or data workers."""
+
+    reseeds: bool  # it is given a seed with the indices of each
+
+    def begin(self, parts: Iterable[Any], worker_seed: int) -> Iterator[Any]:
+        """Return an iterator over the batches that these parts make."""
+
+
 class Recut:
     """One pass."""
 
     def __init__(
         self,
         elastic: ElasticPass,
-        loader: IndexedLoader,
+        loader: BatchMaker,
         plan: Plan,
         announcer: Announcer,
         lookahead: int,
@@ -151,6 +160,7 @@ class Recut:
                 self._seeds.before_use(number)
             self._announcer.set(weight)
             yield batch
+            del batch  # who makes the next one may need its memory
             self._prepare(passage)
             if course.version != version:
                 return

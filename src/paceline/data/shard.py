@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,8 @@ from paceline.data.indexed import lookahead_of
 from paceline.data.ledger import OTHERS, ledger_of
 from paceline.data.memory import is_remembered, memory_of, say_once
 from paceline.data.modes import Wish, source_in_mode
+from paceline.data.pipeline.recipe import Stage
+from paceline.data.pipeline.source import Offered, Piped, PipedStream, offer
 from paceline.data.sources import Pass, Source, source_of
 from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
@@ -44,8 +46,9 @@ def shard(
     warmup: DataWarmup | None = None,
     cost: GivenCost | None = None,
     open: Opener | None = None,
+    stages: Sequence[Stage] = (),
     **settings: Any,
-) -> Sharded:
+) -> Sharded | Offered:
     """Return an iterable over this worker's part of a DataLoader (or of any iterable of batches).
     Collective: every rank calls it, with the same loader and arguments.
 
@@ -67,12 +70,16 @@ def shard(
     another part of it; or each "worker" keeps its batch size. `warmup`: the first epochs go over a
     part of the data (`pl.data_warmup`).
 
+    mode "pipeline": data workers (`paceline run --data-workers 2`) make the batches, and apply
+    `stages`, functions from a sample to a sample, before collate (docs/guides/data-workers.md).
+
     >>> [batch.tolist() for batch in pl.shard(DataLoader(range(5), batch_size=2))]
     [[0, 1], [2, 3], [4]]
     """
-    current()
     made, problem = given(loader, open, settings)
-    wish = Wish(mode, batch, pad, presharded, warmup, cost)
+    if current().env.is_data_worker:
+        return offer(made, stages, batch, pad=pad, is_pipeline=mode == "pipeline")
+    wish = Wish(mode, batch, pad, presharded, warmup, cost, tuple(stages))
     options = _Options(epoch, seed, batch, pad, presharded, resize, warmup, wish, problem)
     return Sharded(made, options)
 
@@ -118,6 +125,7 @@ class _Options:
             "presharded": bool(self.presharded),
             "resize": self.resize,
             "warmup": None if self.warmup is None else str(self.warmup),
+            "the number of stages": len(self.wish.stages),
         }
 
 
@@ -212,7 +220,9 @@ class Sharded:
                 "lookahead": 0,
                 "seed": str(_natural_seed(self._loader)),
             }
-            if isinstance(self._loader, DataLoader):
+            if isinstance(source, Piped | PipedStream):
+                aside["lookahead"] = source.lookahead
+            elif isinstance(self._loader, DataLoader):
                 aside["lookahead"] = lookahead_of(self._loader)
             if epoch is not None and self._line.saved is not None:
                 self._line.saved.require_same_data(facts, epoch)

@@ -22,7 +22,7 @@ from paceline.data.indexed import IndexedLoader, settings_of
 from paceline.data.memory import Memory
 from paceline.data.order import mixed
 from paceline.data.plan import length_of, plan, samplers_of, warmed_up
-from paceline.data.recut import Recut
+from paceline.data.recut import BatchMaker, Recut
 from paceline.data.reread import ItemReader, Reread, StreamReader
 from paceline.data.split import num_steps
 from paceline.data.warmup import DataWarmup
@@ -148,18 +148,22 @@ class Indexed:
     def batches(self, this: Pass) -> Iterator[Any]:
         """Yield this worker's parts of the global batches."""
         self._before_pass(this)
-        # What processes of the loader draw must not depend on how many batches they have made.
-        reseeds = self._loader.num_workers > 0 or this.entry.seeds is not None
-        key = ("indexed", reseeds, *settings_of(self._loader))
-        copy = this.memory.copy_for(key, lambda: IndexedLoader(self._loader, reseeds=reseeds))
-        made = Recut(this.entry, copy, self._plan, this.announcer, this.lookahead, this.say)
+        maker = self._maker(this)
+        made = Recut(this.entry, maker, self._plan, this.announcer, this.lookahead, this.say)
         yield from made.batches()
         if made.num_batches == 0:
             self._refuse_emptiness()
 
+    def _maker(self, this: Pass) -> BatchMaker:
+        """Return what makes batches of indices."""
+        # What processes of the loader draw must not depend on how many batches they have made.
+        reseeds = self._loader.num_workers > 0 or this.entry.seeds is not None
+        key = ("indexed", reseeds, *settings_of(self._loader))
+        return this.memory.copy_for(key, lambda: IndexedLoader(self._loader, reseeds=reseeds))
+
     def _before_pass(self, this: Pass) -> None:
         """Let samplers know the epoch, and the person what is special about it."""
-        _set_epoch(samplers_of(self._loader), this.epoch)
+        set_epoch(samplers_of(self._loader), this.epoch)
         _mention_order(self._loader, this)
         if self._warmup is not None and self._plan.drawn_from is not None:
             this.say(
@@ -212,20 +216,23 @@ class Stream:
                 " dataset that reads only its worker's part (by pl.rank()) avoids that, with"
                 " pl.shard(..., presharded=True)"
             )
-        _set_epoch([self._loader.dataset], this.epoch)
+        set_epoch([self._loader.dataset], this.epoch)
         _mention_order(self._loader, this)
         # Equal on all ranks: a dataset that shuffles in its workers must do so alike everywhere.
         seed, drop = mixed(this.seed, this.epoch), self._loader.drop_last
-        too_few = (
-            f"one global batch is {self._per_step} samples; use fewer workers or a smaller"
-            " batch_size, or drop_last=False and pad=False where some may get no batch"
-        )
         per_step = self._rule(this.entry.resize)
         reader = StreamReader(self._loader, per_step, seed, this.memory)
         made = Reread(
-            this.entry, reader, per_step, this.announcer, stops_short=drop, too_few=too_few
+            this.entry, reader, per_step, this.announcer, stops_short=drop, too_few=self._too_few
         )
         yield from made.batches()
+
+    @property
+    def _too_few(self) -> str:
+        return (
+            f"one global batch is {self._per_step} samples; use fewer workers or a smaller"
+            " batch_size, or drop_last=False and pad=False where some may get no batch"
+        )
 
     def _rule(self, resize: str) -> Callable[[int], int]:
         """Return how many samples make a step of so many workers."""
@@ -289,7 +296,7 @@ class Presharded:
     def batches(self, this: Pass) -> Iterator[Any]:
         """Yield the batches as they come, in step with the other workers."""
         if isinstance(self._batches, DataLoader):
-            _set_epoch([*samplers_of(self._batches), self._batches.dataset], this.epoch)
+            set_epoch([*samplers_of(self._batches), self._batches.dataset], this.epoch)
         too_few = "give each worker at least one, or pass pad=False" + _hint(self._batches)
         yield from presharded(this.entry, self._batches, this.announcer, too_few)
 
@@ -306,7 +313,8 @@ def _hint(items: Iterable[Any]) -> str:
     return _EMPTY_ITERATOR if isinstance(items, Iterator) else ""
 
 
-def _set_epoch(things: Iterable[Any], epoch: int) -> None:
+def set_epoch(things: Iterable[Any], epoch: int) -> None:
+    """Let things that want it know the epoch."""
     for thing in {id(thing): thing for thing in things}.values():
         if hasattr(thing, "set_epoch"):
             thing.set_epoch(epoch)

@@ -83,6 +83,8 @@ def distribute(
     >>> model, optimizer = pl.distribute(model, optimizer)
     """
     job, number = current(), next(_numbers)
+    if job.env.is_data_worker:  # it makes batches, and trains nothing
+        return model, optimizer
     group = job.worker_group(f"distribute {number}")  # its own order of operations
     choice, phases = Choice(job, options), list[Chosen]()
     problem: str | None = None

@@ -50,7 +50,7 @@ class Board:
     """The latest state of every rank. Not thread-safe: lives on the launcher's main thread."""
 
     def __init__(self, seats: Sequence[Seat]) -> None:
-        self._places: dict[tuple[bool, int], _Rank] = {}  # by role and number
+        self._places: dict[tuple[int, int], _Rank] = {}  # by role and number
         self._by_rank: dict[int, _Rank] = {}
         for seat in seats:
             self.seat(seat)
@@ -116,12 +116,12 @@ class Board:
         return [
             Row(rank.seat.label, rank.step, dict(rank.values), _rate(rank, now_s), rank.state)
             for rank in self._ranks
-            if rank.step is not None or not rank.seat.is_server
+            if rank.step is not None or rank.seat.is_worker
         ]
 
     def line(self, now_s: float) -> str:
         """Return the workers in one line, for a screen that is not a terminal."""
-        workers = [rank for rank in self._ranks if not rank.seat.is_server]
+        workers = [rank for rank in self._ranks if rank.seat.is_worker]
         for state in ("running", "finished"):  # who is lost does not slow the others down
             if any(rank.state == state for rank in workers):
                 workers = [rank for rank in workers if rank.state in (state, "starting")]
@@ -154,7 +154,7 @@ class Board:
         shares = sorted(
             (rank.values[COMM_SHARE], rank.seat.label)
             for rank in self._ranks
-            if COMM_SHARE in rank.values and not rank.seat.is_server and rank.state == "running"
+            if COMM_SHARE in rank.values and rank.seat.is_worker and rank.state == "running"
         )
         if len(shares) < 2 or shares[1][0] < _WAITING or shares[0][0] > shares[1][0] / 2:
             return None

@@ -36,7 +36,7 @@ class Crew:
         self._frozen: set[int] = set()
         self._excused: set[int] = set()
         self._ended: list[int] = []  # ranks in the order of their end
-        self._over: set[int] = set()  # servers that ended after the last worker
+        self._over: set[int] = set()  # those that served, and ended after the last worker
 
     def add(self, process: RankProcess, guard: Sessions) -> None:
         """Take in a process that was just started."""
@@ -64,7 +64,7 @@ class Crew:
         for process in sorted(self._processes.values(), key=lambda process: process.seat.place):
             if process.check_ended():
                 self._ended.append(process.seat.rank)
-                if process.seat.is_server and not self.workers:
+                if not process.seat.is_worker and not self.workers:
                     self._over.add(process.seat.rank)
                 self._on_end(process)
 
@@ -79,12 +79,12 @@ class Crew:
     @property
     def workers(self) -> list[RankProcess]:
         """The workers that still run."""
-        return [p for p in self._processes.values() if p.is_running and not p.seat.is_server]
+        return [p for p in self._processes.values() if p.is_running and p.seat.is_worker]
 
     @property
     def servers(self) -> list[RankProcess]:
-        """The servers that still run."""
-        return [p for p in self._processes.values() if p.is_running and p.seat.is_server]
+        """The servers and data workers that still run."""
+        return [p for p in self._processes.values() if p.is_running and not p.seat.is_worker]
 
     @property
     def running(self) -> list[RankProcess]:

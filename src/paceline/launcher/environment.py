@@ -3,12 +3,13 @@
 Scripts written for torchrun, Lightning or Accelerate read RANK, WORLD_SIZE and friends; scripts
 that use Paceline read PACELINE_*. Both are set, and they agree. What another launcher left behind
 (we may run inside a batch job) is removed, because a rank that sees two answers must refuse to run.
-Servers are no ranks of the script: they are told nothing in torchrun's words.
+Servers are no ranks of the script: they are told nothing in torchrun's words. Data workers run the
+script, as ranks behind all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.launcher.seat import Seat
@@ -58,7 +59,11 @@ def without_foreign_ranks(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def seat_variables(
-    seat: Seat, num_workers: int, num_servers: int, where: JobAddresses
+    seat: Seat,
+    num_workers: int,
+    num_servers: int,
+    where: JobAddresses,
+    data_workers: Sequence[int] = (),
 ) -> dict[str, str]:
     """Return what tells one process of a one-host job who it is and where the others are."""
     n, r = str(num_workers), str(seat.number)
@@ -67,15 +72,19 @@ def seat_variables(
         "PACELINE_WORLD_SIZE": n,
         "PACELINE_LOCAL_RANK": r,
         "PACELINE_LOCAL_WORLD_SIZE": n,
-        "PACELINE_ROLE": "server" if seat.is_server else "worker",
+        "PACELINE_ROLE": seat.role,
         "PACELINE_COORDINATOR": where.coordinator,
         "PACELINE_JOB": where.job_id,
         "PACELINE_SECRET_FILE": where.secret_file,
     }
     if num_servers:
         ours["PACELINE_SERVERS"] = str(num_servers)
+    if data_workers:
+        ours["PACELINE_DATA_WORKERS"] = ",".join(map(str, data_workers))
     if seat.is_newcomer:
         ours |= {"PACELINE_JOINS": "1", "PACELINE_NUMBER": r}
+    if seat.is_data_worker:  # it runs the script, which may ask; but nobody meets it there
+        return {**ours, "RANK": str(seat.rank), "WORLD_SIZE": n, "LOCAL_RANK": str(seat.rank)}
     return ours if seat.is_server else {**ours, **_as_torchrun(r, n, where)}
 
 
@@ -112,12 +121,15 @@ def process_environ(
     environ.setdefault("PYTHONUNBUFFERED", "1")
     # A crash in native code then leaves a Python stack for the report.
     environ.setdefault("PYTHONFAULTHANDLER", "1")
-    environ.update(seat_variables(seat, spec.num_workers, spec.num_servers, where))
+    counts = (spec.num_workers, spec.num_servers)
+    environ.update(seat_variables(seat, *counts, where, spec.data_workers))
     if spec.elastic is not None:
         environ.update(spec.elastic.variables(spec.servers))
     if seat.is_server:
         return for_server(environ, spec.env, spec.servers.threads)
-    if spec.threads_per_worker is not None:
+    if seat.is_data_worker:
+        environ["OMP_NUM_THREADS"] = "1"  # one process, one core: more of them use more
+    elif spec.threads_per_worker is not None:
         environ["OMP_NUM_THREADS"] = str(spec.threads_per_worker)
     else:
         environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // spec.num_workers)))

@@ -1,6 +1,7 @@
 """`pl.launch`: run a function on several workers from a notebook, a test or a plain script.
 
     this process -- fork --> worker 0, worker 1, ... --> function(*args)
+      |             `------> data worker 0, ...      --> function(*args), up to its first loop
       |             `------> server 0, ...           --> paceline.serve
       `-- coordinator (a thread, started when all are forked); waits, and returns the results
 
@@ -20,7 +21,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def launch(
     *args: object,
     workers: int = 2,
     servers: int = 0,
+    data_workers: int | Sequence[int] = 0,
     pace: str | None = None,
     env: Mapping[str, str] | None = None,
     threads: int = 1,
@@ -65,7 +67,8 @@ def launch(
     The processes are forked: each begins as a copy of this one, with its data and random state.
     Results are plain: None, bool, int, float, str, bytes, lists and dicts of these (a tuple comes
     back as a list). A worker that fails ends all, and LaunchError has its traceback. `pace` wins
-    over the function's own; `servers` parameter servers run beside the workers; `env` is added to
+    over the function's own; `servers` parameter servers run beside the workers, and `data_workers`
+    (or so many for each stage) make batches for `pl.shard(..., mode="pipeline")`; `env` is added to
     the environment; `threads` is for each worker's torch.
 
     >>> def my_rank():
@@ -74,7 +77,7 @@ def launch(
     >>> pl.launch(my_rank, workers=3)
     [0, 1, 2]
     """
-    plan = checked(function, workers, servers, pace, env, threads, timeout_s)
+    plan = checked(function, workers, servers, data_workers, pace, env, threads, timeout_s)
     refuse_stuck_threads(threads)
     team = _Team(plan)
     with ExitStack() as held:
@@ -96,6 +99,7 @@ class _Team:
         self._ended: list[ForkedProcess] = []  # in the order of their end
         self._selector = selectors.DefaultSelector()
         self._is_ended = False
+        self._coordinator: CoordinatorThread | None = None
         self._deadline_s = time.monotonic() + (plan.timeout_s or float("inf"))
 
     def start(self, function: Callable[[], object], held: ExitStack) -> None:
@@ -108,11 +112,12 @@ class _Team:
         guard = Guard(self._job_id, directory.path)
         held.callback(guard.end)
         for seat in self._plan.seats:
-            body, threads = (_serve, 1) if seat.is_server else (function, self._plan.threads)
+            body = _serve if seat.is_server else function
+            threads = self._plan.threads if seat.is_worker else 1
             process = ForkedProcess(seat, body, guard, threads=threads)
             self._processes.append(process)
             self._selector.register(process.link, selectors.EVENT_READ, process)
-        coordinator = CoordinatorThread(
+        self._coordinator = coordinator = CoordinatorThread(
             self._job_id,
             load_secret(secret_file),
             len(self._processes),
@@ -134,10 +139,11 @@ class _Team:
     ) -> dict[str, str]:
         plan = self._plan
         environ = without_foreign_ranks(inherited)
-        environ.update(seat_variables(seat, plan.num_workers, plan.num_servers, where))
+        counts = (plan.num_workers, plan.num_servers)
+        environ.update(seat_variables(seat, *counts, where, plan.data_workers))
         if seat.is_server:
             return for_server(environ, plan.env, None)
-        environ["OMP_NUM_THREADS"] = str(plan.threads)
+        environ["OMP_NUM_THREADS"] = str(plan.threads if seat.is_worker else 1)
         environ.update(plan.env)
         if plan.pace is not None:
             environ["PACELINE_PACE"] = str(plan.pace)
@@ -182,11 +188,18 @@ class _Team:
         for process in self._processes:
             if process.check_ended():
                 process.receive()
-                process.was_over = process.seat.is_server and not self._running(servers=False)
+                process.was_over = not process.seat.is_worker and (
+                    not self._running(servers=False) or self._can_do_without(process)
+                )
                 self._ended.append(process)
 
     def _running(self, *, servers: bool) -> list[ForkedProcess]:
-        return [p for p in self._processes if p.is_running and p.seat.is_server == servers]
+        return [p for p in self._processes if p.is_running and p.seat.is_worker != servers]
+
+    def _can_do_without(self, process: ForkedProcess) -> bool:
+        """Say whether the job goes on: others make the batches of a data worker that has joined."""
+        joined = self._coordinator is not None and self._coordinator.coordinator.membership
+        return process.seat.is_data_worker and bool(joined)
 
     # -- results -----------------------------------------------------------------------------
 

@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.config import inherited_environ, requested_pace
 from paceline.errors import ConfigError, UsageError
+from paceline.launcher.data_workers import MAX_DATA_WORKERS
 from paceline.launcher.forked import fork_quietly
 from paceline.launcher.seat import Seat, seats
 from paceline.launcher.servers import MAX_SERVERS
@@ -28,6 +29,7 @@ class Plan:
 
     num_workers: int
     num_servers: int
+    data_workers: tuple[int, ...]
     pace: Schedule | None
     env: Mapping[str, str]
     threads: int
@@ -35,13 +37,14 @@ class Plan:
 
     @property
     def seats(self) -> list[Seat]:
-        return seats(self.num_workers, self.num_servers)
+        return seats(self.num_workers, self.num_servers, sum(self.data_workers))
 
 
 def checked(
     function: object,
     workers: int,
     servers: int,
+    data_workers: int | Sequence[int],
     pace: str | None,
     env: Mapping[str, str] | None,
     threads: int,
@@ -61,6 +64,7 @@ def checked(
     return Plan(
         num_workers=workers,
         num_servers=servers,
+        data_workers=_data_workers(data_workers),
         pace=_pace(pace, added, workers, servers),
         env=added,
         threads=threads,
@@ -108,6 +112,15 @@ def _refuse_joined() -> None:
 def _check_count(name: str, count: object, low: int, high: int) -> None:
     if not isinstance(count, int) or isinstance(count, bool) or not low <= count <= high:
         raise UsageError(f"launch({name}={count!r:.40}): expected an integer from {low} to {high}")
+
+
+def _data_workers(counts: int | Sequence[int]) -> tuple[int, ...]:
+    stages = (counts,) if isinstance(counts, int) else tuple(counts)
+    if stages == (0,):
+        return ()
+    for count in stages:
+        _check_count("data_workers", count, 1, MAX_DATA_WORKERS)
+    return stages
 
 
 def _check_env(env: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ process that a rank started and left behind ends with the job.
 Servers serve until the last worker has left, and then end by themselves; those that do not are
 stopped. So workers decide when the job is over. They are also stopped first: a worker that saves
 its work on SIGTERM may have to ask the servers for it. A server that dies earlier ends the job.
+Data workers are treated alike, but the job goes on without one that dies: others make its batches.
 """
 
 from __future__ import annotations
@@ -289,10 +290,23 @@ class LocalJob:
 
     def _on_end(self, process: RankProcess) -> None:
         status = process.status
-        word = "finished" if status is not None and status.is_success else str(status)
-        self.set_state(
-            process.seat, "saved" if status is not None and status.is_preempted else word
-        )
+        assert status is not None, "it has ended"
+        word = "saved" if status.is_preempted else str(status)
+        self.set_state(process.seat, "finished" if status.is_success else word)
+        if process.seat.is_data_worker and self._crew.workers and not status.is_success:
+            self._on_data_worker_lost(process)
+
+    def _on_data_worker_lost(self, process: RankProcess) -> None:
+        """Let the job go on: others make its batches. One that is lost before all have joined is
+        missed by everybody, and ends the job as any rank does."""
+        if self._coordinator is None or self._coordinator.membership is None:
+            return
+        self._crew.excuse(process)
+        if self._interrupts or self._crew.failures():
+            return
+        left = sum(one.seat.is_data_worker for one in self._crew.servers)
+        those = f"{left} of {sum(self._spec.data_workers)} data workers are left"
+        self._display.say(f"paceline: {process.seat}: {process.status}; the job goes on, {those}")
 
     def _on_interrupt(self, number: signal.Signals) -> None:
         self._interrupts.append(number)

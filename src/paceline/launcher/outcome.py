@@ -63,7 +63,9 @@ class Outcome:
     def closing_line(self) -> str:
         """Say in one line how the job ended."""
         num_servers = sum(result.seat.is_server for result in self.results)
-        count = counted(len(self.results) - num_servers, num_servers)
+        num_data_workers = sum(result.seat.is_data_worker for result in self.results)
+        num_workers = len(self.results) - num_servers - num_data_workers
+        count = counted(num_workers, num_servers, num_data_workers)
         took = f"{self.wall_s:.1f} s"
         if self.first is not None or self.over:
             return f"paceline: {count}, failed after {took}"

@@ -1,9 +1,9 @@
 """Seats: who is who among the processes of a job, and what each is called.
 
-Workers come first, servers behind them, newcomers to a job under way behind all. `rank` counts all
-processes, as the control plane does, and is never used twice; `number` counts within the role, is
-taken over by a replacement, and is what people see: the third process of a job with two workers is
-"server 0", its lines begin with [s0].
+Workers come first, servers behind them, then data workers; newcomers to a job under way come last.
+`rank` counts all processes, as the control plane does, and is never used twice; `number` counts
+within the role, is taken over by a replacement, and is what people see: the third process of a job
+with two workers is "server 0", its lines begin with [s0].
 """
 
 from __future__ import annotations
@@ -20,23 +20,34 @@ class Seat:
     number: int
     is_server: bool = False
     is_newcomer: bool = False  # it was not there when the job began
+    is_data_worker: bool = False
 
     @property
-    def place(self) -> tuple[bool, int]:
+    def is_worker(self) -> bool:
+        """Whether it trains; the others serve those who do."""
+        return not (self.is_server or self.is_data_worker)
+
+    @property
+    def place(self) -> tuple[int, int]:
         """What it shares with those that it replaces: role and number; workers come first."""
-        return self.is_server, self.number
+        return (2 if self.is_data_worker else int(self.is_server)), self.number
 
     @property
     def role(self) -> str:
+        if self.is_data_worker:
+            return "data"
         return "server" if self.is_server else "worker"
 
     @property
     def label(self) -> str:
-        """The short form, in front of lines and in tables: "3", or "s0" for a server."""
-        return f"s{self.number}" if self.is_server else str(self.number)
+        """The short form, in front of lines and in tables: "3", "s0" for a server, "d0"."""
+        letter = "d" if self.is_data_worker else "s" if self.is_server else ""
+        return f"{letter}{self.number}"
 
     @property
     def noun(self) -> str:
+        if self.is_data_worker:
+            return "data worker"
         return "server" if self.is_server else "rank"
 
     def __str__(self) -> str:
@@ -45,13 +56,16 @@ class Seat:
     @property
     def log_name(self) -> str:
         """The name of its file in --log-dir."""
-        return f"{self.noun}-{self.number}.log"
+        return f"{self.noun.replace(' ', '-')}-{self.number}.log"
 
 
-def seats(num_workers: int, num_servers: int = 0) -> list[Seat]:
+def seats(num_workers: int, num_servers: int = 0, num_data_workers: int = 0) -> list[Seat]:
     """Return every seat of a job, in order of rank."""
     workers = [Seat(number, number) for number in range(num_workers)]
-    return workers + [Seat(num_workers + k, k, is_server=True) for k in range(num_servers)]
+    servers = [Seat(num_workers + k, k, is_server=True) for k in range(num_servers)]
+    first = num_workers + num_servers
+    feeders = [Seat(first + k, k, is_data_worker=True) for k in range(num_data_workers)]
+    return workers + servers + feeders
 
 
 def names(chosen: Iterable[Seat]) -> str:
@@ -66,12 +80,15 @@ def names(chosen: Iterable[Seat]) -> str:
     return " and ".join(words)
 
 
-def counted(num_workers: int, num_servers: int) -> str:
+def counted(num_workers: int, num_servers: int, num_data_workers: int = 0) -> str:
     """Say how many there are: "2 ranks and 1 server"."""
-    words = [f"{num_workers} rank{'s' if num_workers != 1 else ''}"]
-    if num_servers:
-        words.append(f"{num_servers} server{'s' if num_servers != 1 else ''}")
-    return " and ".join(words)
+    counts = {"rank": num_workers, "server": num_servers, "data worker": num_data_workers}
+    words = [
+        f"{count} {noun}{'s' if count != 1 else ''}"
+        for noun, count in counts.items()
+        if count or noun == "rank"
+    ]
+    return " and ".join(words) if len(words) < 3 else f"{words[0]}, {words[1]} and {words[2]}"
 
 
 def _span(numbers: Iterable[int]) -> str:

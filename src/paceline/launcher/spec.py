@@ -16,6 +16,7 @@ from pathlib import Path
 
 from paceline.config import requested_pace, requested_precision
 from paceline.errors import ConfigError, UsageError
+from paceline.launcher.data_workers import check_data_workers
 from paceline.launcher.elastic.plan import MAX_WORKERS, ElasticPlan
 from paceline.launcher.seat import Seat, seats
 from paceline.launcher.servers import ServerPlan
@@ -40,6 +41,7 @@ RESERVED = frozenset(
         *("PACELINE_ROLE", "PACELINE_COORDINATOR", "PACELINE_JOB", "PACELINE_SECRET_FILE"),
         *("PACELINE_SERVERS", "PACELINE_NUMBER", "PACELINE_JOINS", "PACELINE_ELASTIC"),
         *("PACELINE_ON_LOSS", "PACELINE_PARTITIONS", "PACELINE_REPLICAS"),
+        "PACELINE_DATA_WORKERS",
     )
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -57,6 +59,7 @@ class RunSpec:
     num_workers: int
     threads_per_worker: int | None = None
     servers: ServerPlan = ServerPlan()
+    data_workers: tuple[int, ...] = ()  # how many for each stage
     pace: Schedule | None = None
     precision: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
@@ -98,6 +101,13 @@ class RunSpec:
                 " example --grace 30"
             )
         self.servers.check_pace(self.pace, self.num_workers)
+        check_data_workers(self.data_workers)
+        if self.data_workers and self.elastic is not None:
+            raise ConfigError(
+                "--data-workers in an elastic job: data workers cannot follow changes of the"
+                " workers; leave out --data-workers (and use num_workers of the DataLoader), or"
+                " --min, --max, --on-loss, --replicas, --max-servers and --detach"
+            )
 
     @property
     def num_servers(self) -> int:
@@ -106,7 +116,7 @@ class RunSpec:
     @property
     def seats(self) -> list[Seat]:
         """Every process of the job, workers first."""
-        return seats(self.num_workers, self.num_servers)
+        return seats(self.num_workers, self.num_servers, sum(self.data_workers))
 
     def pace_in(self, inherited: Mapping[str, str]) -> Schedule | None:
         """Return the pace that the ranks will be told: the option's, else the environment's.

@@ -27,7 +27,7 @@ from paceline.launcher.spec import RunSpec
 MAX_FAILED_STARTS = 3
 _PAUSE_S = 0.5  # after a failed start, and more after each further one
 
-Place = tuple[bool, int]  # whether of a server, and its number
+Place = tuple[int, int]  # whether of a server, and its number
 
 
 class House(Protocol):
@@ -82,7 +82,7 @@ class Nursery:
             self._on_way.discard(place)
         if self.is_closed:
             return
-        seat = Seat(rank, place[1], is_server=place[0], is_newcomer=True)
+        seat = Seat(rank, place[1], is_server=bool(place[0]), is_newcomer=True)
         outlet, environ = self._house.outlet_of(seat), self._house.environ_of(seat)
         process = await self._fork(seat, environ, outlet)
         dies = not self._spec.is_detached

@@ -127,7 +127,7 @@ class SupervisedJob(LocalJob):
         try:
             await self._nursery.fill(place)
         except LaunchError as error:
-            self._on_failed_start(Seat(-1, place[1], place[0]), str(error))
+            self._on_failed_start(Seat(-1, place[1], bool(place[0])), str(error))
 
     async def reserve(self, place: Place) -> int:
         assert self._control is not None

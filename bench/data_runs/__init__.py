@@ -1,0 +1,1 @@
+"""What bench/data_pipeline.py runs: a trainer that takes batches, and where its processes are."""

@@ -1,0 +1,12 @@
+"""Data workers: other processes make the batches, trainers receive them finished.
+
+    trainer                                  data workers (one or several stages in a row)
+    shard.py -> source.py, feed.py   <---->  service.py   <---->  service.py of the stage before
+                   |                            |
+                supply.py: whom to ask, and     |-- recipe.py: samples, stages, collate; streams.py
+                what if it dies                 |-- slots.py: memory that the asker reads
+                   `-- line.py, messages.py, parcel.py: what travels --'
+
+A trainer asks for its batches by ORDERS (which samples, which random numbers), a few ahead of need,
+and hands them out in order. What is made follows from the order alone, whoever makes it and when.
+"""

@@ -1,0 +1,71 @@
+"""A stream that is asked for by place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline.data.pipeline.messages import Order
+from paceline.data.pipeline.streams import Ended, Readers
+from paceline.data.repeatable import seed_everything
+
+
+class Counted(IterableDataset):
+    begun = 0
+
+    def __iter__(self) -> Any:
+        self.begun += 1
+        for index in range(21):
+            yield index, float(torch.rand(()))
+
+
+def order(place: int, rank: int = 0, epoch: int = 0) -> Order:
+    return Order(1, 0, "", epoch, seed=5, stream=(2, rank, 6), place=place)
+
+
+def taken(readers: Readers, *orders: Order) -> list[list[Any]]:
+    return [readers.take(one) for one in orders]
+
+
+def test_each_trainer_gets_its_share_in_whatever_order_it_asks() -> None:
+    data = Counted()
+    readers = Readers(DataLoader(data, 3))
+    first = taken(readers, order(0), order(2), order(1), order(3))
+    other = taken(readers, order(0, rank=1))
+    assert [[index for index, _ in samples] for samples in first] == [
+        [0, 2, 4],
+        [12, 14, 16],
+        [6, 8, 10],
+        [18, 20],
+    ]
+    assert [index for index, _ in other[0]] == [1, 3, 5] and data.begun == 2
+    for place in (4, 5, 4):
+        with pytest.raises(Ended):
+            readers.take(order(place))
+    assert data.begun == 2, "nothing was read again"
+
+
+def test_what_is_read_again_has_the_same_random_numbers() -> None:
+    readers, others = Readers(DataLoader(Counted(), 3)), Readers(DataLoader(Counted(), 3))
+    once = taken(readers, order(0), order(1), order(0, epoch=1), order(0, rank=1))
+    seed_everything(99)
+    torch.rand(7)
+    assert taken(others, order(1)) == once[1:2], "by one who takes over"
+    assert taken(others, order(0)) == once[:1], "and begins again"
+    assert taken(readers, order(0), order(1)) == once[:2], "in the next pass of the same epoch"
+    drawn = torch.rand(())
+    seed_everything(99)
+    torch.rand(7)
+    assert torch.equal(torch.rand(()), drawn), "the process's own generators are left alone"
+
+
+def test_the_short_end_may_be_dropped_and_batches_need_not_be() -> None:
+    readers = Readers(DataLoader(Counted(), 3, drop_last=True))
+    assert len(readers.take(order(2))) == 3
+    with pytest.raises(Ended):
+        readers.take(order(3))
+    single = Readers(DataLoader(Counted(), None))
+    assert single.take(order(4))[0] == 8
