@@ -95,7 +95,7 @@ def test_what_cannot_be_balanced_is_refused() -> None:
     run_ranks(2, battery)
 
 
-def test_an_elastic_job_refuses_to_measure() -> None:
+def test_what_an_elastic_job_refuses() -> None:
     def body(group: Group) -> None:
         loader = DataLoader(range(20), 2)
         with pytest.raises(pl.errors.UsageError, match="batch='auto' in an elastic job"):
@@ -103,7 +103,17 @@ def test_an_elastic_job_refuses_to_measure() -> None:
         for mode in ("partition", "replicate"):
             with pytest.raises(pl.errors.UsageError, match=f"mode='{mode}' in an elastic job"):
                 pl.shard(loader, mode=mode)
+        table = Table(20)
+        pl.distribute(table, torch.optim.SGD(table.parameters(), lr=1.0), pace="ssp:2")
+        with pytest.raises(pl.errors.UsageError, match="with ssp and backup nobody may take many"):
+            list(pl.shard(loader, mode="dynamic"))
+        sampled = DataLoader(range(20), 2, sampler=range(20))
+        other = Table(20)
+        pl.distribute(other, torch.optim.SGD(other.parameters(), lr=1.0), pace="async")
+        with pytest.raises(pl.errors.UsageError, match="a newcomer could not follow"):
+            list(pl.shard(sampled, mode="dynamic"))
 
-    with elastic_job(Policy(num_workers=2, is_elastic=True)) as elastic:
+    policy = Policy(num_workers=2, num_servers=1, num_partitions=1, is_elastic=True)
+    with elastic_job(policy) as elastic:
         elastic.start(body)
         elastic.ranks.values()

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 import paceline as pl
 from paceline import job
 from paceline.collectives.group import Group
+from paceline.data.partition import FilePart
 from support import run_ranks
 
 Weighed = list[tuple[list[int], float]]
@@ -231,6 +232,15 @@ def test_each_worker_opens_its_own_files_only(tmp_path: Path) -> None:
         refuse("goes with mode='partition'", files, open=read)
         refuse("unexpected keyword argument 'batchsize'", files, batchsize=3, **settings)
         refuse("persistent_workers=True", files, persistent_workers=True, **settings)
+
+        def stumble(path: str):
+            yield 1
+            if group.rank == 2 and path == files[6]:
+                raise OSError("the disk is gone")
+
+        if group.rank == 2:  # the others have one sample in each file, and would wait for it
+            with pytest.raises(pl.errors.UsageError, match="6.txt, behind 1 .* on rank 2: OSError"):
+                list(FilePart(files[5:], stumble, 2))
         mine = files if group.rank else files[::-1]
         refuse("the list of files is .* on rank 1", mine, **settings)
         return found

@@ -138,21 +138,33 @@ class Partitioned:
 class FilePart(IterableDataset[Any]):
     """What some files have in them, one after the other; each is opened by one process."""
 
-    def __init__(self, files: Sequence[Any], opener: Opener) -> None:
-        self._files, self._open = files, opener
+    def __init__(self, files: Sequence[Any], opener: Opener, rank: int) -> None:
+        self._files, self._open, self._rank = files, opener, rank
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         mine = self._files if info is None else self._files[info.id :: info.num_workers]
         for file in mine:
-            yield from self._open(file)
+            yield from self._read(file)
+
+    def _read(self, file: Any) -> Iterator[Any]:
+        number = 0
+        try:
+            for thing in self._open(file):
+                yield thing
+                number += 1
+        except Exception as error:
+            raise UsageError(
+                f"pl.shard: {file}, behind {number} samples or batches, could not be read on rank"
+                f" {self._rank}: {type(error).__name__}: {error}"
+            ) from error
 
 
 class Files:
     """A list of files, each owned by one worker."""
 
     def __init__(self, given: FileList, group: Group, *, pad: bool) -> None:
-        self._given = given
+        self._given, self._rank = given, group.rank
         count, workers = len(given.files), group.size
         if count == 0:
             raise UsageError("the list of files is empty")
@@ -197,7 +209,7 @@ class Files:
     def _loader_over(self, files: Sequence[Any]) -> Any:
         try:
             loader: DataLoader[Any] = DataLoader(
-                FilePart(files, self._given.open), **self._given.settings
+                FilePart(files, self._given.open, self._rank), **self._given.settings
             )
         except (TypeError, ValueError) as error:
             raise UsageError(f"the settings of a loader over files: {error}") from None
