@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import time
 from collections.abc import Sequence
@@ -244,6 +245,26 @@ def test_batches_that_are_kept_stay_what_they_were() -> None:
     ((is_complete, is_same, held),) = run_ranks(1, keep, data_workers=(1,))
     assert is_complete and is_same
     assert held < 20, "memory of the data worker is not held without bound"
+
+
+class Large(Noisy):
+    """Samples for which their process has no memory to share."""
+
+    def __getitem__(self, index: int) -> Any:
+        if pl.is_data_worker():
+            limits = (64 << 10, resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return torch.full((1 << 18,), float(index))
+
+
+def test_batches_are_copied_where_memory_cannot_be_shared() -> None:
+    def large(_: Group) -> list[float]:
+        made = pl.shard(DataLoader(Large(6), 2), mode="pipeline")
+        return [value for batch in made for value in batch.mean(1).tolist()]
+
+    with started(1, large, data_workers=(1,)) as ranks:
+        assert ranks.values()[0] == list(range(6))
+        assert "batches are copied to" in ranks.output(1) and "File too large" in ranks.output(1)
 
 
 def halting(_: Group, *, is_told: bool) -> list[Any]:

@@ -62,6 +62,7 @@ class Agent(StoreCalls, PoolCalls):
         self.on_pace: Callable[[PaceNews], None] | None = None
         self.pace_news: PaceNews | None = None  # the last, while nobody takes it
         self.num_workers: int | None = None  # ranks behind them are servers; None: not known
+        self.num_servers: int | None = None  # ranks behind those are data workers
         self._rank = identity.rank
         self._contact = Contact(
             address,
@@ -244,7 +245,7 @@ class Agent(StoreCalls, PoolCalls):
         elif isinstance(message, m.PaceWanted | m.PaceSettled):
             self._on_pace_news(message)
         elif isinstance(message, m.Missing):
-            whom = _names(message.ranks, self.num_workers)
+            whom = _names(message.ranks, self.num_workers, self.num_servers)
             so_far = f"({message.waited_s:.0f} s so far)"
             say(f"rank {self._rank} waits for {whom} to join {so_far}")
 
@@ -300,14 +301,18 @@ class Agent(StoreCalls, PoolCalls):
             self.on_over(why)
 
 
-def _names(ranks: Sequence[int], num_workers: int | None) -> str:
+def _names(ranks: Sequence[int], num_workers: int | None, num_servers: int | None) -> str:
     """Write 'rank 1 and servers 0, 1'."""
-    first = max(ranks) + 1 if num_workers is None else num_workers
-    workers = [rank for rank in ranks if rank < first]
-    servers = [rank - first for rank in ranks if rank >= first]
-    named = [
-        f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-        for noun, numbers in (("rank", workers), ("server", servers))
-        if numbers
-    ]
-    return " and ".join(named)
+    end = max(ranks) + 1
+    first = end if num_workers is None else num_workers
+    second = end if num_servers is None else first + num_servers
+    nouns = {"rank": (0, first), "server": (first, second), "data worker": (second, end)}
+    numbers = {
+        noun: [rank - start for rank in ranks if start <= rank < stop]
+        for noun, (start, stop) in nouns.items()
+    }
+    return " and ".join(
+        f"{noun}{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
+        for noun, found in numbers.items()
+        if found
+    )

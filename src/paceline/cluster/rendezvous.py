@@ -150,12 +150,19 @@ class _Meeting:
     bind_address: str
     config: EngineConfig
     num_workers: int | None = None
+    num_servers: int | None = None
     is_elastic: bool = False
 
     @classmethod
     def of(cls, env: JobEnv, config: EngineConfig) -> _Meeting:
         place = (env.rank, env.num_processes, env.job_id, env.role, env.bind_address)
-        return cls(*place, config, num_workers=env.world_size, is_elastic=env.is_elastic)
+        return cls(
+            *place,
+            config,
+            num_workers=env.world_size,
+            num_servers=None if env.is_elastic else env.num_servers,  # newcomers come behind
+            is_elastic=env.is_elastic,
+        )
 
     def attend(self, address: str, secret: bytes) -> Rendezvous:
         """Connect to the coordinator that another process runs."""
@@ -168,7 +175,7 @@ class _Meeting:
             timeout_s=self.config.join_timeout_s,
             is_lasting=self.is_elastic,
         )
-        agent.num_workers = self.num_workers
+        agent.num_workers, agent.num_servers = self.num_workers, self.num_servers
         # Unless told otherwise, links listen where the coordinator's network sees this process.
         is_chosen = self.bind_address != DEFAULT_BIND_ADDRESS
         bind_address = self.bind_address if is_chosen else agent.local_address

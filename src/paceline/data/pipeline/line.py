@@ -20,11 +20,13 @@ import numpy as np
 import torch
 
 from paceline.cluster.member import Member
+from paceline.cluster.notice import say
 from paceline.collectives.group import Group
 from paceline.collectives.topology import Fabric
 from paceline.data.pipeline import messages as m
 from paceline.data.pipeline.parcel import Parcel
 from paceline.data.pipeline.slots import Slots
+from paceline.errors import SharedMemoryError
 from paceline.ps.messages import FRAME_BYTES, rest_bytes, to_frames
 from paceline.work import Work
 
@@ -146,6 +148,7 @@ class MakingLine:
         self._group = group
         self._slots = Slots(fabric.engine) if member.host_id == fabric.me.host_id else None
         self._engine = fabric.engine
+        self._has_spoken = False
         self._post()
 
     @property
@@ -168,16 +171,18 @@ class MakingLine:
         return order
 
     def deliver(self, order: m.Order, parcel: Parcel) -> None:
-        """Send what was made; raises PeerError, SharedMemoryError."""
-        if self._slots is not None:
-            slot = None
-            if parcel.num_bytes:
+        """Send what was made; raises PeerError."""
+        if self._slots is not None and parcel.num_bytes:
+            try:
                 memory, slot = self._slots.take(parcel.num_bytes)
+            except SharedMemoryError as error:
+                self._say_once(f"batches are copied to {self.member.where} instead: {error}")
+            else:
                 parcel.write(memory)
                 self._engine.count_sent(parcel.num_bytes)
-            self._send(m.Reply(order.seq, parcel.plain, parcel.num_bytes, slot))
-            return
-        # Between hosts; the memory lives until it is sent.
+                self._send(m.Reply(order.seq, parcel.plain, parcel.num_bytes, slot))
+                return
+        # Between hosts, or without memory to share; this one lives until it is sent.
         memory = torch.empty(max(parcel.num_bytes, order.room), dtype=torch.uint8)
         parcel.write(memory)
         self._send(m.Reply(order.seq, parcel.plain, parcel.num_bytes))
@@ -205,6 +210,11 @@ class MakingLine:
         self._group.send(frame, _ASKER, tag=m.reply_tag(reply.seq), async_op=True)
         if rest is not None:
             self._group.send(rest, _ASKER, tag=m.rest_tag(reply.seq), async_op=True)
+
+    def _say_once(self, text: str) -> None:
+        if not self._has_spoken:
+            self._has_spoken = True
+            say(text)
 
     def _follow(self, order: m.Order, memory: torch.Tensor) -> None:
         if order.room:

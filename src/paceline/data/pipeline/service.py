@@ -27,7 +27,7 @@ from paceline.data.pipeline.parcel import pack, unpack
 from paceline.data.pipeline.recipe import Failure, Recipe
 from paceline.data.pipeline.streams import Ended
 from paceline.data.pipeline.supply import Pending, Supply
-from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.job import Job
 from paceline.ps.meeting import Meetings
 
@@ -171,8 +171,6 @@ class Service:
             line.deliver(order, parcel)
         except PeerError:
             self._drop(line)
-        except PacelineError as error:  # no memory
-            self._refuse(line, order, m.RAISED, f"{self._name}: {error}")
 
     def _made(self, recipe: Recipe, order: m.Order, samples: Any) -> Any:
         """Do the work of this stage, and of those before it if nobody has done it."""
