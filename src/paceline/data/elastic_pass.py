@@ -19,7 +19,7 @@ from paceline.data.line import Line
 from paceline.data.passage import AnyCourse, Count, Passage
 from paceline.data.repeatable import Seeds
 from paceline.data.told import KeptOrder
-from paceline.errors import DataError, named
+from paceline.errors import named
 from paceline.job import Job
 
 
@@ -88,12 +88,6 @@ class ElasticPass:
         course = Count()
         passage = self.open(course)
         is_resumed = passage.is_resumed
-        if is_resumed and not passage.is_same:
-            raise DataError(
-                "pl.shard: the checkpoint was made in the middle of an epoch by another number of"
-                f" workers, and data of mode={self.facts.get('mode')!r} cannot be cut anew there;"
-                " go on with as many, or from a checkpoint between two epochs"
-            )
         if not is_resumed:
             passage.draws = remembered(())
         try:

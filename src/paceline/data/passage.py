@@ -140,7 +140,6 @@ class Passage:
     is_left: bool = False  # by those who are further: nothing of it changes any more
     draws: State | None = None  # of the generators when it began, where it has to be read again
     is_resumed: bool = False  # it was under way when a checkpoint was made
-    is_same: bool = True  # with as many workers as then
     tally: Tally = field(default_factory=Tally)
 
     def pack(self) -> dict[str, Any]:

@@ -78,6 +78,5 @@ class SavedPassage:
             passage.order.begin_at(state["order"], is_alone=self.is_alone)
         passage.course.begin_at(state["batch"], state["course"], is_same=self.is_same)
         passage.cursor = state["batch"]
-        passage.is_same = self.is_same
         passage.draws = draws
         passage.tally.load(state["counts"])
