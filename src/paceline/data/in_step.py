@@ -45,7 +45,7 @@ class InStep:
         self._elastic, self._announcer, self._passage = elastic, announcer, passage
         self._course, self._too_few = course, too_few
         self._group = group_of(elastic.job)
-        self._seeds = elastic.seeds
+        self._seeds, self._is_elastic = elastic.seeds, elastic.is_elastic
         self.last: Any = None
 
     def is_guest(self, members: Ranks) -> bool:
@@ -66,25 +66,23 @@ class InStep:
         One that takes the place of a lost worker in the middle of a step has not been told, but
         knows what all had told before.
         """
+        if not self._is_elastic:
+            return self._exchange(count)
         number = self._passage.cursor
         if self._passage.counts and number < self._course.taken and number in self._course.counts:
             return self._course.counts[number]
-        counts = self._exchange(count)
-        if self._elastic.is_elastic:
-            self._course.counts[number] = counts
+        counts: list[int] = self._elastic.together(lambda: self._exchange(count))
+        self._course.counts[number] = counts
         return counts
 
     def _exchange(self, count: int) -> list[int]:
-        def exchange() -> list[int]:
-            counts = torch.empty(self._group.size, dtype=torch.int64)
-            self._group.all_gather(torch.tensor([count]), out=counts)
-            return counts.tolist()
-
-        return self._elastic.together(exchange)  # type: ignore[no-any-return]
+        counts = torch.empty(self._group.size, dtype=torch.int64)
+        self._group.all_gather(torch.tensor([count]), out=counts)
+        return counts.tolist()
 
     def is_over(self, counts: list[int], stops_short: bool) -> bool:
         """Say whether there is no further step."""
-        missing = sum(count < 0 for count in counts)
+        missing = 0 if min(counts) >= 0 else sum(count < 0 for count in counts)
         is_first = self._passage.cursor == 0 and self._elastic.job.elastic.changes == 0
         if is_first and missing and (self._elastic.pad or missing == len(counts)):
             raise DataError(f"pl.shard: {self._named(counts)} no batch at all; {self._too_few}")
@@ -96,20 +94,22 @@ class InStep:
             return "the loader gives"
         return f"the loader gives rank {', '.join(ranks)} of {len(counts)}"
 
-    def give(self, batch: Tagged | None, counts: list[int]) -> Iterator[Any]:
-        """Yield this worker's batch of a step, with its weight announced; or its last one."""
+    def give(self, batch: Tagged | None, counts: list[int]) -> bool:
+        """Let `last` be this worker's batch of a step, or once more the one before, and announce
+        its weight; false if there is none to be given out."""
         self._elastic.ledger.note_take()
-        number = self._passage.cursor
-        self._passage.cursor = number + 1
+        number, passage = self._passage.cursor, self._passage
+        passage.cursor = number + 1
         having = [count for count in counts if count >= 0]
+        total = sum(having)
         here = 0 if batch is None else batch[0]
-        self._passage.tally.note(number, here, sum(having), len(counts) - len(having))
+        passage.tally.note(number, here, total, len(counts) - len(having))
         if batch is not None:
             self.last = batch[2]
-            total = sum(count for count in counts if count > 0)
-            yield self._announced(number, weight(batch[0], total, len(counts)))
+            self._announced(number, weight(here, total, len(counts)))
         elif self._elastic.pad:
-            yield self._announced(number, 0.0)
+            self._announced(number, 0.0)
+        return batch is not None or self._elastic.pad
 
     def run_free(self, batches: Iterator[Tagged], first: int = 0) -> Iterator[Any]:
         """Yield batches, which begin with the `first`, without a word to the others."""
@@ -170,6 +170,7 @@ def presharded(
             take(passage.cursor)
             if batch is None and steps.last is None and elastic.pad:
                 raise DataError("pl.shard: this worker came with no batch at all; " + too_few)
-            yield from steps.give(batch, counts)
+            if steps.give(batch, counts):
+                yield steps.last
     finally:
         elastic.close(passage)

@@ -56,6 +56,7 @@ class StreamReader:
         self._loader, self._per_step, self._seed = loader, per_step, seed
         self._memory = memory
         self.num_sources = max(1, loader.num_workers)
+        self.keeps = False  # what it gave
         self.things = [loader, loader.dataset]
 
     def read(self, stage: ReadingStage, index: int) -> Iterator[Tagged] | None:
@@ -96,7 +97,7 @@ class ItemReader:
         self._items, self._who = items, who
         self.num_sources = 1
         self.things = [items]
-        self._is_one_shot = isinstance(items, Iterator)
+        self.keeps = self._is_one_shot = isinstance(items, Iterator)
         self._kept: deque[Any] = deque()
         self._start = 0  # position of the first one that is kept
 
@@ -190,9 +191,11 @@ class Reread:
             take(passage.cursor, 0 if batch is None else batch[1])
             if batch is None and steps.last is None and self._elastic.pad:
                 steps.last = self._spare()
-            yield from steps.give(batch, counts)
-            kept = self._elastic.done(passage)
-            self._reader.forget(course.stage(kept), kept)
+            if steps.give(batch, counts):
+                yield steps.last
+            if self._reader.keeps:
+                kept = self._elastic.done(passage)
+                self._reader.forget(course.stage(kept), kept)
             if course.version != version:
                 if self._key(course.stage(passage.cursor)) != key:
                     return False
