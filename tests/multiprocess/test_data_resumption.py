@@ -26,6 +26,7 @@ import paceline as pl
 from paceline import job
 from paceline.collectives.group import Group
 from paceline.data import ledger, order
+from paceline.data import shard as shard_module
 from paceline.data.resumption import data_state, resume_data
 from support import run_ranks
 
@@ -331,6 +332,46 @@ def counted(ranks: Any) -> dict[Any, Counter[float]]:
             samples = [row[0] if isinstance(row, list) else row for row in rows]
             found.setdefault(epoch, Counter()).update(samples)
     return found
+
+
+class Thirds:
+    """A source that knows nothing of the ledger: each worker goes over a part of its own."""
+
+    facts: dict[str, Any] = {}
+    length = None
+
+    def batches(self, this: Any) -> Iterator[Any]:
+        for number in range(this.group.rank, 30, this.group.size):
+            this.announcer.set(1.0)
+            yield torch.tensor([float(number), float(torch.rand(()))])[None]
+
+
+def run_thirds(group: Group, path: str | None) -> Any:
+    shard_module.source_of = lambda *_, **__: Thirds()
+    seed_all(group.rank)
+    seen, said, saved = list[Any](), list[str](), None
+    if path is not None:
+        states = torch.load(path)
+        said = resume_data(job.current(), [state for state, _ in states], is_lockstep=True)
+        if group.size == len(states):
+            torch.set_rng_state(states[group.rank][1])
+    for epoch in range(2):
+        for batch in pl.shard([0], epoch=epoch):
+            seen.append([epoch, *batch[0].tolist()])
+            if path is None and len(seen) == 20:
+                saved = json.loads(json.dumps(data_state(job.current()))), torch.get_rng_state()
+    return seen, saved, said
+
+
+def test_other_ways_to_share_out_are_made_again(tmp_path: Path) -> None:
+    ranks = run_ranks(2, run_thirds, None)
+    path = str(tmp_path / "states")
+    torch.save([saved for _, saved, _ in ranks], path)
+    again = run_ranks(2, run_thirds, path)
+    assert [seen for seen, _, _ in again] == [seen[20:] for seen, _, _ in ranks]
+    alone = run_ranks(1, run_thirds, path)
+    assert [[epoch, number] for epoch, number, _ in alone[0][0]] == [[1, n] for n in range(30)]
+    assert "nothing is left out, and at most 10 samples come again" in alone[0][2][0]
 
 
 def run_apart(group: Group, path: str | None, samples: int, kind: str) -> Any:

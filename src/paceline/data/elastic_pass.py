@@ -18,6 +18,7 @@ from paceline.data.ledger import Ledger
 from paceline.data.line import Line
 from paceline.data.passage import AnyCourse, Count, Passage
 from paceline.data.repeatable import Seeds
+from paceline.data.stream import samples_in
 from paceline.data.told import KeptOrder
 from paceline.errors import named
 from paceline.job import Job
@@ -96,8 +97,9 @@ class ElasticPass:
                     pass
             for batch in batches:
                 self.ledger.note_take()
+                course.use(passage.cursor)
                 passage.cursor += 1
-                course.use(passage.cursor - 1)
+                passage.tally.largest = max(passage.tally.largest, samples_in(batch))
                 yield batch
         finally:
             self.close(passage)

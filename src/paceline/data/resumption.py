@@ -45,8 +45,8 @@ def resume_data(job: Job, states: Sequence[State], *, is_lockstep: bool) -> list
     slowest = states[positions.index(min(positions))]
     is_alone = any(position != positions[0] for position in positions)
     chosen = dict(states[_place_of(job)] if is_same else slowest)
-    if is_alone:
-        chosen = _with_others(chosen, states, is_same=is_same)
+    if is_alone or not is_same:
+        chosen = _mapped(chosen, states, workers)
     ledger_of(job).begin_from(chosen, is_same=is_same, is_alone=is_alone)
     return _said(chosen, states, workers, is_lockstep=is_lockstep)
 
@@ -87,21 +87,35 @@ def _progress(line: State) -> tuple[int, int]:
     return line["passes"], 0
 
 
-def _with_others(
-    chosen: dict[str, Any], states: Sequence[State], *, is_same: bool
-) -> dict[str, Any]:
-    """Return a state that knows of each sampler what any worker had been told, and how much of what
-    others had done comes again."""
-    lines = {}
+def _mapped(chosen: dict[str, Any], states: Sequence[State], workers: int) -> dict[str, Any]:
+    """Return a state that knows of each sampler what any worker had been told; for another number
+    of workers, where each of them begins, and how much of what others had done comes again."""
+    is_same, lines = workers == len(states), {}
     for key, line in chosen["lines"].items():
         passages = []
         for index, passage in line["open"]:
-            again = 0 if is_same else _again(key, index, passage["batch"], states)
-            counts = {**passage["counts"], "repeated": again}
             order = _longest(passage["order"], key, index, states)
-            passages.append([index, {**passage, "order": order, "counts": counts}])
+            batch, again = passage["batch"], 0
+            if not is_same:
+                batch = _first_batch(passage, len(states), workers)
+                again = 0 if _is_own(passage) else _again(key, index, batch, states)
+            counts = {**passage["counts"], "repeated": again}
+            told = {**passage, "batch": batch, "order": order, "counts": counts}
+            passages.append([index, told])
         lines[key] = {**line, "open": passages}
     return {**chosen, "lines": lines}
+
+
+def _first_batch(passage: State, before: int, now: int) -> int:
+    """Return the batch with which each worker goes on, if there were others before."""
+    batch: int = passage["batch"]
+    if _is_own(passage):
+        return batch * before // now
+    return batch if passage["course"] else 0  # nobody knows what each of them had
+
+
+def _is_own(passage: State) -> bool:
+    return bool(passage["facts"].get("presharded"))
 
 
 def _longest(mine: Any, key: str, index: int, states: Sequence[State]) -> Any:
@@ -128,10 +142,10 @@ def _said(chosen: State, states: Sequence[State], workers: int, *, is_lockstep: 
     for key, passage in under_way:
         lines.append(
             f"data: {len(states)} -> {workers} workers in the middle of epoch"
-            f" {passage['epoch']} ({key}, behind batch {passage['batch']}): {_how(passage)}"
+            f" {passage['epoch']} ({key}): {_how(passage)}"
         )
         again = passage["counts"]["repeated"]
-        if again:
+        if again and passage["course"]:
             why = "they" if is_lockstep else "at this pace they"
             lines.append(
                 f"data: {key}: the workers were at different batches, as {why} may be; goes on from"
@@ -141,12 +155,18 @@ def _said(chosen: State, states: Sequence[State], workers: int, *, is_lockstep: 
 
 
 def _how(passage: State) -> str:
-    if passage["facts"].get("presharded"):
+    if _is_own(passage):
         return (
             f"each worker leaves out {passage['batch']} batches of its own data; which samples that"
             " leaves out or repeats is up to the loader (presharded=True)"
         )
-    return "what is left is cut among them"
+    if not passage["course"]:
+        again = passage["counts"]["repeated"]
+        return (
+            "each had data of its own, which is shared out anew from the beginning of the epoch;"
+            f" nothing is left out, and at most {again:,} samples come again"
+        )
+    return f"what is left behind batch {passage['batch']} is cut among them"
 
 
 def _again(key: str, index: int, batch: int, states: Sequence[State]) -> int:
