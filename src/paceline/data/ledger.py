@@ -98,10 +98,13 @@ class Ledger:
 
     def _forget_loaders(self) -> None:
         """Let go of the lines of loaders that are gone: a script may make many."""
-        for key in [key for key, memory in self._memories.items() if memory() is None]:
+        gone = {key for key, memory in self._memories.items() if memory() is None}
+        for key in gone:
             del self._memories[key]
             if key in self._lines and not self._lines[key].open:
                 del self._lines[key]
+        for names in (self._expected, self._living, self._told_living):  # no other gets its name
+            names[:] = [key for key in names if key not in gone]
 
     def _line(self, key: str) -> Line:
         if key not in self._lines:
@@ -228,7 +231,7 @@ class Ledger:
     def begin_from(self, state: Mapping[str, Any], *, is_same: bool, is_alone: bool) -> None:
         """Let the script, which is at its top, go on from a `state`."""
         self.is_resumed = True
-        self._others, self._told_living = state["made"], state["living"]
+        self._others, self._told_living = state["made"], list(state["living"])
         self._told_loops = {number: (item, place) for number, item, place in state["loops"]}
         for key, told in state["lines"].items():
             resume = partial(Line.resume, state=told, is_same=is_same, is_alone=is_alone)
