@@ -43,11 +43,11 @@ def resume_data(job: Job, states: Sequence[State], *, is_lockstep: bool) -> list
     is_same = workers == len(states)
     positions = _positions(states)
     slowest = states[positions.index(min(positions))]
-    is_alone = any(position != positions[0] for position in positions)
+    are_apart = any(position != positions[0] for position in positions)
     chosen = dict(states[_place_of(job)] if is_same else slowest)
-    if is_alone or not is_same:
+    if are_apart or not is_same:
         chosen = _mapped(chosen, states, workers)
-    ledger_of(job).begin_from(chosen, is_same=is_same, is_alone=is_alone)
+    ledger_of(job).begin_from(chosen, is_same=is_same, is_alone=are_apart and is_same)
     return _said(chosen, states, workers, is_lockstep=is_lockstep)
 
 
