@@ -27,6 +27,7 @@ PUBLIC = {
         "epochs",
         "check_consistency",
         "data_warmup",
+        "Checkpoint",
         "GradScaler",
         "GradualWarmup",
         "Group",

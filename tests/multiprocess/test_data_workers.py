@@ -431,9 +431,9 @@ def test_what_data_workers_cannot_make_is_refused() -> None:
         "needs a DataLoader, found a list",
         "a part of the data is drawn by index",
         "OwnWay has a way of its own to iterate",
-        "leave out presharded=True",
+        "leave one of them out",
         "expected functions of a sample",
-        "mode must be one of shard, pipeline (got 'pipelines')",
+        "pipeline (got 'pipelines')",
         "stages=[...] are for mode='pipeline'",
     ]
     for text, words in zip(texts, expected, strict=True):
