@@ -76,7 +76,7 @@ ROWS = (
         "SIGKILL of all copies of some shards",
         "the job ends and names them",
         (_story(7, "servers"),),
-        "there are no checkpoints to fall back to yet",
+        "started again, it goes on from its last checkpoint, if the script has one",
     ),
     Row(
         8,
@@ -99,7 +99,7 @@ ROWS = (
         "SIGKILL of everything at once",
         "nothing is left; the job can be started again",
         (_story(10, "processes"),),
-        "it begins from the start: checkpoints come later",
+        "it goes on from its last checkpoint, if the script has one",
     ),
     Row(
         11,
@@ -175,16 +175,38 @@ ROWS = (
         ),
     ),
     Row(
+        22,
+        "a full disk, EIO and a full quota at the system calls of a save",
+        "training goes on, the save is reported as failed, the checkpoint before stays",
+        (
+            "tests/fault/test_checkpoint_crashes.py::test_",
+            "tests/multiprocess/test_checkpoint_faults.py::test_a_full_disk",
+        ),
+    ),
+    Row(
+        23,
+        "SIGKILL at the system calls of a save",
+        "the newest valid checkpoint loads",
+        ("tests/fault/test_checkpoint_crashes.py::test_",),
+    ),
+    Row(
+        24,
+        "a byte of a checkpoint is flipped, a file cut off, deleted, swapped, pickled",
+        "refused with the file, the expected and the found hash; an older one is taken",
+        ("tests/fault/test_checkpoint_damage.py::test_",),
+    ),
+    Row(
         25,
         "SIGTERM of the launcher",
-        "all processes end within the grace time; the second signal does not wait",
+        "all processes end within the grace time; the second signal does not wait; a script with"
+        " pl.Checkpoint saves behind an agreed step and ends with code 75",
         (
             _story(25, "processes"),
             "tests/fault/test_elastic_training.py::test_a_signal_to_one_worker",
             "tests/multiprocess/test_run_stop.py::test_signals_end_everything",
             "tests/multiprocess/test_run_stop.py::test_the_second_ctrl_c",
+            "tests/multiprocess/test_run_preemption.py::test_",
         ),
-        "no checkpoint is written at the agreed step: checkpoints come later",
     ),
     Row(
         26,
