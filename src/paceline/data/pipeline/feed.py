@@ -88,9 +88,8 @@ class Feed:
                     under_way.append(self._asked(order))
                 if not under_way:
                     return
-                batch = self._hand_out(under_way.popleft())
-                yield batch
-                del batch  # else its memory would be held while the next one is waited for
+                batch = self._received(under_way.popleft())
+                yield pin_memory(batch) if self._pins else batch
         finally:
             for left in under_way:
                 if isinstance(left, Pending) and self._supply is not None:
@@ -105,16 +104,15 @@ class Feed:
             return order
         return self._supply.ask(order)
 
-    def _hand_out(self, ordered: Pending | m.Order) -> Any:
-        if isinstance(ordered, Pending):
-            assert self._supply is not None
-            answer = self._supply.wait(ordered)
-            if answer is not None and not self._is_unknown(answer):
-                batch = self._opened(answer)
-                return pin_memory(batch) if self._pins else batch
-            ordered = ordered.order
-        batch = self._made_here(ordered)
-        return pin_memory(batch) if self._pins else batch
+    def _received(self, ordered: Pending | m.Order) -> Any:
+        """Wait for a batch, or make it."""
+        if not isinstance(ordered, Pending):
+            return self._made_here(ordered)
+        assert self._supply is not None, "somebody was asked"
+        answer = self._supply.wait(ordered)
+        if answer is None or self._is_unknown(answer):
+            return self._made_here(ordered.order)
+        return self._opened(answer)
 
     def _made_here(self, order: m.Order) -> Any:
         try:

@@ -26,7 +26,7 @@ from paceline.data.pipeline.line import MakingLine, form
 from paceline.data.pipeline.parcel import pack, unpack
 from paceline.data.pipeline.recipe import Failure, Recipe
 from paceline.data.pipeline.streams import Ended
-from paceline.data.pipeline.supply import Pending, Supply
+from paceline.data.pipeline.supply import Pending, Supply, ready_key
 from paceline.errors import PeerError, UsageError
 from paceline.job import Job
 from paceline.ps.meeting import Meetings
@@ -58,7 +58,8 @@ class Service:
         self._supply: Supply | None = None
         if self._stage > 0:
             makers = stage_members(job, self._stage - 1)
-            self._supply = Supply(job.fabric, makers, reads=self._stage == 1)
+            agent = job.rendezvous.agent
+            self._supply = Supply(job.fabric, agent, makers, reads=self._stage == 1)
         self._lines: list[MakingLine] = []
         self._meetings = Meetings()
         self._meeting: dict[int, Member] = {}
@@ -67,6 +68,7 @@ class Service:
         for asker in self._askers():
             self._meeting[asker.rank] = asker
             self._meetings.arrange(asker.rank, asker.rank, self._forming(asker))
+        job.rendezvous.agent.store_set(ready_key(job.env.rank), b"1")
 
     def run(self) -> None:
         """Serve until it is over."""

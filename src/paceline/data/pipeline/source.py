@@ -127,7 +127,8 @@ def _supply_of(job: Job) -> Supply | None:
     if owned.supply is None and job.env.data_workers:
         _core.keep_freed_memory()  # batches from other hosts land in fresh memory
         last = len(job.env.data_workers) - 1
-        owned.supply = Supply(job.fabric, stage_members(job, last), reads=last == 0)
+        agent, makers = job.rendezvous.agent, stage_members(job, last)
+        owned.supply = Supply(job.fabric, agent, makers, reads=last == 0)
     return owned.supply
 
 

@@ -5,13 +5,16 @@ order alone, the choice changes nothing but the speed. (Who reads a stream goes 
 that dies, or is stopped for long, is not asked any more: its orders go to the others. When nobody
 is left, whoever asked makes the batches.
 
-Threads: lines are formed in helper threads (ps/meeting.py); everything else on the caller's.
+A data worker may come to its loop long after the others. It says in the coordinator's store that it
+is there, and only then a line to it is formed: nobody waits for it here.
+
+Threads: none but the caller's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +24,13 @@ import torch
 from paceline import _core
 from paceline.cluster.member import Member
 from paceline.cluster.notice import FIRST_S, say
-from paceline.collectives.group import Group
+from paceline.cluster.rendezvous import AnyAgent
 from paceline.collectives.topology import Fabric
 from paceline.data.pipeline import messages as m
 from paceline.data.pipeline.line import AskingLine, Incoming, form
-from paceline.errors import PacelineError, PeerError
-from paceline.ps.meeting import Meetings
+from paceline.errors import PacelineError, PeerError, PeerLost
 
-_MEET_S = 0.02  # how soon a line that was formed is seen
+_MEET_S = 0.02  # how soon one that has come to its loop is seen
 _EVERY_S = 30.0
 
 
@@ -57,20 +59,18 @@ class Answer:
 class Supply:
     """The data workers of one stage, as one asker sees them; `reads`: the first stage."""
 
-    def __init__(self, fabric: Fabric, makers: Sequence[Member], *, reads: bool) -> None:
+    def __init__(
+        self, fabric: Fabric, agent: AnyAgent, makers: Sequence[Member], *, reads: bool
+    ) -> None:
         self._fabric, self._reads = fabric, reads
         self._lines: list[AskingLine] = []
-        self._meetings = Meetings()
-        self._meeting = {member.rank: member for member in makers}
+        self._agent = agent
+        self._meeting = {member.rank: member for member in makers}  # who is not there yet
+        self._next_look_s = 0.0
         self._pending: list[Pending] = []
         self._abandoned: list[Pending] = []
         self._quiet_until_s = 0.0
         self._turn = fabric.rank  # so that askers do not all begin with the same one
-        for member in makers:
-            self._meetings.arrange(member.rank, member.rank, self._forming(member))
-
-    def _forming(self, maker: Member) -> Callable[[], Group]:
-        return lambda: form(self._fabric, maker, self._fabric.me)
 
     @property
     def is_empty(self) -> bool:
@@ -93,17 +93,30 @@ class Supply:
     def look(self) -> None:
         """See who can be asked by now, and give away what waits for it."""
         self._clear_away()
-        for rank, formed in self._meetings.take() if self._meeting else ():
-            member = self._meeting.pop(rank)  # type: ignore[call-overload]
-            if isinstance(formed, Group):
-                self._lines.append(AskingLine(self._fabric, member, formed))
-            else:
-                assert isinstance(formed, PacelineError)
-                self._say_lost(member, formed)
+        if self._meeting and time.monotonic() >= self._next_look_s:
+            for member in list(self._meeting.values()):
+                self._meet(member)
+            self._next_look_s = time.monotonic() + _MEET_S
         if self._lines:
             for pending in self._pending:
                 if pending.line is None:
                     self._assign(pending)
+
+    def _meet(self, member: Member) -> None:
+        """Form a line to a data worker if it is there; give it up if it never will be."""
+        presence = self._fabric.presence.get(member.rank)
+        try:
+            if presence is not None and presence.state in ("left", "lost"):
+                raise PeerLost(presence.detail, rank=member.rank)
+            if not self._agent.store_check([ready_key(member.rank)]):
+                return
+            group = form(self._fabric, member, self._fabric.me)
+        except PeerError as error:
+            del self._meeting[member.rank]
+            self._say_lost(member, error)
+            return
+        del self._meeting[member.rank]
+        self._lines.append(AskingLine(self._fabric, member, group))
 
     def take(self, pending: Pending) -> Answer | None:
         """Return the answer that has come; None if it has to be made by another, who was asked."""
@@ -206,6 +219,11 @@ class Supply:
         else:
             then = "NONE IS LEFT: this process makes its batches itself from now on, more slowly"
         say(f"rank {self._fabric.rank}: {who}: {then} ({type(error).__name__})")
+
+
+def ready_key(rank: int) -> str:
+    """Under which a data worker says that it is there."""
+    return f"paceline/data worker {rank}"
 
 
 def _pause(pending: Sequence[Pending]) -> None:
