@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint import reading, retention
+from paceline.checkpoint import reading
+from paceline.checkpointing.choosing import RESUME, choose
 from paceline.checkpointing.contents import (
     Said,
     farewell,
@@ -29,17 +30,15 @@ from paceline.checkpointing.contents import (
 )
 from paceline.checkpointing.cut import Call, Cut
 from paceline.checkpointing.due import Due
-from paceline.checkpointing.meeting import meet_in, tell_problem
+from paceline.checkpointing.meeting import meet_in
 from paceline.checkpointing.objects import saved_objects
 from paceline.checkpointing.teller import Teller
 from paceline.checkpointing.writer import Plan, Writer
 from paceline.data_parallel.distribute import distributed
 from paceline.elastic.protocol import Change, Parcel
-from paceline.errors import CheckpointError, PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.job import current
 from paceline.stopping import PREEMPTED
-
-_RESUME = ("auto", "always", "never", "weights")
 
 
 class Preempted(SystemExit):
@@ -80,8 +79,8 @@ class Checkpoint:
         self._due = Due(every)
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise UsageError(f"Checkpoint(keep={keep!r}): expected a whole number, 1 or more")
-        if resume not in _RESUME:
-            raise UsageError(f"Checkpoint(resume={resume!r}): expected one of {', '.join(_RESUME)}")
+        if resume not in RESUME:
+            raise UsageError(f"Checkpoint(resume={resume!r}): expected one of {', '.join(RESUME)}")
         self._keep, self._root = keep, Path(directory).absolute()
         self._objects = saved_objects(self._job, objects)
         self._group = self._job.worker_group("checkpoint")
@@ -258,31 +257,9 @@ class Checkpoint:
     def _begin(self, resume: str) -> None:
         """See that all workers share the directory; go on from the newest checkpoint."""
         meet_in(self._root, self._job, self._group)
-        if resume == "never":
-            return
-        problem, newest = None, reading.Newest(None, ())
-        try:
-            if self._job.world.rank == 0:
-                retention.sweep(self._root)
-                newest = reading.newest(self._root)
-                if newest.loaded is None and resume in ("always", "weights"):
-                    raise CheckpointError(
-                        f"Checkpoint(resume={resume!r}): there is no checkpoint in {self._root}"
-                    )
-        except PacelineError as error:
-            problem = error
-        name = newest.loaded.path.name if newest.loaded is not None else ""
-        name = tell_problem(self._group, problem, name)
-        if not name:
-            return
-        loaded = newest.loaded
-        try:
-            loaded = loaded or reading.load(self._root / name)
-        except PacelineError as error:
-            problem = error
-        tell_problem(self._group, problem)
-        assert loaded is not None, "who could not load it has raised"
-        self._restore(loaded, resume, newest.notices)
+        newest = choose(self._root, resume, self._group)
+        if newest.loaded is not None:
+            self._restore(newest.loaded, resume, newest.notices)
 
     def _restore(self, loaded: reading.Loaded, resume: str, notices: Sequence[str]) -> None:
         self.path = loaded.path
