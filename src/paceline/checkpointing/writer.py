@@ -129,7 +129,12 @@ class Writer:
         owns = [said.own, *(one.plain for one in left.values())]
         for place, own in zip(plan.places, owns, strict=True):
             workers[place] = own
-        content: dict[str, Any] = {"common": said.common, "workers": workers}
+        models = said.common["models"]
+        content: dict[str, Any] = {
+            "pace": models[0]["pace"] if models else "",
+            "common": said.common,
+            "workers": workers,
+        }
         described = manifest.make(
             step=plan.step, world=plan.num_workers, content=content, parts=records
         )
