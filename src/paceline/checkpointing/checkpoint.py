@@ -89,20 +89,17 @@ class Checkpoint:
         self._num_saves = 0  # of this job, alike on all workers
         self._saved_at = -1
         self._is_wanted = False  # a save waits until nothing is between the workers
-        self._is_free = not is_lockstep()
         self._calls = 0  # of step(), where no model is distributed
         self.path: Path | None = None  # what this run went on from
         self._job.stopping.should_stop(alone=False)  # from now on SIGTERM asks
         if not self._job.elastic.is_candidate:
             self._begin(resume)
-        self._cut = Cut(self._job) if self._is_free else None
+        self._cut: Cut | None = None  # where, at the pace of the moment, nobody waits for anybody
         self._due.begin(self.steps)
         if self._job.elastic.is_on:
             self._job.elastic.register("checkpoint", self)
         # Without this object, which holds on to the script's: a job may train several models.
         self._job.closers += [self._writer.close, self._teller.close]
-        if self._cut is not None:
-            self._job.closers.append(self._say_farewell(self._cut))
 
     @property
     def steps(self) -> int:
@@ -118,8 +115,8 @@ class Checkpoint:
         """
         self._calls += 1
         stops = self._job.stopping.should_stop(alone=self._job.world.size == 1)
-        if self._cut is not None:
-            self._step_freely(self._cut, stops=stops)
+        if not is_lockstep():
+            self._step_freely(self._cut_of_job(), stops=stops)
             return
         is_due = self._due.is_due(self.steps, self._agree)
         self._is_wanted = self._is_wanted or is_due or stops
@@ -132,9 +129,9 @@ class Checkpoint:
     def save(self) -> None:
         """Save now, whatever the time; called by all workers behind the same step. The writing goes
         on in the background (`wait`)."""
-        if self._cut is not None:
-            call = self._cut.heard or self._cut.call(self.steps, stops=False)  # by all, here
-            self._save_at_cut(self._cut, call)
+        if not is_lockstep():
+            cut = self._cut_of_job()
+            self._save_at_cut(cut, cut.heard or cut.call(self.steps, stops=False))
             return
         if self._is_busy:
             raise UsageError(
@@ -194,6 +191,12 @@ class Checkpoint:
         self._num_saves += 1
         self._saved_at = step
         self._due.begin(self.steps)
+
+    def _cut_of_job(self) -> Cut:
+        if self._cut is None:
+            self._cut = Cut(self._job)
+            self._job.closers.append(self._say_farewell(self._cut))
+        return self._cut
 
     def _step_freely(self, cut: Cut, *, stops: bool) -> None:
         """Save where nobody waits for anybody, if it is time or somebody calls."""
