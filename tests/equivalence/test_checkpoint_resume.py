@@ -3,7 +3,6 @@ or with other workers, from the values that stood for all."""
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,9 @@ def train(pace: str, directory: str, until: int, resume: str = "auto") -> dict[s
     model, optimizer = pl.distribute(model, optimizer, pace=pace)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
     torch.manual_seed(100 + pl.rank())
-    checkpoint = pl.Checkpoint(directory, every=SAVED_AT, resume=resume, scheduler=scheduler)
+    checkpoint = pl.Checkpoint(
+        directory, every=SAVED_AT, resume=resume, model=model, scheduler=scheduler
+    )
     first = checkpoint.steps
     for _ in range(checkpoint.steps, until):
         x = torch.randn(6, 16)  # from the generator that was saved
@@ -77,7 +78,6 @@ def train_each(group: Group, paces: list[str], root: str, until: int) -> list[di
     found = []
     for number, pace in enumerate(paces):
         found.append(train(pace, f"{root}/{number}", until))
-        gc.collect()  # the next checkpoint is of the next model alone
     return found
 
 

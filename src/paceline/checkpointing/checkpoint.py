@@ -31,10 +31,9 @@ from paceline.checkpointing.contents import (
 from paceline.checkpointing.cut import Call, Cut
 from paceline.checkpointing.due import Due
 from paceline.checkpointing.meeting import meet_in
-from paceline.checkpointing.objects import saved_objects
+from paceline.checkpointing.objects import saved_models, saved_objects
 from paceline.checkpointing.teller import Teller
 from paceline.checkpointing.writer import Plan, Writer
-from paceline.data_parallel.distribute import distributed
 from paceline.elastic.protocol import Change, Parcel
 from paceline.errors import UsageError
 from paceline.job import current
@@ -53,9 +52,9 @@ class Checkpoint:
     keep       how many checkpoints stay in the directory
     resume     "auto": go on from the newest checkpoint that is whole, if there is one; "always":
                raise if there is none; "never": begin anew; "weights": load the models' values only
-    objects    by name: whatever else has `state_dict()` and `load_state_dict()`: a scheduler, a
-               GradScaler, an average of weights, a model that is not distributed; those given to
-               `pl.carry` are saved too
+    objects    by name: distributed models, if only these are to be saved; whatever else has
+               `state_dict()` and `load_state_dict()`: a scheduler, a GradScaler, an average of
+               weights, a model that is not distributed; those given to `pl.carry` are saved too
 
     Make it behind `pl.distribute`, as the last thing before the loop, and call `step()` at the end
     of each step. Models and optimizers that are distributed are in it, random generators of all
@@ -82,6 +81,7 @@ class Checkpoint:
         if resume not in RESUME:
             raise UsageError(f"Checkpoint(resume={resume!r}): expected one of {', '.join(RESUME)}")
         self._keep, self._root = keep, Path(directory).absolute()
+        self._models = saved_models(objects)
         self._objects = saved_objects(self._job, objects)
         self._group = self._job.worker_group("checkpoint")
         self._teller = Teller(self._job, self._root)
@@ -105,8 +105,7 @@ class Checkpoint:
     def steps(self) -> int:
         """How many steps were done so far, those of earlier runs among them; of several models, by
         the first one's optimizer."""
-        models = distributed()
-        return models[0][2].steps if models else self._calls
+        return self._models[0].steps if self._models else self._calls
 
     def step(self) -> None:
         """Count a step, behind everything that belongs to it; save if it is time.
@@ -115,7 +114,7 @@ class Checkpoint:
         """
         self._calls += 1
         stops = self._job.stopping.should_stop(alone=self._job.world.size == 1)
-        if not is_lockstep():
+        if not is_lockstep(self._models):
             self._step_freely(self._cut_of_job(), stops=stops)
             return
         is_due = self._due.is_due(self.steps, self._agree)
@@ -129,7 +128,7 @@ class Checkpoint:
     def save(self) -> None:
         """Save now, whatever the time; called by all workers behind the same step. The writing goes
         on in the background (`wait`)."""
-        if not is_lockstep():
+        if not is_lockstep(self._models):
             cut = self._cut_of_job()
             self._save_at_cut(cut, cut.heard or cut.call(self.steps, stops=False))
             return
@@ -150,7 +149,7 @@ class Checkpoint:
 
     @property
     def _is_busy(self) -> bool:
-        return any(succession.training.is_busy for _, _, succession in distributed())
+        return any(succession.training.is_busy for succession in self._models)
 
     def _save_together(self) -> None:
         """Save behind a step that all have done."""
@@ -164,7 +163,7 @@ class Checkpoint:
         self._note_save(self.steps)
 
     def _gather(self) -> Said:
-        return gather(self._job, self._objects, self.steps)
+        return gather(self._job, self._models, self._objects, self.steps)
 
     def _write(
         self,
@@ -214,14 +213,14 @@ class Checkpoint:
 
     @property
     def _is_bound(self) -> bool:
-        return any(succession.training.is_bound for _, _, succession in distributed())
+        return any(succession.training.is_bound for succession in self._models)
 
     @property
     def _reachable(self) -> int:
         """A step that all workers can arrive behind."""
         if not self._is_bound:
             return self.steps
-        return self.steps + max(one.limit - one.steps for _, _, one in distributed())
+        return self.steps + max(one.limit - one.steps for one in self._models)
 
     def _save_at_cut(self, cut: Cut, call: Call) -> None:
         started_s, said = time.perf_counter(), list[Said]()
@@ -241,7 +240,7 @@ class Checkpoint:
             cut.close()
             checkpoint = me()
             if checkpoint is not None and job.world.rank != 0:
-                cut.say_farewell(farewell(job, checkpoint.steps))
+                cut.say_farewell(farewell(job, checkpoint._models, checkpoint.steps))
 
         return say
 
@@ -267,10 +266,10 @@ class Checkpoint:
     def _restore(self, loaded: reading.Loaded, resume: str, notices: Sequence[str]) -> None:
         self.path = loaded.path
         if resume == "weights":
-            restore_weights(loaded)
+            restore_weights(loaded, self._models)
             self._teller.on_resume(loaded, 0, [*notices, "only the models' values"])
             return
-        mapped = restore(self._job, loaded, self._objects)
+        mapped = restore(self._job, loaded, self._models, self._objects)
         self._calls = steps_of(loaded, self._job.world.rank)
         self._saved_at = self.steps
         self._teller.on_resume(loaded, self.steps, [*notices, *mapped])

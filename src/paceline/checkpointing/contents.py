@@ -19,8 +19,8 @@ import torch
 from paceline.checkpoint.reading import Loaded
 from paceline.checkpointing.random_state import random_state, set_random_state
 from paceline.data.resumption import data_state, resume_data
-from paceline.data_parallel.distribute import distributed
 from paceline.data_parallel.restoring import SavedModel
+from paceline.data_parallel.succession import Succession
 from paceline.elastic.written import read_back, write_down
 from paceline.errors import CheckpointMismatch
 from paceline.job import Job
@@ -37,12 +37,12 @@ class Said:
     common: dict[str, Any]  # JSON; the first worker's counts
 
 
-def gather(job: Job, objects: Mapping[str, Any], steps: int) -> Said:
+def gather(job: Job, saved: Sequence[Succession], objects: Mapping[str, Any], steps: int) -> Said:
     """Return everything that a checkpoint has of this worker. Collective."""
     shared, mine, models = Tensors(), Tensors(), list[dict[str, Any]]()
     rank, size = job.world.rank, job.world.size
     own: dict[str, Any] = {"models": [], "steps": steps}
-    for number, (_, _, succession) in enumerate(distributed()):
+    for number, succession in enumerate(saved):
         picture = succession.take_picture()
         shared.update(_prefixed(picture.common, number))
         mine.update(_prefixed(picture.first, number))
@@ -63,7 +63,7 @@ def gather(job: Job, objects: Mapping[str, Any], steps: int) -> Said:
         "objects": written,
         "steps": steps,
         "steps_done": job.steps_done,
-        "is_lockstep": is_lockstep(),
+        "is_lockstep": is_lockstep(saved),
     }
     return Said({**mine, **_share(shared, size, rank)}, own, common)
 
@@ -84,29 +84,30 @@ def _own_or_common(content: Any, rank: int) -> Any:
     return common if own is None or common["is_lockstep"] else own
 
 
-def is_lockstep() -> bool:
+def is_lockstep(saved: Sequence[Succession]) -> bool:
     """Whether all workers are behind the same step at the same time."""
-    return not any(succession.training.is_free for _, _, succession in distributed())
+    return not any(succession.training.is_free for succession in saved)
 
 
-def farewell(job: Job, steps: int) -> dict[str, Any]:
+def farewell(job: Job, saved: Sequence[Succession], steps: int) -> dict[str, Any]:
     """Return what there is to say of a worker that leaves before the others: how far it is."""
-    counts = [{"steps": succession.steps} for _, _, succession in distributed()]
+    counts = [{"steps": succession.steps} for succession in saved]
     return {"has_left": True, "steps": steps, "models": counts, "data": data_state(job)}
 
 
-def restore(job: Job, loaded: Loaded, objects: Mapping[str, Any]) -> list[str]:
+def restore(
+    job: Job, loaded: Loaded, models: Sequence[Succession], objects: Mapping[str, Any]
+) -> list[str]:
     """Let everything go on from a checkpoint; return what was mapped, in words. Collective."""
     content, tensors = loaded.content, loaded.tensors
     common, owns = content["common"], content["workers"]
-    models = distributed()
     if len(models) != len(common["models"]):
         raise CheckpointMismatch(
             f"{loaded.path} has {len(common['models'])} distributed models, the script has"
-            f" {len(models)}; make it after all calls of pl.distribute"
+            f" {len(models)}; make it after all calls of pl.distribute, and give it the same ones"
         )
     notices: list[str] = []
-    for number, (_, _, succession) in enumerate(models):
+    for number, succession in enumerate(models):
         saved = _saved_model(content, tensors, number)
         notices += succession.restore(saved, _steps_of_model(content, number, job.world.rank))
     _restore_objects(loaded, common["objects"], objects)
@@ -123,9 +124,9 @@ def restore(job: Job, loaded: Loaded, objects: Mapping[str, Any]) -> list[str]:
     return notices
 
 
-def restore_weights(loaded: Loaded) -> None:
+def restore_weights(loaded: Loaded, models: Sequence[Succession]) -> None:
     """Load the models' values only: for a new training that begins with them."""
-    for number, (_, _, succession) in enumerate(distributed()):
+    for number, succession in enumerate(models):
         succession.restore_values(_saved_model(loaded.content, loaded.tensors, number))
 
 

@@ -1,4 +1,4 @@
-"""Which objects of the script are saved by name."""
+"""Which models and other objects of the script are saved."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.data_parallel.distribute import distributed
+from paceline.data_parallel.succession import Succession
 from paceline.errors import UsageError
 from paceline.job import Job
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
+def saved_models(given: Mapping[str, Any]) -> list[Succession]:
+    """Return the distributed models that are saved: those given by name, or all there are."""
+    known = distributed()
+    chosen = [one for model, one in known if any(thing is model for thing in given.values())]
+    return chosen or [one for _, one in known]
+
+
 def saved_objects(job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given objects, and those of `pl.carry`; not what is distributed anyway."""
-    pairs = [(model, optimizer) for model, optimizer, _ in distributed()]
+    pairs = [(model, one.optimizer) for model, one in distributed()]
     covered = {id(thing) for pair in pairs for thing in pair}
     found: dict[str, Any] = {}
     for name, thing in {**job.carried, **given}.items():

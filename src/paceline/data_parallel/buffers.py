@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,8 +88,7 @@ class Buffers:
             raise UsageError(f"buffers={policy!r}: choose one of {', '.join(POLICIES)}")
         self._group, self._engine, self._policy = group, engine, policy
         self._goes_on = goes_on
-        # Weakly: the training of a model must not keep it alive.
-        self._modules = weakref.WeakValueDictionary(model.named_modules())
+        self._modules = dict(model.named_modules())
         self._slots: list[_Slot] = []
         self._loose: list[_Slot] = []
         self._memory = torch.empty(0, dtype=torch.uint8)

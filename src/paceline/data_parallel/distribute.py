@@ -113,10 +113,9 @@ def distribute(
     return model, optimizer
 
 
-def distributed() -> list[tuple[nn.Module, torch.optim.Optimizer, Succession]]:
-    """Return the models that are distributed, in order, with their optimizers."""
-    found = [(model, one.optimizer, one) for model, one in list(_successions.items())]
-    return [(model, optimizer, one) for model, optimizer, one in found if optimizer is not None]
+def distributed() -> list[tuple[nn.Module, Succession]]:
+    """Return the models that are distributed, in order."""
+    return list(_successions.items())
 
 
 def _find_second_call(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:

@@ -538,7 +538,7 @@ class Training:
     def _take_down(self, model: nn.Module) -> None:
         """Let go of model and optimizer, also if only a part of it has been set up."""
         reducer, update = getattr(self, "reducer", None), getattr(self, "update", None)
-        serving: Serving | None = getattr(self, "_serving", None)
+        serving: Serving | None = getattr(self, "serving", None)
         if reducer is not None:
             reducer.close()
         compute_in_full(model)
