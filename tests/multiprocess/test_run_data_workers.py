@@ -170,3 +170,45 @@ def test_python_of_the_guide_is_one_script_with_data_workers_or_without(bench: W
         assert done.returncode == 0, done.stderr
         assert "[0] rank 0 evaluated 256 samples\n" in done.stdout
         assert ("without data workers" in done.stderr) == (not options)
+
+
+_SAVING = """
+    import sys
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+    import paceline as pl
+
+    class Noisy(Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            return torch.tensor([float(index), torch.rand(()).item()])
+
+    pl.init()
+    torch.manual_seed(7)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = pl.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    checkpoint = pl.Checkpoint("saved", every=4)
+    loader = DataLoader(Noisy(), batch_size=4, shuffle=True)
+    for batch in pl.shard(loader, seed=3, mode="pipeline"):
+        if checkpoint.steps >= 4:
+            print(pl.rank(), checkpoint.steps, batch.tolist(), flush=True)
+        model(batch).sum().backward()
+        optimizer.step()
+        checkpoint.step()
+        if checkpoint.steps == int(sys.argv[1]):
+            break
+    checkpoint.wait()
+"""
+
+
+def test_a_checkpoint_goes_on_with_other_data_workers(bench: Workbench) -> None:
+    script = bench.script(_SAVING)
+    whole = bench.run("run", "-n", "2", "--data-workers", "1", script, "7")
+    assert whole.returncode == 0, whole.stderr
+    resumed = bench.run("run", "-n", "2", "--data-workers", "2", script, "7")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "goes on from saved/step-000000004" in resumed.stderr
+    found = sorted(resumed.stdout.splitlines())
+    assert len(found) == 6 and found == sorted(whole.stdout.splitlines())

@@ -34,6 +34,7 @@ from paceline.checkpointing.meeting import meet_in
 from paceline.checkpointing.objects import saved_models, saved_objects
 from paceline.checkpointing.teller import Teller
 from paceline.checkpointing.writer import Plan, Writer
+from paceline.data_parallel.succession import Succession
 from paceline.elastic.protocol import Change, Parcel
 from paceline.errors import UsageError
 from paceline.job import current
@@ -81,6 +82,13 @@ class Checkpoint:
         if resume not in RESUME:
             raise UsageError(f"Checkpoint(resume={resume!r}): expected one of {', '.join(RESUME)}")
         self._keep, self._root = keep, Path(directory).absolute()
+        self._calls = 0  # of step(), where no model is distributed
+        self.path: Path | None = None  # what this run went on from
+        self._models: list[Succession] = []
+        if not self._job.env.is_data_worker:  # which has nothing to save, and serves in the loop
+            self._set_up(resume, objects)
+
+    def _set_up(self, resume: str, objects: Mapping[str, Any]) -> None:
         self._models = saved_models(objects)
         self._objects = saved_objects(self._job, objects)
         self._group = self._job.worker_group("checkpoint")
@@ -89,8 +97,6 @@ class Checkpoint:
         self._num_saves = 0  # of this job, alike on all workers
         self._saved_at = -1
         self._is_wanted = False  # a save waits until nothing is between the workers
-        self._calls = 0  # of step(), where no model is distributed
-        self.path: Path | None = None  # what this run went on from
         self._job.stopping.should_stop(alone=False)  # from now on SIGTERM asks
         if not self._job.elastic.is_candidate:
             self._begin(resume)
