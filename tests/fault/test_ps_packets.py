@@ -71,7 +71,7 @@ def abuse(_group: Group, aggregate: bool) -> int:
     rule = Rule(bound=0, aggregate=True) if aggregate else Rule(bound=None)
     table, num_refused = packed_table("abused", "topk:0.01", rule), 0
     [link] = job.current().servers
-    packet = table._packets.of(table._shards[0][0])
+    packet = table.packets.of(table._shards[0][0])
     table.items[0].grads[:SIZE] = torch.arange(SIZE)
     packet.fill(table.items[0].grads, 1)
 
@@ -129,7 +129,7 @@ def ask_for_means(_group: Group, codec: str) -> list[tuple[str, bool]]:
         [reply] = table.push(0, key=key).wait()
         expected = item.grads.clone()
         if key is not None:
-            packet = table._packets.of(table._shards[0][0])
+            packet = table.packets.of(table._shards[0][0])
             packet.contents.read(packet.payload, expected)
         is_right = torch.allclose(item.average, expected, rtol=0.02, atol=0.02)
         found.append((reply.codec, is_right))
