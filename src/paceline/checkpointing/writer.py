@@ -3,12 +3,12 @@
 Every worker writes its part; the first one waits for all parts and publishes. If one fails (a full
 disk), the save is given up and the one before stays what counts: training goes on, and is told.
 
-Threads: `start` and `wait` are the main thread's; one save is under way at a time.
+Threads: `start` and `wait` are the main thread's; one save is under way at a time. The thread has no
+lower priority: it would hold the interpreter's lock while others run.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,6 @@ from paceline.checkpointing.snapshot import SnapshotMemory
 from paceline.errors import CheckpointError, PacelineError
 
 _PARTS_S = 120.0  # how long the first worker waits for the parts of the others
-_NICE = 10  # the thread gives way to training
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,6 @@ class Writer:
         self.wait()
 
     def _run(self, plan: Plan, said: Said, stalled_s: float) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         started_s = time.perf_counter()
         outcome = Outcome(plan.step, 0.0, stalled_s)
         try:
