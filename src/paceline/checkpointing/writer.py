@@ -3,8 +3,8 @@
 Every worker writes its part; the first one waits for all parts and publishes. If one fails (a full
 disk), the save is given up and the one before stays what counts: training goes on, and is told.
 
-Threads: `start` and `wait` are the main thread's; one save is under way at a time. The thread has no
-lower priority: it would hold the interpreter's lock while others run.
+Threads: `start` and `wait` are the main thread's; one save is under way at a time. The thread has
+no lower priority: it would hold the interpreter's lock while others run.
 """
 
 from __future__ import annotations
