@@ -58,6 +58,7 @@ class Writer:
         self._memory = SnapshotMemory()
         self._thread: threading.Thread | None = None
         self._last: Outcome | None = None
+        self._given_up: list[Path] = []  # by the first worker; late ones may have come back to them
 
     def start(self, plan: Plan, said: Said, started_s: float) -> float:
         """Copy everything, and write it while training goes on; return how long that stalled it.
@@ -138,13 +139,17 @@ class Writer:
         )
         path = writing.publish(directory, described)
         retention.retain(plan.root, plan.keep, saved=path)
+        while self._given_up:  # by now all are through with those
+            staging.abandon(self._given_up.pop())
         return path, described.num_bytes
 
-    @staticmethod
-    def _give_up(directory: Path, number: int, error: PacelineError, *, is_first: bool) -> None:
+    def _give_up(
+        self, directory: Path, number: int, error: PacelineError, *, is_first: bool
+    ) -> None:
         """Leave nothing behind; the first worker hears of a part that will not come."""
         try:
             if is_first:
+                self._given_up.append(directory)
                 staging.abandon(directory)
             elif staging.outer_of(directory).is_dir():
                 writing.leave_failure(directory, number, str(error))
