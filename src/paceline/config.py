@@ -55,6 +55,7 @@ class JobEnv:
     on_loss: str = "shrink"  # of a worker: go on without it, or wait for one to "replace" it
     num_partitions: int = 0  # of the servers' tables
     replicas: int = 1  # servers that hold each partition
+    mesh: str = ""  # as it was asked for, "dp=2,tp=2"; see mesh.py
     job_id: str
     coordinator: str | None
     secret_file: str | None
@@ -103,7 +104,7 @@ class EngineConfig:
 _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
     *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS", "PRECISION"),
-    "DATA_WORKERS",
+    *("DATA_WORKERS", "MESH"),
 )
 ON_LOSS = ("shrink", "replace")
 
@@ -145,6 +146,7 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
         on_loss=_on_loss(environ),
         num_partitions=_count(environ, "PARTITIONS", num_servers),
         replicas=_count(environ, "REPLICAS", 1),
+        mesh=requested_mesh(environ) or "",
         job_id=environ.get("PACELINE_JOB") or _job_id(environ, source),
         coordinator=_coordinator(environ),
         secret_file=environ.get("PACELINE_SECRET_FILE") or None,
@@ -211,6 +213,12 @@ def requested_precision(environ: Mapping[str, str] | None = None) -> str | None:
     """Return what PACELINE_PRECISION asks for, or None; it wins over the script's own."""
     environ = os.environ if environ is None else environ
     return environ.get("PACELINE_PRECISION", "").strip() or None
+
+
+def requested_mesh(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the mesh that PACELINE_MESH asks for, or None; it wins over the script's own."""
+    environ = os.environ if environ is None else environ
+    return environ.get("PACELINE_MESH", "").strip() or None
 
 
 def describe(env: JobEnv) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from paceline import _core
@@ -31,7 +32,9 @@ from paceline.cluster.rendezvous import (
     establish,
     establish_from_store,
 )
+from paceline.collectives.column import Column
 from paceline.collectives.group import Group
+from paceline.collectives.mates import Mates
 from paceline.collectives.memory import allocate
 from paceline.collectives.topology import Fabric
 from paceline.config import (
@@ -46,6 +49,7 @@ from paceline.contribution import Contribution
 from paceline.elastic.carried import Carried
 from paceline.elastic.session import Elastic
 from paceline.errors import ConfigError, SetupError, UsageError
+from paceline.mesh import Mesh
 from paceline.ps import connection
 from paceline.ps.lasting import connect
 from paceline.ps.link import ServerLink
@@ -71,10 +75,113 @@ class Job:
     stopping: Stopping = field(default_factory=Stopping)
     carried: dict[str, Any] = field(default_factory=dict)  # the script's objects, by name
     closers: list[Callable[[], None]] = field(default_factory=list)  # called before it is left
+    num_checkpoints: int = 0  # that the script has made, for their names
+    mesh: Mesh | None = None  # how the workers share data and model; None: each has a whole model
+    # On a mesh: of each of these notes, whether anybody has it who holds a part of the same model.
+    ask_unit: Callable[[list[bool]], list[bool]] = lambda notes: notes
+    has_shared_data: bool = False  # pl.shard was called: who gets which batches is settled
+    _mates: Mates | None = None  # this process's unit, when it is known
+    _views: dict[str, Job] = field(default_factory=dict)
+    _whole: Job | None = None  # of a view: what it is a view of
 
     def worker_group(self, name: str) -> Group:
         """Form a group of all workers for one use; in an elastic job it follows their changes."""
         return worker_group(self.fabric, name, self.elastic.is_on)
+
+    # -- meshes -------------------------------------------------------------------------------
+
+    def use(self, mesh: Mesh) -> None:
+        """Settle how the workers share data and model; the same for the whole life of the job."""
+        if self.mesh == mesh:
+            return
+        if self.mesh is not None:
+            raise UsageError(
+                f"mesh {mesh}: this job has the mesh {self.mesh} already, and a job has one; give"
+                " all models the same, or train them in jobs of their own"
+            )
+        mesh.require(self.env.world_size)
+        if self.elastic.is_on and mesh.unit_size > 1:
+            raise UsageError(
+                f"mesh {mesh} in an elastic job: who is lost and replaced together must be known"
+                f" from the start; start it with --mesh {mesh}"
+            )
+        if self.has_shared_data and mesh.unit_size > 1:
+            raise UsageError(
+                f"mesh {mesh}: pl.shard was called before pl.distribute(..., mesh=...), when every"
+                " worker was to get batches of its own; call it behind, or start the job with"
+                f" --mesh {mesh}"
+            )
+        self.mesh = mesh
+
+    @property
+    def column(self) -> Job:
+        """The job as those see it who hold the same part of the model."""
+        if self.mesh is None or self.mesh.unit_size == 1:
+            return self
+        return self._among(self.mesh.column(self.env.number), "column")
+
+    @property
+    def sharers(self) -> Job:
+        """The job as those see it of whom each has batches of its own: one of every pipeline or
+        tensor group."""
+        if self.mesh is None or self.mesh.pp * self.mesh.tp == 1:
+            return self
+        if self.mesh.fsdp == 1:
+            return self.column
+        return self._among(self.mesh.sharers(self.env.number), "sharers")
+
+    @property
+    def whole(self) -> Job:
+        """The job with all of its workers."""
+        return self._whole or self
+
+    def _among(self, numbers: Sequence[int], what: str) -> Job:
+        if what not in self._views:
+            seen = numbers
+            if self.mesh is not None and what == "column":
+                seen = _open_column(self.mesh, self.env.number)
+            fabric = Column(self.fabric, seen, f"{what} {numbers[0]}")
+            self._views[what] = replace(
+                self,
+                env=replace(self.env, world_size=len(numbers)),
+                fabric=fabric,
+                world=worker_group(fabric, "world", self.elastic.is_on),
+                _whole=self.whole,
+            )
+        return self._views[what]
+
+    @property
+    def place(self) -> str:
+        """What to add to a name that must not be the same for different parts of a model."""
+        if self.mesh is None or self.mesh.unit_size == 1:
+            return ""
+        return f" part {self.mesh.place_of(self.env.number)}"
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker speaks for all: the first there is."""
+        has_first_part = self.mesh is None or self.mesh.place_of(self.env.number) == 0
+        return self.world.rank == 0 and has_first_part
+
+    @property
+    def counts_batches(self) -> bool:
+        """Whether this worker speaks for its batches: on a mesh several get the same ones."""
+        mesh, number = self.mesh, self.env.number
+        return mesh is None or all(mesh.index(number, axis) == 0 for axis in ("pp", "tp"))
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        """The ranks of those who hold one copy of the model between them; without a mesh all."""
+        return self.world.ranks if self.mesh is None else self.unit_fabric.membership.ranks
+
+    @property
+    def unit_fabric(self) -> Fabric:
+        """The job as they see it, whoever else comes and goes: for groups among them."""
+        if self.mesh is None:
+            return self.fabric
+        if self._mates is None:
+            self._mates = _mates(self.fabric, self.mesh, self.env.number)
+        return self._mates
 
     @property
     def steps_done(self) -> int:
@@ -88,6 +195,7 @@ class Job:
         self.reporter.step_done(values, took_s, waited_s)
 
 
+_ALL = 1 << 30  # more than there are workers
 _job: Job | None = None
 _lock = threading.Lock()
 
@@ -191,7 +299,16 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         if not env.is_newcomer:  # who is linked when it has been let in
             fabric.link_neighbours()
         reporter = Reporter(env.rank, rendezvous.agent.report, engine.bytes_sent)
-        elastic = Elastic(fabric, rendezvous.agent, env)
+        mesh = Mesh.parse(env.mesh) if env.mesh and env.role == "worker" else None
+        mates: Mates | None = None
+        peers = fabric  # from whom a newcomer has its state: who hold the same part of the model
+        if mesh is not None and mesh.unit_size > 1 and env.is_elastic:
+            numbers = _open_column(mesh, env.number)
+            peers = Column(fabric, numbers, f"column {numbers[0]}")
+            mates = _mates(fabric, mesh, env.number)
+            if env.is_newcomer:
+                mates = _meet_mates(env, mesh, fabric, rendezvous.agent, config.join_timeout_s)
+        elastic = Elastic(peers, rendezvous.agent, env, mates)
         elastic.next_step = lambda: reporter.steps_done + 1
         if env.role != "worker":  # it works with each worker, and with nobody as a group
             alone = Group(fabric, (env.rank,))
@@ -200,7 +317,10 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         news = rendezvous.agent if elastic.is_on else None
         servers = connect(fabric, news, elastic.interrupt_wait)
         connection.establish(fabric, servers)
-        return Job(env, rendezvous, fabric, world, reporter, elastic, servers)
+        job = Job(env, rendezvous, fabric, world, reporter, elastic, servers, mesh=mesh)
+        job._mates = mates
+        elastic.wants_stop = job.stopping.is_wanted
+        return job
     except BaseException:
         if listener is not None:
             listener.close()
@@ -210,6 +330,35 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
 def _membership(env: JobEnv, agent: AnyAgent, me: Member, timeout_s: float) -> Membership:
     """Join the job; a newcomer only looks at it, until it has something to join with."""
     return agent.look() if env.is_newcomer else agent.join(me, timeout_s)
+
+
+def _open_column(mesh: Mesh, number: int) -> range:
+    """Return the numbers of a worker's column, those of units that may come later among them."""
+    return range(mesh.place_of(number), _ALL, mesh.unit_size)
+
+
+def _mates(fabric: Fabric, mesh: Mesh, number: int) -> Mates:
+    """Find a worker's unit in the membership."""
+    numbers, members = mesh.unit(number), fabric.membership.members
+    return Mates(fabric, [one for one in members if one.role == "worker" and one.number in numbers])
+
+
+def _meet_mates(
+    env: JobEnv, mesh: Mesh, fabric: Fabric, agent: AnyAgent, timeout_s: float
+) -> Mates:
+    """Meet the other newcomers of this unit, through the coordinator: none of them is in yet.
+
+    The ranks of a unit are in a row (cluster/places.py), and never given to others.
+    """
+    first = env.rank - mesh.place_of(env.number)
+    agent.store_set(_mate_key(env.rank), msgspec.msgpack.encode(fabric.me))
+    others = [rank for rank in range(first, first + mesh.unit_size) if rank != env.rank]
+    found = [agent.store_get(_mate_key(rank), timeout_s) for rank in others]
+    return Mates(fabric, [fabric.me, *(msgspec.msgpack.decode(one, type=Member) for one in found)])
+
+
+def _mate_key(rank: int) -> str:
+    return f"paceline/mate {rank}"
 
 
 def worker_group(fabric: Fabric, name: str, is_elastic: bool) -> Group:

@@ -5,8 +5,10 @@
     torchrun, file://, an explicit store      rank 0 publishes the job's address and secret through
                                               that store; the default group's end is the job's
 
-The first process group of torch spans the whole job; its ranks are the job's ranks. Both kinds can
-be destroyed and initialised again in one process.
+The first process group of torch spans the whole job; its ranks are the job's ranks. On a mesh it
+spans the processes that hold one copy of the model between them (mesh.py), so that whatever torch
+does with the parts of a model stays among them. Both kinds can be destroyed and initialised again
+in one process.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ def control_plane_rendezvous(url: str) -> Iterator[tuple[Store, int, int]] | Non
         return None
     asked = parse_qs(urlparse(url).query)
     mine = job.init()
-    for name, number in (("rank", mine.env.rank), ("world_size", mine.world.size)):
+    unit = mine.unit
+    rank, world_size = unit.index(mine.env.rank), len(unit)
+    for name, number in (("rank", rank), ("world_size", world_size)):
         if int(asked.get(name, [number])[0]) != number:
             return None  # a rendezvous of its own, among other processes than the job's
-    rank, world_size = mine.env.rank, mine.world.size
-    store, _ = fresh_part(control_store(mine.rendezvous.agent), "torch", world_size)
+    purpose = "torch" if mine.mesh is None else f"torch {unit[0]}"
+    store, _ = fresh_part(control_store(mine.rendezvous.agent), purpose, world_size)
     return iter([(store, rank, world_size)])
 
 
@@ -57,7 +61,8 @@ def create_group(options: Any, pg_options: Any = None) -> PacelineProcessGroup:
     if not ranks:
         return _create_default(options, timeout_s)
     mine = job.current()
-    return PacelineProcessGroup(Group(mine.fabric, ranks, timeout_s), options.store)
+    members = [mine.unit[rank] for rank in ranks]
+    return PacelineProcessGroup(Group(mine.unit_fabric, members, timeout_s), options.store)
 
 
 def _create_default(options: Any, timeout_s: float) -> PacelineProcessGroup:
@@ -67,13 +72,15 @@ def _create_default(options: Any, timeout_s: float) -> PacelineProcessGroup:
         mine = job.init()
     if mine is None:
         mine, is_torchs_own = _join(options.store, rank, world_size, timeout_s), True
-    if (mine.env.rank, mine.world.size) != (rank, world_size):
+    unit = mine.unit
+    if (unit.index(mine.env.rank), len(unit)) != (rank, world_size):
         raise UsageError(
             f"init_process_group(rank={rank}, world_size={world_size}) in a process that is rank"
-            f" {mine.env.rank} of {mine.world.size} of a Paceline job: the first process group"
-            " spans the whole job; call init_process_group() without them"
+            f" {unit.index(mine.env.rank)} of {len(unit)} of a Paceline job: the first process"
+            " group spans the whole job (on a mesh: one copy of the model); call"
+            " init_process_group() without them"
         )
-    group = Group(mine.fabric, mine.world.ranks, timeout_s)
+    group = Group(mine.unit_fabric, unit, timeout_s)
     return PacelineProcessGroup(group, options.store, job.shutdown if is_torchs_own else None)
 
 

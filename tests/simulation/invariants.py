@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cluster import messages as m
 from paceline.cluster.decisions import State
 from paceline.cluster.member import Membership
+from paceline.cluster.units import RETIRED
 from paceline.ps.replication import Role
 from simulation.world import Violation
 from support.history import History, Sight, find_stale, find_violations
@@ -76,8 +77,24 @@ class Oracle:
             self.counted["primaries changed"] += sum(a[0] != b[0] for a, b in moved)
         for partition, holders in enumerate(now.partitions):
             self.require(bool(holders), "partition {} is without a holder, but goes on", partition)
-        for loss in changed.lost:
+        causes = [loss for loss in changed.lost if not loss.why.startswith(RETIRED)]
+        for loss in causes or changed.lost:
             self._explain(loss)
+        self._check_units(changed)
+
+    def _check_units(self, changed: m.Changed) -> None:
+        """Units come and go whole."""
+        size, now = self.job.policy.unit_size, changed.membership
+        numbers = set(now.worker_numbers)
+        broken = [
+            n for n in numbers if not numbers.issuperset(range(n - n % size, n - n % size + size))
+        ]
+        self.require(not broken, "generation {} has parts of units: {}", now.generation, broken)
+        bases = {one.rank - one.number % size for one in now.members if one.role == "worker"}
+        mixed = len(bases) * size != len(numbers)
+        self.require(not mixed, "generation {} has units of several lives", now.generation)
+        units = {loss.number // size for loss in changed.lost if loss.role == "worker"}
+        self.counted["units lost"] += len(units)
 
     def _explain(self, loss: m.Loss) -> None:
         """Nobody may be lost without a reason."""

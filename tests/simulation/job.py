@@ -29,6 +29,7 @@ from simulation.lockstep import LockstepWorker
 from simulation.member import SimMember
 from simulation.network import Network
 from simulation.server import SimServer
+from simulation.unit_worker import UnitWorker
 from simulation.worker import SimWorker
 from simulation.world import World
 
@@ -44,6 +45,7 @@ class Cores:
     replica: Any = Replica
     books: Any = Unanswered
     judge: Any = judge
+    unit_worker: Any = UnitWorker
     announces_first: bool = False
     accuses_once: bool = False
 
@@ -68,8 +70,11 @@ class Plan:
 
 
 def plan(seed: int) -> Plan:
-    """Draw a job; one in ten is about fencing, and one in ten about workers without servers."""
+    """Draw a job; one in ten is about fencing, one in ten about workers without servers, and one in
+    ten about units of them."""
     dice = World(seed).stream("plan")
+    if seed % 10 == 7:
+        return _draw_units(seed, dice)
     if seed % 5 == 4:
         return _draw_fencing(seed, dice) if seed % 10 == 9 else _draw_lockstep(seed, dice)
     return _draw_any(seed, dice)
@@ -96,6 +101,22 @@ def _draw_lockstep(seed: int, dice: random.Random) -> Plan:
         heal_s=heal_s,
         faults=[_among_workers(fault) for fault in faults],
     )
+
+
+def _draw_units(seed: int, dice: random.Random) -> Plan:
+    """Workers of a mesh, of which some have a copy of the model between them."""
+    size, num = dice.choice([2, 2, 3]), dice.choice([2, 3, 4])
+    drawn = _draw_lockstep(seed, dice)
+    policy = Policy(
+        num_workers=size * num,
+        is_elastic=True,
+        min_workers=size,
+        max_workers=size * (num + 1),
+        on_loss=dice.choice(["shrink", "replace"]),
+        reserve_s=8.0,
+        mesh=f"dp={num},tp={size}",
+    )
+    return replace(drawn, policy=policy, mode="units")
 
 
 def _among_workers(fault: Fault) -> Fault:
@@ -183,8 +204,8 @@ class SimJob:
 
     def make_member(self, place: Place, *, is_newcomer: bool) -> SimMember:
         make: type[SimMember] = SimWorker if place.role == "worker" else SimServer
-        if self.mode == "lockstep":
-            make = LockstepWorker
+        in_lockstep = {"lockstep": LockstepWorker, "units": self.cores.unit_worker}
+        make = in_lockstep.get(self.mode, make)
         host = self.plan.hosts[place.rank % len(self.plan.hosts)]
         if is_newcomer:
             host = self._dice.choice(self.plan.hosts)
@@ -214,7 +235,7 @@ class SimJob:
                 not missing, "{} s after the last fault {}", LIVENESS_S, "; ".join(missing)
             )
             self.oracle.check_counts()
-            if self.mode == "lockstep":
+            if self.mode in ("lockstep", "units"):
                 self.oracle.check_logs()
             else:
                 self._finish()

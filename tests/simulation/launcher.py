@@ -127,8 +127,9 @@ class Launcher(Process):
         policy = self.job.policy
         message: tuple[Any, ...]
         if what == "scale":
-            span = policy.max_workers - policy.min_workers + 1
-            message = ("wish", "scale", policy.min_workers + int(pick * span))
+            size = policy.unit_size
+            span = (policy.max_workers - policy.min_workers) // size + 1
+            message = ("wish", "scale", policy.min_workers + size * int(pick * span))
         elif what == "add server":
             message = ("wish", "add_servers", 1)
         else:

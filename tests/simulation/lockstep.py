@@ -46,6 +46,19 @@ class LockstepWorker(SimMember):
         self._is_unwanted = False
         self._is_under_way = False  # our part of the point was sent
 
+    def circle(self, membership: Membership) -> tuple[int, ...]:
+        """The workers of a membership that train the same parameters."""
+        return membership.workers
+
+    def acquaintances(self, membership: Membership) -> tuple[int, ...]:
+        """The workers of a membership that this one speaks with."""
+        return membership.workers
+
+    @property
+    def unit(self) -> int:
+        """The name under which its samples count."""
+        return self.rank
+
     @property
     def additions(self) -> int:
         return len(self.log)
@@ -53,7 +66,7 @@ class LockstepWorker(SimMember):
     # -- the mesh -----------------------------------------------------------------------------
 
     def on_membership(self, membership: Membership) -> None:
-        for peer in membership.workers:
+        for peer in self.acquaintances(membership):
             if self.rank < peer and peer not in self._peers and peer not in self._broken:
                 name = self.job.by_rank[peer].name
                 self.network.connect(self, name, f"pair {self.rank} {peer}", pulses=True)
@@ -66,7 +79,7 @@ class LockstepWorker(SimMember):
 
     def _has_lost(self, membership: Membership) -> bool:
         assert self.settled is not None
-        return any(rank not in membership.ranks for rank in self.settled.workers)
+        return any(rank not in membership.ranks for rank in self.circle(self.settled))
 
     def on_changed(self, changed: m.Changed) -> None:
         self._losses |= {loss.rank: loss for loss in changed.lost}
@@ -119,7 +132,7 @@ class LockstepWorker(SimMember):
 
     def _all(self, kind: str, membership: Membership, point: int) -> dict[int, Any] | None:
         said = self._heard[kind, membership.workers_since, point]
-        return said if all(rank in said for rank in membership.workers) else None
+        return said if all(rank in said for rank in self.circle(membership)) else None
 
     # -- points -------------------------------------------------------------------------------
 
@@ -128,14 +141,14 @@ class LockstepWorker(SimMember):
         assert self.settled is not None
         if self._is_under_way or self._meeting is not None:
             return
-        if self._broken & set(self.settled.workers) or self._missed & set(self.settled.workers):
-            self._look_for_change()
+        if (self._broken | self._missed).intersection(self.circle(self.settled)):
+            self._cannot_begin()
             return
         self._is_under_way = True
         point = len(self.log)
         self._cut = self._cut or self.settled.workers_since
         assert self.membership is not None
-        due, part = self.membership.workers_since, (self.rank, point, self._cut)
+        due, part = self.membership.workers_since, (self.unit, point, self._cut)
         self._say("part", self.settled.workers_since, point, (part, due))
         self._go_on()
 
@@ -145,9 +158,14 @@ class LockstepWorker(SimMember):
         parts = self._all("part", self.settled, point)
         if parts is None:
             return
-        said = [parts[rank] for rank in self.settled.workers]
-        self._pass(frozenset(part for part, _ in said))
-        if min(due for _, due in said) > self.settled.workers_since:
+        said = [parts[rank] for rank in self.circle(self.settled)]
+        self._complete(frozenset(part for part, _ in said), min(due for _, due in said))
+
+    def _complete(self, result: frozenset[Part], due: int) -> None:
+        """All parts are there; `due` is the newest membership that all know of."""
+        assert self.settled is not None
+        self._pass(result)
+        if due > self.settled.workers_since:
             self._look_for_change()  # agreed: all know of the next membership
         else:
             self.after(self.dice.uniform(0.02, 0.2), self._begin)
@@ -164,10 +182,14 @@ class LockstepWorker(SimMember):
 
     # -- changes ------------------------------------------------------------------------------
 
+    def _cannot_begin(self) -> None:
+        """Somebody of the circle is lost already."""
+        self._look_for_change()
+
     def _fail(self, rank: int) -> None:
         """A collective operation cannot succeed any more if that rank takes part in it."""
         now = self._meeting or self.settled
-        if now is not None and rank in now.workers:
+        if now is not None and rank in self.circle(now):
             self._look_for_change()
 
     def _look_for_change(self) -> None:
@@ -184,7 +206,7 @@ class LockstepWorker(SimMember):
             self._meet_on()
 
     def _status(self, membership: Membership) -> Status:
-        workers = self.settled.workers if self.settled is not None else ()
+        workers = self.circle(self.settled) if self.settled is not None else ()
         gone = [rank for rank in workers if rank not in membership.ranks]
         return Status(
             rank=self.rank,
@@ -208,7 +230,7 @@ class LockstepWorker(SimMember):
                 self.oracle.over(why)
                 self.exit(why)  # as Elastic._refuse_to_begin does
                 return
-            self._verdict = self.job.cores.judge([statuses[rank] for rank in meeting.workers])
+            self._verdict = self.job.cores.judge([statuses[rank] for rank in self.circle(meeting)])
             # Whoever has begun the point has computed its part: the others follow that cut.
             begun = [s.told["cut"] for s in statuses.values() if s.passed == self._verdict.passed]
             self._next_cut = max(begun)
@@ -228,7 +250,10 @@ class LockstepWorker(SimMember):
             self._meeting, self._cut = None, self._next_cut
             self.oracle.counted["changes in lockstep"] += 1
             self.oracle.counted["workers caught up"] += len(verdict.behind)
-            self._settle(meeting)
+            self._met(meeting)
+
+    def _met(self, membership: Membership) -> None:
+        self._settle(membership)
 
     def _settle(self, membership: Membership) -> None:
         self.settled, self._is_new = membership, False

@@ -9,11 +9,14 @@ from typing import Any
 import msgspec
 
 from paceline.cluster.leases import UNBEARABLE, Finding, Leases
+from paceline.cluster.member import Membership
 from paceline.cluster.roster import Roster
 from paceline.elastic.verdict import Status, Verdict, judge
 from paceline.ps.replication import Entry, FillStart, Message, Replica
 from paceline.ps.unanswered import Content, Numbered, Unanswered
 from simulation.job import Cores
+from simulation.lockstep import LockstepWorker, Part
+from simulation.unit_worker import UnitWorker
 
 # -- replication --------------------------------------------------------------------------------
 
@@ -159,6 +162,14 @@ class EvictsTheSilent(Roster):
         self._leases.__class__ = _Impatient
 
 
+class LosesOne(Roster):
+    """Lets the rest of a unit stay when one of it is lost."""
+
+    def _lose_mates(self, *args: Any) -> list[Any]:
+        del args
+        return []
+
+
 # -- clients ------------------------------------------------------------------------------------
 
 
@@ -184,6 +195,21 @@ class GivesUp(Unanswered[Content]):
 def leaves_behind(statuses: Sequence[Status]) -> Verdict:
     """Let those who are behind take a point alone that others have passed."""
     return msgspec.structs.replace(judge(statuses), behind=())
+
+
+class PassesAlone(UnitWorker):
+    """Passes a point when its own column has."""
+
+    def _complete(self, result: frozenset[Part], due: int) -> None:
+        LockstepWorker._complete(self, result, due)
+
+
+class SettlesAlone(UnitWorker):
+    """Goes on in a membership in which its mates may not be."""
+
+    def _met(self, membership: Membership) -> None:
+        self._seeks = False
+        self._settle(membership)
 
 
 @dataclass(frozen=True)
@@ -212,4 +238,7 @@ MUTANTS = {
     "gives up": Mutant(Cores(books=GivesUp), 0),
     "accuses once": Mutant(Cores(accuses_once=True), 87),
     "leaves behind": Mutant(Cores(judge=leaves_behind), 384),
+    "loses one of a unit": Mutant(Cores(roster=LosesOne), 37),
+    "passes points alone": Mutant(Cores(unit_worker=PassesAlone), 7),
+    "settles alone": Mutant(Cores(unit_worker=SettlesAlone), 297),
 }

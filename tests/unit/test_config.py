@@ -14,6 +14,7 @@ from paceline.config import (
     describe,
     job_env,
     process_start,
+    requested_mesh,
     requested_pace,
     runtime_dir,
 )
@@ -234,3 +235,10 @@ def test_engine_settings_come_from_the_environment():
 def test_bad_engine_settings_are_named(name, value):
     with pytest.raises(ConfigError, match=f"(?i){name}"):
         EngineConfig.from_environ({f"PACELINE_{name}": value})
+
+
+def test_the_mesh_is_what_was_asked_for() -> None:
+    assert requested_mesh({}) is requested_mesh({"PACELINE_MESH": " "}) is None
+    assert requested_mesh({"PACELINE_MESH": "dp=2,tp=2 "}) == "dp=2,tp=2"
+    assert job_env({"PACELINE_MESH": "tp=2"}).mesh == "tp=2"
+    assert job_env({}).mesh == ""

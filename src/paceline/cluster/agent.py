@@ -26,6 +26,7 @@ import msgspec
 
 from paceline import errors
 from paceline.cluster import messages as m
+from paceline.cluster import units
 from paceline.cluster.contact import Contact, Identity
 from paceline.cluster.loop_thread import LoopThread
 from paceline.cluster.member import Member, Membership
@@ -267,22 +268,29 @@ class Agent(StoreCalls, PoolCalls):
         mine = [loss for loss in message.lost if loss.rank == self._rank]
         if mine:
             self._evict(mine[0].why)
-        elif self._learn(message.membership) and self.on_changed is not None:
-            self.on_changed(message)
+        elif self._is_news(message.membership):
+            if self.on_changed is not None:  # first: whoever sees the membership knows who is lost
+                self.on_changed(message)
+            self._learn(message.membership)
 
-    def _learn(self, membership: Membership) -> bool:
-        """Take in a membership; false when a newer one is known."""
+    def _is_news(self, membership: Membership) -> bool:
+        return self.membership is None or self.membership.generation < membership.generation
+
+    def _learn(self, membership: Membership) -> None:
+        """Take in a membership, unless a newer one is known."""
         with self._news:
-            known = self.membership
-            if known is not None and known.generation >= membership.generation:
-                return False
+            if not self._is_news(membership):
+                return
             self.membership = membership
             listed = [p for p, ranks in enumerate(membership.partitions) if self._rank in ranks]
             self._in_sync = {claim for claim in self._in_sync if claim[0] not in listed}
             self._news.notify_all()
-            return True
 
     def _evict(self, why: str) -> None:
+        if units.RETIRED in why:
+            text = f"rank {self._rank} is {why[why.index(units.RETIRED) :]}"
+            self._end(text, Evicted(text, rank=self._rank))
+            return
         text = (
             f"rank {self._rank} was taken for lost, and the others go on without it: {why};"
             " start it again, as a newcomer"

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from paceline.cluster import messages as m
+from paceline.cluster import units
 from paceline.cluster.decisions import State
 from paceline.cluster.leases import UNBEARABLE
 from paceline.cluster.member import Member, Membership
@@ -53,7 +54,7 @@ def urgent(
     layout = filled(layout_of(now).without(gone), policy.replicas, able)
     vacant = tuple(loss.rank for loss in kept)
     after = now.next(stay, layout.holders, layout.filling, vacant)
-    why = [f"{name_of(loss)} lost: {loss.why}" for loss in lost.values()]
+    why = _reasons(lost.values())
     why += [*left.values(), *(f"{who(one)} takes its place" for one in joined)]
     ranks = tuple(one.rank for one in joined)
     return Next(m.Changed(after, tuple(lost.values()), ranks, "; ".join(why)), tuple(kept))
@@ -70,6 +71,7 @@ def calm(
     layout = layout_of(now)
     held_open = {loss.number for loss in state.vacant}
     joined = [c for c in candidates.values() if c.role == "server" or c.number not in held_open]
+    joined = units.whole(policy, joined)
     let_go = unwished(state)
     members = [one for one in now.members if one.rank not in let_go] + joined
     why = [f"{who(one)} joined" for one in joined]
@@ -98,9 +100,9 @@ def verdict(policy: Policy, state: State, after: Next | None) -> str:
     membership = _membership(state) if after is None else after.changed.membership
     vacant = state.vacant if after is None else after.vacant
     losses = (*(after.changed.lost if after else ()), *vacant)
-    if not losses:
-        return ""
-    gone = "; ".join(f"{name_of(loss)} lost: {loss.why}" for loss in losses)
+    if not any(units.is_cause(loss.why) for loss in losses):
+        return ""  # nobody, or their scripts have failed: the launcher ends the job
+    gone = "; ".join(_reasons(losses))
     nobodys = layout_of(membership).lost
     if nobodys:
         return (
@@ -114,8 +116,37 @@ def verdict(policy: Policy, state: State, after: Next | None) -> str:
         return ""
     return (
         f"{alive} worker{' is' if alive == 1 else 's are'} left, expected at least {least}"
-        f"{'' if policy.on_loss == 'replace' else ' (--min)'}: {gone}"
+        f"{'' if policy.on_loss == 'replace' else ' (--min)'}: {gone}{_what_helps(policy, alive)}"
     )
+
+
+def _what_helps(policy: Policy, alive: int) -> str:
+    """Say what a job that has lost the state of its training should have been started with."""
+    if alive:
+        return ""
+    other = (
+        " a mesh with dp of at least 2, or with" if policy.num_workers == policy.unit_size else ""
+    )
+    other = other if policy.unit_size > 1 else ""
+    return (
+        "; nobody is left who has the state of the training: start the job again, with"
+        f"{other} --restarts 1 and a checkpoint, from which it goes on by itself"
+    )
+
+
+def _reasons(losses: Iterable[m.Loss]) -> list[str]:
+    """Name those who are lost by themselves; their mates only if nobody was."""
+    losses = list(losses)
+    causes = [loss for loss in losses if not loss.why.startswith(units.RETIRED)]
+    words = [f"{name_of(loss)} lost: {loss.why}" for loss in causes or losses]
+    mates = len(losses) - len(causes)
+    if causes and mates:
+        words[-1] += f", and {mates} worker{'s' if mates > 1 else ''} with {_its(len(causes))}"
+    return words
+
+
+def _its(count: int) -> str:
+    return "its unit" if count == 1 else "their units"
 
 
 def cost(policy: Policy, state: State, rank: int) -> int:
@@ -126,7 +157,7 @@ def cost(policy: Policy, state: State, rank: int) -> int:
         return UNBEARABLE
     workers = set(now.workers) - {loss.rank for loss in state.vacant}
     least = 1 if policy.on_loss == "replace" else policy.min_workers
-    if rank in workers and len(workers) - 1 < least:
+    if rank in workers and len(workers) - policy.unit_size < least:
         return UNBEARABLE
     return layout.load(rank) + layout.primaries(rank)
 

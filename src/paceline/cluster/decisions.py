@@ -21,6 +21,7 @@ class Place(msgspec.Struct, frozen=True):
     role: str
     number: int
     request: int = 0  # the id with which it was asked for
+    is_open: bool = False  # of a unit: nobody has asked for it yet, but for one of its mates
 
 
 class Wish(msgspec.Struct, frozen=True):

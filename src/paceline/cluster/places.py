@@ -1,7 +1,9 @@
 """The places of a job: which numbers of a role it wants, which are taken, which are given away.
 
 Functions from one `State` to the next. A number is FREE when no member has it and it is not given
-away; the number of a lost worker is free at once, so that a replacement can take it over.
+away; the number of a lost worker is free at once, so that a replacement can take it over. The
+places of a unit (units.py) are given away together, with ranks in a row, so that each of its
+members knows the ranks of the others; those that nobody has asked for yet stay OPEN.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from collections.abc import Collection
 
 import msgspec
 
+from paceline.cluster import units
 from paceline.cluster.decisions import Place, State, Wanted
 from paceline.cluster.member import Member
-from paceline.cluster.policy import Policy
+from paceline.cluster.policy import Policy, require_whole_units
 from paceline.errors import RendezvousError, UsageError
 
 
@@ -40,26 +43,49 @@ def reserve(
         raise RendezvousError("the job is still forming: its first members are not all there")
     if state.is_finishing or state.over:
         raise RendezvousError(f"the job is over: {state.over or 'its workers are finishing'}")
-    taken = _taken(state, role)
+    kept = {place.number: place for place in state.reserved if place.is_open and place.role == role}
+    taken = _taken(state, role) - set(kept)
     wished = _wished(state, role)
     if number is None:
         wanted = [n for n in wished if n not in taken]
-        number = wanted[0] if wanted else _smallest_free({*taken, *wished})
-    if number in taken:
-        raise RendezvousError(f"{role} {number} is there already, or on its way")
+        number = wanted[0] if wanted else _first_free(policy, role, {*taken, *wished})
+    if number in kept:
+        return _claim(state, kept[number], request)
+    numbers = units.unit(policy, number) if role == "worker" else (number,)
+    for mate in (number, *numbers):
+        if mate in taken:
+            raise RendezvousError(f"{role} {mate} is there already, or on its way")
     if number not in wished:
         most = policy.max_workers if role == "worker" else policy.max_servers
-        if len(wished) >= most:
+        if len(wished) + len(numbers) > most:
             raise RendezvousError(
                 f"the job has {len(wished)} {role}s, which is the most that it may have"
                 f" (--max{'-servers' if role == 'server' else ''} {most})"
             )
-        state = _wish(state, role, (*wished, number))
-    place = Place(state.next_rank, role, number, request)
+        state = _wish(state, role, (*wished, *numbers))
+    first = state.next_rank
+    places = tuple(Place(first + k, role, n, is_open=True) for k, n in enumerate(numbers))
     state = msgspec.structs.replace(
-        state, next_rank=state.next_rank + 1, reserved=(*state.reserved, place)
+        state, next_rank=first + len(places), reserved=(*state.reserved, *places)
     )
-    return place, state
+    return _claim(state, places[number - numbers[0]], request)
+
+
+def _claim(state: State, kept: Place, request: int) -> tuple[Place, State]:
+    """Give an open place to whoever asks for it."""
+    place = msgspec.structs.replace(kept, request=request, is_open=False)
+    others = tuple(place if one == kept else one for one in state.reserved)
+    return place, msgspec.structs.replace(state, reserved=others)
+
+
+def unit_places(policy: Policy, state: State, rank: int) -> tuple[Place, ...]:
+    """Return the reserved places of the unit for which a rank was given away; it comes first."""
+    place = place_of(state, rank)
+    if place is None:
+        return ()
+    numbers = units.unit(policy, place.number) if place.role == "worker" else (place.number,)
+    mates = (p for p in state.reserved if p.role == place.role and p.number in numbers)
+    return (place, *(mate for mate in mates if mate != place))
 
 
 def open_places(state: State) -> list[Wanted]:
@@ -70,7 +96,7 @@ def open_places(state: State) -> list[Wanted]:
         Wanted(role, number)
         for role in ("server", "worker")
         for number in _wished(state, role)
-        if number not in _taken(state, role)
+        if number not in _taken(state, role) or number in _open(state, role)
     ]
 
 
@@ -81,6 +107,7 @@ def scaled(policy: Policy, state: State, workers: int) -> State:
             f"-n {workers}: this job may have {policy.min_workers} to {policy.max_workers}"
             " (--min, --max)"
         )
+    require_whole_units(policy.mesh, "-n", workers)
     kept = state.workers[:workers]
     while len(kept) < workers:
         kept = _sorted((*kept, _smallest_free(kept)))
@@ -130,6 +157,14 @@ def _wish(state: State, role: str, numbers: tuple[int, ...]) -> State:
 
 def _sorted(numbers: Collection[int]) -> tuple[int, ...]:
     return tuple(sorted(set(numbers)))
+
+
+def _open(state: State, role: str) -> set[int]:
+    return {place.number for place in state.reserved if place.role == role and place.is_open}
+
+
+def _first_free(policy: Policy, role: str, taken: Collection[int]) -> int:
+    return units.free_unit(policy, taken)[0] if role == "worker" else _smallest_free(taken)
 
 
 def _smallest_free(taken: Collection[int]) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, UsageError
+from paceline.mesh import Mesh
 
 ON_LOSS = ("shrink", "replace")
 
@@ -24,6 +27,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     on_loss: str = "shrink"
     replicas: int = 1  # servers that hold each partition
     num_partitions: int = 0  # 0: as many as servers at the start
+    mesh: str = ""  # "": each worker has a copy of the model for itself
     silent_s: float = 2.0  # without a heartbeat for so long: everybody is told
     lease_s: float = 4.0  # silent for so long, or stopped for so long: lost
     stall_s: float = 30.0  # silent for so long although its process runs: lost
@@ -39,6 +43,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.num_workers} workers: expected at least --min {self.min_workers} (which is"
                 f" at least 1) and at most --max {self.max_workers}"
             )
+        for option, count in (("--min", self.min_workers), ("--max", self.max_workers)):
+            if self.is_elastic:
+                require_whole_units(self.mesh, option, count)
         if not 0 <= self.num_servers <= self.max_servers:
             raise ConfigError(
                 f"{self.num_servers} servers: expected at most --max-servers {self.max_servers}"
@@ -58,7 +65,30 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         """How many partitions the servers' tables have; 0 without servers."""
         return (self.num_partitions or self.num_servers) if self.num_servers else 0
 
+    @property
+    def unit_size(self) -> int:
+        """How many workers hold one copy of the model between them, and come and go together."""
+        return _parsed(self.mesh).unit_size
+
     @classmethod
     def fixed(cls, world_size: int, silent_s: float = 5.0) -> Policy:
         """The policy of a job that is not elastic; whatever the roles of its ranks are."""
         return cls(num_workers=world_size, max_workers=world_size, silent_s=silent_s)
+
+
+def require_whole_units(mesh: str, option: str, count: int) -> None:
+    """Refuse a number of workers that would leave a copy of the model incomplete."""
+    size = _parsed(mesh).unit_size
+    units, rest = divmod(count, size)
+    if rest:
+        terms = " x ".join(f"{axis} {length}" for axis, length in _parsed(mesh).inner)
+        raise UsageError(
+            f"{option} {count}: with mesh {mesh} workers come and go in units of {terms} = {size},"
+            f" and {count} = {units} x {size} + {rest}; give a multiple of {size}, such as"
+            f" {option} {(units + 1) * size}"
+        )
+
+
+@functools.cache
+def _parsed(mesh: str) -> Mesh:
+    return Mesh.parse(mesh) if mesh else Mesh()

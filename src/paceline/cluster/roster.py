@@ -12,7 +12,8 @@ that are there attach again, newcomers say Ready again, servers say InSync again
 Changes come in two kinds (changes.py): urgent ones are published at once, calm ones wait until
 every member works in the present generation. So members see one calm change at a time, and an
 urgent one may overtake it. A worker counts as working in the present generation when it works in
-one with the present workers: where partitions are it finds out by itself.
+one with the present workers: where partitions are it finds out by itself. The workers of a unit
+(units.py) come in one change, and go in one.
 
     learnt                              method
     a rank of the first crowd came      join (withdraw: it went before all were there)
@@ -35,7 +36,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from paceline.cluster import changes, places
+from paceline.cluster import changes, places, units
 from paceline.cluster import messages as m
 from paceline.cluster.assembly import Assembly
 from paceline.cluster.changes import who
@@ -153,7 +154,8 @@ class Roster:
                 return place, []
         place, state = places.reserve(self.policy, self.state, role, number, request)
         self.state = state
-        self._expiry_s[place.rank] = now_s + self.policy.reserve_s
+        for mate in places.unit_places(self.policy, state, place.rank):
+            self._expiry_s[mate.rank] = now_s + self.policy.reserve_s
         return place, self._settle(now_s)
 
     def ready(self, member: Member, now_s: float) -> list[Decision]:
@@ -177,36 +179,68 @@ class Roster:
 
     def lost(self, rank: int, why: str, now_s: float) -> list[Decision]:
         """Take in that a process or its connection ended without a word."""
-        self._release(rank)
+        told = self._give_up(rank, why)
         if not self.is_here(rank):
-            return self._settle(now_s)
+            return [*told, *self._settle(now_s)]
         assert self.membership is not None
         member = self.membership.member(rank)
-        loss = m.Loss(rank, member.number, member.role, member.where, why)
-        self._leases.end(rank)
-        told = Tell(m.Presence(rank, "lost", f"{member.where}: {why}"))
+        told += [self._lose(member, why), *self._lose_mates(member, why)]
+        return [*told, *self._settle(now_s)]
+
+    def _lose(self, member: Member, why: str, state: str = "lost") -> Decision:
+        """Take note of a loss, which the next change is about."""
+        loss = m.Loss(member.rank, member.number, member.role, member.where, why)
+        self._leases.end(member.rank)
         if self.policy.is_elastic:
             if changes.is_held_open(self.policy, self.state, loss):
                 self._remember(vacant=(*self.state.vacant, loss))
             else:
-                self._losses[rank] = loss
-        return [told, *self._settle(now_s)]
+                self._losses[member.rank] = loss
+        return Tell(m.Presence(member.rank, state, f"{member.where}: {why}"))
+
+    def _lose_mates(self, lost: Member, why: str, state: str = "lost") -> list[Decision]:
+        """Give up the rest of a lost worker's unit: it cannot go on without it.
+
+        When workers are finishing, what the others have still to do they do by themselves.
+        """
+        is_over = self.state.is_finishing or not self.policy.is_elastic
+        if lost.role != "worker" or self.policy.unit_size == 1 or is_over:
+            return []
+        assert self.membership is not None
+        numbers = units.unit(self.policy, lost.number)
+        reason = units.because_of(who(lost), why)
+        return [
+            self._lose(one, reason, state)
+            for one in self.membership.members
+            if one.role == "worker" and one.number in numbers and self.is_here(one.rank)
+        ]
 
     def left(self, rank: int, now_s: float, *, is_finished: bool = True) -> list[Decision]:
         """Take in that a member ended in good order; `is_finished`: its work is done."""
-        self._release(rank)
+        told = self._give_up(rank, "it left before it was in")
         if not self.is_here(rank):
-            return self._settle(now_s)
+            return [*told, *self._settle(now_s)]
         assert self.membership is not None
         member = self.membership.member(rank)
+        if self._breaks_its_unit(member, is_finished=is_finished):
+            told += [self._lose(member, units.LEFT, "left")]
+            told += self._lose_mates(member, units.LEFT, "left")
+            return [*told, *self._settle(now_s)]
         self._leases.end(rank)
-        told = Tell(m.Presence(rank, "left", "it ended in good order"))
+        told.append(Tell(m.Presence(rank, "left", "it ended in good order")))
         if self.policy.is_elastic:
             self._left[rank] = f"{who(member)} left"
             is_wished = changes.is_wished(self.state, member)
             if member.role == "worker" and is_finished and is_wished:
                 self._remember(is_finishing=True)
-        return [told, *self._settle(now_s)]
+        return [*told, *self._settle(now_s)]
+
+    def _breaks_its_unit(self, member: Member, *, is_finished: bool) -> bool:
+        """Say whether others cannot go on without one that leaves: then it counts as lost, but is
+        left to end by itself, with what it has to say."""
+        has_mates = member.role == "worker" and self.policy.unit_size > 1
+        is_missed = changes.is_wished(self.state, member) and not self.state.is_finishing
+        return self.policy.is_elastic and has_mates and is_missed and not is_finished
 
     # -- being there -------------------------------------------------------------------------
 
@@ -278,7 +312,7 @@ class Roster:
                     decisions += self.lost(finding.rank, finding.detail, now_s)
         for rank, until_s in list(self._expiry_s.items()):
             if now_s >= until_s and rank not in self._candidates:
-                self._release(rank)
+                decisions += self._give_up(rank, "nobody came for its place")
         return [*decisions, *self._settle(now_s), *self._explain_wait(now_s)]
 
     # -- wishes ------------------------------------------------------------------------------
@@ -387,6 +421,16 @@ class Roster:
         if self._expiry_s.pop(rank, None) is not None:
             left = tuple(place for place in self.state.reserved if place.rank != rank)
             self._remember(reserved=left)
+
+    def _give_up(self, rank: int, why: str) -> list[Decision]:
+        """Give up the place of a newcomer that is gone, and those of its mates, who are told."""
+        first, *mates = places.unit_places(self.policy, self.state, rank) or (None,)
+        if first is None:
+            return []
+        reason = units.because_of(f"{first.role} {first.number}", why)
+        for place in (first, *mates):
+            self._release(place.rank)
+        return [Tell(m.Presence(one.rank, "lost", reason)) for one in mates if not one.is_open]
 
     def _tell(self, found: Iterable[Finding]) -> list[Decision]:
         return [Tell(m.Presence(f.rank, f.state, f.detail)) for f in found]

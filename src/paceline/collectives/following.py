@@ -32,6 +32,7 @@ class FollowingGroup(Group):
 
     def follow(self, membership: Membership) -> None:
         """Be formed anew, when next used, if the workers are not the same any more."""
+        membership = self._fabric.seen(membership)
         if membership.workers_since <= self.generation and self._fabric.rank in self.ranks:
             return
         old = self._core

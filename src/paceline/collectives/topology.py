@@ -112,6 +112,10 @@ class Fabric:
 
         return FollowingGroup(self, name)
 
+    def seen(self, membership: Membership) -> Membership:
+        """Return a membership as far as it concerns this fabric: all of it (column.py)."""
+        return membership
+
     def follow(self, group: Follower) -> None:
         """Let a group know of changes, for as long as it lives."""
         self._followers.add(group)

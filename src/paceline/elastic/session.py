@@ -8,6 +8,9 @@ A change is ADOPTED by all workers of the new membership together: the groups ar
 tell their positions, and a donor sends its state to newcomers and to those who are behind. If
 somebody else is lost meanwhile, that begins again with the membership after it.
 
+On a mesh all of this happens among those who hold the same part of the model, in step with the
+other processes of the unit (unit.py).
+
 Threads: all of this runs on the main thread; the control thread only ends operations that wait for
 somebody who is lost (`Fabric.interrupt`).
 """
@@ -22,18 +25,21 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from paceline.cluster import units
 from paceline.cluster.agent import Agent
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.messages import Changed, Loss, Presence
 from paceline.cluster.notice import WaitNotice
 from paceline.cluster.rendezvous import AnyAgent
 from paceline.collectives.agreement import tell_all
+from paceline.collectives.mates import Mates
 from paceline.collectives.topology import Fabric
 from paceline.config import JobEnv
 from paceline.elastic import parcel
 from paceline.elastic.protocol import Change, Parcel, Participant
+from paceline.elastic.unit import ADOPTED, FAILED, PASSED, Ballot, UnitVote
 from paceline.elastic.verdict import Status, Verdict, judge
-from paceline.errors import PeerError, PeerLost, PeerTimeout, ProtocolError, TooLate
+from paceline.errors import Evicted, PeerError, PeerLost, PeerTimeout, ProtocolError, TooLate
 from paceline.telemetry.events import Note, Resumed
 
 T = TypeVar("T")
@@ -51,18 +57,25 @@ class Retired(SystemExit):
 class Elastic:
     """One worker's part in a job whose members change. In any other job it only passes through."""
 
-    def __init__(self, fabric: Fabric, agent: AnyAgent, env: JobEnv) -> None:
+    def __init__(
+        self, fabric: Fabric, agent: AnyAgent, env: JobEnv, mates: Mates | None = None
+    ) -> None:
+        """`fabric` has the workers that hold the same state; `mates`: the unit, on a mesh."""
         self.is_on = env.is_elastic and env.role == "worker"
         self.is_candidate = self.is_on and env.is_newcomer
         self.is_lockstep = True
         self.may_part = False  # workers may take any numbers of steps: nobody waits for anybody
         self.on_loss = env.on_loss
         self.next_step: Callable[[], int] = lambda: 0  # for messages: the step under way
+        self.wants_stop: Callable[[], bool] = lambda: False  # this process was asked to
         self.changes = 0  # adopted so far
         self.passed = 0  # points
         self.committed_steps: int | None = None  # free-running: of the number that was taken over
         self._fabric = fabric
         self._agent = agent
+        self._unit = None if mates is None else UnitVote(mates)
+        self._unit_size = 1 if mates is None else len(mates.membership.ranks)
+        self._speaks = mates is None or mates.membership.ranks[0] == fabric.rank
         self._participants: dict[str, Participant] = {}
         self._staged: dict[str, Participant] | None = None  # see `stage`
         self._raises = False  # see `raising`
@@ -145,7 +158,7 @@ class Elastic:
             return attempt()
         while True:
             try:
-                result = attempt()
+                result = attempt() if self._unit is None else self._attempt_together(attempt)
                 break
             except PeerError as error:
                 if self._adopt(error):
@@ -155,12 +168,44 @@ class Elastic:
         self._result = result
         return result
 
+    def _attempt_together(self, attempt: Callable[[], T]) -> T:
+        """Take a step with the column; it counts when the whole unit has taken it."""
+        assert self._unit is not None
+        failure: PeerError | None = None
+        try:
+            result = attempt()
+        except PeerError as error:
+            failure = error
+        counts = self._unit.has_passed(self._ballot(PASSED if failure is None else FAILED))
+        if failure is not None:
+            raise failure
+        if not counts:
+            raise PeerLost(
+                f"rank {self._fabric.rank}: others of its unit could not take this step: it is"
+                " taken again"
+            )
+        return result
+
+    def _ballot(self, state: int) -> Ballot:
+        since, newest = self._fabric.membership.workers_since, self._agent.membership
+        known = since if newest is None else newest.workers_since
+        return Ballot(state, since, self.passed, known, int(self.wants_stop()))
+
     @property
     def is_change_due(self) -> bool:
-        """Whether a membership has been announced that begins at the next boundary."""
+        """Whether a membership has been announced that begins at the next boundary. On a mesh: when
+        the unit last told each other, so that all columns say the same."""
         if not self.is_on or self._agent.membership is None:
             return False
-        return self._agent.membership.workers_since > self._fabric.membership.workers_since
+        newest = self._agent.membership.workers_since
+        if self._unit is not None:
+            newest = self._unit.newest
+        return newest > self._fabric.membership.workers_since
+
+    @property
+    def is_stop_due(self) -> bool:
+        """Whether this process was asked to stop; on a mesh: its unit, as with a change."""
+        return self.wants_stop() if self._unit is None else self._unit.wants_stop
 
     def boundary(self, *, agreed: bool) -> None:
         """Between two steps: adopt what is due, if the workers agreed that it is."""
@@ -207,9 +252,15 @@ class Elastic:
             membership = self._await_change(error)
             try:
                 self._enter(membership, started_s)
-                return self.passed > passed  # perhaps since an attempt that was cut off
+                if self._is_together():
+                    return self.passed > passed  # perhaps since an attempt that was cut off
+                error = None
             except PeerError as again:
                 error = again
+
+    def _is_together(self) -> bool:
+        """Say whether the whole unit is where this process is; else others are further."""
+        return self._unit is None or self._unit.is_together(self._ballot(ADOPTED))
 
     def _await_change(self, error: PeerError | None) -> Membership:
         """Wait for a membership with other workers than ours."""
@@ -250,7 +301,8 @@ class Elastic:
 
     def _enter(self, membership: Membership, started_s: float) -> None:
         """Meet the others in a membership."""
-        self._fabric.adopt(membership, self._losses)
+        self._fabric.adopt(membership, self._vanished())
+        membership = self._fabric.membership
         answers = tell_all(self._control, self._status(membership))
         statuses = [msgspec.convert(answer, Status) for answer in answers]
         if all(status.is_new for status in statuses):
@@ -271,6 +323,10 @@ class Elastic:
         )
         self._settled = membership
         self._finish(change, verdict, started_s)
+
+    def _vanished(self) -> list[int]:
+        """Those that may only be stopped; who has left with its unit ends by itself."""
+        return [rank for rank, loss in self._losses.items() if units.LEFT not in loss.why]
 
     def _status(self, membership: Membership) -> Status:
         workers = self._settled.workers
@@ -313,7 +369,7 @@ class Elastic:
             del self._losses[rank]
         assert isinstance(self._agent, Agent)
         self._agent.adopted(change.generation)
-        if self._fabric.rank == verdict.donor and not was_candidate:
+        if self._fabric.rank == verdict.donor and not was_candidate and self._speaks:
             self._tell_resumed(tuple(loss.rank for loss in change.lost), started_s, repeats=True)
 
     def _tell_resumed(self, lost: tuple[int, ...], started_s: float, *, repeats: bool) -> None:
@@ -322,7 +378,7 @@ class Elastic:
             Resumed(
                 self._fabric.rank,
                 self.next_step(),
-                len(workers),
+                len(workers) * self._unit_size,
                 lost,
                 took_s,
                 repeats and bool(lost),
@@ -343,6 +399,11 @@ class Elastic:
         except TooLate as error:  # nothing is wrong: there is nothing left to do
             sys.stderr.write(f"[paceline] rank {self._fabric.rank} is not needed: {error}\n")
             self._retire()
+        except Evicted as error:
+            if self._unit is None:
+                raise
+            sys.stderr.write(f"[paceline] {error}\n")  # a newcomer without its unit
+            raise Retired(0) from None
 
     def give_way(self, why: str) -> NoReturn:
         """End as a newcomer that cannot come in as it is; another one takes its place."""
@@ -363,16 +424,19 @@ class Elastic:
     def _come_in(self) -> None:
         assert isinstance(self._agent, Agent)
         started_s = time.monotonic()
-        membership = self._agent.ready(self._fabric.me)
+        membership, failure = self._agent.ready(self._fabric.me), None
         while True:
             try:
                 if self.is_lockstep:
                     self._enter(membership, started_s)
                 else:
                     self._enter_alone(membership)
-                return
-            except PeerError as error:  # noqa: PERF203  # each turn waits for others anyway
-                membership = self._await_change(error)
+                if self._is_together():
+                    return
+                failure = None
+            except PeerError as error:
+                failure = error
+            membership = self._await_change(failure)
 
     # -- free-running: nobody waits for anybody -----------------------------------------------
 
@@ -384,7 +448,8 @@ class Elastic:
         if fabric.rank not in newest.ranks:
             self._retire()
         before, started_s = fabric.membership, time.monotonic()
-        fabric.adopt(newest, self._losses)
+        fabric.adopt(newest, self._vanished())
+        newest = fabric.membership
         joined = [rank for rank in newest.workers if rank not in before.workers]
         if fabric.rank == _donor(newest, joined):
             for rank in joined:
@@ -412,7 +477,8 @@ class Elastic:
 
     def _enter_alone(self, membership: Membership) -> None:
         fabric = self._fabric
-        fabric.adopt(membership, self._losses)
+        fabric.adopt(membership, self._vanished())
+        membership = fabric.membership
         donor = _donor(membership, [fabric.rank])
         if donor is None:
             raise PeerLost(f"rank {fabric.rank}: no worker is left that could send its state")
