@@ -97,10 +97,10 @@ def is_alive(pid: int | str) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-def memory_cgroup(limit_bytes: int) -> Path | None:
+def memory_cgroup(limit_bytes: int, name: str = "test") -> Path | None:
     """Make a control group beside ours, in either version; None where that is not allowed."""
     for directory in cgroup_dirs("memory"):
-        group = directory / f"paceline-test-{os.getpid()}"
+        group = directory / f"paceline-{name}-{os.getpid()}"
         try:
             group.mkdir()
             for name in ("memory.max", "memory.limit_in_bytes"):

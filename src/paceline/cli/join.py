@@ -22,6 +22,7 @@ from paceline.launcher.machine import usable_cores
 from paceline.launcher.seat import Seat
 from paceline.launcher.servers import ServerPlan
 from paceline.launcher.spec import RunSpec
+from paceline.mesh import Mesh
 from paceline.pace.schedule import Schedule
 
 
@@ -97,6 +98,7 @@ def _spec(policy: Policy, words: list[str], is_module: bool, pace: Schedule | No
         num_workers=policy.num_workers,
         servers=ServerPlan(count=policy.num_servers, replicas=policy.replicas),
         pace=pace,
+        mesh=Mesh.parse(policy.mesh) if policy.mesh else None,
         elastic=ElasticPlan(
             min_workers=policy.min_workers,
             max_workers=policy.max_workers,

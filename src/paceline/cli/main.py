@@ -63,8 +63,11 @@ def run(
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own.")
     ] = None,
     num_workers: Annotated[
-        int, typer.Option("-n", "--workers", metavar="N", help="How many processes.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "-n", "--workers", metavar="N", help="How many processes; default: the mesh's, or 1."
+        ),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT names a module.")] = False,
     threads: Annotated[
         int | None,
@@ -123,6 +126,15 @@ def run(
             " until another has taken its place; default: shrink.",
         ),
     ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            "--restarts",
+            metavar="N",
+            help="When too few are left to go on, start all again, at most N times; the script goes"
+            " on from its last checkpoint. Default: 0.",
+        ),
+    ] = None,
     pace: Annotated[
         str | None,
         typer.Option(
@@ -140,6 +152,15 @@ def run(
             metavar="fp32|bf16|fp16",
             help="In which the models compute; parameters stay float32. Wins over the script's"
             " own.",
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--mesh",
+            metavar="AXIS=N[,...]",
+            help="How the processes share out data (dp) and model (pp stages, fsdp shards, tp"
+            " slices), such as dp=2,tp=2; wins over the script's own.",
         ),
     ] = None,
     env: Annotated[
@@ -169,8 +190,12 @@ def run(
     from paceline.launcher.elastic.plan import plan_changes
     from paceline.launcher.servers import plan_servers
     from paceline.launcher.spec import RunSpec, parse_env
+    from paceline.mesh import Mesh
     from paceline.pace.schedule import parse_schedule
 
+    grid = None if mesh is None else Mesh.parse(mesh)
+    if num_workers is None:
+        num_workers = 1 if grid is None else grid.num_workers
     planned = plan_servers(
         servers, num_workers=num_workers, replicas=replicas, threads=server_threads
     )
@@ -184,6 +209,7 @@ def run(
         data_workers=parse_data_workers(data_workers),
         pace=None if pace is None else parse_schedule(pace),
         precision=precision,
+        mesh=grid,
         env=parse_env(env or ()),
         log_dir=log_dir,
         elastic=plan_changes(
@@ -193,6 +219,8 @@ def run(
             max_workers=max_workers,
             max_servers=max_servers,
             on_loss=on_loss,
+            restarts=restarts,
+            mesh=grid,
             is_detached=detach,
         ),
         grace_s=grace_s,

@@ -63,6 +63,12 @@ def supervise(spec: RunSpec, logs: Logs | None, make: Callable[[Display], LocalJ
     patience_s: float | None = _PATIENCE_S
     try:
         job, outcome = _run_to_its_end(make, display)
+        most = spec.elastic.restarts if spec.elastic is not None else 0
+        for count in range(1, most + 1):
+            if not job.may_start_again(outcome):
+                break
+            display.say(_start_again(outcome, f"restart {count} of {most}"))
+            job, outcome = _run_to_its_end(make, display)
         _tell(job, outcome, display, spec)
         if outcome.interrupted_by is None:
             patience_s = None  # a slow reader gets every line, as from any other program
@@ -88,6 +94,14 @@ def _run_to_its_end(
         display.say(stamped(f"{who} was lost before the first step: all start again"))
     job = make(display)
     return job, asyncio.run(job.run())
+
+
+def _start_again(outcome: Outcome, which: str) -> str:
+    """Say that all start again, and because of whom."""
+    lost = outcome.lost[-1]
+    who = f"{lost.seat.role} {lost.seat.number} ({lost.status})"
+    words = f"too few are left to go on without {who}: all start again, and go on from their"
+    return stamped(f"{words} last checkpoint ({which})")
 
 
 def _close(display: Display, patience_s: float | None) -> bool:
@@ -145,6 +159,9 @@ def dry_run(spec: RunSpec) -> int:
     precision = spec.precision_in(inherited)
     if precision is not None:
         write(f"precision: {precision}, which wins over the script's own\n")
+    mesh = spec.mesh_in(inherited)
+    if mesh is not None:
+        write(f"mesh: {mesh}, which wins over the script's own\n")
     if spec.log_dir is not None:
         write(f"logs: {spec.log_dir}/{_log_names(spec)}\n")
     return 0

@@ -136,6 +136,10 @@ class Crew:
         """Say whether the last that a process printed was an exception."""
         return bool(self._result(process.seat.rank).last_exception)
 
+    def is_consequence(self, process: RankProcess) -> bool:
+        """Say whether an ended process died of what happened to another one."""
+        return self._result(process.seat.rank).is_consequence
+
     def failures(self) -> list[RankResult]:
         """Return those that failed by themselves, in the order of their end."""
         results = [self._result(rank) for rank in self._ended if rank not in self._excused]

@@ -114,7 +114,8 @@ def process_environ(
 
     Threads of a worker: the option wins, then what the user exported, then an even share of the
     cores; without a limit every rank would start one thread per core and they would fight for them.
-    Pace and precision: the option, else what the user exported; ConfigError when that is none.
+    Mesh, pace and precision: the option, else what the user exported; ConfigError when that is
+    none. The mesh is told to servers too: it says which workers share a table.
     """
     environ = without_foreign_ranks(base)
     # Lines of a killed rank must not be lost in its buffer, and the screen should show them live.
@@ -125,6 +126,9 @@ def process_environ(
     environ.update(seat_variables(seat, *counts, where, spec.data_workers))
     if spec.elastic is not None:
         environ.update(spec.elastic.variables(spec.servers))
+    mesh = spec.mesh_in(base)
+    if mesh is not None:
+        environ["PACELINE_MESH"] = str(mesh)
     if seat.is_server:
         return for_server(environ, spec.env, spec.servers.threads)
     if seat.is_data_worker:

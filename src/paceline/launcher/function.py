@@ -54,15 +54,18 @@ _STOP_GRACE_S = 1.0
 def launch(
     function: Callable[..., object],
     *args: object,
-    workers: int = 2,
+    workers: int | None = None,
     servers: int = 0,
     data_workers: int | Sequence[int] = 0,
     pace: str | None = None,
+    mesh: str | None = None,
     env: Mapping[str, str] | None = None,
     threads: int = 1,
     timeout_s: float | None = None,
 ) -> list[object]:
     """Call `function(*args)` on `workers` new processes and return their results in rank order.
+
+    How many: as the `mesh` has ("dp=2,tp=2", which wins over the function's own); without one, 2.
 
     The processes are forked: each begins as a copy of this one, with its data and random state.
     Results are plain: None, bool, int, float, str, bytes, lists and dicts of these (a tuple comes
@@ -77,7 +80,8 @@ def launch(
     >>> pl.launch(my_rank, workers=3)
     [0, 1, 2]
     """
-    plan = checked(function, workers, servers, data_workers, pace, env, threads, timeout_s)
+    counts = (workers, servers, data_workers)
+    plan = checked(function, *counts, pace, mesh, env, threads, timeout_s)
     refuse_stuck_threads(threads)
     team = _Team(plan)
     with ExitStack() as held:
@@ -141,6 +145,8 @@ class _Team:
         environ = without_foreign_ranks(inherited)
         counts = (plan.num_workers, plan.num_servers)
         environ.update(seat_variables(seat, *counts, where, plan.data_workers))
+        if plan.mesh is not None:
+            environ["PACELINE_MESH"] = str(plan.mesh)
         if seat.is_server:
             return for_server(environ, plan.env, None)
         environ["OMP_NUM_THREADS"] = str(plan.threads if seat.is_worker else 1)

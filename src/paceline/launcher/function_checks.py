@@ -10,17 +10,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.config import inherited_environ, requested_pace
+from paceline.config import inherited_environ, requested_mesh, requested_pace
 from paceline.errors import ConfigError, UsageError
 from paceline.launcher.data_workers import MAX_DATA_WORKERS
 from paceline.launcher.forked import fork_quietly
 from paceline.launcher.seat import Seat, seats
 from paceline.launcher.servers import MAX_SERVERS
 from paceline.launcher.spec import MAX_LOCAL_WORKERS, RESERVED
+from paceline.mesh import Mesh
 from paceline.pace.known import paces_with_servers
 from paceline.pace.schedule import Schedule, parse_schedule
 
 _PROBE_S = 5.0
+_DEFAULT_WORKERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class Plan:
     num_servers: int
     data_workers: tuple[int, ...]
     pace: Schedule | None
+    mesh: Mesh | None
     env: Mapping[str, str]
     threads: int
     timeout_s: float | None
@@ -42,10 +45,11 @@ class Plan:
 
 def checked(
     function: object,
-    workers: int,
+    workers: int | None,
     servers: int,
     data_workers: int | Sequence[int],
     pace: str | None,
+    mesh: str | None,
     env: Mapping[str, str] | None,
     threads: int,
     timeout_s: float | None,
@@ -54,18 +58,25 @@ def checked(
     if not callable(function):
         raise UsageError(f"launch({function!r:.60}): expected a function, then its arguments")
     _refuse_joined()
-    _check_count("workers", workers, 1, MAX_LOCAL_WORKERS)
+    if workers is not None:
+        _check_count("workers", workers, 1, MAX_LOCAL_WORKERS)
     _check_count("servers", servers, 0, MAX_SERVERS)
     _check_count("threads", threads, 1, 4096)
     if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
         raise UsageError(f"launch(timeout_s={timeout_s!r}): expected a number above 0, or None")
     added = dict(env or {})
     _check_env(added)
+    grid = _mesh(mesh, added)
+    if workers is None:
+        workers = _DEFAULT_WORKERS if grid is None else grid.num_workers
+    if grid is not None:
+        grid.require(workers, "launch: mesh")
     return Plan(
         num_workers=workers,
         num_servers=servers,
         data_workers=_data_workers(data_workers),
         pace=_pace(pace, added, workers, servers),
+        mesh=grid,
         env=added,
         threads=threads,
         timeout_s=timeout_s,
@@ -131,6 +142,12 @@ def _check_env(env: Mapping[str, str]) -> None:
             raise UsageError(f"launch(env=...): {name!r:.40} cannot be a variable's name and value")
         if name in RESERVED:
             raise ConfigError(f"launch(env=...): launch sets {name} for each worker; leave it out")
+
+
+def _mesh(mesh: str | None, env: Mapping[str, str]) -> Mesh | None:
+    """Read the mesh that wins over the function's own: the argument, else the environment's."""
+    text = mesh if mesh is not None else requested_mesh({**inherited_environ(), **env})
+    return None if text is None else Mesh.parse(text)
 
 
 def _pace(pace: str | None, env: Mapping[str, str], workers: int, servers: int) -> Schedule | None:

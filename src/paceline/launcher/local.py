@@ -94,6 +94,7 @@ class LocalJob:
         config = EngineConfig.from_environ({**self._environ, **self._spec.env})
         self._spec.pace_in(self._environ)
         self._spec.precision_in(self._environ)
+        self._spec.mesh_in(self._environ)
         with ExitStack() as held:
             self._directory = held.enter_context(self._open_directory())
             self._secret_path = self._secret_file()
@@ -147,6 +148,11 @@ class LocalJob:
 
     def was_lost_at_start(self, outcome: Outcome) -> bool:
         """Say whether the job may be started again from its beginning; only elastic ones are."""
+        del outcome
+        return False
+
+    def may_start_again(self, outcome: Outcome) -> bool:
+        """Say whether the job ended only because too many were lost; see --restarts."""
         del outcome
         return False
 

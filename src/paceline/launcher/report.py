@@ -20,11 +20,13 @@ from paceline.launcher.seat import Seat, names
 
 TAIL_LINES = 40
 _TRACEBACK = "Traceback (most recent call last):"
+# What torch puts before each line once torch.distributed is there: its rank, on a mesh in the unit.
+_TORCHS_RANK = re.compile(r"^\[rank\d+\]: ")
 _CHAINED = ("During handling of the above", "The above exception was the direct cause")
 # A traceback's last line that tells of somebody else's end: our own errors, and what gloo says.
 # Ours may be wrapped by torch, as in "RuntimeError: PeerLost: rank 2 ...".
 _CONSEQUENCE = re.compile(
-    r"^(?:[\w.]+: .*)?(?:\w+\.)*\b(?:PeerLost|ServerLost|PeerTimeout|GenerationChanged)\b"
+    r"^(?:[\w.]+: .*)?(?:\w+\.)*\b(?:PeerLost|ServerLost|PeerTimeout|GenerationChanged|Evicted)\b"
     r"|^[\w.]+: .*Connection (?:closed|reset) by peer"
 )
 
@@ -78,6 +80,7 @@ def first_cause(failures: Sequence[RankResult]) -> RankResult | None:
 
 def traceback_tail(lines: Sequence[str]) -> list[str]:
     """Cut the last traceback out of standard error, with those it was chained to; else all."""
+    lines = [_TORCHS_RANK.sub("", line) for line in lines]
     starts = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
     if not starts:
         return list(lines)

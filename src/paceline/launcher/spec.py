@@ -14,12 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.config import requested_pace, requested_precision
+from paceline.config import requested_mesh, requested_pace, requested_precision
 from paceline.errors import ConfigError, UsageError
 from paceline.launcher.data_workers import check_data_workers
 from paceline.launcher.elastic.plan import MAX_WORKERS, ElasticPlan
 from paceline.launcher.seat import Seat, seats
 from paceline.launcher.servers import ServerPlan
+from paceline.mesh import Mesh
 from paceline.pace.precision import require_precision
 from paceline.pace.schedule import Schedule, parse_schedule
 
@@ -62,6 +63,7 @@ class RunSpec:
     data_workers: tuple[int, ...] = ()  # how many for each stage
     pace: Schedule | None = None
     precision: str | None = None
+    mesh: Mesh | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: Path | None = None
     elastic: ElasticPlan | None = None  # None: the first loss ends the job
@@ -95,6 +97,12 @@ class RunSpec:
             )
         if self.precision is not None:
             require_precision(self.precision)
+        if "PACELINE_MESH" in self.env and self.mesh is not None:
+            raise ConfigError(
+                "--mesh and --env PACELINE_MESH=... both set the mesh; give only one of them"
+            )
+        if self.mesh is not None:
+            self.mesh.require(self.num_workers, "--mesh")
         if not 0 <= self.grace_s <= _LONGEST_GRACE_S:
             raise ConfigError(
                 f"--grace {self.grace_s:g}: expected seconds from 0 to {_LONGEST_GRACE_S:g}, for"
@@ -140,6 +148,19 @@ class RunSpec:
             return None if text is None else require_precision(text)
         except UsageError as error:
             raise ConfigError(f"PACELINE_PRECISION: {error}") from error
+
+    def mesh_in(self, inherited: Mapping[str, str]) -> Mesh | None:
+        """Return the mesh that the ranks will be told, as `pace_in` does with the pace."""
+        if self.mesh is not None:
+            return self.mesh
+        text = requested_mesh({**inherited, **self.env})
+        try:
+            mesh = None if text is None else Mesh.parse(text)
+            if mesh is not None:
+                mesh.require(self.num_workers)
+        except UsageError as error:
+            raise ConfigError(f"PACELINE_MESH: {error}") from error
+        return mesh
 
     def argv(self, seat: Seat) -> list[str]:
         """Return a process's command: this interpreter, so that a venv need not be active."""

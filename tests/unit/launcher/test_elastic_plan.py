@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from paceline.config import job_env
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, UsageError
 from paceline.launcher.elastic.plan import plan_changes
 from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.seat import Seat
 from paceline.launcher.servers import ServerPlan
 from paceline.launcher.spec import RunSpec
+from paceline.mesh import Mesh
 
 _WHERE = JobAddresses(job_id="j", coordinator="127.0.0.1:9", secret_file="f", master_port=1)
 
@@ -24,7 +25,13 @@ def test_without_an_option_nothing_changes() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"min_workers": 2}, {"max_workers": 4}, {"on_loss": "shrink"}, {"is_detached": True}],
+    [
+        {"min_workers": 2},
+        {"max_workers": 4},
+        {"on_loss": "shrink"},
+        {"restarts": 2},
+        {"is_detached": True},
+    ],
 )
 def test_any_option_makes_a_job_elastic_and_leaves_the_others_at_n(options: dict[str, Any]) -> None:
     plan = plan_changes(num_workers=4, servers=ServerPlan(), **options)
@@ -48,6 +55,7 @@ def test_tables_are_cut_for_as_many_servers_as_there_may_be() -> None:
         ({"min_workers": 5}, "--min 5 > -n 4: .* give -n 5, or a smaller --min"),
         ({"max_workers": 3}, "--max 3 < -n 4: .* give -n 3, or a larger --max"),
         ({"max_workers": 5000}, "--max 5000: expected at most 1024"),
+        ({"restarts": -1}, "--restarts -1: expected a number from 0 to"),
         ({"on_loss": "cry"}, "--on-loss cry: expected shrink .* or replace"),
         ({"max_servers": 2}, "--max-servers 2 without servers: add -s 1"),
         ({"max_servers": 1, "servers": ServerPlan(count=2)}, "--max-servers 1 < -s 2: "),
@@ -87,3 +95,15 @@ def test_the_grace_is_checked(tmp_path: Path) -> None:
     for wrong in (-1.0, 1e9, float("nan")):
         with pytest.raises(ConfigError, match="--grace"):
             RunSpec(target=str(script), num_workers=1, grace_s=wrong)
+
+
+def test_with_a_mesh_bounds_are_of_whole_units() -> None:
+    mesh = Mesh.parse("dp=2,tp=2")
+    plan = plan_changes(num_workers=4, servers=ServerPlan(), min_workers=2, mesh=mesh)
+    assert plan is not None and plan.max_workers == 4
+    for options, words in (
+        ({"min_workers": 1}, r"--min 1: .* units of tp 2 = 2, and 1 = 0 x 2 \+ 1; .* --min 2"),
+        ({"max_workers": 7}, r"--max 7: .* units of tp 2 = 2, and 7 = 3 x 2 \+ 1; .* --max 8"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            plan_changes(num_workers=4, servers=ServerPlan(), mesh=mesh, **options)

@@ -28,11 +28,11 @@ def _member(rank: int, number: int, role: str = "worker", pid: int = 0) -> Membe
     return Member(rank, role, "h", "b", pid or 4000 + rank, number, "", "", number)
 
 
-def _chronicle(**options: object) -> Chronicle:
+def _chronicle(unit_size: int = 1, **options: object) -> Chronicle:
     servers = ServerPlan(count=2, replicas=2)
     plan = plan_changes(num_workers=4, servers=servers, min_workers=2, **options)  # type: ignore[arg-type]
     assert isinstance(plan, ElasticPlan)
-    chronicle = Chronicle(plan)
+    chronicle = Chronicle(plan, unit_size)
     workers = [_member(n, n) for n in range(4)]
     servers_ = (_member(4, 0, "server"), _member(5, 1, "server"))
     chronicle.take(Membership(1, (*workers, *servers_), ((4, 5), (5, 4))))
@@ -190,3 +190,23 @@ def test_a_job_that_could_not_go_on_shows_its_last_loss() -> None:
         " whole output in logs/rank-1.log)\n"
         "  | last words"
     )
+
+
+def test_a_unit_is_lost_and_replaced_in_the_words_of_one_loss() -> None:
+    chronicle = _chronicle(unit_size=2)
+    assert chronicle.lost(0, "retired with its unit: worker 1 (b:4001): killed", 10.0) is None
+    text = _text(chronicle.lost(1, "killed by signal 9", 10.0))
+    assert text == (
+        "worker 1 (host b, pid 4001) lost: killed by signal 9; worker 0 of its unit goes with it;"
+        " 2 workers go on"
+    )
+    chronicle.resumed(Resumed(2, 14, 2, (0,), 0.1, True))  # by the first of another unit
+    assert chronicle.membership is not None
+    stay = [one for one in chronicle.membership.members if one.rank > 1]
+    chronicle.take(chronicle.membership.next([*stay, _member(6, 0), _member(7, 1)]))
+    assert _text(chronicle.joined(6, 12.0)).endswith("joined, 2.0 s after the loss")
+    assert _text(chronicle.joined(7, 12.0)).endswith("joined, 2.0 s after the loss")
+    first, whole = chronicle.summary()
+    assert first == "paceline: 1 loss (worker 1), 1 replaced"
+    assert "step 14 exchanged again with 2 workers" in whole
+    assert whole.endswith("replacement (pid 4007) joined (2.0 s)")

@@ -55,6 +55,13 @@ def test_a_consequence_that_was_wrapped_is_still_one() -> None:
     assert traceback_tail(["before", *chained]) == chained
 
 
+def test_what_torch_puts_before_each_line_is_not_looked_at() -> None:
+    assert _failed(0, [f"[rank1]: {line}" for line in _LOST]).is_consequence
+    assert traceback_tail([f"[rank1]: {line}" for line in _CAUSE]) == _CAUSE[1:]
+    evicted = "paceline.errors.Evicted: rank 3 is retired with its unit: worker 2 (h:1): killed"
+    assert _failed(0, [*_LOST[:2], evicted]).is_consequence
+
+
 def test_words_about_lost_peers_outside_a_traceback_prove_nothing() -> None:
     assert not _failed(0, ["PeerLost: handled, going on", *_CAUSE]).is_consequence
     assert not _failed(0, ["PeerLost: handled, going on"]).is_consequence

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from paceline.cluster import units
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.messages import Presence
 from paceline.launcher.elastic.plan import ElasticPlan
@@ -29,14 +30,16 @@ class _Loss:
     member: Member
     at_s: float
     words: str  # who, and why
+    ranks: frozenset[int]  # of its whole unit
     followed_by: list[str] = field(default_factory=list)
 
 
 class Chronicle:
     """Knows all members that ever were. Not thread-safe: lives in the launcher's loop."""
 
-    def __init__(self, plan: ElasticPlan) -> None:
+    def __init__(self, plan: ElasticPlan, unit_size: int = 1) -> None:
         self._plan = plan
+        self._unit_size = unit_size
         self.members: dict[int, Member] = {}  # by rank
         self.membership: Membership | None = None
         self.step = 0  # the highest that was reported
@@ -57,17 +60,34 @@ class Chronicle:
         return place_words(member.role, member.number, member.where)
 
     def lost(self, rank: int, why: str, now_s: float) -> str | None:
-        """Tell of a member's loss and what becomes of the job; None when that was told before."""
+        """Tell of a member's loss and what becomes of the job; None when that was told before.
+
+        Those who are only retired with their unit are told with the one who was lost.
+        """
         if rank in self.gone:
             return None
         member = self.members[rank]
         self.gone.add(rank)
-        loss = _Loss(member, now_s, stamped(f"{self.name(rank)} lost: {why}"))
+        if why.startswith(units.RETIRED):
+            return None
+        mates = self._mates(member)
+        self.gone.update(mate.rank for mate in mates)
+        words = stamped(f"{self.name(rank)} lost: {why}{_with_unit(mates)}")
+        loss = _Loss(member, now_s, words, frozenset({rank, *(mate.rank for mate in mates)}))
         self._lost.append(loss)
-        self._vacant[member.role, member.number] = loss
+        for one in (member, *mates):
+            self._vacant[one.role, one.number] = loss
         self._gap = self._gap or (now_s, self.step)
         what_now = self._what_now(member)
         return loss.words + (f"; {what_now}" if what_now else "")
+
+    def _mates(self, lost: Member) -> list[Member]:
+        """Those of its unit, which goes with it."""
+        if lost.role != "worker":
+            return []
+        first = lost.rank - lost.number % self._unit_size  # their ranks are in a row
+        ranks = range(first, first + self._unit_size)
+        return [self.members[rank] for rank in ranks if rank != lost.rank and rank in self.members]
 
     def _what_now(self, lost: Member) -> str:
         """Say how the job goes on after a loss, as far as that is certain."""
@@ -96,7 +116,7 @@ class Chronicle:
         else:
             words = f"{count} from step {event.step} on ({event.took_s:.1f} s)"
         for loss in self._lost:
-            if loss.member.rank in event.lost:
+            if loss.ranks & set(event.lost):
                 loss.followed_by.append(words)
         return stamped(words)
 
@@ -109,9 +129,10 @@ class Chronicle:
         if loss is None:
             self._added += 1
             return stamped(words)
-        self._replaced += 1
         took = f"{now_s - loss.at_s:.1f} s"
-        loss.followed_by.append(f"replacement (pid {member.pid}) joined{where} ({took})")
+        if member.number == loss.member.number:
+            self._replaced += 1
+            loss.followed_by.append(f"replacement (pid {member.pid}) joined{where} ({took})")
         return stamped(f"{words}, {took} after the loss")
 
     def happened(self, event: Happening) -> str | None:
@@ -179,6 +200,14 @@ def place_words(role: str, number: int, where: str) -> str:
     """Name a process: "worker 3 (host b, pid 4242)"; `where` is host:pid."""
     host, _, pid = where.rpartition(":")
     return f"{role} {number} (host {host}, pid {pid})" if host else f"{role} {number}"
+
+
+def _with_unit(mates: Iterable[Member]) -> str:
+    numbers = sorted(mate.number for mate in mates)
+    if not numbers:
+        return ""
+    noun = f"worker{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+    return f"; {noun} of its unit go{'es' if len(numbers) == 1 else ''} with it"
 
 
 def _parts(partitions: Iterable[int]) -> str:

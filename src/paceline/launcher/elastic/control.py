@@ -19,11 +19,14 @@ from paceline.config import EngineConfig
 from paceline.launcher.elastic.coordination import Coordination
 from paceline.launcher.elastic.plan import ElasticPlan
 from paceline.launcher.spec import RunSpec
+from paceline.mesh import Mesh
 
 _START_S = 30.0  # for the coordinator's first answer, on a machine that is busy starting ranks
 
 
-def policy_of(spec: RunSpec, plan: ElasticPlan, config: EngineConfig) -> Policy:
+def policy_of(
+    spec: RunSpec, plan: ElasticPlan, config: EngineConfig, mesh: Mesh | None = None
+) -> Policy:
     """Return what was asked for in the coordinator's words."""
     return Policy(
         num_workers=spec.num_workers,
@@ -35,6 +38,7 @@ def policy_of(spec: RunSpec, plan: ElasticPlan, config: EngineConfig) -> Policy:
         on_loss=plan.on_loss,
         replicas=spec.servers.replicas,
         num_partitions=plan.num_partitions(spec.servers),
+        mesh=str(mesh or ""),
         lease_s=config.lease_s,
     )
 

@@ -3,7 +3,8 @@
     ended by a signal, or evicted      a loss: reported to the coordinator, which decides
     Wanted by the coordinator          a newcomer is started, from the template when it is warm
     ended with code 0                  finished; nobody replaces it
-    ended with another code            the script failed: the job ends, as any job does
+    ended with another code            the script failed: the job ends, as any job does, unless a
+                                       mate of its unit was lost before: then it is retired too
     Over from the coordinator          the job ends, with its reason
 
 The coordinator decides who is in the job; the launcher is its eyes and hands on this host. It tells
@@ -23,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from paceline.cluster import messages as m
+from paceline.cluster import units
 from paceline.cluster.decisions import Remark, Unwanted, Wanted
 from paceline.cluster.operator_messages import Happened, News
 from paceline.config import process_start
@@ -30,6 +32,7 @@ from paceline.launcher.display import Display
 from paceline.launcher.elastic.chronicle import Chronicle, hottest
 from paceline.launcher.elastic.nursery import MAX_FAILED_STARTS
 from paceline.launcher.elastic.supervision import SupervisedJob
+from paceline.launcher.local import CAUSE_GRACE_S
 from paceline.launcher.outcome import Outcome
 from paceline.launcher.process import RankProcess
 from paceline.launcher.report import RankResult
@@ -51,9 +54,14 @@ class ElasticJob(SupervisedJob):
         self, spec: RunSpec, environ: Mapping[str, str], display: Display, job_id: str = ""
     ) -> None:
         super().__init__(spec, environ, display, job_id)
-        self._chronicle = Chronicle(self._plan)
+        mesh = spec.mesh_in(environ)
+        self._unit_size = mesh.unit_size if mesh is not None else 1
+        self._nursery.unit_size = self._unit_size
+        self._chronicle = Chronicle(self._plan, self._unit_size)
+        self._culprits: set[int] = set()  # ranks that were lost for reasons of their own
         self._evicted: dict[int, str] = {}  # ranks of ours that we kill, and why
         self._dismissed: dict[int, float] = {}  # no longer in the job: when to insist
+        self._parting: dict[int, float] = {}  # left before their work was done: the same
         self._silent_s: dict[int, float] = {}  # since when some are silent, though they run
         self._stuck: set[int] = set()  # ranks that were called stuck
         self._left: set[int] = set()  # ranks that have said goodbye
@@ -78,6 +86,13 @@ class ElasticJob(SupervisedJob):
             one.status.signal is not None or one.was_stopped or one.is_consequence for one in ended
         )
         return is_lost and is_all and outcome.wall_s < _SET_UP_S
+
+    def may_start_again(self, outcome: Outcome) -> bool:
+        """Say whether the job was lost with too many of its processes, for no reason of its own."""
+        if not outcome.over or not self._losses or outcome.interrupted_by is not None:
+            return False
+        first = outcome.first  # perhaps one that heard of the end, and raised it
+        return first is None or first.is_consequence or "the job is over" in first.last_exception
 
     def story(self) -> list[str]:
         return [*self._chronicle.summary(), *hottest(self._lookout.busy_servers())]
@@ -138,7 +153,7 @@ class ElasticJob(SupervisedJob):
 
     def _insist(self, now_s: float) -> None:
         """Kill those who are out of the job for long and have not ended by themselves."""
-        for rank, until_s in self._dismissed.items():
+        for rank, until_s in (*self._dismissed.items(), *self._parting.items()):
             process = self._crew.find(rank)
             if process is not None and process.is_running and now_s > until_s:
                 process.signal_group(signal.SIGKILL)
@@ -168,6 +183,9 @@ class ElasticJob(SupervisedJob):
         elif status.signal is not None or rank in self._evicted or not self._was_in(rank):
             self._crew.excuse(process)
             self._spawn(self._settle_loss(process))
+        elif self._unit_size > 1 and process.seat.is_worker:
+            self._crew.excuse(process)
+            self._spawn(self._settle_mate(process))
 
     def _was_in(self, rank: int) -> bool:
         return rank in self._chronicle.members
@@ -181,6 +199,25 @@ class ElasticJob(SupervisedJob):
             self._retire(process)
             self._board.remove(process.seat)
 
+    async def _settle_mate(self, process: RankProcess) -> None:
+        """Find out whether a worker with an error has only lost a mate; else it has failed."""
+        deadline_s = time.monotonic() + CAUSE_GRACE_S
+        await self._crew.drained([process.seat])
+        while not self._lost_mate(process.seat) and time.monotonic() < deadline_s:
+            if not self._crew.is_consequence(process):
+                break
+            await asyncio.sleep(0.02)
+        if self._lost_mate(process.seat):
+            await self._settle_loss(process)
+        else:
+            self._crew.blame(process)
+
+    def _lost_mate(self, seat: Seat) -> bool:
+        """Say whether one of its unit was lost before it, for a reason of its own."""
+        first = seat.rank - seat.number % self._unit_size  # their ranks are in a row
+        ranks = set(range(first, first + self._unit_size)) - {seat.rank}
+        return seat.is_worker and not self._culprits.isdisjoint(ranks)
+
     async def _settle_loss(self, process: RankProcess) -> None:
         """Report a loss at once; then let go of the process."""
         assert self._control is not None and process.status is not None
@@ -189,12 +226,23 @@ class ElasticJob(SupervisedJob):
         if seat.rank in self._stuck:
             why = f"stuck without a heartbeat, then {why}"
         self._control.report_end(seat.rank, why, by_signal=True)
+        if process.status.signal is None and self._lost_mate(seat):
+            self._evicted.setdefault(seat.rank, units.RETIRED)
+        why = self._evicted.get(seat.rank, why)
+        is_retired = why.startswith(units.RETIRED)
+        if is_retired:
+            self._board.set_state(seat.rank, units.RETIRED)
+        else:
+            self._culprits.add(seat.rank)
         if self._was_in(seat.rank):
-            self._tell_loss(seat.rank, self._evicted.get(seat.rank, why))
+            self._tell_loss(seat.rank, why)
         await self._crew.drained([seat])
-        self._losses.append(self._retire(process))
+        result = self._retire(process)
+        if not is_retired:
+            self._losses.append(result)
         if not self._was_in(seat.rank):
-            self._on_failed_start(seat, why)
+            if not is_retired:
+                self._on_failed_start(seat, why)
         elif not self._crew.workers:
             await self._await_verdict()
 
@@ -271,7 +319,10 @@ class ElasticJob(SupervisedJob):
             self._warm_up_s = time.monotonic() + _SETTLED_S
             return
         for loss in news.lost:
-            self._evict(loss.rank, loss.why)
+            if loss.rank in self._left:  # it ends by itself, and says why
+                self._parting[loss.rank] = time.monotonic() + _LEAVE_S
+            else:
+                self._evict(loss.rank, loss.why)
         for rank in news.joined:
             self._nursery.joined(self._seats[rank].place)
             self._board.seat(self._seats[rank])
@@ -279,6 +330,8 @@ class ElasticJob(SupervisedJob):
 
     def _on_presence(self, news: m.Presence) -> None:
         if not self._was_in(news.rank):
+            if news.state == "lost" and self._crew.find(news.rank) is not None:
+                self._evict(news.rank, news.detail)  # it waited with its unit, which is gone
             return
         if news.state == "lost":
             where = self._chronicle.members[news.rank].where

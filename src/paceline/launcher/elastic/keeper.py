@@ -22,6 +22,7 @@ from paceline.launcher.elastic.facts import FoundJob, JobFacts, Record, recorded
 from paceline.launcher.elastic.job import ElasticJob
 from paceline.launcher.jobdir import JobDirectory
 from paceline.launcher.lifeline import Sessions
+from paceline.launcher.outcome import Outcome
 from paceline.launcher.outlet import Outlet
 from paceline.launcher.process import UNKNOWN, AdoptedProcess, ExitStatus, RankProcess
 from paceline.launcher.seat import Seat
@@ -67,6 +68,10 @@ class ResumedJob(DetachedJob):
         self._found = found
         self._gone: list[int] = []  # ranks that ended while there was no keeper
         super().__init__(spec, found.facts.environ, display, found.facts.job_id)
+
+    def may_start_again(self, outcome: Outcome) -> bool:
+        del outcome  # it was taken over as it was, and has no beginning of its own
+        return False
 
     def _open_directory(self) -> JobDirectory:
         return JobDirectory.take_over(self._found.directory)

@@ -3,7 +3,7 @@
 A place that lacks a process is filled in three steps: a rank is reserved at the coordinator, the
 process is forked from the template (or started plainly while there is none), and its output and its
 signs of life are watched like anybody's. A script that crashes before it has joined would be
-replaced for ever: after a few attempts in a row its place is given up.
+replaced for ever: after a few attempts in a row its place is given up, with those of its unit.
 
 Threads: used in the launcher's loop only.
 """
@@ -48,7 +48,8 @@ class Nursery:
         self._template: Template | None = None
         self._is_warmed = False
         self._on_way: set[Place] = set()  # places for which no rank is reserved yet
-        self._failed: Counter[Place] = Counter()  # in a row
+        self._failed: Counter[Place] = Counter()  # in a row, by the first place of a unit
+        self.unit_size = 1  # workers that come together
         self.is_closed = False
 
     @property
@@ -69,14 +70,14 @@ class Nursery:
 
     def may_fill(self, place: Place) -> bool:
         """Say whether a newcomer for this place can be made, and is not being made already."""
-        given_up = self._failed[place] >= MAX_FAILED_STARTS
+        given_up = self._failed[self._first(place)] >= MAX_FAILED_STARTS
         return not (self.is_closed or given_up or place in self._on_way)
 
     async def fill(self, place: Place) -> None:
         """Make a newcomer for a place; raises LaunchError, and what the coordinator refuses."""
         self._on_way.add(place)
         try:
-            await asyncio.sleep(_PAUSE_S * self._failed[place])
+            await asyncio.sleep(_PAUSE_S * self._failed[self._first(place)])
             rank = await self._house.reserve(place)
         finally:
             self._on_way.discard(place)
@@ -107,11 +108,15 @@ class Nursery:
 
     def failed(self, place: Place) -> bool:
         """Note that a newcomer ended before it had joined; true when its place is given up."""
-        self._failed[place] += 1
-        return self._failed[place] >= MAX_FAILED_STARTS
+        self._failed[self._first(place)] += 1
+        return self._failed[self._first(place)] >= MAX_FAILED_STARTS
 
     def joined(self, place: Place) -> None:
-        self._failed.pop(place, None)
+        self._failed.pop(self._first(place), None)
+
+    def _first(self, place: Place) -> Place:
+        role, number = place
+        return place if role else (role, number - number % self.unit_size)
 
     def reap_orphans(self, known: Collection[int | None]) -> None:
         """Reap what ended below us and is nobody's: helpers that a lost process left behind."""

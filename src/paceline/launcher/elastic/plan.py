@@ -3,18 +3,22 @@
 Without any of these options a job is what it always was: it ends with its first loss. With one of
 them it is ELASTIC: it goes on with other processes. The defaults of the others then change nothing
 by themselves: as many workers as the job was started with, no fewer and no more. Servers may become
-twice as many, because their tables are cut for that anyway.
+twice as many, because their tables are cut for that anyway. With a mesh all numbers of workers are
+of whole units (cluster/units.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.cluster.policy import require_whole_units
 from paceline.config import ON_LOSS
 from paceline.errors import ConfigError
 from paceline.launcher.servers import MAX_SERVERS, ServerPlan
+from paceline.mesh import Mesh
 
 MAX_WORKERS = 1024
+MAX_RESTARTS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,7 @@ class ElasticPlan:
     max_workers: int
     max_servers: int = 0
     on_loss: str = ON_LOSS[0]
+    restarts: int = 0  # how often all start again when too few are left to go on
 
     def num_partitions(self, servers: ServerPlan) -> int:
         """Into how many parts the servers' tables are cut: enough for any server to take some."""
@@ -47,13 +52,15 @@ def plan_changes(
     max_workers: int | None = None,
     max_servers: int | None = None,
     on_loss: str | None = None,
+    restarts: int | None = None,
+    mesh: Mesh | None = None,
     is_detached: bool = False,
 ) -> ElasticPlan | None:
     """Read the options of the command line; None when none of them was given.
 
     A detached job is elastic too: whoever attaches to it later must find its coordinator's journal.
     """
-    given = (min_workers, max_workers, max_servers, on_loss)
+    given = (min_workers, max_workers, max_servers, on_loss, restarts)
     if all(option is None for option in given) and servers.replicas == 1 and not is_detached:
         return None
     plan = ElasticPlan(
@@ -61,9 +68,15 @@ def plan_changes(
         max_workers=num_workers if max_workers is None else max_workers,
         max_servers=2 * servers.count if max_servers is None else max_servers,
         on_loss=ON_LOSS[0] if on_loss is None else on_loss,
+        restarts=restarts or 0,
     )
     _check_workers(plan, num_workers)
     _check_servers(plan, servers)
+    if mesh is not None:
+        require_whole_units(str(mesh), "--min", plan.min_workers)
+        require_whole_units(str(mesh), "--max", plan.max_workers)
+    if not 0 <= plan.restarts <= MAX_RESTARTS:
+        raise ConfigError(f"--restarts {plan.restarts}: expected a number from 0 to {MAX_RESTARTS}")
     if plan.on_loss not in ON_LOSS:
         raise ConfigError(
             f"--on-loss {plan.on_loss[:40]}: expected shrink (go on at once without a lost worker)"

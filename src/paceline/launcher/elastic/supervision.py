@@ -81,7 +81,7 @@ class SupervisedJob(LocalJob):
             job_id=self._job_id,
             secret_file=str(self._secret_path),
             journal=str(self._directory.path / "journal"),
-            policy=policy_of(self._spec, self._plan, config),
+            policy=policy_of(self._spec, self._plan, config, self._spec.mesh_in(self._environ)),
             join_timeout_s=SERVER_PATIENCE_S if has_servers else config.join_timeout_s,
         )
         coordination.start(arguments, self._environ)

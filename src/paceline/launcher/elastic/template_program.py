@@ -41,7 +41,7 @@ _LOADED = (
     "paceline.job",
     "paceline.serve",
     "paceline.data.shard",
-    "paceline.data_parallel.distribute",
+    "paceline.model_parallel.distribute",
 )
 MAX_REQUEST_BYTES = 1 << 20
 
