@@ -91,7 +91,9 @@ class Checkpoint:
     def _set_up(self, resume: str, objects: Mapping[str, Any]) -> None:
         self._models = saved_models(objects)
         self._objects = saved_objects(self._job, objects)
-        self._group = self._job.worker_group("checkpoint")
+        self._name = f"checkpoint {self._job.num_checkpoints}"  # a script may make several
+        self._job.num_checkpoints += 1
+        self._group = self._job.worker_group(self._name)
         self._teller = Teller(self._job, self._root)
         self._writer = Writer(self._teller.on_end)
         self._num_saves = 0  # of this job, alike on all workers
@@ -103,7 +105,7 @@ class Checkpoint:
         self._cut: Cut | None = None  # where, at the pace of the moment, nobody waits for anybody
         self._due.begin(self.steps)
         if self._job.elastic.is_on:
-            self._job.elastic.register("checkpoint", self)
+            self._job.elastic.register(self._name, self)
         # Without this object, which holds on to the script's: a job may train several models.
         self._job.closers += [self._writer.close, self._teller.close]
 
@@ -199,7 +201,7 @@ class Checkpoint:
 
     def _cut_of_job(self) -> Cut:
         if self._cut is None:
-            self._cut = Cut(self._job)
+            self._cut = Cut(self._job, self._name)
             self._job.closers.append(self._say_farewell(self._cut))
         return self._cut
 
@@ -231,7 +233,7 @@ class Checkpoint:
     def _save_at_cut(self, cut: Cut, call: Call) -> None:
         started_s, said = time.perf_counter(), list[Said]()
         members = cut.take(call, lambda: said.append(self._gather()))
-        if members:
+        if self._job.env.rank in members:  # else it came after the others had gone on
             number = members.index(self._job.env.rank)
             gone = [rank for rank in self._job.world.ranks if rank not in members]
             left = cut.farewells(gone) if number == 0 else {}

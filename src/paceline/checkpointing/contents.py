@@ -20,10 +20,13 @@ from paceline.checkpoint.reading import Loaded
 from paceline.checkpointing.random_state import random_state, set_random_state
 from paceline.data.resumption import data_state, resume_data
 from paceline.data_parallel.restoring import SavedModel
+from paceline.data_parallel.saving import Picture
 from paceline.data_parallel.succession import Succession
 from paceline.elastic.written import read_back, write_down
 from paceline.errors import CheckpointMismatch
 from paceline.job import Job
+from paceline.mesh import Mesh
+from paceline.model_parallel.registry import meshed_by
 
 Tensors = dict[str, torch.Tensor]
 
@@ -43,7 +46,7 @@ def gather(job: Job, saved: Sequence[Succession], objects: Mapping[str, Any], st
     rank, size = job.world.rank, job.world.size
     own: dict[str, Any] = {"models": [], "steps": steps}
     for number, succession in enumerate(saved):
-        picture = succession.take_picture()
+        picture = _picture(succession)
         shared.update(_prefixed(picture.common, number))
         mine.update(_prefixed(picture.first, number))
         mine.update({f"rank.{rank}/{n}": t for n, t in _prefixed(picture.own, number).items()})
@@ -57,15 +60,35 @@ def gather(job: Job, saved: Sequence[Succession], objects: Mapping[str, Any], st
     generators = Tensors()
     own["random"] = random_state(generators)
     mine.update({f"rank.{rank}/{name}": tensor for name, tensor in generators.items()})
-    own["data"] = data_state(job)
+    own["data"] = data_state(job.sharers)
     common = {
         "models": models,
         "objects": written,
         "steps": steps,
         "steps_done": job.steps_done,
         "is_lockstep": is_lockstep(saved),
+        "mesh": str((job.mesh or Mesh()).of_workers(size)),
     }
     return Said({**mine, **_share(shared, size, rank)}, own, common)
+
+
+def _picture(succession: Succession) -> Picture:
+    made = meshed_by(succession)
+    if made is None:
+        return succession.take_picture()
+    from paceline.model_parallel.picturing import whole_picture
+
+    return whole_picture(made)
+
+
+def _mapped(saved: SavedModel, succession: Succession) -> SavedModel:
+    """Return what this worker needs of a model, whatever the mesh on which it was saved."""
+    made = meshed_by(succession)
+    if made is None and "mesh" not in saved.plain:
+        return saved
+    from paceline.model_parallel.remapping import as_part, as_whole
+
+    return as_whole(saved) if made is None else as_part(saved, made)
 
 
 def steps_of(loaded: Loaded, rank: int) -> int:
@@ -92,7 +115,7 @@ def is_lockstep(saved: Sequence[Succession]) -> bool:
 def farewell(job: Job, saved: Sequence[Succession], steps: int) -> dict[str, Any]:
     """Return what there is to say of a worker that leaves before the others: how far it is."""
     counts = [{"steps": succession.steps} for succession in saved]
-    return {"has_left": True, "steps": steps, "models": counts, "data": data_state(job)}
+    return {"has_left": True, "steps": steps, "models": counts, "data": data_state(job.sharers)}
 
 
 def restore(
@@ -106,28 +129,51 @@ def restore(
             f"{loaded.path} has {len(common['models'])} distributed models, the script has"
             f" {len(models)}; make it after all calls of pl.distribute, and give it the same ones"
         )
-    notices: list[str] = []
+    notices, rank = list[str](), job.world.rank
+    before, now = _mesh_of(content), (job.mesh or Mesh()).of_workers(job.world.size)
     for number, succession in enumerate(models):
-        saved = _saved_model(content, tensors, number)
-        notices += succession.restore(saved, _steps_of_model(content, number, job.world.rank))
+        saved = _mapped(_saved_model(content, tensors, number), succession)
+        notices += succession.restore(saved, _steps_of_model(content, number, rank))
     _restore_objects(loaded, common["objects"], objects)
     job.reporter.steps_done = common["steps_done"]
     if len(owns) != job.world.size:
         notices.insert(0, f"{_workers(job.world.size)} instead of {len(owns)}")
-    states = _data_states(owns, notices)
-    notices += resume_data(job, states, is_lockstep=common["is_lockstep"])
-    rank = job.world.rank
-    if rank < len(owns) and _was_there(owns[rank]):
-        set_random_state(owns[rank]["random"], _of_rank(tensors, rank))
-    else:
+    if before != now and max(before.unit_size, now.unit_size) > 1:
+        notices.insert(0, f"mesh {now} instead of {before}")
+    states = [owns[number] for number in before.sharers(0)]
+    notices += resume_data(
+        job.sharers, _data_states(states, notices), is_lockstep=common["is_lockstep"]
+    )
+    # On another mesh: one for all parts of a copy, which must draw the same.
+    source = rank if before == now else now.unit_of(job.env.number)
+    if source < len(owns) and _was_there(owns[source]):
+        set_random_state(owns[source]["random"], _of_rank(tensors, source))
+        _set_stage_state(models, tensors, source, is_same=before == now)
+    elif job.world.size > len(owns):
         notices.append("workers beyond those that saved keep the random numbers of the script")
     return notices
+
+
+def _mesh_of(content: Any) -> Mesh:
+    return Mesh.parse(content["common"].get("mesh", "dp=1")).of_workers(len(content["workers"]))
+
+
+def _set_stage_state(
+    models: Sequence[Succession], tensors: Tensors, rank: int, *, is_same: bool
+) -> None:
+    """Let stages of a pipeline draw on where they were."""
+    for number, succession in enumerate(models):
+        made = meshed_by(succession)
+        found = _unprefixed(_of_rank(tensors, rank), number).get("stage/random")
+        if is_same and found is not None and made is not None and made.cut.pipeline is not None:
+            made.cut.pipeline.random_state = found.clone()
 
 
 def restore_weights(loaded: Loaded, models: Sequence[Succession]) -> None:
     """Load the models' values only: for a new training that begins with them."""
     for number, succession in enumerate(models):
-        succession.restore_values(_saved_model(loaded.content, loaded.tensors, number))
+        saved = _saved_model(loaded.content, loaded.tensors, number)
+        succession.restore_values(_mapped(saved, succession))
 
 
 def _was_there(own: Any) -> bool:

@@ -47,8 +47,8 @@ class Call(msgspec.Struct, frozen=True):
 class Cut:
     """One worker's part in such moments. Main thread, and one that listens."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, name: str) -> None:
+        self._job, self._name = job, name
         self._agent = job.rendezvous.agent
         self._number = 0  # of the next one
         self._heard: Call | None = None
@@ -62,12 +62,13 @@ class Cut:
 
     def say_farewell(self, own: Any) -> None:
         """Leave behind how far this worker has come: it leaves, and others may save later."""
-        self._agent.store_set(_farewell(self._job.env.rank), msgspec.json.encode(own))
+        self._agent.store_set(self._farewell(self._job.env.rank), msgspec.json.encode(own))
 
     def farewells(self, ranks: Sequence[int]) -> dict[int, Any]:
         """Return what those have said who have left, by rank."""
-        said = [rank for rank in ranks if self._agent.store_check([_farewell(rank)])]
-        return {rank: msgspec.json.decode(self._agent.store_get(_farewell(rank))) for rank in said}
+        agent, key = self._agent, self._farewell
+        said = [rank for rank in ranks if agent.store_check([key(rank)])]
+        return {rank: msgspec.json.decode(agent.store_get(key(rank))) for rank in said}
 
     @property
     def heard(self) -> Call | None:
@@ -103,7 +104,10 @@ class Cut:
         return members
 
     def _key(self, what: str) -> str:
-        return f"paceline/cut/{self._number}/{what}"
+        return f"paceline/{self._name}/{self._number}/{what}"
+
+    def _farewell(self, rank: int) -> str:
+        return f"paceline/{self._name}/farewell/{rank}"
 
     def _here(self) -> list[int]:
         """Who has not left, by rank."""
@@ -154,7 +158,3 @@ class Cut:
                         self._heard = call
             except PacelineError:
                 return  # the job is ending, or the coordinator is gone: the main thread hears of it
-
-
-def _farewell(rank: int) -> str:
-    return f"paceline/cut/farewell/{rank}"

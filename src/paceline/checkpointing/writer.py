@@ -73,11 +73,6 @@ class Writer:
         self._thread.start()
         return stalled_s
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is being written."""
-        return self._thread is not None and self._thread.is_alive()
-
     def wait(self) -> Outcome | None:
         """Wait until the last save has been written; return what became of it."""
         if self._thread is not None:

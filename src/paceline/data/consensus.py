@@ -25,22 +25,21 @@ class _Owned:
     group: Group
 
 
-_owned: _Owned | None = None
+_owned: list[_Owned] = []
 
 
 def group_of(job: Job) -> Group:
     """Return the group for the data of this job; made when it is first needed, by all ranks."""
-    global _owned
-    if _owned is None or _owned.job() is not job:
-        _owned = _Owned(weakref.ref(job, _let_go), job.worker_group("data"))
-    return _owned.group
+    for owned in _owned:
+        if owned.job() is job:
+            return owned.group
+    _owned.append(_Owned(weakref.ref(job, _let_go), job.worker_group("data")))
+    return _owned[-1].group
 
 
 def _let_go(job: weakref.ref[Job]) -> None:
     """Do not keep the engine of a job that is over."""
-    global _owned
-    if _owned is not None and _owned.job is job:
-        _owned = None
+    _owned[:] = [owned for owned in _owned if owned.job is not job]
 
 
 def agree(
@@ -48,7 +47,7 @@ def agree(
 ) -> list[dict[str, Any]]:
     """Check that no rank has a problem and that all have the same facts; return what each told
     aside. Collective; all ranks return, or all raise the same UsageError."""
-    group = group_of(job)
+    group = group_of(job.whole)  # on a mesh those too that get the same batches
     mine = [problem, dict(facts), dict(aside)]
     ranks, told = job.elastic.point(lambda: [list(group.ranks), tell_all(group, mine)])
     try:

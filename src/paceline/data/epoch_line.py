@@ -3,11 +3,11 @@
     [paceline] epoch 3: 60,000 samples, each once; 64 re-issued
 
 Said by the first worker, for every pass of a loader for training (pad=True) that came to its end,
-and told as an event to whoever watches the job. The numbers are what was handed out (tally.py). In
-lockstep a worker knows the batches of all; where everybody runs free, and workers come and go, only
-its own. Epochs that are short, or many, are said while they are new or differ from the one before;
-what was left out is summed up when the process ends. A process alone says nothing unless something
-came twice.
+and told as an event to whoever watches the job; on a mesh, by one of those that get the same
+batches. The numbers are what was handed out (tally.py). In lockstep a worker knows the batches of
+all; where everybody runs free, and workers come and go, only its own. Epochs that are short, or
+many, are said while they are new or differ from the one before; what was left out is summed up when
+the process ends. A process alone says nothing unless something came twice.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class _Said:
 def tell_epoch(entry: ElasticPass, passage: Passage, name: str, began_s: float) -> None:
     """Say what there is to say about a pass that has come to its end."""
     job = entry.job
+    if not job.counts_batches:
+        return
     is_first = group_of(job).rank == 0
     if not passage.counts or not passage.tally.samples or not (is_first or entry.is_free):
         return

@@ -54,7 +54,7 @@ class Rounds:
         return self._count
 
     def __iter__(self) -> Iterator[int]:
-        job = current()
+        job = current().sharers
         ledger = ledger_of(job)
         job.elastic.enter()
         counts_steps = self._kind == "steps"

@@ -77,6 +77,8 @@ def source_in_mode(
 ) -> Source | None:
     """Return what makes the passes in this mode; None: mode "shard" does (sources.py)."""
     is_elastic = job.elastic.is_on
+    if wish.mode == "dynamic" or wish.batch == "auto":
+        _refuse_copies(job, wish)
     if isinstance(loader, FileList):
         if wish.mode != "partition":
             raise UsageError(
@@ -99,6 +101,16 @@ def source_in_mode(
         return Replicated(loader, wish.batch)
     place = (loader, group, job, memory, wish.mode)
     return Dynamic(*place, pad=wish.pad, cost=wish.cost, warmup=warmup)
+
+
+def _refuse_copies(job: Job, wish: Wish) -> None:
+    """Refuse to cut by speed where several workers must get the same batch."""
+    if job.mesh is not None and job.mesh.pp * job.mesh.tp > 1:
+        what = f"mode={wish.mode!r}" if wish.mode == "dynamic" else "batch='auto'"
+        raise UsageError(
+            f"{what} with mesh {job.mesh}: the workers of a unit get the same batch, but would each"
+            " go by their own speed; use mode='shard' with a batch size of your own"
+        )
 
 
 def _refuse_elastic(mode: str, *, is_elastic: bool) -> None:

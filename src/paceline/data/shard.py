@@ -143,7 +143,8 @@ class Sharded:
     """This worker's part of a loader; every iteration is one pass over it."""
 
     def __init__(self, loader: Any, options: _Options) -> None:
-        job = current()
+        current().has_shared_data = True
+        job = current().sharers
         self._loader, self._options = loader, options
         self._memory = memory_of(loader)
         self._group = group_of(job)
@@ -151,7 +152,7 @@ class Sharded:
         self._examine(epoch=None)
 
     def __iter__(self) -> Iterator[Any]:
-        job, memory, options = current(), self._memory, self._options
+        job, memory, options = current().sharers, self._memory, self._options
         job.elastic.enter()  # a newcomer takes nothing before it is in
         if options.epoch is not None and self._line.find(operator.index(options.epoch)):
             ledger_of(job).catch_up()
@@ -171,7 +172,7 @@ class Sharded:
             lookahead=self._lookahead,
             pad=options.pad,
             memory=memory,
-            say=partial(say_once, memory.said, self._group),
+            say=partial(say_once, memory.said, group_of(job.whole)),
             entry=self._entry(job, epoch),
         )
         began_s, batches = time.monotonic(), self._source.batches(this)
@@ -229,12 +230,12 @@ class Sharded:
             self._source, self._facts = source, facts
         except UsageError as error:
             problem, aside["problem"] = str(error), type(error).__name__
-        self._accept(agree_in_line(current(), self._line, problem, facts, aside))
+        self._accept(agree_in_line(current().sharers, self._line, problem, facts, aside))
 
     def _find_source(self, epoch: int) -> Source:
         if isinstance(self._loader, Sharded):
             raise UsageError("this loader went through pl.shard already; pass the plain one")
-        job, options = current(), self._options
+        job, options = current().sharers, self._options
         found = source_in_mode(self._loader, self._group, job, self._memory, options.wish, epoch)
         if found is not None:
             return found

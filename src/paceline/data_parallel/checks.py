@@ -20,7 +20,9 @@ from paceline.ps.optimizer import optimizer_class
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def find_problem(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+def find_problem(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, may_be_meta: bool = False
+) -> str | None:
     """Return what is wrong with them on this rank, or None."""
     if not isinstance(model, nn.Module):
         return f"distribute(model, ...): expected a torch.nn.Module, got {type(model).__name__}"
@@ -29,14 +31,15 @@ def find_problem(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | No
             "the model is already wrapped in DistributedDataParallel, which averages gradients"
             " itself; pass the plain model"
         )
-    return _find_bad_parameter(model) or _find_bad_optimizer(model, optimizer)
+    bad = _find_bad_parameter(model, may_be_meta)
+    return bad or _find_bad_optimizer(model, optimizer)
 
 
-def _find_bad_parameter(model: nn.Module) -> str | None:
+def _find_bad_parameter(model: nn.Module, may_be_meta: bool) -> str | None:
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             return f"{name} is not initialised yet (a lazy module): call the model once before"
-        if param.device.type != "cpu":
+        if param.device.type != "cpu" and not (may_be_meta and param.is_meta):
             return f"{name} is on {param.device}: this version trains on CPU only"
         if param.requires_grad and param.dtype not in _DTYPES:
             return f"{name} is {describe(param)}: parameters must be real floating-point numbers"

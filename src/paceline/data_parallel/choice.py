@@ -139,6 +139,8 @@ class Choice:
         _refuse_apart(job, pace)
         if job.elastic.is_on:
             _refuse_in_elastic_jobs(options)
+            if job.place:
+                _refuse_in_units(pace)
 
     @property
     def _numbers(self) -> tuple[int, int]:
@@ -193,6 +195,17 @@ def _refuse_apart(job: Job, pace: PaceSpec) -> None:
         raise UsageError(
             f"pace {pace}: its workers share memory, but they are on {len(hosts)} hosts; start them"
             " on one, or use async with servers (-s 1 --pace async)"
+        )
+
+
+def _refuse_in_units(pace: PaceSpec) -> None:
+    """Refuse paces at which the parts of a newcomer's model would be of different steps."""
+    if pace.is_free_running or pace.name == "backup":
+        raise UsageError(
+            f"pace {pace} in an elastic job whose model is in parts: workers take different numbers"
+            " of steps, and a replacement would get parts that do not belong together; use a pace"
+            " in lockstep (allreduce, ps, local, diloco ...), or start the job without --min, --max"
+            " and --on-loss"
         )
 
 

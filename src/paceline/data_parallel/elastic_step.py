@@ -87,7 +87,7 @@ class ElasticStep:
         One point for each step: a newcomer's first step is then the one that the others are in.
         """
         self._buffers.synchronise()
-        self._flags[0] = float(self._job.stopping.is_wanted())
+        self._flags[0] = float(self._job.elastic.is_stop_due)
         self._flags[1] = float(self._job.elastic.is_change_due)
         self._group.all_reduce(self._flags, "max")
         return self._flags.tolist()

@@ -47,8 +47,10 @@ class Health:
         expects_all = self._options.own.get("skip_compute") != "yes"
         if expects_all and self._options.unused != "ignore" and min(flags, default=1.0) < 1.0:
             self._unused(reducer, flags)
-        if self._checks_values and not all_finite(list(reducer.averages())):
-            self._nonfinite(reducer)
+        if self._checks_values:
+            is_bad = not all_finite(list(reducer.averages()))
+            if any(reducer.ask_unit([is_bad])):  # all parts of a model leave out the same steps
+                self._nonfinite(reducer, is_here=is_bad)
 
     def _tell(self, names: list[str]) -> list[list[str]]:
         return self._elastic.point(lambda: tell_all(self._group, names))
@@ -107,13 +109,15 @@ class Health:
 
     # -- not finite ---------------------------------------------------------------------------
 
-    def _nonfinite(self, reducer: Reducer) -> None:
+    def _nonfinite(self, reducer: Reducer, *, is_here: bool) -> None:
         found = self._tell(_bad_contributions(reducer))
         culprits = [(self._group.ranks[r], names) for r, names in enumerate(found) if names]
         if culprits:
             text = "; ".join(f"rank {rank}: {_list(names)}" for rank, names in culprits)
-        else:
+        elif is_here:
             text = "no rank alone: the sum over the ranks overflowed"
+        else:
+            text = "in another part of the model: its ranks say which"
         what = f"step {reducer.step}: a gradient is NaN or infinite ({text})"
         if self._options.nonfinite == "raise":
             raise NonFiniteGradient(

@@ -173,7 +173,7 @@ class Paced:
         return self._flags.tolist()
 
     def _send_flags(self) -> Work[Any]:
-        self._flags[0] = float(self._job.stopping.is_wanted())
+        self._flags[0] = float(self._job.elastic.is_stop_due)
         self._flags[1] = float(self._job.elastic.is_change_due)
         work = self._group.all_reduce(self._flags, "max", async_op=True)
         assert isinstance(work, Work)

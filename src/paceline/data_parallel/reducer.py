@@ -63,6 +63,9 @@ class Reducer:
         self.is_change_agreed = False  # all workers know of a change, and stop for it
         self.is_stop_agreed = False  # some worker was asked to stop
         self.wants_stop: Callable[[], bool] = lambda: False
+        # On a mesh: what those say who hold other parts of the same model, besides this worker.
+        self.ask_unit: Callable[[list[bool]], list[bool]] = lambda notes: notes
+        self._stops = False  # what this worker's unit says to the others
         self.has_hidden_nonfinite = False  # some worker's gradients, unseen in what was exchanged
         self.skips: Callable[[], bool] = lambda: False  # no gradients here, but an exchange
         self.has_caught_up = False  # this worker has the others' state: its step is done already
@@ -229,6 +232,12 @@ class Reducer:
 
     # -- end of backward ----------------------------------------------------------------------
 
+    def exchange_now(self) -> None:
+        """Exchange what has added up locally, outside of any backward pass."""
+        self._active = True
+        self.is_own = self.rests
+        self._end_pass()
+
     def _on_backward_end(self) -> None:
         if not self._active:
             return
@@ -237,6 +246,9 @@ class Reducer:
         ):  # gradients of something else flowed through the model's outputs
             self._active = False
             return
+        self._end_pass()
+
+    def _end_pass(self) -> None:
         for bucket in self.buckets[self._next :]:
             bucket.complete()
             self._submit(bucket)
@@ -245,11 +257,14 @@ class Reducer:
         if self.is_own:
             self._keep_own()
             return
+        if not self._elastic.is_on:
+            (self._stops,) = self.ask_unit([self.wants_stop()])
         if self._is_collective:
             flags = self._elastic.point(self._agree, self._catch_up)
+            self._is_broken = False
         else:  # servers decide who has to be there
             flags = self._call_roll()[:-_NUM_NOTES]
-            self.is_stop_agreed = self.wants_stop()
+            self.is_stop_agreed = self._stops or (self._elastic.is_on and self.wants_stop())
             if self._sparse:
                 self._elastic.point(lambda: self._average_sparse(flags))
         for slot, flag in zip(self._slots, flags, strict=False):
@@ -268,12 +283,11 @@ class Reducer:
         """Average everything with the others; again from the start if somebody was lost."""
         if self._is_broken:
             self._works = [self._exchange.submit(bucket, self.step) for bucket in self.buckets]
-        self._is_broken = self._elastic.is_on  # until everything is there
+        self._is_broken = self._elastic.is_on  # until everything is there, and counts
         called = self._call_roll()
         flags, (stops, changes, hidden, weight) = called[:-_NUM_NOTES], called[-_NUM_NOTES:]
         self._average_sparse(flags)
         self.with_exchange()
-        self._is_broken = False
         self.is_stop_agreed, self.is_change_agreed = stops > 0, changes > 0
         self.has_hidden_nonfinite = hidden > 0
         is_weighted = getattr(self._exchange, "is_weighted", True)
@@ -298,7 +312,9 @@ class Reducer:
         here = [slot.ready for slot in self._slots]
         here += [named.param.grad is not None for named in self._sparse]
         self._flags.fill_(1.0)
-        self._flags[-_NUM_NOTES] = float(self.wants_stop())
+        # In an elastic job a unit has told each other behind the last point (elastic/unit.py).
+        stops = self._elastic.is_stop_due if self._elastic.is_on else self._stops
+        self._flags[-_NUM_NOTES] = float(stops)
         self._flags[1 - _NUM_NOTES] = float(self._elastic.is_change_due)
         self._flags[2 - _NUM_NOTES] = float(self._hides_nonfinite())
         self._flags[-1] = self.weighting.weight

@@ -64,8 +64,10 @@ class Restoring:
         goes_on = is_same_pace and is_same_world
         if goes_on:
             own = saved.owns[rank]()
-        elif not is_same_pace:
+        elif saved.plain["pace"] != str(training.pace):
             self._say(f"pace {training.pace} instead of {saved.plain['pace']}")
+        elif not fits and training.method is not None:
+            self._say(f"what pace {training.pace} keeps begins anew: parameters lie otherwise")
         self.load_values(saved)
         self._load_optimizer(saved, rank, own if goes_on else None)
         self._load_method(saved, rank, own, is_same_pace=is_same_pace, goes_on=goes_on)

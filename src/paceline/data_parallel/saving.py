@@ -6,7 +6,7 @@
     own      this worker's alone, of use only to a job with as many workers at the same pace: values
              that have gone apart from the others', what a codec or a method has not sent yet
 
-    model/layer.weight   optimizer/layer.weight/exp_avg   pace/3   codec/0   own model/layer.weight
+    model/layer.weight   optimizer/layer.weight/exp_avg   pace/begin.0   codec/0
 
 To take a picture is collective and changes nothing; the tensors in it are live, to be copied
 before the next step.
@@ -73,7 +73,8 @@ def take_picture(training: Training, model: nn.Module, optimizer: torch.optim.Op
     elif is_first or is_shared:
         picture.common.update(_optimizer_state(model, optimizer, picture.plain))
     if apart:
-        picture.own.update({f"model/{name}": p.detach() for name, p in model.named_parameters()})
+        # By all of their names, as the common ones: the last that is loaded counts.
+        picture.own.update({f"model/{name}": p.detach() for name, p in params.items()})
     if apart or training.buffers_are_local:
         named = {name for name, _ in model.named_buffers()}
         own = {f"model/{name}": value for name, value in state.items() if name in named}

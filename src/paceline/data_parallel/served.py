@@ -275,6 +275,11 @@ class ServedUpdate:
             return True
         return slot.param._version != self._param_versions[slot]
 
+    def expect_edits(self) -> None:
+        """Do not warn of values that replace the servers': on a mesh copies of the same numbers
+        are brought together behind each step."""
+        self._has_warned = True
+
     def _warn_of_edits(self, slot: Slot) -> None:
         if not self._rule.aggregate and not self._has_warned:
             self._has_warned = True

@@ -21,6 +21,7 @@ import torch
 
 from paceline.collectives.group import Group
 from paceline.data_parallel.reducer import Reducer
+from paceline.errors import UsageError
 
 
 class Skipping:
@@ -40,6 +41,16 @@ class Skipping:
 
     def is_due(self, found: bool) -> bool:
         """Say whether the step is left out, given what this worker found. Perhaps collective."""
+        if self._reducer.weighting.is_in_loss:
+            raise UsageError(
+                f"rank {self._group.ranks[self._group.rank]}: GradScaler takes the scale off"
+                " gradients as they arrive at their parameters, which those of stages (pp) and"
+                " shards (fsdp) do not; compute in bf16, which needs no scale"
+            )
+        # All parts of a model leave out the same steps.
+        return any(self._reducer.ask_unit([self._is_due_here(found)]))
+
+    def _is_due_here(self, found: bool) -> bool:
         if self._is_free:
             return found
         if not (self._asks or self._reducer.is_own):

@@ -126,7 +126,7 @@ class Succession:
 
     def _make(self, chosen: Chosen) -> Training:
         model, optimizer = self._own()
-        label = str(self._number)
+        label = f"{self._number}{self._job.place}"
         if self._changes:
             label += f".{self._changes}.{self._generation}"
         return Training(
@@ -209,7 +209,7 @@ class Succession:
         elastic.point(attempt)
         elastic.unstage()
         self._under_way = None
-        if self._job.world.rank == 0:
+        if self._job.speaks:
             say(
                 f"behind step {self._steps_before}: pace {self.pace} instead of {change.before}:"
                 f" {self.training.describe()}"
@@ -287,7 +287,7 @@ class Succession:
 
     @property
     def _key(self) -> str:
-        return f"paceline/pace of model {self._number}"
+        return f"paceline/pace of model {self._number}{self._job.place}"
 
     def _ask_others(self) -> _Now | None:
         agent = self._job.rendezvous.agent

@@ -132,6 +132,7 @@ class Training:
         self.reducer = Reducer(group, self.exchange, job.elastic)
         self.skipping, self._torch_scaler = self._choose_skipping(self.exchange, optimizer)
         self.reducer.wants_stop = job.stopping.is_wanted
+        self.reducer.ask_unit = job.ask_unit
         self.reducer.after_exchange = self._look_at_gradients
         if self.method is not None:
             self.reducer.skips = self._skips_backward
@@ -143,7 +144,7 @@ class Training:
             optimizer,
             bucket_mb=options.bucket_mb,
             is_shared=self._shares_params or views or self._is_common,
-            averages=self.serving.averages if self.serving is not None else "own",
+            averages=self._choose_averages(),
             is_common=self._is_common,
         )
         self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
@@ -238,6 +239,14 @@ class Training:
             return compressed_average(self._job, self._group, self._host, spec, *makes)
         return self.method.exchange() or OwnGradients()
 
+    def _choose_averages(self) -> str:
+        """Say where averaged gradients are, in the words of housing.py."""
+        if self.serving is not None:
+            return self.serving.averages
+        # Nobody else holds this part of the model: what is here is the average.
+        is_alone = bool(self._job.place) and self._group.size == 1 and not self._job.elastic.is_on
+        return "none" if is_alone and isinstance(self.exchange, AllReduce) else "own"
+
     def _memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(self._engine, (count,), dtype)
 
@@ -279,6 +288,8 @@ class Training:
             why_not = "workers have gradients of their own, and would not leave out the same steps"
         elif rounds or narrows:
             why_not = "not all workers see the same averages, so that their scales would part"
+        elif self._job.place:
+            why_not = "each process sees the gradients of a part of the model only"
         elif isinstance(exchange, Compressing | ServerExchange) and exchange.keeps:
             why_not = "what a codec leaves out would be sent with the scale of another step"
         elif rule is None:

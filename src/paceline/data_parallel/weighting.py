@@ -31,6 +31,7 @@ class Weighting:
         self._weight = 1.0
         self._params: Sequence[torch.nn.Parameter] = ()
         self._hooks: list[RemovableHandle] = []
+        self.is_in_loss = False  # see leave_to_loss
         _all.add(self)
 
     @property
@@ -49,6 +50,13 @@ class Weighting:
             self._weight = weight
             self.renew()
 
+    def leave_to_loss(self) -> None:
+        """Hook nothing: the loss is multiplied with the weight, because gradients do not come to
+        these parameters by autograd."""
+        if not self.is_in_loss:
+            self.is_in_loss = True
+            self.renew()
+
     def close(self) -> None:
         """Let go of the parameters."""
         self.cover(())
@@ -58,7 +66,8 @@ class Weighting:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        if self._weight != 1.0 or loss_scaling.is_in_use():
+        is_needed = self._weight != 1.0 or loss_scaling.is_in_use()
+        if is_needed and not self.is_in_loss:
             self._hooks = [
                 p.register_hook(partial(self._scale, get_gradient_edge(p).node))
                 for p in self._params
