@@ -34,7 +34,15 @@ PUBLIC = {
         "Work",
         "Membership",
     ),
-    *("PacelineError", "errors", "ps", "launch"),
+    *(
+        "PacelineError",
+        "errors",
+        "ps",
+        "launch",
+        "measure_layers",
+        "tensor_plan",
+        "clip_grad_norm_",
+    ),
 }
 
 

@@ -26,8 +26,11 @@ _HOME = {
     "should_stop": "paceline.job",
     "carry": "paceline.job",
     "launch": "paceline.launcher.function",
-    "distribute": "paceline.data_parallel.distribute",
+    "distribute": "paceline.model_parallel.distribute",
+    "clip_grad_norm_": "paceline.model_parallel.distribute",
+    "tensor_plan": "paceline.model_parallel.tensor.parallelize",
     "check_consistency": "paceline.data_parallel.consistency",
+    "measure_layers": "paceline.model_parallel.pipeline.measuring",
     "shard": "paceline.data.shard",
     "data_warmup": "paceline.data.warmup",
     "Checkpoint": "paceline.checkpointing.checkpoint",
@@ -74,7 +77,6 @@ if TYPE_CHECKING:
     from paceline.data.shard import shard as shard
     from paceline.data.warmup import data_warmup as data_warmup
     from paceline.data_parallel.consistency import check_consistency as check_consistency
-    from paceline.data_parallel.distribute import distribute as distribute
     from paceline.data_parallel.grad_scaler import GradScaler as GradScaler
     from paceline.data_parallel.gradual_warmup import GradualWarmup as GradualWarmup
     from paceline.errors import PacelineError as PacelineError
@@ -91,4 +93,8 @@ if TYPE_CHECKING:
     from paceline.job import world as world
     from paceline.job import world_size as world_size
     from paceline.launcher.function import launch as launch
+    from paceline.model_parallel.distribute import clip_grad_norm_ as clip_grad_norm_
+    from paceline.model_parallel.distribute import distribute as distribute
+    from paceline.model_parallel.pipeline.measuring import measure_layers as measure_layers
+    from paceline.model_parallel.tensor.parallelize import tensor_plan as tensor_plan
     from paceline.work import Work as Work

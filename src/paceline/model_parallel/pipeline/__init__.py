@@ -1,0 +1,1 @@
+"""Pipeline parallel: a model is cut into stages, and microbatches flow through them."""

@@ -1,0 +1,123 @@
+"""Where to cut: the slowest stage shall be as fast as possible.
+
+Layers run one after the other, so a partition of n layers into s stages is a choice of s - 1 cuts,
+and the best is found exactly, in two rounds of dynamic programming over (stages, layers): first the
+smallest possible time of the slowest stage; then, among all partitions that reach it, the one that
+sends the least across its boundaries and, among these, the most even one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from paceline.errors import UsageError
+from paceline.model_parallel.pipeline.graph import LayerGraph
+from paceline.model_parallel.pipeline.measuring import LayerCost
+from paceline.model_parallel.pipeline.program import CannotCut
+from paceline.model_parallel.pipeline.splitting import split
+
+
+def partition(
+    costs: Sequence[float], num_stages: int, crossing: Sequence[float] | None = None
+) -> list[int]:
+    """Return the index of the first layer of stages 1, 2, ...; no stage is empty.
+
+    `crossing[i]` is what a cut before layer i sends (bytes); it decides between partitions whose
+    slowest stages are equal.
+    """
+    count = len(costs)
+    if num_stages < 1:
+        raise UsageError(f"{num_stages} stages: there must be at least one")
+    if num_stages > count:
+        raise UsageError(f"{count} layers cannot be cut into {num_stages} stages")
+    if crossing is not None and len(crossing) != count:
+        raise UsageError(f"{count} costs, but {len(crossing)} crossings; they go together")
+    sums = [0.0, *accumulate(costs)]
+    sent = [0.0] * count if crossing is None else list(crossing)
+    slowest = _smallest_maximum(sums, num_stages)
+    # best[i]: (sent, unevenness, cuts) of the first i layers in the stages so far.
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (count + 1)
+    best[0] = (0.0, 0.0, ())
+    for stage in range(num_stages):
+        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (count + 1)
+        for end in range(stage + 1, count + 1):
+            for begin in range(stage, end):
+                before = best[begin]
+                time = sums[end] - sums[begin]
+                if before is None or time > slowest:
+                    continue
+                cuts = (*before[2], begin) if stage else ()
+                cost = before[0] + (sent[begin] if stage else 0.0)
+                found = (cost, before[1] + time * time, cuts)
+                kept = following[end]
+                if kept is None or found < kept:
+                    following[end] = found
+        best = following
+    whole = best[count]
+    assert whole is not None  # one partition reaches the smallest maximum
+    return list(whole[2])
+
+
+def _smallest_maximum(sums: list[float], num_stages: int) -> float:
+    """Return the time of the slowest stage of the best partition."""
+    count = len(sums) - 1
+    best = [0.0] + [float("inf")] * count
+    for stage in range(num_stages):
+        following = [float("inf")] * (count + 1)
+        for end in range(stage + 1, count + 1):
+            following[end] = min(
+                max(best[begin], sums[end] - sums[begin]) for begin in range(stage, end)
+            )
+        best = following
+    return best[count]
+
+
+def choose_starts(graph: LayerGraph, costs: Sequence[LayerCost], num_stages: int) -> list[str]:
+    """Choose the layers at which stages 1, 2, ... start, by what was measured."""
+    if num_stages < 1:
+        raise UsageError(f"{num_stages} stages: there must be at least one")
+    forbidden = set(graph.repeated)
+    while True:
+        starts = _choose(graph, costs, num_stages, forbidden)
+        try:
+            split(graph, starts)
+        except CannotCut as error:
+            forbidden.add(error.layer)
+        else:
+            return starts
+
+
+def _choose(
+    graph: LayerGraph, costs: Sequence[LayerCost], num_stages: int, forbidden: set[str]
+) -> list[str]:
+    by_name = {cost.name: cost for cost in costs}
+    missing = [name for name in graph.layers if name not in by_name]
+    if missing:
+        raise UsageError(f"no costs of {', '.join(missing[:5])}; measure the model that was traced")
+    # What cannot start a stage is one piece with what is before it.
+    pieces: list[tuple[str, float]] = []
+    sent: list[float] = []
+    before = 0.0
+    for _, name in graph.training.layer_calls():
+        cost = by_name[name]
+        time = (cost.forward_s + cost.backward_s) / cost.calls
+        if pieces and name in forbidden:
+            pieces[-1] = (pieces[-1][0], pieces[-1][1] + time)
+        else:
+            pieces.append((name, time))
+            sent.append(before)
+        before = cost.output_bytes
+    if len(pieces) < num_stages:
+        raise UsageError(_too_few(graph, [name for name, _ in pieces], num_stages, forbidden))
+    cuts = partition([time for _, time in pieces], num_stages, sent)
+    return [pieces[cut][0] for cut in cuts]
+
+
+def _too_few(graph: LayerGraph, names: list[str], num_stages: int, forbidden: set[str]) -> str:
+    several = [name for name in graph.layers if name in forbidden]
+    text = f"{num_stages} stages need {num_stages} layers, and the model has {len(names)}: "
+    text += ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    if several:
+        text += f" (not counted, since no stage can start there: {', '.join(several[:5])})"
+    return text + ". Use fewer stages, or name layers inside of these as split points"

@@ -1,0 +1,160 @@
+"""Trace a model: find its layers, run the forward pass once, and write it down as a `LayerGraph`.
+
+The pass is run on the example itself, without gradients between layers. A model of which some part
+is on the meta device is run without data (on fake tensors), so that a model that does not fit into
+this process can be traced. Training and evaluation are recorded separately: code between layers may
+ask for `self.training`.
+
+A module whose forward cannot be written down becomes a layer as a whole; for the model itself that
+is an error, for then there is nothing to cut.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from paceline.errors import UsageError
+from paceline.model_parallel.pipeline.graph import LayerGraph, Pass, Shape
+from paceline.model_parallel.pipeline.layers import opened_modules
+from paceline.model_parallel.pipeline.recording import Recorder, recording
+from paceline.model_parallel.pipeline.refusing import CannotRecord
+from paceline.model_parallel.pipeline.undisturbed import undisturbed
+
+
+def trace(model: nn.Module, example: tuple[Any, ...], leaves: Collection[str] = ()) -> LayerGraph:
+    """Write the model's forward pass down for inputs of the example's shapes.
+
+    `leaves` names modules that are layers as a whole. The model is not changed. Raises UsageError
+    if the code of the model itself depends on the values of tensors.
+    """
+    known = {name for name, _ in model.named_modules()}
+    for name in leaves:
+        if name not in known or not name:
+            raise UsageError(f"leaves: the model has no module {name!r}")
+    _check_inputs(model, example)
+    return _trace(model, tuple(example), frozenset(leaves), ())
+
+
+def _trace(
+    model: nn.Module, example: tuple[Any, ...], leaves: frozenset[str], inside: Sequence[str]
+) -> LayerGraph:
+    closed: dict[str, str] = {}
+    passes = _record_both(model, example, leaves, inside, closed)
+    while passes is None:
+        passes = _record_both(model, example, leaves, inside, closed)
+    training, evaluation = passes
+    flat, spec = pytree.tree_flatten(example)
+    shapes = [
+        Shape(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for leaf in flat
+    ]
+
+    def retrace(names: Sequence[str]) -> LayerGraph:
+        return _trace(model, example, leaves, names)
+
+    return LayerGraph(model, training, evaluation, (shapes, spec), closed, retrace)
+
+
+def _record_both(
+    model: nn.Module,
+    example: tuple[Any, ...],
+    leaves: frozenset[str],
+    inside: Sequence[str],
+    closed: dict[str, str],
+) -> tuple[Pass, Pass | UsageError] | None:
+    """Record the pass in both modes; None: another module had to be closed, so begin again."""
+    opened = opened_modules(model, [*leaves, *closed], inside)
+    training: Pass | None = None
+    try:
+        training = _run(model, example, opened, training=True)
+        return training, _run(model, example, opened, training=False)
+    except CannotRecord as error:
+        if error.module:
+            closed[error.module] = error.why
+            return None
+        explained = UsageError(_explain(model, error))
+        if training is None:
+            raise explained from None
+        return training, explained  # it can be trained, and says why not when it is evaluated
+
+
+def _run(model: nn.Module, example: tuple[Any, ...], opened: set[str], *, training: bool) -> Pass:
+    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
+    state = [*model.parameters(), *model.buffers()]
+    device = next((one.device for one in [*tensors, *state] if one.device.type != "meta"), None)
+    device = device or torch.device("cpu")
+    is_meta = any(one.device.type == "meta" for one in [*tensors, *state])
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if is_meta else None
+    with undisturbed(model), torch.enable_grad():
+        if training != model.training:
+            model.train(training)
+        recorder = Recorder(model, opened, device.type, mode or nullcontext())
+        _introduce_state(recorder, model, mode, device)
+        inputs = pytree.tree_map_only(
+            torch.Tensor, lambda one: _stand_in(one, mode, device) if mode else one.clone(), example
+        )
+        for leaf in pytree.tree_leaves(inputs):
+            if isinstance(leaf, torch.Tensor):
+                recorder.add_input(leaf)
+        with recording(recorder):
+            recorder.set_outputs(model(*inputs))
+    return recorder.recorded
+
+
+def _introduce_state(
+    recorder: Recorder, model: nn.Module, mode: FakeTensorMode | None, device: torch.device
+) -> None:
+    """Make parameters and buffers known by name; without data, put fake ones in their places."""
+    stand_ins: dict[int, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        for kind in (module._parameters, module._buffers):
+            for key, held in kind.items():
+                if held is None:
+                    continue
+                used = stand_ins.get(id(held))
+                if used is None:
+                    used = _stand_in(held, mode, device) if mode else held
+                    stand_ins[id(held)] = used
+                name = f"{prefix}.{key}" if prefix else key
+                is_parameter = kind is module._parameters
+                recorder.add_state(name, held, used, is_parameter=is_parameter)
+                if used is not held:
+                    kind[key] = used
+
+
+def _stand_in(one: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    """Return a fake tensor, without data, to run in the place of this one."""
+    empty = torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device="meta")
+    fake = FakeTensor(mode, empty, device if one.device.type == "meta" else one.device)
+    if isinstance(one, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=one.requires_grad)
+    return fake
+
+
+def _check_inputs(model: nn.Module, example: tuple[Any, ...]) -> None:
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*example)
+    except TypeError as error:
+        raise UsageError(
+            f"{type(model).__name__} does not take an example of {len(example)} inputs: {error}. "
+            f"Its forward takes {signature}; the example is a tuple of its positional inputs"
+        ) from None
+
+
+def _explain(model: nn.Module, error: CannotRecord) -> str:
+    return (
+        f"{type(model).__name__} cannot be cut into stages: in its forward, {error.why}\n"
+        "Move this code into a submodule: that is then a layer of its own, whose inside may do "
+        "anything."
+    )

@@ -1,0 +1,20 @@
+"""The models of this process that are distributed in parts."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from paceline.data_parallel.succession import Succession
+
+if TYPE_CHECKING:
+    from paceline.model_parallel.meshed import Meshed
+
+meshed: weakref.WeakKeyDictionary[nn.Module, Meshed] = weakref.WeakKeyDictionary()
+
+
+def meshed_by(succession: Succession) -> Meshed | None:
+    """Return the model in parts that is trained by this; None: it is a whole one."""
+    return next((made for made in meshed.values() if made.succession is succession), None)

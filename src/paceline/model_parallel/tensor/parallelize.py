@@ -1,0 +1,228 @@
+"""Cut a model over the tp axis: recognise, cut, probe, keep or put back, tell.
+
+See cut.py for how a model's own code goes on to work, tracing.py for what is recognised, and
+probing.py for why a plan is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from paceline.errors import UsageError
+from paceline.model_parallel.tensor import cross_entropy, mathematics, rules, shapes
+from paceline.model_parallel.tensor.agreement import agree, align, same_example
+from paceline.model_parallel.tensor.axis import Axis
+from paceline.model_parallel.tensor.by_hand import apply_torch_styles
+from paceline.model_parallel.tensor.groups import Group, grouped
+from paceline.model_parallel.tensor.guessing import Run, find_runs
+from paceline.model_parallel.tensor.layers import Entrance, Place
+from paceline.model_parallel.tensor.plan import TensorPlan, resolve
+from paceline.model_parallel.tensor.probing import (
+    Call,
+    count_collectives,
+    difference,
+    observe,
+    record_calls,
+)
+from paceline.model_parallel.tensor.quiet import unfuse
+from paceline.model_parallel.tensor.report import note_of, replicated, rows_of
+from paceline.model_parallel.tensor.styles import Cutting, Style
+from paceline.model_parallel.tensor.tracing import Findings, Tracing
+
+__all__ = ["parallelize", "tensor_plan"]
+
+RULES_IN = (cross_entropy, mathematics, rules, shapes)  # imported to register them
+
+
+def parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    plan: Mapping[str, Any] | None = None,
+    example: tuple[Any, ...] | None = None,
+) -> TensorPlan:
+    """Cut the model in place over the mesh's one axis; collective.
+
+    Without a plan, what can be cut is found by running the model on the example, or on a guessed
+    input. Parameters keep their objects and names, and hold this process's part. All processes
+    begin with the values, and the random state, of the axis's first.
+    """
+    axis = _axis_of(device_mesh)
+    forced = None if plan is None else resolve(model, plan, axis.count)
+    if axis.count == 1:
+        return TensorPlan(1)
+    align(model, axis)
+    if any(isinstance(style, ParallelStyle) for style in (forced or {}).values()):
+        return _by_hand(model, device_mesh, axis, forced or {})
+    runs = find_runs(model, same_example(example, axis))
+    findings = Tracing(model, axis.count, forced).settle(runs)
+    if forced is not None:
+        _require_all(forced, findings, runs, axis.count)
+    agree(findings.styles, axis)
+    made = TensorPlan(axis.count)
+    _cut_and_probe(model, axis, findings, runs, made, is_forced=forced is not None)
+    unfuse(model)
+    axis.num_forward.clear()
+    axis.num_backward.clear()
+    count_collectives(runs)
+    counts = {n: (axis.num_forward[n], axis.num_backward[n]) for n in findings.styles}
+    made.styles.update(findings.styles)
+    made.rows = rows_of(model, findings.styles, counts, made.parts)
+    made.replicated = replicated(model, findings, bool(runs))
+    made.note = note_of(model, runs)
+    return made
+
+
+def tensor_plan(model: nn.Module, tp: int, example: tuple[Any, ...] | None = None) -> TensorPlan:
+    """Return the automatic plan without changing the model; needs no other process."""
+    if tp < 1:
+        raise UsageError(f"tensor plan: tp={tp}; an axis has a size of at least 1")
+    runs = find_runs(model, example)
+    findings = Tracing(model, tp, None).settle(runs)
+    made = TensorPlan(tp, dict(findings.styles))
+    made.rows = rows_of(model, findings.styles, _expected(findings), None, tp)
+    made.replicated = replicated(model, findings, bool(runs))
+    made.note = note_of(model, runs)
+    return made
+
+
+def _axis_of(device_mesh: DeviceMesh) -> Axis:
+    if device_mesh.ndim != 1:
+        raise UsageError(
+            f"tensor parallel: the device mesh has {device_mesh.ndim} dimensions"
+            f" {device_mesh.mesh_dim_names}; give the one of tp, as in device_mesh['tp']"
+        )
+    group = device_mesh.get_group()
+    return Axis(group, device_mesh.get_local_rank(), device_mesh.size())
+
+
+def _by_hand(
+    model: nn.Module, device_mesh: DeviceMesh, axis: Axis, forced: dict[str, Any]
+) -> TensorPlan:
+    """Carry out a plan with styles of torch: its author knows what the model's code expects."""
+    ours = {name: style for name, style in forced.items() if isinstance(style, Style)}
+    of_torch = {name: style for name, style in forced.items() if name not in ours}
+    made = TensorPlan(axis.count, dict(forced))
+    made.parts |= apply_torch_styles(model, device_mesh, of_torch)
+    modules, cutting = dict(model.named_modules()), Cutting(axis)
+    for name, style in ours.items():
+        cutting.cut_module(Place(axis, name, style.blocks), modules[name], style)
+    _keep(model, cutting, made)
+    made.rows = rows_of(model, forced, {}, made.parts)
+    made.replicated = replicated(model, Findings(styles=forced), True)
+    return made
+
+
+def _require_all(
+    forced: Mapping[str, Style], findings: Findings, runs: list[Run], count: int
+) -> None:
+    """A plan by hand is carried out, or refused as a whole."""
+    if not runs:
+        for name, style in forced.items():
+            findings.styles[name] = style
+            findings.groups.append(frozenset([name]))
+        return
+    for name, style in forced.items():
+        if name in findings.refused:
+            raise UsageError(
+                f"tensor plan: {name} cannot be cut as {style} on the axis tp={count}:"
+                f" {findings.refused[name]}; write 'replicate', or take another tp"
+            )
+        if name not in findings.styles:
+            raise UsageError(
+                f"tensor plan: {name} was not used as {style} when the model ran on the example;"
+                " write 'replicate', or give an example that reaches it"
+            )
+
+
+def _cut_and_probe(
+    model: nn.Module,
+    axis: Axis,
+    findings: Findings,
+    runs: list[Run],
+    made: TensorPlan,
+    is_forced: bool,
+) -> None:
+    """Cut group after group; what differs from the whole is put back and listed."""
+    modules = dict(model.named_modules())
+    groups = grouped(modules, findings)
+    regions = {modules[region] for group in groups for region in group.regions}
+    calls = record_calls(regions, runs)
+    entrances: dict[str, Entrance] = {}
+    for names in (shared for shared in findings.entrances if len(shared) > 1):
+        entrances |= dict.fromkeys(names, Entrance())
+    for group in groups:
+        cutting, why = _try(group, modules, axis, findings, calls, entrances)
+        if why is None:
+            _keep(model, cutting, made)
+            continue
+        cutting.undo()
+        if is_forced:
+            raise UsageError(
+                f"tensor plan: {', '.join(sorted(group.names))}: {why}; write 'replicate'"
+            )
+        for name in group.names:
+            del findings.styles[name]
+            findings.refused[name] = why
+
+
+def _try(
+    group: Group,
+    modules: dict[str, nn.Module],
+    axis: Axis,
+    findings: Findings,
+    calls: dict[nn.Module, Call],
+    entrances: dict[str, Entrance],
+) -> tuple[Cutting, str | None]:
+    # In the same order everywhere: to run a region is collective.
+    regions = [modules[name] for name in sorted(group.regions) if modules[name] in calls]
+    before = [observe(region, calls[region]) for region in regions]
+    cutting = Cutting(axis)
+    for name in sorted(group.names):
+        style = findings.styles[name]
+        columns = [n for g in findings.groups if name in g for n in g if n in entrances]
+        forgets = tuple({id(entrances[n]): entrances[n] for n in columns}.values())
+        place = Place(axis, name, style.blocks, entrances.get(name), forgets)
+        cutting.cut_module(place, modules[name], style)
+    why = None
+    for region, whole in zip(regions, before, strict=True):
+        try:
+            after = observe(region, calls[region])
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            why = f"cut, it fails: {type(error).__name__}: {str(error).splitlines()[0]}"
+            break
+        why = why or difference(whole, after, cutting)
+    # Rounding may put the processes on different sides of a bound.
+    is_bad = axis.sum(torch.tensor([0.0 if why is None else 1.0]))
+    if float(is_bad) and why is None:
+        why = "cut, it differs on another process"
+    return cutting, why
+
+
+def _keep(model: nn.Module, cutting: Cutting, made: TensorPlan) -> None:
+    """Write the parts of what was cut into the plan."""
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if part := cutting.part_of(param):
+            made.parts[name] = part
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if part := cutting.part_of(buffer):
+            made.buffer_parts[name] = part
+
+
+def _expected(findings: Findings) -> dict[str, tuple[int, int]]:
+    """Return the collectives of each module, forward and backward, as the plan has them."""
+    # Styles are in the order of calls.
+    first = {next(n for n in findings.styles if n in names) for names in findings.entrances}
+    known = {"row": (1, 0), "embedding": (1, 0), "attention": (1, 1)}
+    counts = {}
+    for name, style in findings.styles.items():
+        if style.word == "vocabulary":
+            counts[name] = (2, 1)
+        else:
+            counts[name] = known.get(style.word, (0, int(name in first)))
+    return counts

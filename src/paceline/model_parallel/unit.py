@@ -1,0 +1,89 @@
+"""Unit: the processes that hold one copy of a model between them, as torch sees them.
+
+torch.distributed's world is the unit: what torch does with the parts of a model (DTensor, stages,
+shards) stays among these processes and knows nothing of other copies, which may come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from paceline.collectives.agreement import take_from
+from paceline.collectives.group import Group
+from paceline.errors import UsageError
+from paceline.job import Job
+from paceline.mesh import Mesh
+
+
+class Unit:
+    """This process's unit. To make one is collective among its processes."""
+
+    def __init__(self, job: Job, mesh: Mesh) -> None:
+        self.mesh, self.number = mesh, job.env.number
+        self.ranks = job.unit
+        self.rank, self.size = mesh.place_of(self.number), mesh.unit_size
+        self._agent = job.rendezvous.agent
+        self._join(job)
+        # For our own words: torch's group has an order of its own.
+        self.group = Group(job.unit_fabric, self.ranks)
+        self.device_mesh: DeviceMesh = init_device_mesh(
+            "cpu",
+            tuple(size for _, size in mesh.inner),
+            mesh_dim_names=tuple(axis for axis, _ in mesh.inner),
+        )
+
+    def _join(self, job: Job) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("paceline")
+            job.closers.append(_leave)
+            return
+        found, size = dist.get_backend(), dist.get_world_size()
+        if (found, size) != ("paceline", self.size):
+            raise UsageError(
+                f"mesh {self.mesh}: torch.distributed was initialised before, with backend {found}"
+                f" and {size} processes; on a mesh its world is one copy of the model"
+                f" ({self.size} processes): leave out init_process_group, or start the job with"
+                f" --mesh {self.mesh} and use backend 'paceline'"
+            )
+
+    def agree_once(self, what: str, choose: Callable[[], list[str]]) -> list[str]:
+        """Return what one unit has chosen, for all of the job and for those that come later: two
+        that measure do not find the same. Collective."""
+        chosen, problem = list[str](), ""
+        if self.rank == 0:
+            key = f"paceline/chosen: {what}"
+            try:
+                if not self._agent.store_check([key]):
+                    mine = msgspec.msgpack.encode(choose())
+                    self._agent.store_compare_set(key, b"", mine)
+                chosen = msgspec.msgpack.decode(self._agent.store_get(key), type=list[str])
+            except UsageError as error:  # the others wait for it
+                problem = str(error)
+        chosen, problem = take_from(self.group, [chosen, problem])
+        if problem:
+            raise UsageError(problem)
+        return list(chosen)
+
+    def index(self, axis: str) -> int:
+        """Return where this process is on an axis."""
+        return self.mesh.index(self.number, axis)
+
+    def axis(self, axis: str) -> DeviceMesh:
+        """Return one axis of the unit, as torch's functions take it."""
+        return self.device_mesh[axis]
+
+    def any_of(self, notes: list[bool]) -> list[bool]:
+        """Say of each note whether any process of the unit has it. Collective."""
+        told = torch.tensor(notes, dtype=torch.float32)
+        self.group.all_reduce(told, "max")
+        return [bool(one) for one in told.tolist()]
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
