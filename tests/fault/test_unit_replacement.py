@@ -1,0 +1,154 @@
+"""A process of a model in parts is killed: its unit goes with it, and is replaced as a whole.
+
+Under the real launcher, with real models on a mesh. The workers tell the state of their part behind
+every step; those who hold the same part must agree on it, whoever came and went.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+_BEGIN = """
+    import hashlib, os, signal, sys, time
+    import torch
+    import paceline as pl
+    from torch import nn
+    from torch.nn import functional as F
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.set_num_threads(1)
+    job = pl.init()
+    torch.manual_seed(0)
+    data = torch.randn(512, 8)
+    labels = (data @ torch.randn(8, 4)).argmax(1)
+    loader = DataLoader(TensorDataset(data, labels), batch_size=16, shuffle=True)
+    layers = (nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = pl.distribute(
+        model, optimizer, loss=F.cross_entropy, example=data[:16], microbatches=2
+    )
+    place, unit = job.mesh.place_of(job.env.number), job.mesh.unit_of(job.env.number)
+
+    def state():
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        held = b"".join(p.detach().contiguous().numpy().tobytes() for p in params)
+        return hashlib.blake2b(held, digest_size=8).hexdigest()
+
+    def tell(loss):
+        units = job.column.world.size
+        print(f"step {job.steps_done} place {place} unit {unit} of {units}: {state()} {loss:.5f}")
+"""
+
+# Until the lost unit has been back for some steps, which everybody counts alike.
+_REPLACED = (
+    _BEGIN
+    + """
+    is_held, steps_back = sys.argv[1] == "replace", 0
+    while steps_back < 10:
+        for x, y in pl.shard(loader):
+            changes = job.elastic.changes  # behind a loss, and behind a boundary
+            tell(float(model.train_step(x, y).detach()))
+            if job.steps_done == 10 and job.env.rank == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.02)
+            is_back = job.elastic.changes == 1 if is_held else changes == 2
+            steps_back += job.env.is_newcomer or is_back
+            if steps_back == 10:
+                break
+"""
+)
+
+_RESTARTED = (
+    _BEGIN
+    + """
+    checkpoint = pl.Checkpoint("saved", every=5)
+    for epoch in pl.epochs(3):
+        for x, y in pl.shard(loader, epoch=epoch):
+            tell(float(model.train_step(x, y).detach()))
+            checkpoint.step()
+            if checkpoint.steps == 12 and job.env.rank == 1 and checkpoint.path is None:
+                checkpoint.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+    print(f"done behind {checkpoint.steps}")
+"""
+)
+
+
+def _run(tmp_path: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    arguments = [*options[:-1], "train.py", options[-1]]
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", "run", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / "runtime")},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def _told(output: str) -> dict[tuple[int, int], dict[int, tuple[int, str, float]]]:
+    """By step and place: what each unit told: how many units there were, its state, its loss."""
+    found: dict[tuple[int, int], dict[int, tuple[int, str, float]]] = defaultdict(dict)
+    for words in re.findall(r"step (\d+) place (\d) unit (\d) of (\d): (\w+) (\S+)", output):
+        step, place, unit, units = map(int, words[:4])
+        found[step, place][unit] = (units, words[4], float(words[5]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "on_loss"),
+    [("dp=2,tp=2", "shrink"), ("dp=2,pp=2", "shrink"), ("dp=2,tp=2", "replace")],
+)
+def test_a_unit_is_replaced_from_its_peers(tmp_path: Path, mesh: str, on_loss: str) -> None:
+    options, is_held = ["--mesh", mesh, "--min", "2", "--on-loss", on_loss], on_loss == "replace"
+    ended = _run(tmp_path, _REPLACED, *options, on_loss)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    goes_on = "the others hold their step until" if is_held else "2 workers go on"
+    words = f"lost: killed by signal 9; worker 2 of its unit goes with it; {goes_on}"
+    assert words in ended.stderr
+    assert "1 loss (worker 3), 1 replaced" in ended.stderr
+    told = _told(ended.stdout)
+    last = max(step for step, _ in told)
+    for (step, place), by_unit in told.items():
+        states = {state for _, state, _ in by_unit.values()}
+        assert len(states) == 1, f"step {step}, place {place}: {by_unit}"
+        assert len({units for units, _, _ in by_unit.values()}) == 1
+        assert all(loss == loss and loss < 10 for _, _, loss in by_unit.values())
+    for place in (0, 1):  # no step is left out, and at the end both units are there
+        assert [step for step, where in sorted(told) if where == place] == list(range(1, last + 1))
+        assert set(told[last, place]) == {0, 1}
+        assert set(told[11, place]) == ({0, 1} if is_held else {0})
+
+
+def test_the_only_unit_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
+    ended = _run(tmp_path, _RESTARTED, "--mesh", "tp=2", "--restarts", "1", "")
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    assert re.search(
+        r"too few are left to go on without worker 1 .*: all start again, and go on from their last"
+        r" checkpoint \(restart 1 of 1\)",
+        ended.stderr,
+    )
+    assert "goes on from saved/step-000000010, behind step 10" in ended.stderr
+    assert ended.stdout.count("done behind 96") == 2
+
+
+def test_without_restarts_the_end_says_what_would_have_helped(tmp_path: Path) -> None:
+    ended = _run(tmp_path, _RESTARTED, "--mesh", "tp=2", "--on-loss", "shrink", "")
+    assert ended.returncode == 128 + 9
+    assert "0 workers are left, expected at least 2 (--min): worker 1 (" in ended.stderr
+    assert "a mesh with dp of at least 2, or with --restarts 1 and a checkpoint" in ended.stderr
