@@ -1,0 +1,1 @@
+"""What only model_parallel.py uses: its models, its contenders, and how they are measured."""
