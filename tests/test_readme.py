@@ -22,6 +22,7 @@ PACES_GUIDE = (ROOT / "docs" / "guides" / "paces.md").read_text()
 ELASTIC_GUIDE = (ROOT / "docs" / "guides" / "elastic.md").read_text()
 COMPRESSION_GUIDE = (ROOT / "docs" / "guides" / "compression.md").read_text()
 PRECISION_GUIDE = (ROOT / "docs" / "guides" / "mixed-precision.md").read_text()
+MESH_GUIDE = (ROOT / "docs" / "guides" / "model-parallel.md").read_text()
 CLIENT_GUIDE = (ROOT / "docs" / "guides" / "neutral-client.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = re.findall(r"^(paceline [a-z].*?)\s*(?:#.*)?$", README, re.MULTILINE)
@@ -160,6 +161,37 @@ def test_the_paces_guide_has_every_option_of_its_paces():
             assert f"`{option}" in PACES_GUIDE, option
 
 
+@pytest.mark.parametrize(
+    ("mesh", "left_out"),
+    [
+        ("tp=2", 'torch.device("meta")'),
+        pytest.param("pp=2", "loss_of(model(x), y).backward()", marks=pytest.mark.slow),
+        pytest.param("fsdp=2", None, marks=pytest.mark.slow),
+    ],
+)
+def test_python_of_the_mesh_guide_is_one_script(mesh, left_out, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", MESH_GUIDE, re.DOTALL)
+    kept = [block for block in blocks if left_out is None or left_out not in block]
+    assert len(kept) == len(blocks) - (left_out is not None)
+    (tmp_path / "train.py").write_text("".join(kept) + "\nprint('the end is', float(loss))\n")
+    out = paceline("run", "--mesh", mesh, "train.py", cwd=tmp_path)
+    ends = re.findall(r"the end is ([\d.]+)", out)
+    assert len(ends) == 2 and ends[0] == ends[1], out
+    assert (tmp_path / "model.pt").exists()
+    (table,) = re.findall(r"```\n(tensor parallel, tp=2\n.*?)```", MESH_GUIDE, re.DOTALL)
+    printed = re.sub(r"^\[0\] ", "", out, flags=re.MULTILINE)
+    assert all(line in printed.splitlines() for line in table.splitlines() if line)
+
+
+def test_commands_of_the_mesh_guide_are_understood(tmp_path):
+    (tmp_path / "train.py").touch()
+    commands = re.findall(r"^paceline (run .*?)\s*(?:#.*)?$", MESH_GUIDE, re.MULTILINE)
+    assert len(commands) >= 8
+    for command in commands:
+        first, *rest = shlex.split(command)
+        assert "mesh: " in paceline(first, "--dry-run", *rest, cwd=tmp_path)
+
+
 def test_python_of_the_compression_guide_is_one_script_that_runs(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", COMPRESSION_GUIDE, re.DOTALL)
     (tmp_path / "train.py").write_text("".join(blocks) + "\nprint(pl.check_consistency(model))\n")
@@ -192,7 +224,7 @@ def test_commands_of_the_elastic_guide_are_understood(tmp_path):
 def test_the_elastic_guide_has_every_option(tmp_path):
     told = set(re.findall(r"^\| `(--[a-z-]+)", ELASTIC_GUIDE, re.MULTILINE))
     known = paceline("run", "--help", cwd=tmp_path)
-    assert len(told) == 6 and all(option in known for option in told)
+    assert len(told) == 7 and all(option in known for option in told)
 
 
 def test_the_guide_shows_the_lines_that_the_example_changes():

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from support import run_processes
 from support.environs import base_environ
@@ -118,6 +119,46 @@ def test_two_workers_train_as_one_process_with_the_global_batch(examples, alone,
     first, second = losses(output, "[0] "), losses(output, "[1] ")
     assert first == second, "the workers have the same model"
     assert first == pytest.approx(losses(alone[f"{name}/after.py"]), abs=TOLERANCE[name])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "batch"),
+    [
+        ("tp=2", 16),
+        pytest.param("pp=2", 16, marks=pytest.mark.slow),
+        pytest.param("fsdp=2", 8, marks=pytest.mark.slow),  # each has batches of its own
+    ],
+)
+def test_a_model_in_parts_trains_as_the_whole_one(examples, directory, tmp_path, mesh, batch):
+    script = [str(examples / "mesh/train.py"), "--chars", "12000"]
+    (alone,) = run_forked([[*script, "--batch-size", "16"]], [base_environ(directory)])
+    ((number, whole),) = re.findall(r"(\d+) of (\d+) parameters are here", alone)
+    assert number == whole
+
+    def curve(output: str, mark: str = "") -> list[float]:
+        (found,) = re.findall(
+            rf"{re.escape(mark)}epoch 1: loss ([\d.]+), test loss ([\d.]+)", output
+        )
+        return [float(loss) for loss in found]
+
+    saved = tmp_path / "model.pt"
+    script += ["--batch-size", str(batch), "--save", str(saved)]
+    output = run("-m", "paceline", "run", "--mesh", mesh, *script)
+    held = [int(one) for one in re.findall(rf"(\d+) of {whole} parameters are here", output)]
+    assert len(held) == 2 and max(held) < 0.6 * int(whole)
+    first, second = curve(output, "[0] "), curve(output, "[1] ")
+    assert first == second, "both processes are told the same"
+    assert first == pytest.approx(curve(alone), abs=TOLERANCE["gpt"])
+    state = torch.load(saved, weights_only=True)
+    assert sum(tensor.numel() for tensor in state.values()) == int(whole)
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "fsdp=2"])
+def test_a_model_that_no_process_holds_whole_is_trained(examples, mesh):
+    script = str(examples / "too_large/train.py")
+    output = run("-m", "paceline", "run", "-n", "2", script, "--mesh", mesh, "--steps", "1")
+    told = re.findall(r"process \d: (\d+) of (\d+) parameters, \d+ MB at most", output)
+    assert len(told) == 2 and all(int(here) <= 0.6 * int(whole) for here, whole in told)
 
 
 def test_a_pace_from_outside_the_package(examples):
