@@ -23,7 +23,11 @@ from paceline.model_parallel.pipeline.graph import LayerGraph
 from paceline.model_parallel.pipeline.measuring import LayerCost, measure_layers
 from paceline.model_parallel.pipeline.partitioning import choose_starts
 from paceline.model_parallel.pipeline.running import Pipeline
-from paceline.model_parallel.pipeline.schedules import indices_of, stages_per_process
+from paceline.model_parallel.pipeline.schedules import (
+    indices_of,
+    owners,
+    stages_per_process,
+)
 from paceline.model_parallel.pipeline.splitting import release_others, shared, split
 from paceline.model_parallel.pipeline.stage_module import StageModule
 from paceline.model_parallel.pipeline.tracing import trace
@@ -63,7 +67,8 @@ class Stages:
                 is_empty = any(one.is_meta for one in model.parameters())
                 costs = _by_size(model, self._graphs[0]) if is_empty else None
                 costs = costs or measure_layers(model, *example)
-                return choose_starts(self._graphs[0], costs, self._count)
+                holders = owners(self._wishes.schedule, self._unit.mesh.pp)
+                return choose_starts(self._graphs[0], costs, self._count, holders)
 
             return self._unit.agree_once(f"stages of model {next(_numbers)}", measured)
         if len(splits) != self._count - 1:

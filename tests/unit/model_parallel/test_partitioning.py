@@ -13,7 +13,7 @@ from torch import nn
 import paceline as pl
 from paceline.errors import UsageError
 from paceline.model_parallel.pipeline.measuring import LayerCost
-from paceline.model_parallel.pipeline.partitioning import choose_starts, partition
+from paceline.model_parallel.pipeline.partitioning import balance, choose_starts, partition
 from paceline.model_parallel.pipeline.tracing import trace
 
 
@@ -44,6 +44,33 @@ def test_the_best_of_all_partitions_is_found(data):
     cuts = partition(costs, num_stages, crossing)
     every = itertools.combinations(range(1, len(costs)), num_stages - 1)
     assert rate(costs, crossing, cuts) == min(rate(costs, crossing, one) for one in every)
+
+
+def of_processes(costs, cuts, owners):
+    bounds = [0, *cuts, len(costs)]
+    loads = dict.fromkeys(owners, 0)
+    for owner, (a, b) in zip(owners, itertools.pairwise(bounds), strict=True):
+        loads[owner] += sum(costs[a:b])
+    return max(loads.values())
+
+
+@pytest.mark.parametrize("owners", [[0, 1, 1, 0], [0, 1, 0, 1]])
+def test_processes_with_several_stages_are_balanced(owners):
+    # Six blocks: two stages of 2 and two of 1 are all equally good, unless one process gets 2 + 2.
+    costs = [1] * 6
+    for cuts in ([1, 3, 5], [2, 4, 5], [2, 3, 4]):
+        assert of_processes(costs, balance(costs, cuts, owners), owners) == 3
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=12), st.sampled_from(["V", "rounds"]))
+def test_balancing_never_makes_it_worse_and_comes_near_the_best(costs, kind):
+    owners = [0, 1, 1, 0] if kind == "V" else [0, 1, 0, 1]
+    begin = partition(costs, 4)
+    found = of_processes(costs, balance(costs, begin, owners), owners)
+    every = itertools.combinations(range(1, len(costs)), 3)
+    best = min(of_processes(costs, one, owners) for one in every)
+    assert best <= found <= min(of_processes(costs, begin, owners), best + max(costs))
 
 
 def test_no_partition_without_layers():

@@ -66,9 +66,16 @@ def test_1f1b_keeps_few_microbatches():
     for rank in range(4):
         kept = most = 0
         for action in order_of("1f1b", rank, 4, 16):
-            kept += 1 if action.kind == "F" else -1
+            kept += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
             most = max(most, kept)
         assert most == 4 - rank
+
+
+def test_1f1b_gives_the_first_and_the_last_gradients_back_at_once():
+    for rank in range(3):
+        halves = [action for action in order_of("1f1b", rank, 3, 8) if action.kind in "IW"]
+        early = [0, 1, 6, 7] if rank > 0 else []
+        assert halves == [Action(kind, rank, m) for m in early for kind in "IW"]
 
 
 def test_places_of_stages():

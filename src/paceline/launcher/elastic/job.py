@@ -60,6 +60,7 @@ class ElasticJob(SupervisedJob):
         self._chronicle = Chronicle(self._plan, self._unit_size)
         self._culprits: set[int] = set()  # ranks that were lost for reasons of their own
         self._evicted: dict[int, str] = {}  # ranks of ours that we kill, and why
+        self._given_up: set[int] = set()  # ranks of ours that are lost, and may not have ended yet
         self._dismissed: dict[int, float] = {}  # no longer in the job: when to insist
         self._parting: dict[int, float] = {}  # left before their work was done: the same
         self._silent_s: dict[int, float] = {}  # since when some are silent, though they run
@@ -70,7 +71,10 @@ class ElasticJob(SupervisedJob):
 
     async def run(self) -> Outcome:
         outcome = await super().run()
-        return replace(outcome, over=self._over, lost=tuple(self._losses))
+        first = outcome.first  # one who died of the end of the job is not its cause
+        if self._over and first is not None and first.is_consequence:
+            first = None
+        return replace(outcome, first=first, over=self._over, lost=tuple(self._losses))
 
     def was_lost_at_start(self, outcome: Outcome) -> bool:
         """Say whether processes were lost before the first step, and nothing else was wrong.
@@ -108,6 +112,8 @@ class ElasticJob(SupervisedJob):
                 await self._next_change()
             if self._crew.failures():
                 await self._await_cause()
+            elif self._over:
+                await self._await_lost()
         finally:
             self._is_ending = self._nursery.is_closed = True
             await self._finish_tasks()
@@ -260,6 +266,16 @@ class ElasticJob(SupervisedJob):
         else:
             self._tell(f"{text}; no further one is started")
 
+    async def _await_lost(self) -> None:
+        """Let those end whose loss ended the job: it was heard of when their connections closed,
+        which is before the process is gone. Else they would seem to have failed by themselves."""
+        deadline_s = time.monotonic() + _VERDICT_S
+        while time.monotonic() < deadline_s:
+            self._crew.look()
+            if not any(one.seat.rank in self._given_up for one in self._crew.running):
+                return
+            await asyncio.sleep(0.02)
+
     async def _await_verdict(self) -> None:
         """The last worker is lost: the coordinator says what that means, if it is there."""
         deadline_s = time.monotonic() + _VERDICT_S
@@ -370,6 +386,8 @@ class ElasticJob(SupervisedJob):
         process = self._crew.find(rank)
         if process is None:  # of another host, or long gone
             self._tell_loss(rank, why)
-        elif process.is_running and not process.is_exiting:
-            self._evicted[rank] = why
-            process.signal_group(signal.SIGKILL)
+        elif process.is_running:
+            self._given_up.add(rank)
+            if not process.is_exiting:
+                self._evicted[rank] = why
+                process.signal_group(signal.SIGKILL)

@@ -4,12 +4,16 @@ Layers run one after the other, so a partition of n layers into s stages is a ch
 and the best is found exactly, in two rounds of dynamic programming over (stages, layers): first the
 smallest possible time of the slowest stage; then, among all partitions that reach it, the one that
 sends the least across its boundaries and, among these, the most even one.
+
+Where a process holds several stages it is the slowest process that counts, and its stages are not
+neighbours. From the best partition of that kind, cuts are then moved, one or two at a time, for as
+long as that helps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, combinations, pairwise
 
 from paceline.errors import UsageError
 from paceline.model_parallel.pipeline.graph import LayerGraph
@@ -73,13 +77,60 @@ def _smallest_maximum(sums: list[float], num_stages: int) -> float:
     return best[count]
 
 
-def choose_starts(graph: LayerGraph, costs: Sequence[LayerCost], num_stages: int) -> list[str]:
-    """Choose the layers at which stages 1, 2, ... start, by what was measured."""
+def balance(costs: Sequence[float], cuts: Sequence[int], owners: Sequence[int]) -> list[int]:
+    """Move cuts until the slowest process, then the slowest stage, gets no faster.
+
+    `owners` has the process of each stage.
+    """
+    sums = [0.0, *accumulate(costs)]
+    count = len(costs)
+
+    def judge(chosen: Sequence[int]) -> tuple[float, float]:
+        stages = [sums[end] - sums[begin] for begin, end in pairwise([0, *chosen, count])]
+        of_process = dict.fromkeys(owners, 0.0)
+        for owner, time in zip(owners, stages, strict=True):
+            of_process[owner] += time
+        return max(of_process.values()), max(stages)
+
+    best = list(cuts)
+    while True:
+        found = min(_moved(best, count), key=judge, default=best)
+        if judge(found) >= judge(best):
+            return best
+        best = found
+
+
+def _moved(cuts: Sequence[int], count: int) -> Iterator[list[int]]:
+    """Yield every choice in which one cut is anywhere else, or two are one layer further on."""
+    for number in range(len(cuts)):
+        bounds = [0, *cuts, count]
+        for place in range(bounds[number] + 1, bounds[number + 2]):
+            yield [*cuts[:number], place, *cuts[number + 1 :]]
+    for one, other in combinations(range(len(cuts)), 2):
+        for step in (-1, 1):
+            for other_step in (-1, 1):
+                moved = list(cuts)
+                moved[one] += step
+                moved[other] += other_step
+                if all(a < b for a, b in pairwise([0, *moved, count])):
+                    yield moved
+
+
+def choose_starts(
+    graph: LayerGraph,
+    costs: Sequence[LayerCost],
+    num_stages: int,
+    owners: Sequence[int] | None = None,
+) -> list[str]:
+    """Choose the layers at which stages 1, 2, ... start, by what was measured.
+
+    `owners` has the process of each stage, when a process holds several.
+    """
     if num_stages < 1:
         raise UsageError(f"{num_stages} stages: there must be at least one")
     forbidden = set(graph.repeated)
     while True:
-        starts = _choose(graph, costs, num_stages, forbidden)
+        starts = _choose(graph, costs, num_stages, forbidden, owners)
         try:
             split(graph, starts)
         except CannotCut as error:
@@ -89,7 +140,11 @@ def choose_starts(graph: LayerGraph, costs: Sequence[LayerCost], num_stages: int
 
 
 def _choose(
-    graph: LayerGraph, costs: Sequence[LayerCost], num_stages: int, forbidden: set[str]
+    graph: LayerGraph,
+    costs: Sequence[LayerCost],
+    num_stages: int,
+    forbidden: set[str],
+    owners: Sequence[int] | None,
 ) -> list[str]:
     by_name = {cost.name: cost for cost in costs}
     missing = [name for name in graph.layers if name not in by_name]
@@ -110,7 +165,10 @@ def _choose(
         before = cost.output_bytes
     if len(pieces) < num_stages:
         raise UsageError(_too_few(graph, [name for name, _ in pieces], num_stages, forbidden))
-    cuts = partition([time for _, time in pieces], num_stages, sent)
+    times = [time for _, time in pieces]
+    cuts = partition(times, num_stages, sent)
+    if owners is not None and len(set(owners)) < num_stages:
+        cuts = balance(times, cuts, owners)
     return [pieces[cut][0] for cut in cuts]
 
 

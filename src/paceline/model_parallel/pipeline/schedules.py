@@ -1,7 +1,9 @@
 """Schedules: in which order a process computes the microbatches of its stages.
 
     "gpipe"          all forwards, then all backwards: simple, keeps all activations
-    "1f1b"           a backward as soon as one can be done: the same time, fewer activations
+    "1f1b"           a backward as soon as one can be done: fewer activations. For the first and the
+                     last microbatches, on which the stage before has to wait, what it waits for is
+                     computed and sent before the gradients of weights
     "interleaved:2"  two stages for each process, in turns: a shorter wait at the beginning
     "zero-bubble"    two stages for each process, placed like a V (the first process has the first
                      and the last stage); gradients of weights, for which nobody waits, are put off
@@ -120,7 +122,13 @@ def _one_by_one(stage: int, num_stages: int, microbatches: int) -> Iterator[Acti
     for microbatch in range(microbatches):
         if microbatch + ahead < microbatches:
             yield Action(FORWARD, stage, microbatch + ahead)
-        yield Action(BACKWARD, stage, microbatch)
+        # The stage before has nothing else to do while it waits for the first gradients and for the
+        # last ones: it gets those before this stage turns to its weights.
+        if stage > 0 and not num_stages - 1 <= microbatch <= microbatches - num_stages:
+            yield Action(BACKWARD_INPUT, stage, microbatch)
+            yield Action(BACKWARD_WEIGHT, stage, microbatch)
+        else:
+            yield Action(BACKWARD, stage, microbatch)
 
 
 def _torch_order(schedule: str, rank: int, num_ranks: int, microbatches: int) -> Iterator[Action]:
