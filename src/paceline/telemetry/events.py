@@ -21,6 +21,7 @@ import msgspec
 
 from paceline.telemetry.compression import Compression
 from paceline.telemetry.staleness import TableReport
+from paceline.telemetry.steps import StepTimes
 from paceline.telemetry.traffic import Traffic
 
 # Shares of a step's time, in percent of it, measured without the script's help.
@@ -41,6 +42,7 @@ class Progress(msgspec.Struct, frozen=True, tag_field="type", tag="progress"):
     age_s: float = 0.0
     traffic: Traffic | None = None  # all of it so far
     compression: Compression | None = None  # as well
+    steps: tuple[StepTimes, ...] = ()  # those since the last report, as the training hooks count
 
 
 class Note(msgspec.Struct, frozen=True, tag_field="type", tag="note"):

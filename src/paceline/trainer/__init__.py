@@ -1,0 +1,1 @@
+"""pl.Trainer: the loop that most scripts write, with callbacks; optional."""
