@@ -16,6 +16,7 @@ from run_support import memory_cgroup
 from sharded_models import sharded
 from torch import nn
 
+import paceline as pl
 from paceline.model_parallel.materialize import Recipes, materialize
 from paceline.model_parallel.parts import Held, Holding, Part
 from support import hear, started, tell
@@ -56,12 +57,37 @@ def train(width: int, depth: int, is_sharded: bool, optimizer_class: Any) -> lis
     return losses
 
 
+def train_in_stages(width: int, depth: int, is_piped: bool, optimizer_class: Any) -> list[float]:
+    """Do the same through pl.distribute, with half of the layers in each process."""
+    with torch.device("meta" if is_piped else "cpu"):
+        model = nn.Sequential(*(Residual(width) for _ in range(depth)))
+    optimizer = optimizer_class(model.parameters(), lr=1e-3)
+    x = torch.ones(2, width)
+    if is_piped:
+        model, optimizer = pl.distribute(
+            model, optimizer, mesh="pp=2", loss=mean_square, example=x, microbatches=1
+        )
+        return [float(model.train_step(x, x)) for _ in range(2)]
+    losses = []
+    for _ in range(2):
+        loss = mean_square(model(x), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def mean_square(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
 def trained(
-    num_ranks: int, optimizer_class: Any, limit_bytes: int
+    num_ranks: int, optimizer_class: Any, limit_bytes: int, train: Any = train
 ) -> tuple[list[Any], list[float]]:
     """Return what became of ranks with so much memory each, and their peaks in MB."""
 
-    def body(_, optimizer_class):
+    def body(_, optimizer_class, train):
         torch.set_num_threads(1)
         train(4, 2, num_ranks > 1, optimizer_class)  # what is loaded on first use is there now
         tell("ready")
@@ -69,7 +95,7 @@ def trained(
         return train(WIDTH, DEPTH, num_ranks > 1, optimizer_class)
 
     with limits(num_ranks, limit_bytes) as groups:
-        with started(num_ranks, body, optimizer_class) as ranks:
+        with started(num_ranks, body, optimizer_class, train) as ranks:
             ranks.hear_all()
             for rank, group in enumerate(groups):
                 (group / "cgroup.procs").write_text(str(ranks.pids[rank]))
@@ -112,6 +138,17 @@ def test_two_processes_train_what_one_cannot():
     both, peaks = trained(2, torch.optim.AdamW, limit_mb * MB)
     assert [one.value for one in both] == [enough.value] * 2, peaks
     assert enough.value[1] < enough.value[0]
+
+
+@pytest.mark.root
+def test_two_stages_train_what_one_process_cannot():
+    limit_mb = 200
+    (alone,), (peak_mb,) = trained(1, torch.optim.AdamW, limit_mb * MB, train_in_stages)
+    assert is_out_of_memory(alone, peak_mb, limit_mb), (alone, peak_mb)
+    both, peaks = trained(2, torch.optim.AdamW, limit_mb * MB, train_in_stages)
+    values = [one.value for one in both]
+    assert values[0] is not None and values[0] == values[1], (both, peaks)
+    assert values[0][1] < values[0][0]
 
 
 @pytest.mark.root
