@@ -152,3 +152,26 @@ def test_without_restarts_the_end_says_what_would_have_helped(tmp_path: Path) ->
     assert ended.returncode == 128 + 9
     assert "0 workers are left, expected at least 2 (--min): worker 1 (" in ended.stderr
     assert "a mesh with dp of at least 2, or with --restarts 1 and a checkpoint" in ended.stderr
+
+
+_FAILS = (
+    _BEGIN
+    + """
+    for x, y in pl.shard(loader):
+        tell(float(model.train_step(x, y).detach()))
+        if job.steps_done == 5 and job.env.rank == 1:
+            raise ValueError("a mistake of the script")
+"""
+)
+
+
+def test_an_error_of_the_script_ends_the_job_also_when_its_mates_are_gone_first(
+    tmp_path: Path,
+) -> None:
+    # Servers end what shares their memory and is no longer in the job: here the mate.
+    options = ["--mesh", "dp=2,tp=2", "--min", "2", "-s", "1", "--pace", "ps"]
+    ended = _run(tmp_path, _FAILS, *options, "")
+    assert ended.returncode == 1, ended.stderr[-3000:]
+    assert "rank 1 failed first" in ended.stderr
+    assert "ValueError: a mistake of the script" in ended.stderr.partition("failed first")[2]
+    assert "lost: " not in ended.stderr

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from paceline import _core
+from paceline.cluster import units
 from paceline.cluster.agent import Agent
 from paceline.cluster.local_agent import LocalAgent
 from paceline.cluster.member import Membership
@@ -70,12 +71,14 @@ class Host:
         self._changes: deque[Changed] = deque()  # from the control thread
         self._presence: dict[int, Presence] = {}  # as partitions have seen it
         self._retiring: dict[int, float] = {}  # workers in their last step, and until when
+        self._leaving: set[int] = set()  # ranks that left with their unit, and end by themselves
         self._ranks: frozenset[int] = frozenset()  # of the membership; as the next, for speed
         self._workers: tuple[int, ...] = ()
         self._news = 0  # counts what partitions have to look at
         self._adopted = 0  # the generation that the coordinator was told
         self._reported_s = time.monotonic()
         self._load = Load()  # told so far
+        self._queued = 0  # most requests that one turn has found, since then
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -112,8 +115,11 @@ class Host:
     def _turn(self) -> None:
         for peer, message, tensors in self._peers.hear(self._is_due, self._find_landing):
             self._hear(peer, message, tensors)
+        before = self._num_requests()
         for partition in self.partitions.values():
             partition.serve()
+        # What has come during one turn is what the next one finds waiting.
+        self._queued = max(self._queued, self._num_requests() - before)
         self._look_around()
         for partition in self.partitions.values():
             partition.flush()
@@ -187,6 +193,8 @@ class Host:
         while self._changes:
             changed = self._changes.popleft()
             lost = tuple(loss.rank for loss in changed.lost)
+            # Who has left with its unit is not stopped: it ends by itself, with what it has to say.
+            self._leaving.update(loss.rank for loss in changed.lost if units.LEFT in loss.why)
             if changed.membership.generation > self._membership.generation:
                 self._adopt(changed.membership, lost)
         newest = self._agent.membership
@@ -198,7 +206,8 @@ class Host:
         if membership.generation > self._fabric.membership.generation:
             gone = set(self._fabric.membership.ranks) - set(membership.ranks)
             self._forgettable.append((time.monotonic() + _RETIRE_S + _FORGET_S, gone))
-            self._fabric.adopt(membership, lost, forgets=False)
+            vanished = [rank for rank in lost if rank not in self._leaving]
+            self._fabric.adopt(membership, vanished, forgets=False)
         before, self._membership = self._membership, membership
         for rank in before.workers:
             if rank not in membership.ranks and rank not in lost:
@@ -366,9 +375,13 @@ class Host:
     def say(self, text: str) -> None:
         self._agent.report(Note(self.rank, f"server {self.number}: {text}"))
 
+    def _num_requests(self) -> int:
+        return sum(partition.load.requests for partition in self.partitions.values())
+
     def _report_load(self, seconds: float) -> None:
         total = sum((partition.load for partition in self.partitions.values()), Load())
         lately, self._load = total - self._load, total
+        queued, self._queued = self._queued, 0
         self._agent.report(
             ServerLoad(
                 self.rank,
@@ -376,6 +389,7 @@ class Host:
                 lately.requests / seconds,
                 lately.num_bytes / seconds,
                 lately.busy_s / seconds,
+                queued,
             )
         )
 

@@ -349,11 +349,13 @@ class ElasticJob(SupervisedJob):
             if news.state == "lost" and self._crew.find(news.rank) is not None:
                 self._evict(news.rank, news.detail)  # it waited with its unit, which is gone
             return
+        why = news.detail.removeprefix(f"{self._chronicle.members[news.rank].where}: ")
         if news.state == "lost":
-            where = self._chronicle.members[news.rank].where
-            self._evict(news.rank, news.detail.removeprefix(f"{where}: "))
+            self._evict(news.rank, why)
         elif news.state == "left":
             self._left.add(news.rank)
+            if why.startswith(units.RETIRED):  # its neighbours may end it before it does so itself
+                self._evicted.setdefault(news.rank, why)
         else:
             self._on_silence(news)
 
