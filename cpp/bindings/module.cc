@@ -430,6 +430,11 @@ NB_MODULE(_core, m) {
              Traffic& traffic = e.engine->traffic();
              return std::pair(traffic.on_host.load(), traffic.over_network.load());
            })
+      .def("long_waits", [](PyEngine& e) {
+             nb::list waits;
+             for (auto& wait : e.engine->long_waits()) waits.append(nb::make_tuple(wait.operation, wait.age_s, wait.ranks));
+             return waits;
+           })
       .def("count_sent", [](PyEngine& e, uint64_t bytes) { e.engine->traffic().on_host += bytes; }, "nbytes"_a)
       .def("say_goodbye", [](PyEngine& e) { e.engine->say_goodbye(); },
            nb::call_guard<nb::gil_scoped_release>())

@@ -33,6 +33,7 @@ void Group::check_waiting(Operation& operation, double now) {
                 operation.describe() + " hit its timeout after " + std::to_string(int(age)) + " s: rank " +
                     std::to_string(limits.rank) + " waits for " + on + ", which may be busy or stuck elsewhere. Raise the timeout (PACELINE_TIMEOUT_S, or the one given to the group) if this is expected.",
                 ranks.empty() ? -1 : ranks[0]);
+  if (age > limits.warn_s && !ranks.empty()) engine_->note_long_wait({operation.describe(), age, ranks});
   if (operation.next_warning_s == 0) operation.next_warning_s = limits.warn_s;
   if (age > operation.next_warning_s && !on.empty()) {
     operation.next_warning_s *= 3;

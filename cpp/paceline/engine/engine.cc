@@ -19,6 +19,7 @@ namespace {
 constexpr double kBeat_s = 0.2;      // heartbeat of an idle process
 constexpr double kBackgroundPatience_s = 10e-6;
 constexpr double kInspect_s = 0.05;  // how often a waiting driver looks at deadlines and peers
+constexpr double kOldPicture_s = 1.0;
 constexpr double kWatch_s = 0.01;    // how often a watcher looks at the seat unasked
 constexpr double kYield_s = 200e-6;
 constexpr double kEnd_s = 0.5;       // how long the kernel may take to end a process
@@ -283,6 +284,17 @@ void Engine::inspect_all(double now) {
     pollables_[i]->inspect(now);
     pollables_[i]->beat(now);
   }
+  std::lock_guard lock(waits_mu_);
+  waits_.swap(noted_waits_);
+  waits_s_ = now;
+  noted_waits_.clear();
+}
+
+std::vector<LongWait> Engine::long_waits() {
+  std::lock_guard lock(waits_mu_);
+  // Nobody inspects when nothing is pending; an old picture says nothing about now.
+  bool is_old = pending_.load(std::memory_order_relaxed) == 0 || now_s() - waits_s_ > kOldPicture_s;
+  return is_old ? std::vector<LongWait>() : waits_;
 }
 
 // Drives until one of the operations has finished (without any, as long as something is pending), or somebody

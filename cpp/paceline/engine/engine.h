@@ -23,6 +23,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -44,6 +45,13 @@ struct EngineConfig {
 // Payload that this process has handed to others, in bytes. On a host it is counted once for each that reads it.
 struct Traffic {
   std::atomic<uint64_t> on_host{0}, over_network{0};
+};
+
+// An operation that has waited longer than EngineConfig.warn_s, as it was when it was last looked at.
+struct LongWait {
+  std::string operation;
+  double age_s = 0;
+  std::vector<int> ranks;  // without whom it cannot end
 };
 
 // Something that has operations to drive: a group.
@@ -121,6 +129,11 @@ class Engine {
     if (contenders_.load(std::memory_order_relaxed) == 0 && drive_mu_.try_lock()) run_seated(f);
   }
 
+  // What waits for long now, and for whom. Any thread; does not disturb the driver.
+  std::vector<LongWait> long_waits();
+  // Driver, while it inspects.
+  void note_long_wait(LongWait wait) { noted_waits_.push_back(std::move(wait)); }
+
   // Tells the neighbours that this process leaves in good order, and lets channels that take leave end.
   void say_goodbye();
   void receive_links();
@@ -165,10 +178,15 @@ class Engine {
   std::atomic<bool> in_background_{false};  // the progress thread has the seat
   std::vector<Pollable*> pollables_;     // driver only
   double inspected_s_ = 0;               // driver only
+  std::vector<LongWait> noted_waits_;    // driver only: those of the inspection under way
   std::atomic<int> pending_{0};          // operations that have not finished
   std::atomic<int> background_{0};       // those of them in the background
   std::atomic<int> watchers_{0};         // threads that wait while another one drives
   std::atomic<uint32_t> events_{0};      // moves when something has happened that watchers wait for
+
+  std::mutex waits_mu_;
+  std::vector<LongWait> waits_;  // guarded by waits_mu_: those of the last inspection
+  double waits_s_ = 0;           // guarded by waits_mu_: when that was
 
   std::mutex links_mu_;
   std::map<int, std::shared_ptr<LocalLink>> links_;  // guarded by links_mu_
