@@ -80,10 +80,11 @@ class Announcer:
     def __init__(self, contribution: Contribution) -> None:
         self._contribution = contribution
         self.weight = 1.0
+        self.samples: int | None = None  # of that batch, where it is known
 
-    def set(self, weight: float) -> None:
-        """Announce the weight of the next batch of this pass."""
-        self.weight = weight
+    def set(self, weight: float, samples: int | None = None) -> None:
+        """Announce the weight of the next batch of this pass, and how many samples it has."""
+        self.weight, self.samples = weight, samples
         self._contribution._hear(self)
 
     def close(self) -> None:

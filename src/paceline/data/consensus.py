@@ -49,7 +49,8 @@ def agree(
     aside. Collective; all ranks return, or all raise the same UsageError."""
     group = group_of(job.whole)  # on a mesh those too that get the same batches
     mine = [problem, dict(facts), dict(aside)]
-    ranks, told = job.elastic.point(lambda: [list(group.ranks), tell_all(group, mine)])
+    with job.reporter.waiting:
+        ranks, told = job.elastic.point(lambda: [list(group.ranks), tell_all(group, mine)])
     try:
         refuse_problems(ranks, "pl.shard", [entry[0] for entry in told])
     except UsageError as error:

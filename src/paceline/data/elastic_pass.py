@@ -132,7 +132,8 @@ class ElasticPass:
     def meet(self) -> None:
         """Wait for the others at the end of a pass, where losses are noticed."""
         group = group_of(self.job)
-        self.together(lambda: group.barrier())
+        with self.job.reporter.waiting:
+            self.together(lambda: group.barrier())
 
 
 def agree_in_line(

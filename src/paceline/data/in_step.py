@@ -66,6 +66,10 @@ class InStep:
         One that takes the place of a lost worker in the middle of a step has not been told, but
         knows what all had told before.
         """
+        with self._elastic.job.reporter.waiting:
+            return self._told(count)
+
+    def _told(self, count: int) -> list[int]:
         if not self._is_elastic:
             return self._exchange(count)
         number = self._passage.cursor
@@ -106,7 +110,7 @@ class InStep:
         passage.tally.note(number, here, total, len(counts) - len(having))
         if batch is not None:
             self.last = batch[2]
-            self._announced(number, weight(here, total, len(counts)))
+            self._announced(number, weight(here, total, len(counts)), here)
         elif self._elastic.pad:
             self._announced(number, 0.0)
         return batch is not None or self._elastic.pad
@@ -125,12 +129,12 @@ class InStep:
             course.use(number, source)
             passage.tally.note(number, count, count, 0)
             self.last = batch
-            yield self._announced(number, 1.0)
+            yield self._announced(number, 1.0, count)
 
-    def _announced(self, number: int, weight: float) -> Any:
+    def _announced(self, number: int, weight: float, samples: int | None = None) -> Any:
         if self._seeds is not None:
             self._seeds.before_use(number)
-        self._announcer.set(weight)
+        self._announcer.set(weight, samples)
         return self.last
 
 

@@ -145,7 +145,7 @@ class LeasedPass:
             samples, passage = self._batches.samples(number), self._passage
             passage.tally.note(passage.cursor, samples, samples, 0)
             passage.cursor += 1
-            announcer.set(samples / self._batches.size)
+            announcer.set(samples / self._batches.size, samples)
             yield batch
         self._use_up()
 

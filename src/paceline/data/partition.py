@@ -204,6 +204,7 @@ class Files:
             stops_short=bool(self._given.settings.get("drop_last")),
             too_few="its files are empty; give each worker a file with something in it, or pass"
             " pad=False",
+            waiting=this.entry.job.reporter.waiting,
         )
 
     def _loader_over(self, files: Sequence[Any]) -> Any:

@@ -158,7 +158,7 @@ class Recut:
             passage.tally.note(number, *counts)
             if self._seeds is not None:
                 self._seeds.before_use(number)
-            self._announcer.set(weight)
+            self._announcer.set(weight, counts[0])
             yield batch
             del batch  # who makes the next one may need its memory
             self._prepare(passage)

@@ -28,6 +28,7 @@ from paceline.data.modes import Wish, source_in_mode
 from paceline.data.pipeline.recipe import Stage
 from paceline.data.pipeline.source import Offered, Piped, PipedStream, offer
 from paceline.data.sources import Pass, Source, source_of
+from paceline.data.timing import timed
 from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
 from paceline.job import Job, current
@@ -178,7 +179,8 @@ class Sharded:
         began_s, batches = time.monotonic(), self._source.batches(this)
         is_noted = getattr(self._source, "is_noted", False)  # by itself
         try:
-            yield from batches if is_noted else this.entry.noted(batches)
+            given = batches if is_noted else this.entry.noted(batches)
+            yield from timed(given, job, announcer)
         finally:
             announcer.close()
             ended, self._line.ended = self._line.ended, None

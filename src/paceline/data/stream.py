@@ -21,6 +21,7 @@ from paceline.data.reading import Reading
 from paceline.data.samples import named_items
 from paceline.data.split import stride, weight
 from paceline.errors import DataError
+from paceline.telemetry.stopwatch import Stopwatch
 
 Counted = tuple[int, Any]  # samples of a batch, and the batch
 _ENDED = -1
@@ -105,14 +106,16 @@ def in_step(
     pad: bool,
     stops_short: bool,
     too_few: str,
+    waiting: Stopwatch,
 ) -> Iterator[Any]:
     """Yield batches until all workers have run out; one that has run out repeats its last batch
     with weight 0, or without `pad` waits for the others. With `stops_short` the first that runs
-    out ends it for all."""
+    out ends it for all. `waiting` gets the time for which this worker waits for the others."""
     last, is_first = None, True
     while True:
         mine = next(batches, None)
-        counts = _tell(group, _ENDED if mine is None else mine[0])
+        with waiting:
+            counts = _tell(group, _ENDED if mine is None else mine[0])
         missing = [rank for rank, count in zip(group.ranks, counts, strict=True) if count < 0]
         if is_first and missing and (pad or len(missing) == group.size):
             raise DataError(f"pl.shard: {_named(missing, group.size)} no batch at all; {too_few}")
@@ -121,7 +124,7 @@ def in_step(
         is_first = False
         if mine is not None:
             count, last = mine
-            announcer.set(weight(count, sum(c for c in counts if c > 0), group.size))
+            announcer.set(weight(count, sum(c for c in counts if c > 0), group.size), count)
             yield last
         elif pad:
             announcer.set(0.0)

@@ -9,6 +9,7 @@ asks.
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -47,18 +48,20 @@ class ElasticStep:
         self._flags = torch.zeros(2)
         self._group = group
 
-    def run(self, update: Update, step: Step, count: Callable[[], None]) -> Any:
-        """Run the update; `count` counts the step, unless it has been counted elsewhere."""
+    def run(self, update: Update, step: Step, count: Callable[[float], None]) -> Any:
+        """Run the update; `count` counts the step, and the seconds of meeting behind it, unless it
+        has been counted elsewhere."""
         job, reducer, result = self._job, self._reducer, None
         if not reducer.has_caught_up:  # else the state that was received has this step in it
             result = self._run_resized(update, step)
         job.contribution.commit()
         late: list[bool] = []  # this worker has gone along with what the others agreed on
+        met_s = time.perf_counter()
         if self._asks:
             stops, changes = job.elastic.point(self._meet, lambda: late.append(True))
             reducer.is_stop_agreed, reducer.is_change_agreed = stops > 0, changes > 0 and not late
         if not (reducer.has_caught_up or late):  # else those who were further have counted it
-            count()
+            count(time.perf_counter() - met_s if self._asks else 0.0)
         reducer.has_caught_up = False
         is_agreed, reducer.is_change_agreed = reducer.is_change_agreed, False
         job.stopping.hear(reducer.is_stop_agreed)

@@ -15,6 +15,7 @@ import torch
 from paceline.data_parallel.bucket import Bucket
 from paceline.data_parallel.served import ServedUpdate
 from paceline.data_parallel.update import Step
+from paceline.ps import messages as m
 
 
 class LocalOptimizer(ServedUpdate):
@@ -37,10 +38,11 @@ class LocalOptimizer(ServedUpdate):
         super().begin_with_values(buckets)
         self._remember(buckets)
 
-    def _finish(self, wait: Any) -> None:
-        super()._finish(wait)
+    def _finish(self, wait: Any) -> list[m.Reply]:
+        replies = super()._finish(wait)
         if self._rule.push == "delta":
             self._remember(self._buckets)
+        return replies
 
     def _remember(self, buckets: Sequence[Bucket]) -> None:
         """Keep what the next difference is to."""
@@ -55,7 +57,7 @@ class LocalOptimizer(ServedUpdate):
                 torch.sub(bucket.params, outbox, out=outbox)
             else:
                 outbox.copy_(bucket.params)
-            self._exchange.push(bucket, []).wait()
+            self._wait([self._exchange.push(bucket, [])])
         self.committed_at = self.position()
-        self._finish(self._exchange.commit(None).wait)
+        self._note_staleness(self._finish(self._exchange.commit(None).wait))
         return result

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,16 +27,17 @@ def clip(
     max_norm: float,
     norm_type: float = 2.0,
     only: Collection[str] | None = None,
+    waiting: AbstractContextManager[None] | None = None,
 ) -> torch.Tensor:
     """Scale gradients so that the norm of all of them together, over the processes of the group,
-    is at most `max_norm`; return that norm. `only`: of the parameters with these names.
-    Collective."""
+    is at most `max_norm`; return that norm. `only`: of the parameters with these names. `waiting`
+    is entered to wait for the others. Collective."""
     if norm_type <= 0:
         raise UsageError(f"clip_grad_norm_(norm_type={norm_type}): expected a number above 0")
     held = [one for name, one in holding if only is None or name in only]
     grads = [one.param.grad for one in held if one.param.grad is not None]
     counted = [one.param.grad for one in held if one.counts and one.param.grad is not None]
-    norm = _norm(group, counted, float(norm_type))
+    norm = _norm(group, counted, float(norm_type), waiting or nullcontext())
     scale = max_norm / (norm + 1e-6)
     if scale < 1.0 or math.isnan(scale):
         torch._foreach_mul_(grads, scale)
@@ -43,15 +45,22 @@ def clip(
     return torch.tensor(norm, dtype=dtype)
 
 
-def _norm(group: Group, grads: list[torch.Tensor], norm_type: float) -> float:
+def _norm(
+    group: Group,
+    grads: list[torch.Tensor],
+    norm_type: float,
+    waiting: AbstractContextManager[None],
+) -> float:
     """Return the norm over all processes, summed in float64."""
     norms = [float(one) for one in torch._foreach_norm(grads, norm_type)] if grads else []
     if math.isinf(norm_type):
         told = torch.tensor([max(norms, default=0.0)], dtype=torch.float64)
-        group.all_reduce(told, "max")
+        with waiting:
+            group.all_reduce(told, "max")
         return float(told)
     told = torch.tensor([sum(one**norm_type for one in norms)], dtype=torch.float64)
-    group.all_reduce(told, "sum")
+    with waiting:
+        group.all_reduce(told, "sum")
     return float(math.pow(float(told), 1.0 / norm_type))
 
 

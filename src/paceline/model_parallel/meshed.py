@@ -63,7 +63,13 @@ class Meshed:
         if self._precision == "fp16" and job.env.rank == 0:
             say("train_step does not scale the loss, which float16 needs; bf16 does without")
         parts[model] = cut.skeleton  # pl.check_consistency compares those
+        # For whom this process waits inside a computation (the collectives of tp and fsdp, which
+        # torch runs in the middle of forward and backward) cannot be told from computing.
+        self._waiting = job.reporter.waiting
+        if cut.pipeline is not None:
+            cut.pipeline.watch_waits(self._waiting)
         self._bind(model, optimizer)
+        job.reporter.begin()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UsageError(
@@ -136,7 +142,8 @@ class Meshed:
         if self.unit.mesh.fsdp == 1:
             return loss
         shared = loss.clone()
-        self.unit.group.all_reduce(shared, "mean")  # equal among the processes of tp
+        with self._waiting:
+            self.unit.group.all_reduce(shared, "mean")  # equal among the processes of tp
         return shared
 
     def settle(self) -> None:
@@ -154,7 +161,7 @@ class Meshed:
         """Scale the gradients of the whole model, or of the parameters with these names, so that
         their norm is at most `max_norm`; return what it was."""
         self.settle()
-        return clip(self.unit.group, self.cut.holding, max_norm, norm_type, only)
+        return clip(self.unit.group, self.cut.holding, max_norm, norm_type, only, self._waiting)
 
     def _around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:  # noqa: ARG002
         self.settle()
@@ -164,7 +171,8 @@ class Meshed:
         if self._replicas.are_there and can_part(training):
             if training.serving is not None:
                 training.serving.update.expect_edits()
-            self._replicas.bring_together()
+            with self._waiting:
+                self._replicas.bring_together()
         if self.cut.sharded is not None:
             self.cut.sharded.refresh()
             self._share_buffers()
@@ -177,7 +185,8 @@ class Meshed:
             return
         axis = self.unit.axis("fsdp").get_group()
         for buffer in self.cut.skeleton.buffers():
-            dist.broadcast(buffer, group_src=0, group=axis)
+            with self._waiting:
+                dist.broadcast(buffer, group_src=0, group=axis)
 
     def _zero_grad(self, old: Callable[..., None]) -> Callable[..., None]:
         def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:

@@ -62,10 +62,19 @@ class Books:
 
     def __init__(self) -> None:
         self._open: list[tuple[str, Sequence[Account]]] = []
+        self._missed = (0.0, 0)  # errors and their number, as they were last told
 
     def open(self, codec: str, accounts: Sequence[Account]) -> None:
         """Follow these accounts, of which there may be more later."""
         self._open.append((codec, accounts))
+
+    def lately_missed(self) -> float | None:
+        """Return how much was left out since the last call; None when nobody has looked."""
+        accounts = [one for _, several in self._open for one in several]
+        now = sum(one.errors for one in accounts), sum(one.num_errors for one in accounts)
+        before, self._missed = self._missed, now
+        looks = now[1] - before[1]
+        return (now[0] - before[0]) / looks if looks else None
 
     def read(self, steps: int, trained_s: float) -> Compression | None:
         """Return the sum behind so many steps; None where nothing is compressed."""

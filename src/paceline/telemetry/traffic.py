@@ -49,6 +49,11 @@ class Meter:
         self._waited_s += min(waited_s, took_s)
 
     @property
+    def trained_s(self) -> float:
+        """In all steps."""
+        return self._trained_s
+
+    @property
     def waited_s(self) -> float:
         """For others, in all steps."""
         return self._waited_s

@@ -193,6 +193,7 @@ class PipedStream(Stream):
             pad=this.pad,
             stops_short=self._loader.drop_last,
             too_few=self._too_few,
+            waiting=this.entry.job.reporter.waiting,
         )
 
 

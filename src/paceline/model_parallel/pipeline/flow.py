@@ -35,6 +35,7 @@ from paceline.model_parallel.pipeline.wire import (
     decode,
     encode,
 )
+from paceline.telemetry.trace import tracer
 
 _AHEAD = 2  # receives that are begun before their turn
 
@@ -97,6 +98,7 @@ class Flow:
             given = self._here.pop((True, index, microbatch))  # type: ignore[assignment]
         else:
             given = self._receive(action)
+        traced_s = tracer.start()
         outputs = stage.forward(microbatch, given)
         if index == self._last:
             end = self._finish(microbatch, outputs)
@@ -108,6 +110,8 @@ class Flow:
             self._here[True, index + 1, microbatch] = crossing
         else:
             self._hand_on(index, microbatch, outputs)
+        if traced_s:
+            _record("F", index, microbatch, traced_s)
 
     def _backward(self, action: Action) -> None:
         kind, index, microbatch = action
@@ -120,18 +124,21 @@ class Flow:
         else:
             grads = self._receive_grads(action)
         compute = stage.backward if kind == BACKWARD else stage.backward_input
+        traced_s = tracer.start()
         found = compute(microbatch, grads)
-        if index == 0:
-            return
-        if self._wire.is_local(index - 1):
+        if index > 0 and self._wire.is_local(index - 1):
             self._here[False, index - 1, microbatch] = found
-        elif found:
+        elif index > 0 and found:
             self._hand_back(index, microbatch, found)
+        if traced_s:
+            _record("B" if kind == BACKWARD else "I", index, microbatch, traced_s)
 
     def _do_weights(self) -> None:
         # Always the next in the order, so that sums do not depend on who was slow.
-        action = self._weights.popleft()
+        action, traced_s = self._weights.popleft(), tracer.start()
         self._stages[action.stage].backward_weight(action.microbatch)
+        if traced_s:
+            _record("W", action.stage, action.microbatch, traced_s)
 
     def _can_do_weights(self) -> bool:
         if not self._weights:
@@ -213,7 +220,8 @@ class Flow:
         arrival = self._arrivals.pop(action)
         while self._can_do_weights() and not arrival.is_there():
             self._do_weights()
-        return arrival.wait()
+        with self._wire.waiting:
+            return arrival.wait()
 
     def _likes_for(self, action: Action) -> list[Like] | None:
         if action.kind == FORWARD:
@@ -222,3 +230,8 @@ class Flow:
             return None
         with_grad = [like for like in self._leaving[action.stage] if like.needs_grad]
         return list(compress(with_grad, self._has_grad[action.stage]))
+
+
+def _record(kind: str, stage: int, microbatch: int, traced_s: float) -> None:
+    """Show an action in the trace, as schedules are drawn: F0, B0, I0, W0."""
+    tracer.add(f"{kind}{microbatch}", traced_s, stage=stage, microbatch=microbatch)

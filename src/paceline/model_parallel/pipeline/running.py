@@ -37,6 +37,7 @@ from paceline.model_parallel.pipeline.schedules import forward_order, indices_of
 from paceline.model_parallel.pipeline.shared import Shared
 from paceline.model_parallel.pipeline.stage import Stage
 from paceline.model_parallel.pipeline.wire import DTYPES, Batch, Like, Wire, blank, decode, encode
+from paceline.telemetry.stopwatch import Stopwatch
 
 _WHOLE = -1  # instead of a number of outputs: they are not of rows, so evaluate the batch as one
 
@@ -95,6 +96,10 @@ class Pipeline:
                 f"microbatches={self._asked!r}: pass a number of at least 1, or 'auto'"
             )
 
+    def watch_waits(self, waiting: Stopwatch) -> None:
+        """Add the seconds for which this process waits for other stages to these."""
+        self._wire.waiting = waiting
+
     # -- training -----------------------------------------------------------------------------
 
     def forward_backward(
@@ -113,7 +118,7 @@ class Pipeline:
             self._shared.set_aside()
             finish = self._into(losses, cut(targets, rows, count))
             self._flow(inputs, Batch(rows, count), finish).run(order, scale)
-            self._shared.add_up()
+            self._shared.add_up(self._wire.waiting)
             return self._tell_loss(losses, [1 / count] * count)
 
     # -- evaluating ---------------------------------------------------------------------------
@@ -226,7 +231,8 @@ class Pipeline:
         return outputs
 
     def _broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group_src=self._owners[self._last], group=self._group)
+        with self._wire.waiting:
+            dist.broadcast(tensor, group_src=self._owners[self._last], group=self._group)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.telemetry.stopwatch import Stopwatch
 
 _TAG = 1 << 30  # behind those of microbatches
 
@@ -52,7 +53,7 @@ class Shared:
         for _, param, _ in self._copies:
             param.grad = None
 
-    def add_up(self) -> None:
+    def add_up(self, waiting: Stopwatch) -> None:
         """After a batch: sum what it added on all processes, and add what was there before."""
         own, works, others = [], [], []
         for number, param, ranks in self._copies:
@@ -63,8 +64,9 @@ class Shared:
             for rank, room in arriving.items():
                 works.append(self._group.recv([room], rank, _TAG + number))
                 works.append(self._group.send([own[-1]], rank, _TAG + number))
-        for work in works:
-            work.wait()
+        with waiting:
+            for work in works:
+                work.wait()
         together = zip(self._copies, own, others, self._before, strict=True)
         for (_, param, ranks), grad, arrived, before in together:
             terms = [grad if rank == self._rank else arrived[rank] for rank in ranks]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.errors import InconsistentRanks, UsageError
 from paceline.model_parallel.pipeline.stage import Crossing
+from paceline.telemetry.stopwatch import Stopwatch
 
 _HEADER = 1024  # integers: enough for a hundred tensors or more
 _MOST_TENSORS = 256  # of one stage for the next, so that each has a tag
@@ -91,6 +92,7 @@ class Wire:
     """Sends and receives for one process; asynchronous, in any order of the microbatches."""
 
     def __init__(self, group: Any, owners: Sequence[int]) -> None:
+        self.waiting = Stopwatch()  # for neighbours, with nothing else to do
         self._group = group
         self._owners = owners
         self._rank: int = group.rank()
@@ -118,7 +120,8 @@ class Wire:
     def receive_header(self, header: Tensor, source: int, target: int, microbatch: int) -> Tensor:
         """Wait for word of what follows."""
         tag = _tag(source, target, microbatch, _MOST_TENSORS)
-        self._group.recv([header], self._owners[source], tag).wait()
+        with self.waiting:
+            self._group.recv([header], self._owners[source], tag).wait()
         return header
 
     def begin(self, likes: Sequence[Like], source: int, target: int, microbatch: int) -> Arrival:
@@ -134,8 +137,9 @@ class Wire:
 
     def flush(self) -> None:
         """Wait until everything that was sent has been taken."""
-        while self._sent:
-            self._sent.popleft().wait()
+        with self.waiting:
+            while self._sent:
+                self._sent.popleft().wait()
 
 
 @dataclass
