@@ -112,7 +112,14 @@ def _told(output: str) -> dict[tuple[int, int], dict[int, tuple[int, str, float]
 
 @pytest.mark.parametrize(
     ("mesh", "on_loss"),
-    [("dp=2,tp=2", "shrink"), ("dp=2,pp=2", "shrink"), ("dp=2,tp=2", "replace")],
+    [
+        ("dp=2,tp=2", "shrink"),
+        ("dp=2,pp=2", "shrink"),
+        ("dp=2,fsdp=2", "shrink"),
+        ("dp=2,tp=2", "replace"),
+        pytest.param("dp=2,pp=2", "replace", marks=pytest.mark.slow),
+        pytest.param("dp=2,fsdp=2", "replace", marks=pytest.mark.slow),
+    ],
 )
 def test_a_unit_is_replaced_from_its_peers(tmp_path: Path, mesh: str, on_loss: str) -> None:
     options, is_held = ["--mesh", mesh, "--min", "2", "--on-loss", on_loss], on_loss == "replace"
