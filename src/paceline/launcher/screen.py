@@ -2,40 +2,36 @@
 
 Both are used by the display thread only. Lines of ranks go where the rank wrote them (standard
 output or error); what the launcher itself has to say goes to standard error, so that the output of
-`paceline run ... > file` is the output of the script. On a terminal both are the same screen and
-one rich console paints everything, because a table that redraws itself and a second writer would
-tear each other apart.
+`paceline run ... > file` is the output of the script. On a terminal both are the same screen.
+
+The live table stands below everything else: whatever is printed first takes it away, and it is
+painted again when nothing more waits to be printed (`settle`), all in one write. It is not painted
+when it looks as it did.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Protocol
+import select
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
-from paceline.launcher.board import SHARES, Row, cell, number
+from paceline.launcher.figures import width_of
+from paceline.launcher.picture import Picture
 from paceline.launcher.seat import Seat
+from paceline.launcher.table import table_lines
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.table import Table
-
-_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 PLAIN_EVERY_S = 4.0
-LIVE_EVERY_S = 0.25
-_PLAIN_WIDTH = 160  # no terminal to fit: room for every column
-_MEASURING_WIDTH = 10_000
+LIVE_EVERY_S = 0.5
+_PLAIN_SIZE = (160, 1000)  # no terminal to fit: room for every column
+_MOST_BUFFERED = 1 << 16  # characters
+_COLOURS = (36, 32, 35, 33, 34, 96, 92)
+_BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
-
-@dataclass(frozen=True)
-class Picture:
-    """The board at one moment, in both forms."""
-
-    columns: tuple[str, ...]
-    rows: Sequence[Row]
-    line: str
+# The lines of the summary, for a screen of so many columns and lines.
+Summary: TypeAlias = Callable[[int, int], Sequence[str]]
 
 
 class Screen(Protocol):
@@ -46,7 +42,8 @@ class Screen(Protocol):
     def output_line(self, seat: Seat, is_error: bool, text: str) -> None: ...
     def say(self, text: str) -> None: ...
     def progress(self, picture: Picture) -> None: ...
-    def summary(self, picture: Picture) -> None: ...
+    def summary(self, summary: Summary) -> None: ...
+    def settle(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -58,6 +55,7 @@ class PlainScreen:
     def __init__(self, stdout_fd: int = 1, stderr_fd: int = 2) -> None:
         self._fds = {False: stdout_fd, True: stderr_fd}
         self._closed: set[bool] = set()
+        self._line = ""
 
     def output_line(self, seat: Seat, is_error: bool, text: str) -> None:
         self._write(is_error, f"[{seat.label}] {text}\n")
@@ -66,16 +64,16 @@ class PlainScreen:
         self._write(True, text + "\n")
 
     def progress(self, picture: Picture) -> None:
-        self.say(f"paceline: {picture.line}")
+        if picture.line != self._line:
+            self._line = picture.line
+            self.say(f"paceline: {picture.line}")
 
-    def summary(self, picture: Picture) -> None:
-        from rich.console import Console
+    def summary(self, summary: Summary) -> None:
+        for line in summary(*_PLAIN_SIZE):
+            self.say(line)
 
-        console = Console(width=_PLAIN_WIDTH, color_system=None, markup=False, emoji=False)
-        with console.capture() as capture:
-            console.print(fitted_table(picture, console, limit=18))
-        lines = capture.get().splitlines()
-        self.say("\n".join(line.rstrip() for line in lines if line.strip()))
+    def settle(self) -> None:
+        """Nothing is held back."""
 
     def close(self) -> None:
         """Nothing to restore."""
@@ -83,10 +81,8 @@ class PlainScreen:
     def _write(self, is_error: bool, text: str) -> None:
         if is_error in self._closed:
             return
-        data = text.encode("utf-8", errors="backslashreplace")
         try:
-            while data:
-                data = data[os.write(self._fds[is_error], data) :]
+            write_all(self._fds[is_error], text)
         except OSError as error:
             # The reader went away (`| head`) or its disk is full. The job is worth more than the
             # picture of it: say so once, if there is still somewhere to say it, and go on.
@@ -96,101 +92,93 @@ class PlainScreen:
 
 
 class LiveScreen:
-    """A table under the scrolling lines of the ranks."""
+    """A table under the scrolling lines of the ranks. A terminal that is gone is written to no
+    more; the job goes on."""
 
     every_s = LIVE_EVERY_S
 
-    def __init__(self, file: IO[str]) -> None:
-        from rich.console import Console
-
-        # Markup and emoji off: "[0]" and ":x:" in what ranks say are just that.
-        self._console: Console = Console(
-            file=file, highlight=False, soft_wrap=True, markup=False, emoji=False
-        )
-        self._live: Live | None = None
+    def __init__(self, fd: int = 2, *, has_colours: bool = True) -> None:
+        self._fd = fd
+        self._has_colours = has_colours
+        self._waiting: list[str] = []  # to be printed above the table
+        self._num_waiting = 0  # characters
+        self._table: list[str] = []  # as it should be
+        self._painted: list[str] = []  # as it stands on the screen
+        self._is_open = True
 
     def output_line(self, seat: Seat, is_error: bool, text: str) -> None:
-        from rich.text import Text
-
         del is_error  # one screen: the order of arrival is all that can be shown
-        prefix = (f"[{seat.label}] ", _COLOURS[seat.rank % len(_COLOURS)])
-        self._console.print(Text.assemble(prefix, Text.from_ansi(text)))
+        colour = f"\x1b[{_COLOURS[seat.rank % len(_COLOURS)]}m"
+        end = _PLAIN if "\x1b" in text else ""
+        self._print(f"{self._styled(colour, f'[{seat.label}] ')}{text}{end}")
 
     def say(self, text: str) -> None:
-        self._console.print(text, style="bold")
+        self._print(self._styled(_BOLD, text))
 
     def progress(self, picture: Picture) -> None:
-        table = self._table(picture)
-        if self._live is None:
-            from rich.live import Live
+        columns, height = self._size()
+        # A line less than there is: one that ends in the last column would be followed by another.
+        self._table = table_lines(picture, columns - 1, limit=max(1, height - 6))
 
-            self._live = Live(
-                console=self._console,
-                auto_refresh=False,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-            self._live.start()
-        self._live.update(table, refresh=True)
-
-    def summary(self, picture: Picture) -> None:
+    def summary(self, summary: Summary) -> None:
+        columns, height = self._size()
         self.close()
-        self._console.print(self._table(picture))
+        for line in summary(columns - 1, height):
+            self._print(line)
+        self.settle()
+
+    def settle(self) -> None:
+        """Bring the screen up to date; called when nothing more waits to be painted."""
+        if not self._waiting and self._table == self._painted:
+            return
+        parts = [self._erasure(), *self._waiting]
+        if self._table:
+            title, *rows = self._table
+            hide = "" if self._painted else _HIDE_CURSOR
+            parts += [hide, *(f"{line}\n" for line in (self._styled(_BOLD, title), *rows))]
+        elif self._painted:
+            parts.append(_SHOW_CURSOR)
+        self._waiting, self._num_waiting, self._painted = [], 0, list(self._table)
+        try:
+            if self._is_open:
+                write_all(self._fd, "".join(parts))
+        except OSError:
+            self._is_open = False
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """Take the table away, and give the cursor back."""
+        self._table = []
+        self.settle()
 
-    def _table(self, picture: Picture) -> Table:
-        return fitted_table(picture, self._console, limit=max(3, self._console.size.height - 8))
+    def _print(self, line: str) -> None:
+        self._waiting.append(line + "\n")
+        self._num_waiting += len(line)
+        if self._num_waiting > _MOST_BUFFERED:
+            self.settle()
 
+    def _erasure(self) -> str:
+        """Return what takes the table away; its lines may have been broken since by a narrower
+        terminal."""
+        if not self._painted:
+            return ""
+        columns = max(self._size()[0], 1)
+        lines = sum(max(1, -(-width_of(line) // columns)) for line in self._painted)
+        return f"\r\x1b[{lines}A\x1b[J"
 
-def fitted_table(picture: Picture, console: Console, *, limit: int) -> Table:
-    """Paint what fits: numbers are not cut, a value whose column had to go is named below.
+    def _styled(self, style: str, text: str) -> str:
+        return f"{style}{text}{_PLAIN}" if self._has_colours else text
 
-    The script's first value (a loss, mostly) goes last, the shares before it.
-    """
-    columns = picture.columns
-    droppable = sorted(columns[:0:-1], key=lambda name: name in SHARES)
-    unlimited = console.options.update(max_width=_MEASURING_WIDTH)
-    table = _whole_table(picture, columns, limit)
-    while droppable and console.measure(table, options=unlimited).maximum > console.width:
-        dropped = droppable.pop(0)
-        columns = tuple(name for name in columns if name != dropped)
-        table = _whole_table(picture, columns, limit)
-    if columns != picture.columns:
-        left_out = [name for name in picture.columns if name not in columns]
-        table.caption, table.caption_justify = f"no room for {', '.join(left_out)}", "left"
-    return table
-
-
-def _whole_table(picture: Picture, columns: Sequence[str], limit: int) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("rank", "step", "steps/s", *columns):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    shown = picture.rows[: limit - 1] if len(picture.rows) > limit else picture.rows
-    for row in shown:
-        table.add_row(*_cells(row, columns))
-    if len(shown) < len(picture.rows):
-        table.add_row("...", "", *[""] * (len(columns) + 1), _rest(picture, len(shown)))
-    return table
+    def _size(self) -> tuple[int, int]:
+        """Return columns and lines; COLUMNS and LINES win, as everywhere."""
+        columns, lines = shutil.get_terminal_size()
+        return max(columns, 20), max(lines, 8)
 
 
-def _cells(row: Row, columns: Sequence[str]) -> list[str]:
-    values = [cell(name, row.values[name]) if name in row.values else "-" for name in columns]
-    step = "-" if row.step is None else str(row.step)
-    rate = "-" if row.steps_per_s is None else number(row.steps_per_s)
-    return [row.label, step, rate, *values, row.state]
-
-
-def _rest(picture: Picture, shown: int) -> str:
-    states: dict[str, int] = {}
-    for row in picture.rows[shown:]:
-        states[row.state] = states.get(row.state, 0) + 1
-    return ", ".join(f"{count} more {state}" for state, count in list(states.items())[:3])
+def write_all(fd: int, text: str) -> None:
+    """Write, however long the reader takes; OSError when it is gone."""
+    data = text.encode("utf-8", errors="backslashreplace")
+    while data:
+        try:
+            data = data[os.write(fd, data) :]
+        except BlockingIOError:  # noqa: PERF203 - whoever shares the terminal does not wait
+            select.select([], [fd], [])

@@ -1,4 +1,4 @@
-"""The small parts of the launcher: board, job directory, machine, specification, guard."""
+"""The small parts of the launcher: job directory, machine, specification, guard."""
 
 from __future__ import annotations
 
@@ -8,93 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.launcher.board import Board, number
 from paceline.launcher.guard import end_processes, job_processes
 from paceline.launcher.jobdir import JobDirectory, sweep
 from paceline.launcher.machine import OomCount, human_bytes, memory, usable_cores
-from paceline.launcher.screen import Picture, fitted_table
-from paceline.launcher.seat import Seat, seats
+from paceline.launcher.seat import Seat
 from paceline.launcher.spec import RunSpec, parse_env
 from paceline.pace.parse import parse as parse_pace
-from paceline.telemetry.events import Progress
-
-
-def test_the_board_measures_the_recent_rate() -> None:
-    board = Board(seats(2))
-    for second in range(100):
-        board.on_progress(Progress(0, second * (1 if second < 80 else 3), {"loss": 1.0}), second)
-    rate = board.rows(99.0)[0].steps_per_s
-    assert rate == pytest.approx(3.0, abs=0.1)
-    assert board.rows(103.0)[0].steps_per_s < rate, "a stall shows"
-    assert "1 of 2 ranks reporting" in board.line(99.0)
-
-
-def test_the_board_ignores_strangers_and_caps_columns() -> None:
-    board = Board(seats(1))
-    board.on_progress(Progress(7, 1, {}), 0.0)
-    assert not board.has_progress
-    values = {"compute %": 90.0, **{f"value{i}": i for i in range(50)}, "comm %": 8.0}
-    board.on_progress(Progress(0, 1, values), 0.0)
-    assert board.columns == (*(f"value{i}" for i in range(5)), "compute %", "comm %")
-
-
-def test_a_line_gives_the_span_of_the_shares() -> None:
-    board = Board(seats(2))
-    board.on_progress(Progress(0, 7, {"compute %": 83.4, "comm %": 9.2}), 0.0)
-    assert board.line(0.0) == "step 7, compute 83 %, comm 9 %, 1 of 2 ranks reporting"
-    board.on_progress(Progress(1, 9, {"compute %": 70.6, "comm %": 9.1, "loss": 0.25}), 0.0)
-    assert board.line(0.0) == "steps 7 to 9, loss 0.25, compute 71 to 83 %, comm 9 %"
-
-
-def test_a_line_names_whom_the_others_wait_for() -> None:
-    board = Board(seats(3))
-    for rank, share in enumerate((71.0, 4.0, 66.0)):
-        board.on_progress(Progress(rank, 7, {"compute %": 100 - share, "comm %": share}), 0.0)
-    assert board.line(0.0).endswith("comm 4 to 71 %, the others wait for rank 1")
-    board.on_progress(Progress(2, 8, {"comm %": 10.0}), 0.0)
-    assert board.straggler() is None, "two of three compute as long"
-
-
-def test_the_rate_is_measured_from_step_to_step() -> None:
-    board = Board(seats(1))
-    for step in range(11):
-        board.on_progress(Progress(0, 10 * step), step * 0.1)
-    board.on_progress(Progress(0, 110, {}, age_s=4.9), 6.0)  # after an evaluation of 4.9 s
-    board.on_progress(Progress(0, 110, {"accuracy": 0.9}, age_s=5.9), 7.0)
-    assert board.rows(7.0)[0].steps_per_s == pytest.approx(110 / 7.0), "while it runs"
-    board.set_state(0, "finished")
-    assert board.rows(60.0)[0].steps_per_s == pytest.approx(100.0)
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"), [(3.0, "3"), (0.123456, "0.1235"), (float("nan"), "nan"), (1e30, "1e+30")]
-)
-def test_values_are_short(value: float, shown: str) -> None:
-    assert number(value) == shown
-
-
-@pytest.mark.parametrize(
-    ("width", "shown", "caption"),
-    [
-        (160, ["loss", "tokens_per_s", "accuracy", "compute %", "comm %"], None),
-        (80, ["loss", "tokens_per_s", "compute %", "comm %"], "no room for accuracy"),
-        (60, ["loss", "compute %"], "no room for tokens_per_s, accuracy, comm %"),
-        (10, ["loss"], "no room for tokens_per_s, accuracy, compute %, comm %"),
-    ],
-)
-def test_a_table_drops_columns_instead_of_cutting_numbers(
-    width: int, shown: list[str], caption: str | None
-) -> None:
-    board = Board(seats(1))
-    values = {"compute %": 90.0, "loss": 0.123456, "tokens_per_s": 123456.7, "accuracy": 0.98765}
-    board.on_progress(Progress(0, 1000, {**values, "comm %": 8.0}), 0.0)
-    picture = Picture(board.columns, board.rows(0.0), board.line(0.0))
-    table = fitted_table(picture, Console(width=width), limit=10)
-    assert [column.header for column in table.columns[3:-1]] == shown
-    assert table.caption == caption
 
 
 def test_a_job_directory_is_private_and_goes_away(tmp_path: Path) -> None:

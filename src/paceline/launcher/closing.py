@@ -1,0 +1,158 @@
+"""The closing summary: what ran, how fast, where the time went, and what to do about it.
+
+It fits on one screen of 24 lines and 80 columns for up to eight workers. Tables of staleness, which
+have a line for each worker, are told in one line each where they would not fit.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.launcher.board import Board
+from paceline.launcher.figures import number, rate
+from paceline.launcher.lines import printable
+from paceline.launcher.picture import Picture, Row
+from paceline.launcher.table import table_lines
+from paceline.telemetry import staleness
+from paceline.telemetry.staleness import TableReport
+from paceline.telemetry.steps import Slowest, Waits
+
+_SCREEN_LINES = 24
+_MOST_ROWS = 16
+_LONGEST_COMMAND = 40
+_UNBROKEN = 100  # on wider screens, and in files, a sentence is one line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closing:
+    """What is to be said when a job has ended. `told`: sentences about traffic, the end, ..."""
+
+    command: str
+    board: Board
+    reports: Sequence[TableReport] = ()
+    told: Sequence[str] = ()
+    has_servers: bool = False
+
+    def lines(self, width: int, height: int) -> list[str]:
+        """Write it for a screen of so many columns and lines."""
+        before, after = self._table(width), [f"paceline: {text}" for text in self.told]
+        advice = slowest_words(self.board.waits, has_servers=self.has_servers)
+        if advice is not None:
+            before.append(f"paceline: {advice}")
+        before, after = _broken(before, width), _broken(after, width)
+        tables = [printable(line.encode()) for line in staleness.describe(self.reports)]
+        room = max(height, _SCREEN_LINES) - len(before) - len(after) - 2  # the end, the prompt
+        if len(tables) > room:
+            tables = _broken(
+                [f"paceline: {line}" for line in staleness_in_short(self.reports)], width
+            )
+        return [*before, *tables, *after]
+
+    def _table(self, width: int) -> list[str]:
+        if not self.board.has_progress:
+            return []
+        rows = self.board.final_rows()
+        picture = Picture(self.board.columns, rows, "")
+        lines = table_lines(picture, width, limit=_MOST_ROWS)
+        return [f"paceline: {self._headline(rows)}", *lines]
+
+    def _headline(self, rows: Sequence[Row]) -> str:
+        """Say what ran, and what came of it: of all workers together."""
+        command = printable(self.command.encode("utf-8", "surrogateescape"))
+        if len(command) > _LONGEST_COMMAND:
+            command = command[: _LONGEST_COMMAND - 3] + "..."
+        workers = [row for row in rows if row.label.isdigit() and row.step is not None]
+        words = _steps(workers)
+        speeds = [row.steps_per_s for row in workers if row.steps_per_s is not None]
+        if speeds:
+            words.append(f"{rate(min(speeds))} steps/s")
+        samples = [row.samples_per_s for row in workers if row.samples_per_s is not None]
+        if samples:
+            words.append(f"{rate(sum(samples))} samples/s")
+        for name in self.board.columns[:1]:
+            values = [row.values[name] for row in workers if name in row.values]
+            words += [f"{name} {number(values[0])}"] if values else []
+        return f"{command}: {', '.join(words)}" if words else command
+
+
+def slowest_words(waits: Waits, *, has_servers: bool) -> str | None:
+    """Name the slowest worker, its cause, and what to do, in one sentence; None where nothing is
+    worth a word."""
+    slowest = waits.slowest()
+    if slowest is None:
+        return None
+    if slowest.worker is None:
+        whither = "the exchange with the servers" if has_servers else "the exchange itself"
+        return (
+            f"nobody is slow: {100 * slowest.cost:.0f} % of the time went into {whither};"
+            " send less (compress=int8), or less often (--pace local:8)"
+        )
+    what, remedy = _CAUSES[slowest.cause]
+    waited = 100 * _waited_for(waits, slowest.worker)
+    return (
+        f"slowest: rank {slowest.worker}, {_times(slowest)} the others' time per step, in {what}:"
+        f" the others waited {waited:.0f} % of theirs for it; {remedy}"
+    )
+
+
+_CAUSES = {
+    "input": (
+        "its input (data loading)",
+        'give it more loader workers (num_workers=), or share by speed: pl.shard(mode="dynamic")',
+    ),
+    "compute": (
+        "its computation",
+        "--pace ssp:3 or async (with -s 1) would not wait for it, pl.shard(batch=\"auto\") gives it"
+        " less to do",
+    ),
+}  # fmt: skip
+
+
+def _times(slowest: Slowest) -> str:
+    return f"{slowest.times:.1f} times" if slowest.times < 100 else "more than 100 times"
+
+
+def _waited_for(waits: Waits, worker: int) -> float:
+    """Return the share of the others' time in which they waited for this one."""
+    others = [times for number, times in waits.workers.items() if number != worker]
+    took_s = sum(times.took_s for times in others)
+    waited_s = sum(times.waited_for_s.get(worker, 0.0) for times in others)
+    return min(1.0, waited_s / took_s) if took_s > 0 else 0.0
+
+
+def staleness_in_short(reports: Sequence[TableReport]) -> list[str]:
+    """Say in one line for each table how stale its updates were; the table of workers has means."""
+    lines = []
+    for table in staleness.merge(reports)[:2]:
+        if not table.workers:
+            continue
+        stalest = max(table.workers, key=lambda worker: worker.mean_staleness)
+        longest = max(table.workers, key=lambda worker: worker.total_wait_s)
+        text = f"{printable(table.table.encode()):.30}: version {table.version}; stalest: worker"
+        text += f" {stalest.worker}, {stalest.mean_staleness:.1f} versions on average, at most"
+        text += f" {max(worker.max_staleness for worker in table.workers)}"
+        if longest.total_wait_s >= 0.01:
+            text += f"; worker {longest.worker} waited longest, {longest.total_wait_s:.1f} s"
+        lines.append(text)
+    return lines
+
+
+def _steps(workers: Sequence[Row]) -> list[str]:
+    steps = [row.step for row in workers if row.step is not None]
+    if not steps:
+        return []
+    low, high = min(steps), max(steps)
+    return [f"{high} step{'s' if high != 1 else ''}" if low == high else f"{low} to {high} steps"]
+
+
+def _broken(lines: Sequence[str], width: int) -> list[str]:
+    """Break sentences between words where a terminal would break them anywhere."""
+    if width >= _UNBROKEN:
+        return list(lines)
+    broken: list[str] = []
+    for line in lines:
+        is_sentence = line.startswith("paceline: ")
+        broken += textwrap.wrap(line, width, subsequent_indent="  ") if is_sentence else [line]
+    return broken

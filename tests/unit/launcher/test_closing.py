@@ -1,0 +1,102 @@
+"""The closing summary: it fits on a screen, and names the slowest worker and its cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.launcher.board import Board
+from paceline.launcher.closing import Closing, slowest_words
+from paceline.launcher.seat import seats
+from paceline.telemetry.events import Progress
+from paceline.telemetry.staleness import TableReport, WorkerReport
+from paceline.telemetry.steps import StepTimes
+
+
+def _board(
+    num_workers: int, slow: int | None, *, slow_input_s: float = 0.0, wait_s: float = 0.06
+) -> Board:
+    """Lockstep: a step takes 100 ms, of which all but the slow one wait `wait_s`."""
+    board = Board(seats(num_workers))
+    for rank in range(num_workers):
+        is_slow = rank == slow
+        steps = tuple(
+            StepTimes(
+                number,
+                number / 10,
+                0.1,
+                slow_input_s if is_slow else 0.001,
+                0.001 if is_slow else wait_s,
+                32,
+            )
+            for number in range(1, 101)
+        )
+        board.on_event(Progress(rank, 100, {"loss": 0.03125}, 0.0, None, None, steps), 10.0)
+        board.set_state(rank, "finished")
+    return board
+
+
+def test_a_slow_loader_is_named_with_its_cost() -> None:
+    words = slowest_words(_board(3, slow=2, slow_input_s=0.06).waits, has_servers=False)
+    assert words is not None
+    assert words.startswith("slowest: rank 2, 2.5 times the others' time per step, in its input")
+    assert "the others waited 60 % of theirs for it; give it more loader workers" in words
+
+
+def test_a_slow_computation_is_named_as_such() -> None:
+    words = slowest_words(_board(3, slow=1).waits, has_servers=False)
+    assert words is not None and "slowest: rank 1" in words and "in its computation:" in words
+    assert "ssp:3" in words
+
+
+@pytest.mark.parametrize(("has_servers", "where"), [(True, "with the servers"), (False, "itself")])
+def test_a_slow_exchange_is_nobodys_fault(has_servers: bool, where: str) -> None:
+    words = slowest_words(_board(4, slow=None, wait_s=0.04).waits, has_servers=has_servers)
+    assert words is not None
+    assert words.startswith(f"nobody is slow: 40 % of the time went into the exchange {where};")
+
+
+def test_what_costs_little_is_not_worth_a_word() -> None:
+    assert slowest_words(_board(4, slow=2, wait_s=0.004).waits, has_servers=False) is None
+    assert slowest_words(_board(1, slow=None).waits, has_servers=False) is None
+
+
+def _reports(num_workers: int) -> list[TableReport]:
+    workers = tuple(WorkerReport(w, 100, {w: 100}, {0: 0.5}) for w in range(num_workers))
+    return [TableReport("dense", 0, 800, workers)]
+
+
+def test_eight_workers_fit_on_a_screen() -> None:
+    board = _board(8, slow=3, slow_input_s=0.06)
+    reports = _reports(8)
+    for report in reports:
+        board.on_event(report, 10.0)
+    told = ["8 workers sent 7.7 MB each (64.4 kB per step), 62 MB in all; waited 7 to 24 % of it"]
+    closing = Closing(
+        command="train.py --epochs 3", board=board, reports=reports, told=told, has_servers=True
+    )
+    lines = closing.lines(80, 24)
+    assert len(lines) <= 22, "there are still the end of the job and the prompt"
+    assert all(len(line) <= 80 for line in lines), lines
+    assert lines[0] == (
+        "paceline: train.py --epochs 3: 100 steps, 10.0 steps/s, 2560 samples/s, loss"
+    )
+    assert lines[1] == "  0.03125"
+    assert lines[2].split()[:3] == ["rank", "step", "samples/s"]
+    assert "input %  compute %  wait %  stale" in lines[2]
+    text = " ".join(line.strip() for line in lines)
+    assert "dense: version 800; stalest: worker 7, 7.0 versions on average, at most 7" in text
+    wide = closing.lines(160, 60)
+    assert "  worker  updates   mean    max  0..7" in "\n".join(wide), "there is room for all of it"
+    assert len(wide) == 1 + 9 + 1 + 10 + 1, "and every sentence is a line"
+
+
+def test_a_script_that_reports_nothing_gets_no_summary() -> None:
+    closing = Closing(command="train.py", board=Board(seats(2)))
+    assert closing.lines(80, 24) == []
+
+
+def test_odd_names_of_scripts_do_no_harm() -> None:
+    board = _board(1, slow=None)
+    name = "\x1b[2J\udce9" + "x" * 100
+    (first, *_) = Closing(command=name, board=board).lines(160, 24)
+    assert first.startswith(r"paceline: \x1b[2J\xe9xx") and "xxx...: 100 steps" in first
