@@ -3,6 +3,9 @@
 This is the only module that reads `os.environ`. It understands our own launcher and those of other
 people: a process started by torchrun, srun, Open MPI or MPICH finds its rank (place.py).
 
+PACELINE_TELEMETRY=off: workers do not time their steps and tell no learning rate, to find out what
+that costs (bench/telemetry.py). Progress is shown as ever.
+
 Nothing here opens a socket or decides how ranks meet: that is `cluster/rendezvous.py`.
 """
 
@@ -56,6 +59,7 @@ class JobEnv:
     num_partitions: int = 0  # of the servers' tables
     replicas: int = 1  # servers that hold each partition
     mesh: str = ""  # as it was asked for, "dp=2,tp=2"; see mesh.py
+    trace: str = ""  # the same, "20:30"; see telemetry/trace.py
     job_id: str
     coordinator: str | None
     secret_file: str | None
@@ -82,6 +86,7 @@ class EngineConfig:
     lease_s: float = 4.0  # in an elastic job: who is stopped or silent for so long is lost
     warn_s: float = 2.0  # a longer wait says on whom
     join_timeout_s: float = 60.0
+    stacks_after_s: float = 30.0  # a longer wait has the launcher show where the missing one is
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -104,7 +109,7 @@ class EngineConfig:
 _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
     *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS", "PRECISION"),
-    *("DATA_WORKERS", "MESH"),
+    *("DATA_WORKERS", "MESH", "TELEMETRY", "TRACE", "LOG_DIR"),
 )
 ON_LOSS = ("shrink", "replace")
 
@@ -147,6 +152,7 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
         num_partitions=_count(environ, "PARTITIONS", num_servers),
         replicas=_count(environ, "REPLICAS", 1),
         mesh=requested_mesh(environ) or "",
+        trace=requested_trace(environ) or "",
         job_id=environ.get("PACELINE_JOB") or _job_id(environ, source),
         coordinator=_coordinator(environ),
         secret_file=environ.get("PACELINE_SECRET_FILE") or None,
@@ -219,6 +225,27 @@ def requested_mesh(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the mesh that PACELINE_MESH asks for, or None; it wins over the script's own."""
     environ = os.environ if environ is None else environ
     return environ.get("PACELINE_MESH", "").strip() or None
+
+
+def requested_log_dir(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the run directory that PACELINE_LOG_DIR names, "none" for none; None: the default."""
+    environ = os.environ if environ is None else environ
+    return environ.get("PACELINE_LOG_DIR", "").strip() or None
+
+
+def requested_trace(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the steps that PACELINE_TRACE asks to be traced, "20:30", or None."""
+    environ = os.environ if environ is None else environ
+    return environ.get("PACELINE_TRACE", "").strip() or None
+
+
+def times_steps(environ: Mapping[str, str] | None = None) -> bool:
+    """Say whether workers time their steps: PACELINE_TELEMETRY is "on", as by default, or "off"."""
+    environ = os.environ if environ is None else environ
+    wanted = environ.get("PACELINE_TELEMETRY") or "on"
+    if wanted not in ("on", "off"):
+        raise ConfigError(f"PACELINE_TELEMETRY={wanted!r}: expected on or off")
+    return wanted == "on"
 
 
 def describe(env: JobEnv) -> str:
@@ -348,3 +375,16 @@ def natural_host_id() -> str:
     """Name the kernel and network namespace: equal names can share memory and Unix sockets."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
         return f"{boot_id.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def clock_id(environ: Mapping[str, str] | None = None) -> str:
+    """Name the monotonic clock of this process: equal names show the same time."""
+    environ = os.environ if environ is None else environ
+    host = environ.get("PACELINE_HOST_ID", "")
+    if not host:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
+            host = boot_id.read().strip()
+    try:
+        return f"{host}-{os.stat('/proc/self/ns/time').st_ino}"
+    except OSError:  # a kernel before 5.6 has one clock for all
+        return host

@@ -26,7 +26,7 @@ import msgspec
 
 from paceline import errors
 from paceline.cluster import messages as m
-from paceline.cluster import units
+from paceline.cluster import timekeeping, units
 from paceline.cluster.contact import Contact, Identity
 from paceline.cluster.loop_thread import LoopThread
 from paceline.cluster.member import Member, Membership
@@ -64,6 +64,7 @@ class Agent(StoreCalls, PoolCalls):
         self.pace_news: PaceNews | None = None  # the last, while nobody takes it
         self.num_workers: int | None = None  # ranks behind them are servers; None: not known
         self.num_servers: int | None = None  # ranks behind those are data workers
+        self._missing: m.Missing | None = None  # the last word on who has not joined
         self._rank = identity.rank
         self._contact = Contact(
             address,
@@ -78,6 +79,7 @@ class Agent(StoreCalls, PoolCalls):
         self._contact.greet = self._greeting
         self._member: Member | None = None  # once it has joined
         self._adopted = 0
+        self._is_timed = False  # it follows the coordinator's clock
         self._in_sync: set[tuple[int, int]] = set()  # (partition, generation) said, not yet listed
         self._news = threading.Condition()  # notified at every membership, and at the end
 
@@ -130,6 +132,7 @@ class Agent(StoreCalls, PoolCalls):
     def look(self, timeout_s: float = ANSWER_S) -> Membership:
         """Return who is there, for a newcomer that is not in yet."""
         self._learn(expect(self._ask(m.Look, timeout_s), m.Joined).membership)
+        self._keep_time()
         assert self.membership is not None
         return self.membership
 
@@ -143,7 +146,21 @@ class Agent(StoreCalls, PoolCalls):
         if found.generation == 1:
             self._adopted = 1  # there is nothing older to be done with
         self._learn(found)
+        self._keep_time()
         return found
+
+    def _keep_time(self) -> None:
+        """Follow the job's clock from now on, in the background."""
+        if not self._is_timed:
+            self._is_timed = True
+            self.thread.start(timekeeping.follow(lambda make: self._answer(make, ANSWER_S)))
+
+    def waits_to_join(self) -> list[tuple[str, float, Sequence[int]]]:
+        """Return whom this member waits for to join, as `wait_watch.py` likes to have it."""
+        missing = self._missing
+        if missing is None or self.membership is not None:
+            return []
+        return [("the start of the job", missing.waited_s, missing.ranks)]
 
     # -- being in ----------------------------------------------------------------------------
 
@@ -249,6 +266,7 @@ class Agent(StoreCalls, PoolCalls):
             whom = _names(message.ranks, self.num_workers, self.num_servers)
             so_far = f"({message.waited_s:.0f} s so far)"
             say(f"rank {self._rank} waits for {whom} to join {so_far}")
+            self._missing = message
 
     def _on_pace_news(self, news: PaceNews) -> None:
         if self.on_pace is None:

@@ -46,6 +46,11 @@ class Channel(Generic[M]):
         reader, writer = await asyncio.open_connection(sock=sock)
         return cls(reader, writer, session, decoder)
 
+    @property
+    def backlog_bytes(self) -> int:
+        """How much of what was sent the peer has not read yet."""
+        return self._writer.transport.get_write_buffer_size()
+
     def send(self, message: Any) -> None:
         """Queue a message; PeerLost when the peer has not been reading for long."""
         payload = msgspec.msgpack.encode(message)
@@ -54,7 +59,7 @@ class Channel(Generic[M]):
                 f"{type(message).__name__} of {len(payload)} bytes is too large for the control"
                 f" plane (at most {MAX_FRAME_BYTES - TAG_BYTES}); send tensors through a group"
             )
-        if self._writer.transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
+        if self.backlog_bytes > MAX_BACKLOG_BYTES:
             self.close()
             raise PeerLost("the peer does not read what it is sent; its connection was dropped")
         self._writer.write(frame(self._session.seal(payload)))

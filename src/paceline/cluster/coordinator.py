@@ -46,6 +46,7 @@ from paceline.cluster.roster import Roster
 from paceline.cluster.sockets import join_address, listen_tcp
 from paceline.cluster.store_service import StoreService
 from paceline.cluster.waiting_room import WaitingRoom
+from paceline.config import clock_id
 from paceline.errors import PacelineError, RendezvousError
 from paceline.telemetry.events import Event
 
@@ -90,6 +91,7 @@ class Coordinator:
         self._desk = Desk(self.roster, self._record, self._audience, self.carry_out, self._pace)
         self._watch: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._clock_id = clock_id()
 
     @property
     def membership(self) -> Membership | None:
@@ -224,6 +226,8 @@ class Coordinator:
             peer.tell(self._pools.take(peer.caller.rank, request))
         elif isinstance(request, m.LookAtPool):
             peer.tell(self._pools.look(request))
+        elif isinstance(request, m.AskClock):
+            peer.tell(m.ClockIs(request.id, time.monotonic(), self._clock_id))
         else:
 
             def answer(value: bytes | int | bool | PacelineError | None) -> None:

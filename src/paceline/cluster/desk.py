@@ -29,8 +29,10 @@ from paceline.cluster.roster import Roster
 from paceline.errors import PacelineError
 from paceline.telemetry.events import CoordinatorBack, ServerLoad
 from paceline.telemetry.staleness import TableReport
+from paceline.telemetry.trace import Spans
 
 _LAST_WORDS_S = 0.2  # a process that has ended is not believed to be lost before this
+_MOST_BEHIND_BYTES = 1 << 20  # of events that an onlooker has not read
 
 log = logging.getLogger("paceline.cluster")
 decoder: msgspec.msgpack.Decoder[o.OperatorMessage] = msgspec.msgpack.Decoder(o.OperatorMessage)
@@ -42,6 +44,12 @@ class Visitor:
     def __init__(self, channel: Channel[o.OperatorMessage], caller: Hello) -> None:
         self.channel, self.caller = channel, caller
         self.is_watching = self.is_launcher = False
+
+    def hears(self, event: Any) -> bool:
+        """Say whether an event is passed on. The launcher hears all of them; a trace is much, and
+        an onlooker that does not read (its terminal is held) goes without what happens then."""
+        is_behind = self.channel.backlog_bytes > _MOST_BEHIND_BYTES
+        return self.is_launcher or not (is_behind or isinstance(event, Spans))
 
     def answer(self, request_id: int, told: int | PacelineError) -> None:
         """Answer with a number, or with what is wrong."""
@@ -109,7 +117,9 @@ class Desk:
             self._reports[event.table, event.server] = event
         elif isinstance(event, ServerLoad):
             self._loads[event.rank] = event
-        self._broadcast(o.Happened(event))
+        for visitor in self._visitors:
+            if visitor.is_watching and visitor.hears(event):
+                visitor.tell(o.Happened(event))
 
     def words_about(self, rank: int) -> str | None:
         """Return what the launcher saw of a process whose connection has just ended."""

@@ -148,6 +148,10 @@ class LookAtPool(Request, frozen=True):
     index: int
 
 
+class AskClock(Request, frozen=True):
+    """The member asks for the time (timekeeping.py). Answered with ClockIs."""
+
+
 class SettlePortions(FromMember, frozen=True):
     """The member has done these portions of a pool, and will not do those that it gives back."""
 
@@ -190,6 +194,11 @@ class PoolState(Answer, frozen=True):
     portions: int  # 0: nobody has begun, or it is long over
     done: tuple[tuple[int, int], ...]  # ranges
     again: tuple[int, ...]  # portions that were lent a second time
+
+
+class ClockIs(Answer, frozen=True):
+    now_s: float  # the coordinator's monotonic clock
+    clock_id: str  # which clock that is: equal names are equal clocks
 
 
 class Missing(FromCoordinator, frozen=True):
@@ -269,6 +278,7 @@ MemberMessage: TypeAlias = (
     | StoreNumKeys
     | TakePortion
     | LookAtPool
+    | AskClock
     | SettlePortions
 )
 CoordinatorMessage: TypeAlias = (
@@ -277,6 +287,7 @@ CoordinatorMessage: TypeAlias = (
     | Failure
     | Lent
     | PoolState
+    | ClockIs
     | Missing
     | Presence
     | Changed

@@ -25,6 +25,7 @@ from paceline.data_parallel.served import ServedUpdate
 from paceline.data_parallel.update import Step
 from paceline.ps import messages as m
 from paceline.ps.remote_table import RemoteTable
+from paceline.telemetry.trace import tracer
 from paceline.work import Work
 
 
@@ -79,8 +80,11 @@ class LayerwiseUpdate(ServedUpdate):
         work = self._arriving.pop(self._exchange.table_of(bucket), None)
         if work is None:
             return
-        start = time.perf_counter()
+        start, traced_s = time.perf_counter(), tracer.start()
         replies = work.wait()
         self.waited_s += time.perf_counter() - start
+        if traced_s:
+            tracer.add("pull", traced_s, bucket=bucket.index)
         self._take_over([bucket])
+        self._note_staleness(replies)
         self._tell_notices(replies)

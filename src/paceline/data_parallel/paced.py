@@ -13,7 +13,6 @@ message of a few bytes, for which all wait for all, would queue behind it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -29,6 +28,8 @@ from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.known import find
 from paceline.pace.method import Method, Setting
+from paceline.telemetry.stopwatch import Stopwatch
+from paceline.telemetry.trace import tracer
 from paceline.work import Work
 
 
@@ -61,11 +62,13 @@ class Paced:
         self._flags = torch.zeros(2)
         self._early: Work[Any] | None = None  # carries the flags of the next meeting
         self._group = group
+        self._waiting, self._waited_s = Stopwatch(), 0.0
         if job.elastic.is_on:
             reducer.with_exchange = buffers.synchronise
 
     def run(self, step: Step, count: Callable[[float], None]) -> Any:
-        """Run a step, and the meetings behind it; `count` counts it, and the seconds in those."""
+        """Run a step, and the meetings behind it; `count` counts it, and the seconds of waiting
+        for others in both."""
         job, reducer, method = self._job, self._reducer, self._method
         if method.is_free:
             return self._run_alone(step, count)
@@ -75,18 +78,17 @@ class Paced:
         stops, changes = reducer.is_stop_agreed, reducer.is_change_agreed
         if not is_together:
             stops = changes = False
-        has_met, started_s = is_together, time.perf_counter()
+        has_met = is_together
         while method.is_due:
             flags = self._meet_once()
             has_met, was_late = True, was_late or self._is_late
             stops, changes = stops or flags[0] > 0, flags[1] > 0 and not self._is_late
-        waited_s = time.perf_counter() - started_s
         reducer.has_caught_up = reducer.is_change_agreed = False
         if has_met:
             job.contribution.commit()
             job.stopping.hear(stops)
         if not was_late:  # else those who were further have counted it
-            count(waited_s)
+            count(self._waited_lately())
         if has_met:
             job.elastic.boundary(agreed=changes)
         return result
@@ -96,7 +98,7 @@ class Paced:
         result = self._step(step, is_together=False)
         self._job.contribution.commit()
         self._job.stopping.hear(self._job.stopping.is_wanted())
-        count(0.0)
+        count(self._waited_lately())
         self._job.elastic.boundary(agreed=False)
         return result
 
@@ -104,17 +106,30 @@ class Paced:
         brings_buffers = is_together and not self._job.elastic.is_on
         if brings_buffers:
             self._buffers.start()
-        self._method.before_step()
+        self._before_step()
         result = step()
         self._method.steps += 1
         self._method.after_step()
         if self._early is None and self._method.is_under_way and not self._job.elastic.is_on:
             self._early = self._send_flags()
         if brings_buffers:
-            self._buffers.finish()
+            with self._waiting:
+                self._buffers.finish()
         if self._reducer.rests:  # from now on a batch weighs nothing in particular
             self._reducer.weighting.set(1.0)
         return result
+
+    def _before_step(self) -> None:
+        if not self._method.is_free:
+            self._method.before_step()
+            return
+        with self._waiting:  # who never meets the others asks servers here, if anywhere
+            self._method.before_step()
+
+    def _waited_lately(self) -> float:
+        """Return the seconds of waiting since the last call."""
+        before, self._waited_s = self._waited_s, self._waiting.seconds
+        return self._waited_s - before
 
     def finish(self) -> None:
         """Meet for the last time. Collective."""
@@ -136,7 +151,11 @@ class Paced:
 
     def _meet_once(self) -> list[float]:
         self._is_late = False
-        flags = self._job.elastic.point(self._meet, self._be_late)
+        with self._waiting:
+            traced_s = tracer.start()
+            flags = self._job.elastic.point(self._meet, self._be_late)
+            if traced_s:
+                tracer.add("meet", traced_s, round=self._method.rounds)
         if not self._is_late:
             self._method.conclude()
             self._method.rounds += 1

@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.collectives.group import Group
 from paceline.data_parallel import loss_scaling
 from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.exchange_spans import ExchangeSpans
 from paceline.data_parallel.finite import all_finite
 from paceline.data_parallel.layout import Named
 from paceline.data_parallel.sparse import SparseGradients
@@ -40,6 +41,7 @@ from paceline.elastic.session import Elastic
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.exchange import Exchange
+from paceline.telemetry.trace import tracer
 from paceline.work import Work
 
 # The roll call ends with notes to all: is anybody asked to stop, is a change of the membership due,
@@ -80,6 +82,7 @@ class Reducer:
         self._active = False  # inside a backward pass that exchanges gradients
         self._next = 0  # the bucket to submit next
         self._works: list[Work[Any]] = []
+        self._spans = ExchangeSpans(exchange)
         self.step = 0  # backward passes with exchange so far
         self.has_local_gradients = False  # the last backward pass was one without exchange
         self.absent: set[str] = set()  # parameters that had no gradient here in the last pass
@@ -224,11 +227,17 @@ class Reducer:
         if self._is_broken or self.is_own:
             return
         try:
-            self._works.append(self._exchange.submit(bucket, self.step))
+            self._start(bucket)
         except PeerError:
             if not self._elastic.is_on:
                 raise
             self._is_broken = True  # an error here would end backward: all is sent again behind it
+
+    def _start(self, bucket: Bucket) -> None:
+        traced_s = tracer.start()
+        self._works.append(self._exchange.submit(bucket, self.step))
+        if traced_s:
+            self._spans.submitted(bucket, self._works[-1], traced_s)
 
     # -- end of backward ----------------------------------------------------------------------
 
@@ -258,7 +267,9 @@ class Reducer:
             self._keep_own()
             return
         if not self._elastic.is_on:
+            start = time.perf_counter()
             (self._stops,) = self.ask_unit([self.wants_stop()])
+            self.waited_s += time.perf_counter() - start
         if self._is_collective:
             flags = self._elastic.point(self._agree, self._catch_up)
             self._is_broken = False
@@ -282,12 +293,17 @@ class Reducer:
     def _agree(self) -> list[float]:
         """Average everything with the others; again from the start if somebody was lost."""
         if self._is_broken:
-            self._works = [self._exchange.submit(bucket, self.step) for bucket in self.buckets]
+            self._works.clear()
+            self._spans.dropped()
+            for bucket in self.buckets:
+                self._start(bucket)
         self._is_broken = self._elastic.is_on  # until everything is there, and counts
         called = self._call_roll()
         flags, (stops, changes, hidden, weight) = called[:-_NUM_NOTES], called[-_NUM_NOTES:]
         self._average_sparse(flags)
+        start = time.perf_counter()
         self.with_exchange()
+        self.waited_s += time.perf_counter() - start
         self.is_stop_agreed, self.is_change_agreed = stops > 0, changes > 0
         self.has_hidden_nonfinite = hidden > 0
         is_weighted = getattr(self._exchange, "is_weighted", True)
@@ -323,11 +339,15 @@ class Reducer:
             self._flags[: len(here)] = torch.tensor(here)
             pairs = zip(self.names, here, strict=True)
             self.absent.update(name for name, is_here in pairs if not is_here)
-        start = time.perf_counter()
+        start, traced_s = time.perf_counter(), tracer.start()
+        if traced_s:
+            self._spans.wait(self._works)
         called = self._exchange.call_roll(self._flags)
         for work in self._works:
             work.wait()
         self.waited_s += time.perf_counter() - start
+        if traced_s:
+            self._spans.ended(traced_s)
         return called.tolist()
 
     def _hides_nonfinite(self) -> bool:

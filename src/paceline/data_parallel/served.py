@@ -31,6 +31,8 @@ from paceline.errors import NonFiniteGradient, UsageError
 from paceline.pace.server import ServerExchange
 from paceline.ps import messages as m
 from paceline.ps.spec import Rule
+from paceline.telemetry.trace import tracer
+from paceline.work import Work
 
 
 class ServedUpdate:
@@ -59,6 +61,7 @@ class ServedUpdate:
         self._covered: set[Bucket] = set()  # whose averages the script wrote to before a step
         self._edited: list[HostTensor] = []  # parameters that it wrote to since the last step
         self.waited_s = 0.0
+        self.staleness: int | None = None  # versions by others that the last update had not seen
         # Where all workers last met, and the same when this one last committed (serving.py).
         self.position: Callable[[], int] = lambda: 0
         self.committed_at = -1
@@ -103,7 +106,10 @@ class ServedUpdate:
         return result
 
     def _end_step(self) -> None:
-        self._finish(self._exchange.commit(self._settings()).wait)
+        traced_s = tracer.start()
+        self._note_staleness(self._finish(self._exchange.commit(self._settings()).wait))
+        if traced_s:
+            tracer.add("commit", traced_s)
 
     def settle(self) -> None:
         """Wait for parameters that are still on their way; here there are none."""
@@ -116,20 +122,28 @@ class ServedUpdate:
         if self._rule.unit == "version" and not self._has_turn:
             self._has_turn = True
             self._adopt_parameters()
-            self._finish(self._exchange.pull(in_turn=True).wait)
+            self._pull(in_turn=True)
 
     def pull(self) -> None:
         """Read the newest parameters, without a step; in lockstep a worker always has them."""
         if not self._rule.aggregate or self._rule.backup:
             self._adopt_parameters()
-            self._finish(self._exchange.pull().wait)
+            self._pull()
 
-    def _finish(self, wait: Any) -> None:
+    def _pull(self, *, in_turn: bool = False) -> None:
+        traced_s = tracer.start()
+        self._finish(self._exchange.pull(in_turn=in_turn).wait)
+        if traced_s:
+            tracer.add("pull", traced_s)
+
+    def _finish(self, wait: Any) -> list[m.Reply]:
         start = time.perf_counter()
         answers: list[list[m.Reply]] = wait()
         self.waited_s += time.perf_counter() - start
         self._take_over(self._buckets)
-        self._tell_notices([reply for replies in answers for reply in replies])
+        replies = [reply for replies in answers for reply in replies]
+        self._tell_notices(replies)
+        return replies
 
     def begin_with_values(self, buckets: Sequence[Bucket]) -> None:
         """Let a newcomer's script see the servers' values, whatever it has in their place."""
@@ -163,6 +177,9 @@ class ServedUpdate:
             increment_version([slot.param for slot in bucket.slots])
         self._remember_params(buckets)
 
+    def _note_staleness(self, replies: Sequence[m.Reply]) -> None:
+        self.staleness = max((reply.staleness for reply in replies), default=self.staleness)
+
     def _tell_notices(self, replies: Sequence[m.Reply]) -> None:
         for notice in sorted({reply.notice for reply in replies} - {""}):
             warnings.warn(f"rank {self._number}: {notice}", stacklevel=2)
@@ -193,7 +210,7 @@ class ServedUpdate:
                 if self._rule.aggregate:
                     self._exchange.replace(bucket, absent)
                 else:
-                    self._exchange.push(bucket, absent).wait()
+                    self._wait([self._exchange.push(bucket, absent)])
 
     def _uncover_averages(self) -> None:
         """Undo what the script wrote over old averages, so that the fresh ones show through.
@@ -237,11 +254,18 @@ class ServedUpdate:
             absent = self._copy_gradients(bucket)
             works.append(self._exchange.push(bucket, absent))
             if self._rule.aggregate:
-                works[-1].wait()
+                self._wait([works[-1]])
             if self._rule.aggregate and self._speaks:
                 self._exchange.replace(bucket, absent)  # they have been averaged before
+        self._wait(works)
+
+    def _wait(self, works: Sequence[Work[Any]]) -> None:
+        start, traced_s = time.perf_counter(), tracer.start()
         for work in works:
             work.wait()
+        self.waited_s += time.perf_counter() - start
+        if traced_s and works:
+            tracer.add("wait", traced_s, behind="push")
 
     def _copy_gradients(self, bucket: Bucket) -> list[int]:
         """Put what the script has as gradients where they are pushed from; return who has none.

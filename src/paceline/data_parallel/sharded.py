@@ -32,6 +32,7 @@ from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.optimizer_state import HostState
 from paceline.data_parallel.ownership import Range, cut_anywhere, cut_at_borders, is_elementwise
 from paceline.data_parallel.update import Step
+from paceline.telemetry.trace import tracer
 
 
 @dataclass
@@ -90,9 +91,11 @@ class ShardedUpdate:
         return result
 
     def _wait(self, collective: Callable[[], object]) -> None:
-        start = time.perf_counter()
+        start, traced_s = time.perf_counter(), tracer.start()
         collective()
         self.waited_s += time.perf_counter() - start
+        if traced_s:
+            tracer.add("wait", traced_s, behind="barrier")
 
     def _adopt_changes(self) -> None:
         """Take over what the script itself did to parameters since the last step.

@@ -68,7 +68,8 @@ from paceline.pace.own import OwnGradients
 from paceline.pace.parse import PaceSpec
 from paceline.pace.server import ServerExchange
 from paceline.ps.subscription import Subscription
-from paceline.telemetry.events import COMM_SHARE, COMPUTE_SHARE
+from paceline.telemetry.events import LEARNING_RATE, STALENESS
+from paceline.telemetry.trace import tracer
 
 
 class Training:
@@ -174,14 +175,16 @@ class Training:
             self._paced = Paced(job, self.method, self.reducer, self.buffers, group)
         self._num_optimized = 0  # parameters of the optimizer when it was last looked at
         self.steps = 0  # at this pace
-        self._ended_s = time.perf_counter()
         self._waited_s = 0.0
+        self._watch(optimizer)
         job.contribution.watch(self._set_weight)
         self._set_weight(job.contribution.weight)
         self._elastic_step: ElasticStep | None = None
         self._take_part(model, optimizer)
         if isinstance(self.update, LayerwiseUpdate):
             self.update.watch(model)
+        job.reporter.begin()
+        tracer.begin(job.steps_done, job.place)
 
     def describe(self) -> str:
         """Say in one line what was set up."""
@@ -583,11 +586,13 @@ class Training:
         if self._paced is not None:
             return self._paced.run(step, self._count_step)
         if self._elastic_step is not None:
-            return self._elastic_step.run(self.update, step, lambda: self._count_step(0.0))
+            return self._elastic_step.run(self.update, step, self._count_step)
         self.buffers.start()
         result = self.update.run(step)
-        start = time.perf_counter()
+        start, traced_s = time.perf_counter(), tracer.start()
         self.buffers.finish()
+        if traced_s:
+            tracer.add("wait", traced_s, behind="buffers")
         self._job.contribution.commit()
         self._count_step(time.perf_counter() - start)
         self._job.stopping.hear(self.reducer.is_stop_agreed)
@@ -620,17 +625,28 @@ class Training:
                         f" {list(param.shape)} that the model did not have when it was distributed"
                     )
 
-    def _count_step(self, waited_for_buffers_s: float) -> None:
-        """Report how much of the step went into waiting for others."""
-        now = time.perf_counter()
+    def _count_step(self, waited_behind_s: float) -> None:
+        """Report for how long this worker waited for others in the step: during backward and in the
+        update, and (`waited_behind_s`) behind it."""
         waited_s = self.reducer.waited_s + getattr(self.update, "waited_s", 0.0)
-        waiting = waited_s - self._waited_s + waited_for_buffers_s
-        took_s = now - self._ended_s
-        share = min(1.0, waiting / max(took_s, 1e-9))
-        self._ended_s, self._waited_s = now, waited_s
+        waiting_s = waited_s - self._waited_s + waited_behind_s
+        self._waited_s = waited_s
         self.steps += 1
-        shares = {COMPUTE_SHARE: 100 * (1 - share), COMM_SHARE: 100 * share}
-        self._job.step_done(shares, took_s, waiting)
+        self._job.step_done(waited_s=waiting_s)
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let progress show the learning rate, and how stale updates are where they can be."""
+        optimized = weakref.ref(optimizer)
+        self._job.reporter.watch(LEARNING_RATE, lambda: _rate_of(optimized()))
+        if self.serving is not None and self.is_free:
+            update = weakref.ref(self.serving.update)
+            self._job.reporter.watch(STALENESS, lambda: getattr(update(), "staleness", None))
+
+
+def _rate_of(optimizer: torch.optim.Optimizer | None) -> float | None:
+    """Return the learning rate of the first parameters, if there is one."""
+    rate = optimizer.param_groups[0].get("lr") if optimizer and optimizer.param_groups else None
+    return float(rate) if isinstance(rate, int | float | torch.Tensor) else None
 
 
 def _host_group(job: Job) -> Group:

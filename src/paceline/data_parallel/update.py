@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.errors import UsageError
+from paceline.telemetry.trace import tracer
 
 Step = Callable[[], Any]
 
@@ -71,6 +72,13 @@ def bind_step(
                 " step, where the workers could come to different decisions; call backward()"
                 " before step() and pass no closure"
             )
-        return around(self, old)
+        return around(self, own)
+
+    def own() -> Any:
+        traced_s = tracer.start()
+        result = old()
+        if traced_s:
+            tracer.add("optimizer", traced_s)
+        return result
 
     old = replace_method(optimizer, "step", step)

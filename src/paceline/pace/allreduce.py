@@ -18,6 +18,8 @@ class AllReduce:
     The engine divides by the number of workers, in the same pass that adds; nobody else divides.
     """
 
+    verb = "all_reduce"  # in a trace
+
     def __init__(self, group: Group) -> None:
         self._group = group
 

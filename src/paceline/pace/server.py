@@ -42,6 +42,8 @@ def rule_of(pace: PaceSpec, **options: Any) -> Rule:
 class ServerExchange:
     """Exchanges buckets through tables on the servers; a table has one or more buckets."""
 
+    verb = "push"  # in a trace
+
     def __init__(self, rule: Rule, packing: Packing | None = None) -> None:
         self._rule = rule
         self._packing = packing

@@ -75,7 +75,13 @@ class Home(msgspec.Struct, frozen=True, array_like=True):
     average: Where
 
 
-class Request(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class Traced(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Base of what may belong to a step that is traced."""
+
+    step: int = 0  # the worker's; 0: it is not traced
+
+
+class Request(Traced, frozen=True, tag=True, omit_defaults=True):
     """Base of what a worker says."""
 
     seq: Number

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import torch
 
@@ -16,6 +17,7 @@ from paceline.cluster.member import Membership
 from paceline.collectives.topology import Fabric
 from paceline.ps import messages as m
 from paceline.ps.line_group import SERVER, form_line
+from paceline.telemetry.trace import tracer
 from paceline.work import Work
 
 Into = Callable[[m.Reply], Sequence[torch.Tensor]]
@@ -63,6 +65,8 @@ class Wire:
 
     def send(self, request: m.AnyRequest, payload: Sequence[torch.Tensor]) -> list[Work[None]]:
         """Send a request, and the tensors that follow it; return the Works of those."""
+        if tracer.on:
+            request = msgspec.structs.replace(request, step=tracer.step)
         frame, rest = m.to_frames(request)
         self.group.send(frame, SERVER, tag=m.REQUEST, async_op=True)
         if rest is not None:
