@@ -2,7 +2,7 @@
 #
 #   make demo    train with two workers, then alone         make bench   compare with others
 #   make test    run the tests                              make fmt     format the code
-#   make check   lint, types, layers                        make data    fetch a book for the GPT
+#   make check   lint, types, layers                        make docs    build site/, strictly
 #   make chaos   break jobs in every way (as root, long)    make clean   remove what was built
 #   make simulate  break simulated jobs, many of them (SEEDS=10000, minutes)
 #
@@ -15,7 +15,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE  := pyproject.toml CMakeLists.txt constraints.txt $(shell find cpp -type f 2>/dev/null)
 
-.PHONY: demo test check chaos simulate fmt bench data clean
+.PHONY: demo test check docs chaos simulate fmt bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -41,11 +41,12 @@ fmt: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/allreduce.py $(ARGS)
 
-data: $(STAMP)
-	$(BIN)/python examples/gpt/fetch_book.py $(ARGS)
+# Open site/index.html; nothing is fetched, neither now nor then.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
 
 # --- set-up ---------------------------------------------------------------------------------------
 

@@ -124,7 +124,7 @@ def test_errors_are_drawn_as_they_are():
 
 def tree_in_readme() -> set[str]:
     """Paths named in the README's annotated tree, relative to the root."""
-    block = re.search(r"```\npaceline/\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    block = re.search(r"```text\npaceline/\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert block, "the README has no tree"
     paths, parents = set(), [""]
     for line in block[1].splitlines():

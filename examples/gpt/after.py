@@ -4,7 +4,7 @@
     python examples/gpt/before.py                        plain PyTorch
     paceline run -n 2 examples/gpt/after.py              two workers
 
-`make data` fetches the whole book; without it, the chapters that stand beside this file are used.
+`fetch_book.py` fetches the whole book; without it, the chapters beside this file are used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fetch the whole of Moby Dick for the GPT example: what `make data` runs.
+"""Fetch the whole of Moby Dick for the GPT example: `python examples/gpt/fetch_book.py`.
 
     python examples/gpt/fetch_book.py [TARGET]        default: data/moby-dick.txt
 
@@ -45,7 +45,7 @@ def download(directory: str) -> str:
 
 
 def refusal(reason: str) -> str:
-    return f"make data: {reason}; the examples go on with the chapters that are in the repository"
+    return f"fetch_book: {reason}; the examples go on with the chapters that are in the repository"
 
 
 def main() -> None:

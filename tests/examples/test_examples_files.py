@@ -85,5 +85,5 @@ def test_a_book_that_cannot_be_fetched_is_said_in_one_line(tmp_path, script, rea
     done = fetch(target, **environ)
     assert done.returncode == 1 and not target.exists()
     (line,) = done.stderr.splitlines()
-    assert line.startswith("make data: ") and reason in line
+    assert line.startswith("fetch_book: ") and reason in line
     assert line.endswith("the examples go on with the chapters that are in the repository")

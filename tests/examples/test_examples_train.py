@@ -1,7 +1,7 @@
 """The examples run, learn, and train alike however many workers there are and whoever starts them.
 
 Scripts that run alone are forked with torch loaded; those under a launcher are started as a person
-would. All run in a copy of the examples, without the book that `make data` fetches.
+would. All run in a copy of the examples, without the book that `fetch_book.py` fetches.
 """
 
 from __future__ import annotations

@@ -1,0 +1,191 @@
+"""What the guides tell a person to type works: Python runs on real ranks, commands are parsed.
+
+Every block of Python of every page is run, here, but for those that need the launcher itself.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import takewhile
+
+import pytest
+import typer
+
+from paceline.cli.main import app, main
+from paceline.compress.known import CODECS
+from paceline.pace.known import KNOWN, paces_with_servers
+from support.pages import ROOT, Setup, blocks_of, commands_of, run_script, scripts_of
+
+GUIDES = sorted(
+    str(path.relative_to(ROOT))
+    for path in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").glob("*.md")]
+)
+SAME = "pl.check_consistency(model)"  # all ranks have the same model at the end
+MESH = "docs/guides/model-parallel.md"
+# How a script is started, where that is not with two workers; several: it is run several times.
+SETUPS: dict[tuple[str, str], list[Setup]] = {
+    ("docs/guides/three-lines.md", ""): [Setup(result="digest")],
+    ("docs/guides/compression.md", ""): [Setup(result=SAME)],
+    ("docs/guides/elastic.md", ""): [Setup(result=SAME)],
+    ("docs/guides/paces.md", ""): [
+        Setup(env={"PACELINE_PACE": pace}, result="model.agreed().__enter__() or " + SAME)
+        for pace in ("local:4", "diloco")  # all others are trained with elsewhere
+    ],
+    ("docs/guides/parameter-server.md", ""): [Setup(servers=1, result="digest")],
+    ("docs/guides/parameter-server.md", "evaluator.py"): [Setup(workers=3, servers=1)],
+    ("docs/guides/parameter-server.md", "notebook.py"): [Setup(workers=0)],
+    ("docs/guides/neutral-client.md", ""): [Setup(workers=3, servers=1)],
+    ("docs/guides/data-workers.md", ""): [Setup(data_workers=(1, 1), result="seen")],
+    (MESH, ""): [
+        Setup(env={"PACELINE_MESH": mesh}, without=left_out, result="float(loss)")
+        for mesh, left_out in (
+            ("tp=2", 'torch.device("meta")'),  # the blocks that each cannot run, the other does
+            ("pp=2", "loss_of(model(x), y).backward()"),
+        )
+    ],
+}
+RUNS = [
+    pytest.param(page, title, setup, id=f"{page[5:]} {title} {number or ''}".strip())
+    for page in GUIDES
+    for title in scripts_of(page)
+    for number, setup in enumerate(SETUPS.get((page, title), [Setup()]))
+]
+OPTIONS_OF_OTHERS = {"--nproc-per-node", "--standalone", "--quick"}
+KNOWN_PROGRAMS = {"python", "torchrun", "mpirun", "srun", "pip", "export", "curl", "tensorboard"}
+
+
+@pytest.mark.parametrize(("page", "title", "setup"), RUNS)
+def test_python_runs(page: str, title: str, setup: Setup) -> None:
+    results = run_script(scripts_of(page, setup.without)[title], setup)
+    assert len({repr(value) for value, _ in results}) == 1, "ranks disagree"
+    if page == MESH and setup.env["PACELINE_MESH"] == "tp=2":
+        table = next(b.text for b in blocks_of(page) if b.text.startswith("tensor parallel, tp=2"))
+        printed = results[0][1].splitlines()
+        assert all(line in printed for line in table.splitlines() if line)
+
+
+def test_every_setup_has_its_script() -> None:
+    assert all(title in scripts_of(page) for page, title in SETUPS)
+
+
+def test_every_block_has_a_language() -> None:
+    known = {"python", "sh", "console", "text", "diff", "json"}
+    for page in GUIDES:
+        if page.startswith("docs/guides/"):
+            assert {block.language for block in blocks_of(page)} <= known, page
+
+
+def understand(words: list[str]) -> None:
+    """Let the command line read what stands behind `paceline`, without doing it."""
+    command = typer.main.get_command(app)
+    context = command.make_context("paceline", list(words))
+    while hasattr(command, "commands"):
+        rest = [*context._protected_args, *context.args]
+        name, command, rest = command.resolve_command(context, rest)
+        context = command.make_context(name, rest, parent=context)
+
+
+def words_of(page: str) -> list[list[str]]:
+    """The commands of a page; of a loop of the shell the first one."""
+    return [[*takewhile(lambda word: word != ";", words)] for words in commands_of(page)]
+
+
+def check(words: list[str]) -> None:
+    """What a command names exists: a verb and its options, a script, a target of make."""
+    while words and re.fullmatch(r"[A-Z_]+=.*|sudo|until", words[0]):
+        words = words[1:]
+    program, *rest = words or ["export"]
+    if program == "paceline" and rest[0] == "run":
+        with pytest.raises(SystemExit) as end:
+            main(["run", "--dry-run", *rest[1:]])
+        assert end.value.code == 0
+    elif program == "paceline":
+        understand(rest)
+    elif program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif program == "python" and rest[0].startswith(("bench/", "examples/")):
+        assert (ROOT / rest[0]).exists()
+    else:
+        assert program in KNOWN_PROGRAMS, program
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_commands_are_understood(page, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    for words in words_of(page):
+        check(words)
+
+
+def test_the_neutral_clients_evaluator_sees_the_loss_go_down() -> None:
+    page = "docs/guides/neutral-client.md"
+    *_, (_, output) = run_script(scripts_of(page)[""], SETUPS[page, ""][0])
+    losses = re.findall(r"^version (\d+): loss ([\d.]+)", output, re.MULTILINE)
+    assert losses[-1][0] == "40" and float(losses[-1][1]) < 0.1, output
+
+
+@pytest.mark.parametrize("pace", ["", "local:2"])
+def test_a_precision_on_the_command_line_wins(pace: str) -> None:
+    script = scripts_of("docs/guides/mixed-precision.md")[""] + PROBE
+    env = {"PACELINE_PRECISION": "bf16", "PACELINE_PACE": pace} if pace else {}
+    results = run_script(script, Setup(env=env, result="digest"))
+    assert len({value for value, _ in results}) == 1
+    dtype = "torch.bfloat16" if pace else "torch.float16"
+    assert all(f"{dtype}\n" in output for _, output in results)
+
+
+PROBE = """
+model[0].register_forward_hook(lambda module, inputs, output: print(output.dtype))
+model(data[0][0][None])
+with model.agreed():
+    digest = pl.check_consistency(model)
+"""
+
+
+def guide(name: str) -> str:
+    return (ROOT / "docs" / "guides" / f"{name}.md").read_text()
+
+
+def test_the_server_guide_has_every_option_of_the_server_paces() -> None:
+    table = guide("parameter-server").partition("## Options")[2].partition("## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \|", table, re.MULTILINE)
+    told = {
+        (pace, name)
+        for name, _, paces in rows
+        for pace in (paces_with_servers() if paces == "all" else re.findall(r"`(\w+)`", paces))
+    }
+    assert told == {(pace, name) for pace in paces_with_servers() for name in KNOWN[pace].options}
+
+
+def test_the_paces_guide_has_every_pace_and_option() -> None:
+    text = guide("paces")
+    assert all(f"`{name}" in text for name in KNOWN)
+    common = {"buffers", "bucket_mb", "batchnorm", "unused", "resize_lr"}  # in the first guide
+    for row in KNOWN.values():
+        for option in row.options.keys() - common if row.method else ():
+            assert f"`{option}" in text, option
+
+
+def test_the_compression_guide_has_every_codec_and_option() -> None:
+    text = guide("compression")
+    for name, row in CODECS.items():
+        assert name in ("auto", "none") or re.search(rf"`{name}[`:(]", text), name
+        for option in row.options:
+            assert re.search(rf"[`(]{option}[`=]", text), option
+
+
+def test_the_guides_name_only_verbs_and_options_that_exist() -> None:
+    verbs = typer.main.get_command(app).commands
+    known = {name for verb in verbs.values() for p in verb.params for name in p.opts}
+    for page in [page for page in GUIDES if page.startswith("docs/guides/")]:
+        text = (ROOT / page).read_text()
+        assert set(re.findall(r"`paceline ([a-z]+)", text)) <= verbs.keys(), page
+        told = set(re.findall(r"`(--[a-z][a-z-]+)", text)) - OPTIONS_OF_OTHERS
+        assert told <= known, f"{page}: {told - known}"
+
+
+def test_the_first_guide_shows_the_lines_that_the_example_changes() -> None:
+    (shown,) = [b.text for b in blocks_of("docs/guides/three-lines.md") if b.language == "diff"]
+    changed = [line[1:].strip() for line in shown.splitlines() if line.startswith("+")]
+    example = (ROOT / "examples" / "digits" / "after.py").read_text().splitlines()
+    assert len(changed) == 4 and set(changed) <= {line.strip() for line in example}
