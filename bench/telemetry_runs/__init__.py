@@ -1,0 +1,1 @@
+"""What bench/telemetry.py runs: workers whose steps are timed or not, and a launcher's screen."""
