@@ -10,12 +10,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from paceline.cluster.member import Member
 from paceline.cluster.operator import Operator
-from paceline.cluster.operator_messages import Status
+from paceline.cluster.operator_messages import News, Status
 from paceline.cluster.secret_file import load_secret
 from paceline.config import inherited_environ, natural_host_id
 from paceline.errors import LaunchError, UsageError
@@ -31,15 +31,18 @@ _AFTER_GRACE_S = 10.0  # after the job's own grace: for its end
 
 
 @contextmanager
-def operating(found: FoundJob) -> Iterator[Operator]:
-    """Speak with a job's coordinator."""
+def operating(
+    found: FoundJob, on_news: Callable[[News], None] | None = None
+) -> Iterator[Operator]:
+    """Speak with a job's coordinator; `on_news` hears from another thread what happens."""
     facts = found.facts
     if not found.is_supervised:
         raise LaunchError(
             f"job {facts.name} runs, but its keeper is gone and with it the coordinator;"
             f" `paceline attach {facts.name}` starts them again"
         )
-    operator = Operator.connect(facts.coordinator, load_secret(facts.secret_file), facts.job_id)
+    secret = load_secret(facts.secret_file)
+    operator = Operator.connect(facts.coordinator, secret, facts.job_id, on_news=on_news)
     try:
         yield operator
     finally:

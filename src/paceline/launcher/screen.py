@@ -39,6 +39,8 @@ class Screen(Protocol):
 
     every_s: float
 
+    @property
+    def is_gone(self) -> bool: ...
     def output_line(self, seat: Seat, is_error: bool, text: str) -> None: ...
     def say(self, text: str) -> None: ...
     def progress(self, picture: Picture) -> None: ...
@@ -56,6 +58,11 @@ class PlainScreen:
         self._fds = {False: stdout_fd, True: stderr_fd}
         self._closed: set[bool] = set()
         self._line = ""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there is no reader any more for what is said."""
+        return True in self._closed
 
     def output_line(self, seat: Seat, is_error: bool, text: str) -> None:
         self._write(is_error, f"[{seat.label}] {text}\n")
@@ -104,7 +111,7 @@ class LiveScreen:
         self._num_waiting = 0  # characters
         self._table: list[str] = []  # as it should be
         self._painted: list[str] = []  # as it stands on the screen
-        self._is_open = True
+        self.is_gone = False
 
     def output_line(self, seat: Seat, is_error: bool, text: str) -> None:
         del is_error  # one screen: the order of arrival is all that can be shown
@@ -140,10 +147,10 @@ class LiveScreen:
             parts.append(_SHOW_CURSOR)
         self._waiting, self._num_waiting, self._painted = [], 0, list(self._table)
         try:
-            if self._is_open:
+            if not self.is_gone:
                 write_all(self._fd, "".join(parts))
         except OSError:
-            self._is_open = False
+            self.is_gone = True
 
     def close(self) -> None:
         """Take the table away, and give the cursor back."""

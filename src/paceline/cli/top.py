@@ -1,0 +1,155 @@
+"""`paceline top`: the live table of a running job, in another terminal than the job's own.
+
+It listens to the coordinator as any operator may; the job does not notice. What was reported before
+it began to listen is not known to it: a loss appears with the next report of one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from paceline.cli.steering import operating
+from paceline.config import inherited_environ, process_start
+from paceline.launcher.display import can_move_cursor
+from paceline.launcher.elastic.facts import FoundJob, find_job
+from paceline.launcher.jobdir import is_held
+from paceline.launcher.lines import printable
+from paceline.launcher.picture import Picture
+from paceline.launcher.screen import LiveScreen, PlainScreen, Screen
+from paceline.launcher.table import table_lines
+from paceline.launcher.watched import Watched
+from paceline.telemetry.record import EVENTS_FILE, RunEnded, last_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ONCE_S = 1.2  # ranks report ten times a second, a rate needs two reports
+_LOOK_S = 0.5  # whether the job is still there
+_MOST_ROWS = 1000
+_RECORD_S = 2.0  # for the launcher to write how the job ended
+
+
+def top(name: str | None, *, once: bool) -> int:
+    """Watch a job until it ends, or the onlooker has seen enough."""
+    found = find_job(name, inherited_environ())
+    watched = Watched()
+    with operating(found, watched.on_news) as operator:
+        watched.take(operator.status())
+        if once:
+            time.sleep(_ONCE_S)
+            _screen(is_live=False).summary(lambda width, _: _table(watched.picture(), width))
+            return 0
+        return _watch(found, watched)
+
+
+def _watch(found: FoundJob, watched: Watched) -> int:
+    is_live = can_move_cursor() and sys.stdout.isatty()
+    screen, job = _screen(is_live=is_live), found.facts
+    screen.say(f"paceline: job {job.name}: {printable(job.command.encode())}")
+    try:
+        with _keys() as pressed:
+            has_ended = _follow(found, watched, screen, pressed)
+    except KeyboardInterrupt:
+        has_ended = False
+    finally:
+        screen.close()
+    if is_live:
+        screen.summary(lambda width, _: _table(watched.picture(), width))
+    if has_ended:
+        screen.say(f"paceline: job {job.name} has ended: {_how(found, watched)}")
+    else:
+        screen.say(f"paceline: no longer watched; job {job.name} goes on")
+    screen.settle()
+    return 0
+
+
+def _follow(
+    found: FoundJob, watched: Watched, screen: Screen, pressed: Callable[[float], str]
+) -> bool:
+    """Paint until the job has ended (true), or somebody wants to leave."""
+    painted_s = time.monotonic() - screen.every_s
+    while True:
+        now_s = time.monotonic()
+        if now_s - painted_s >= screen.every_s and watched.has_progress:
+            painted_s = now_s
+            screen.progress(watched.picture())
+            screen.settle()
+        if screen.is_gone or pressed(min(_LOOK_S, screen.every_s)) in ("q", "Q"):
+            return False
+        if not _is_there(found):
+            return True
+
+
+def _is_there(found: FoundJob) -> bool:
+    try:
+        return is_held(found.directory)
+    except OSError:  # the directory goes with the job
+        return False
+
+
+def _how(found: FoundJob, watched: Watched) -> str:
+    """Say how a job has ended: in the launcher's words, if it keeps a record."""
+    facts = found.facts
+    record = Path(facts.log_dir) / EVENTS_FILE if facts.log_dir else None
+    deadline_s = time.monotonic() + _RECORD_S
+    while record is not None and record.exists():
+        line = last_line(record)
+        if line is not None and isinstance(line.event, RunEnded) and line.event.words:
+            return line.event.words.removeprefix("paceline: ")
+        if time.monotonic() > deadline_s or process_start(facts.supervisor) is None:
+            break
+        time.sleep(0.05)
+    return printable(watched.end_words().encode())
+
+
+def _table(picture: Picture, width: int) -> list[str]:
+    return table_lines(picture, width, limit=_MOST_ROWS)
+
+
+def _screen(*, is_live: bool) -> Screen:
+    """Return a screen on standard output, which is what this command is for."""
+    if is_live:
+        return LiveScreen(1, has_colours=not inherited_environ().get("NO_COLOR"))
+    return PlainScreen(1, 1)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yield what waits, at most so long, for a key and returns it; "" when there was none."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)  # also then the terminal is given back
+    is_ours = sys.stdin.isatty() and os.tcgetpgrp(0) == os.getpgrp()
+    saved = termios.tcgetattr(0) if is_ours else None
+    listened = [0] if is_ours else []
+
+    def pressed(within_s: float) -> str:
+        ready, _, _ = select.select(listened, [], [], within_s)
+        if not ready:
+            return ""
+        key = os.read(0, 1)
+        if not key:
+            listened.clear()  # the terminal is gone
+        return key.decode(errors="replace")
+
+    try:
+        if is_ours:
+            tty.setcbreak(0)
+        yield pressed
+    finally:
+        if saved is not None:
+            termios.tcsetattr(0, termios.TCSADRAIN, saved)
+        signal.signal(signal.SIGTERM, before)
