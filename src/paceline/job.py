@@ -43,6 +43,7 @@ from paceline.config import (
     describe,
     job_env,
     natural_host_id,
+    times_steps,
     told_env,
 )
 from paceline.contribution import Contribution
@@ -188,11 +189,10 @@ class Job:
         """How many optimizer steps `distribute` has counted."""
         return self.reporter.steps_done
 
-    def step_done(
-        self, values: Mapping[str, float], took_s: float = 0.0, waited_s: float = 0.0
-    ) -> None:
-        """Count an optimizer step; `values` (shares of its time) are shown beside the script's."""
-        self.reporter.step_done(values, took_s, waited_s)
+    def step_done(self, values: Mapping[str, float] | None = None, waited_s: float = 0.0) -> None:
+        """Count an optimizer step, in which this worker waited so long for others to exchange
+        gradients or parameters; `values` are shown beside the script's."""
+        self.reporter.step_done(values or {}, waited_s=waited_s)
 
 
 _ALL = 1 << 30  # more than there are workers
@@ -298,7 +298,8 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         fabric = Fabric(env.rank, engine, listener, me, membership, config.timeout_s, presence)
         if not env.is_newcomer:  # who is linked when it has been let in
             fabric.link_neighbours()
-        reporter = Reporter(env.rank, rendezvous.agent.report, engine.bytes_sent)
+        report = rendezvous.agent.report
+        reporter = Reporter(env.rank, report, engine.bytes_sent, times_steps=times_steps())
         mesh = Mesh.parse(env.mesh) if env.mesh and env.role == "worker" else None
         mates: Mates | None = None
         peers = fabric  # from whom a newcomer has its state: who hold the same part of the model

@@ -27,6 +27,10 @@ from paceline.telemetry.traffic import Traffic
 # Shares of a step's time, in percent of it, measured without the script's help.
 COMPUTE_SHARE = "compute %"
 COMM_SHARE = "comm %"
+# Values that workers report by themselves, unless the script reports the same name.
+LEARNING_RATE = "lr"  # of the first param group
+STALENESS = "stale"  # versions by others that the last update had not seen, at free-running paces
+CODEC_ERROR = "codec error"  # how much of a gradient a codec leaves for later, 0 to 1
 
 
 class Progress(msgspec.Struct, frozen=True, tag_field="type", tag="progress"):
@@ -60,6 +64,7 @@ class ServerLoad(msgspec.Struct, frozen=True, tag_field="type", tag="load"):
     requests_s: float  # per second, as the next
     bytes_s: float  # of tensors that came with them
     busy: float  # share of the time that went into requests
+    queued: int = 0  # most requests that were found waiting at one time
 
 
 class Resumed(msgspec.Struct, frozen=True, tag_field="type", tag="resumed"):
