@@ -17,34 +17,33 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.config import inherited_environ, process_start
-from paceline.errors import LaunchError, PacelineError
-from paceline.launcher.display import Display, Logs
+from paceline.errors import ConfigError, LaunchError, PacelineError
+from paceline.launcher.display import Display
 from paceline.launcher.elastic.facts import FoundJob, find_job, job_name
-from paceline.launcher.elastic.keeper import (
-    EXIT_CODE,
-    JOB_LOG,
-    DetachedJob,
-    ResumedJob,
-    default_log_dir,
-)
-from paceline.launcher.local import LocalJob, new_job_id
+from paceline.launcher.elastic.keeper import EXIT_CODE, JOB_LOG, DetachedJob, ResumedJob
+from paceline.launcher.local import LocalJob
+from paceline.launcher.recording.beginning import begin_record
+from paceline.launcher.recording.files import Logs
+from paceline.launcher.recording.recorder import Recorder
 from paceline.launcher.spec import RunSpec
 
 _LOOK_S = 0.1
 _TAIL_BYTES = 4096
 
 
-def detach(spec: RunSpec) -> int:
+def detach(spec: RunSpec, job_id: str) -> int:
     """Start a job in the background; return when its processes are started."""
-    job_id = new_job_id()
     name = job_name(spec, job_id)
-    spec = replace(spec, log_dir=(spec.log_dir or default_log_dir(name)).absolute())
-    assert spec.log_dir is not None
-    Logs(spec.log_dir, spec.seats).close()  # processes will append to these files themselves
-    (spec.log_dir / EXIT_CODE).unlink(missing_ok=True)
-    (spec.log_dir / JOB_LOG).write_bytes(b"")
+    assert spec.log_dir is not None, "the output of a detached job goes to files"
+    directory = spec.log_dir.absolute()
+    spec = replace(spec, log_dir=directory)
+    _make_files(spec, directory)
     environ = inherited_environ()
-    keep(spec, lambda display: DetachedJob(spec, environ, display, job_id))
+    keep(
+        spec,
+        lambda: begin_record(spec, environ),
+        lambda display: DetachedJob(spec, environ, display, job_id),
+    )
     say = sys.stderr.write
     say(f"paceline: job {name} runs in the background; its output is in {spec.log_dir}\n")
     say(f"paceline: follow it with: paceline attach {name}\n")
@@ -52,8 +51,29 @@ def detach(spec: RunSpec) -> int:
     return 0
 
 
-def keep(spec: RunSpec, make: Callable[[Display], DetachedJob]) -> None:
-    """Supervise a job from a new process in the background; LaunchError if it does not start."""
+def _make_files(spec: RunSpec, directory: Path) -> None:
+    """Make the files that the processes will append to themselves, without which none can run."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        Logs(directory).begin(spec.seats)
+        (directory / EXIT_CODE).unlink(missing_ok=True)
+        (directory / JOB_LOG).write_bytes(b"")
+    except OSError as error:
+        raise ConfigError(
+            f"--log-dir {directory}: {error.strerror}; a job in the background needs a directory"
+            " that you can write to"
+        ) from error
+
+
+def keep(
+    spec: RunSpec,
+    begin: Callable[[], Recorder | None],
+    make: Callable[[Display], DetachedJob],
+) -> None:
+    """Supervise a job from a new process in the background; LaunchError if it does not start.
+
+    `begin` and `make` are called there.
+    """
     assert spec.log_dir is not None
     log = spec.log_dir / JOB_LOG
     read_end, write_end = os.pipe()
@@ -62,7 +82,7 @@ def keep(spec: RunSpec, make: Callable[[Display], DetachedJob]) -> None:
         os.close(read_end)
         os.setsid()
         if os.fork() == 0:
-            _be_keeper(spec, make, log, write_end)
+            _be_keeper(spec, begin, make, log, write_end)
         os._exit(0)
     os.close(write_end)
     os.waitpid(between, 0)
@@ -74,7 +94,11 @@ def keep(spec: RunSpec, make: Callable[[Display], DetachedJob]) -> None:
 
 
 def _be_keeper(
-    spec: RunSpec, make: Callable[[Display], DetachedJob], log: Path, write_end: int
+    spec: RunSpec,
+    begin: Callable[[], Recorder | None],
+    make: Callable[[Display], DetachedJob],
+    log: Path,
+    write_end: int,
 ) -> None:
     """In the keeper: output to the log, then the job; ends the process."""
     from paceline.cli.run import supervise
@@ -97,7 +121,7 @@ def _be_keeper(
 
     code = 1
     try:
-        code = supervise(spec, None, made)
+        code = supervise(spec, begin(), made)
         (log.parent / EXIT_CODE).write_text(f"{code}\n")
     except PacelineError as error:
         os.write(2, f"paceline: error: {error}\n".encode())
@@ -137,7 +161,11 @@ def resume(found: FoundJob) -> None:
     facts = found.facts
     os.chdir(facts.cwd)
     spec = facts.plan()
-    keep(spec, lambda display: ResumedJob(found, spec, display))
+    keep(
+        spec,
+        lambda: begin_record(spec, facts.environ, is_resumed=True),
+        lambda display: ResumedJob(found, spec, display),
+    )
     sys.stderr.write(f"paceline: the keeper of job {facts.name} was gone; another has taken over\n")
 
 

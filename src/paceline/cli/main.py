@@ -56,6 +56,7 @@ def _root(
     " option of paceline. The script's standard input is empty.",
 )
 def run(
+    context: typer.Context,
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="A Python file; a module with -m.")
     ],
@@ -163,6 +164,15 @@ def run(
             " slices), such as dp=2,tp=2; wins over the script's own.",
         ),
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            "--trace",
+            metavar="FIRST:STOP",
+            help="Write trace.json, for Perfetto, of these steps of all processes: 20:30 are steps"
+            " 20 to 29. Also PACELINE_TRACE.",
+        ),
+    ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option("--env", metavar="NAME=VALUE", help="Set for every process; repeatable."),
@@ -170,7 +180,18 @@ def run(
     log_dir: Annotated[
         Path | None,
         typer.Option(
-            "--log-dir", metavar="DIR", help="Keep all output in DIR, a file per process."
+            "--log-dir",
+            metavar="DIR",
+            help="Keep the run in DIR: output, events, TensorBoard; default: runs/<date>-<script>,"
+            " none: keep nothing. Also PACELINE_LOG_DIR.",
+        ),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics-port",
+            metavar="PORT",
+            help="Serve metrics for Prometheus at 127.0.0.1:PORT; 0: any free port.",
         ),
     ] = None,
     grace_s: Annotated[
@@ -192,6 +213,7 @@ def run(
     from paceline.launcher.spec import RunSpec, parse_env
     from paceline.mesh import Mesh
     from paceline.pace.schedule import parse_schedule
+    from paceline.telemetry.trace import TracedSteps
 
     grid = None if mesh is None else Mesh.parse(mesh)
     if num_workers is None:
@@ -210,8 +232,10 @@ def run(
         pace=None if pace is None else parse_schedule(pace),
         precision=precision,
         mesh=grid,
+        trace=None if trace is None else TracedSteps.parse(trace),
         env=parse_env(env or ()),
         log_dir=log_dir,
+        metrics_port=metrics_port,
         elastic=plan_changes(
             num_workers=num_workers,
             servers=planned,
@@ -225,8 +249,17 @@ def run(
         ),
         grace_s=grace_s,
         is_detached=detach,
+        given=_given(context),
     )
     raise typer.Exit(verb.dry_run(spec) if dry_run else verb.run(spec))
+
+
+def _given(context: typer.Context) -> frozenset[str]:
+    """Name the parameters that somebody typed; the others have their defaults."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return frozenset(
+        name for name, source in sources.items() if source and source.name != "DEFAULT"
+    )
 
 
 _Job = Annotated[
@@ -284,6 +317,16 @@ def status(job: _Job = None) -> None:
     raise typer.Exit(verb.status(job))
 
 
+@app.command(help="Show a running job as a live table; q or Ctrl-C leaves, the job goes on.")
+def top(
+    job: _Job = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table, and stop.")] = False,
+) -> None:
+    from paceline.cli import top as verb
+
+    raise typer.Exit(verb.top(job, once=once))
+
+
 @app.command(help="Change the number of workers of a running job, within its --min and --max.")
 def scale(
     job: _Job = None,
@@ -327,6 +370,21 @@ def stop(job: _Job = None) -> None:
     from paceline.cli import steering as verb
 
     raise typer.Exit(verb.stop(job))
+
+
+@app.command(help="Make a page about a run, with plots: one HTML file that needs nothing else.")
+def report(
+    directory: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Of a run that is over, or still going on.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Default: RUN_DIR/report.html."),
+    ] = None,
+) -> None:
+    from paceline.cli import report as verb
+
+    raise typer.Exit(verb.report(directory, output))
 
 
 @app.command(help="Report on this machine and installation; paste it into a bug report.")

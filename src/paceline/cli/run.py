@@ -9,20 +9,28 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain, repeat
 
 from paceline.cli.background import detach
 from paceline.config import inherited_environ
-from paceline.launcher.display import Display, Logs, choose_screen
+from paceline.launcher.closing import Closing
+from paceline.launcher.display import Display, choose_screen
 from paceline.launcher.elastic.chronicle import stamped
 from paceline.launcher.elastic.job import ElasticJob
 from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.lines import printable
-from paceline.launcher.local import LocalJob
+from paceline.launcher.local import LocalJob, new_job_id
 from paceline.launcher.machine import usable_cores
 from paceline.launcher.outcome import Outcome
+from paceline.launcher.recording.beginning import begin_record
+from paceline.launcher.recording.recorder import Recorder
+from paceline.launcher.recording.run_directory import ROOT, run_directory
 from paceline.launcher.report import state_words
 from paceline.launcher.spec import RunSpec
-from paceline.telemetry import compression, staleness, traffic
+from paceline.launcher.trace_file import require_directory
+from paceline.telemetry import compression, traffic
+from paceline.telemetry.record import RunEnded
 
 # After Ctrl-C, for a terminal that is held or a reader that does not read.
 _PATIENCE_S = 1.5
@@ -47,16 +55,23 @@ class _DisplayHandler(logging.Handler):
 
 def run(spec: RunSpec) -> int:
     """Run a job and return its exit code; raises PacelineError."""
+    environ, job_id = inherited_environ(), new_job_id()
+    spec = replace(spec, log_dir=run_directory(spec, environ, job_id))
+    require_directory(spec.trace_in(environ), spec.log_dir)
     if spec.is_detached:
-        return detach(spec)
-    logs = Logs(spec.log_dir, spec.seats) if spec.log_dir is not None else None
+        return detach(spec, job_id)
     kind = LocalJob if spec.elastic is None else ElasticJob
-    return supervise(spec, logs, lambda display: kind(spec, inherited_environ(), display))
+    job_ids = chain((job_id,), repeat(""))  # one that is started again gets another
+    return supervise(
+        spec,
+        begin_record(spec, environ),
+        lambda display: kind(spec, environ, display, next(job_ids)),
+    )
 
 
-def supervise(spec: RunSpec, logs: Logs | None, make: Callable[[Display], LocalJob]) -> int:
-    """Run a job in this process, which shows it, and return its exit code."""
-    display = Display(choose_screen(), logs)
+def supervise(spec: RunSpec, recorder: Recorder | None, make: Callable[[Display], LocalJob]) -> int:
+    """Run a job in this process, which shows and records it, and return its exit code."""
+    display = Display(choose_screen(), recorder)
     handler = _DisplayHandler(display)
     for name in _LOGGERS:
         logging.getLogger(name).addHandler(handler)
@@ -68,13 +83,17 @@ def supervise(spec: RunSpec, logs: Logs | None, make: Callable[[Display], LocalJ
             if not job.may_start_again(outcome):
                 break
             display.say(_start_again(outcome, f"restart {count} of {most}"))
+            before = job
             job, outcome = _run_to_its_end(make, display)
-        _tell(job, outcome, display, spec)
+            job.take_over_trace(before)
+        _tell(job, outcome, display, spec, recorder)
         if outcome.interrupted_by is None:
             patience_s = None  # a slow reader gets every line, as from any other program
     finally:
         for name in _LOGGERS:
             logging.getLogger(name).removeHandler(handler)
+        if recorder is not None:
+            recorder.close(patience_s=_PATIENCE_S)  # unless that was done: the job did not start
         was_shown = _close(display, patience_s)
     if not was_shown:
         os._exit(outcome.exit_code)
@@ -111,26 +130,46 @@ def _close(display: Display, patience_s: float | None) -> bool:
         os._exit(128 + signal.SIGINT)
 
 
-def _tell(job: LocalJob, outcome: Outcome, display: Display, spec: RunSpec) -> None:
+def _tell(
+    job: LocalJob, outcome: Outcome, display: Display, spec: RunSpec, recorder: Recorder | None
+) -> None:
     for result in outcome.results:
         job.set_state(result.seat, state_words(result, outcome.first))
     picture, reports = job.picture(), job.table_reports()
-    if picture is not None:
-        display.summary(picture)
-    for line in staleness.describe(reports):
-        display.say(printable(line.encode()))
-    for line in traffic.describe(job.traffic()) + compression.describe(job.compression()):
-        display.say(f"paceline: {line}")
+    closing = Closing(
+        command=shlex.join((spec.target, *spec.arguments)),
+        board=job.board,
+        reports=reports,
+        told=traffic.describe(job.traffic()) + compression.describe(job.compression()),
+        has_servers=spec.num_servers > 0,
+    )
+    display.summary(closing.lines)
     story = job.story()
     if picture is not None or reports or story or outcome.interrupted_by is not None:
         display.say(outcome.closing_line())
+        if recorder is not None and recorder.is_writing:
+            display.say(f"paceline: logs, events and TensorBoard files are in {spec.log_dir}")
+    trace = job.write_trace(spec.log_dir)
+    if trace is not None:
+        display.say(f"paceline: {printable(trace.encode(errors='backslashreplace'))}")
     for line in story:
         display.say(printable(line.encode()))
     for line in outcome.late_ends():
         display.say(line)
-    failure = outcome.failure_text(spec.log_dir)
+    for line in _close_record(outcome, recorder):
+        display.say(line)
+    has_logs = spec.is_detached or (recorder is not None and recorder.is_writing)
+    failure = outcome.failure_text(spec.log_dir if has_logs else None)
     if failure is not None:
         display.say(failure)
+
+
+def _close_record(outcome: Outcome, recorder: Recorder | None) -> list[str]:
+    """Write the last line of the record; return what is missing in it, if anything is."""
+    if recorder is None:
+        return []
+    ended = RunEnded(outcome.exit_code, round(outcome.wall_s, 3), outcome.closing_line())
+    return recorder.close(ended, patience_s=None if outcome.interrupted_by is None else _PATIENCE_S)
 
 
 def dry_run(spec: RunSpec) -> int:
@@ -159,11 +198,18 @@ def dry_run(spec: RunSpec) -> int:
     precision = spec.precision_in(inherited)
     if precision is not None:
         write(f"precision: {precision}, which wins over the script's own\n")
+    trace = spec.trace_in(inherited)
+    if trace is not None:
+        write(f"trace: {trace.words}\n")
     mesh = spec.mesh_in(inherited)
     if mesh is not None:
         write(f"mesh: {mesh}, which wins over the script's own\n")
-    if spec.log_dir is not None:
-        write(f"logs: {spec.log_dir}/{_log_names(spec)}\n")
+    directory = run_directory(spec, inherited, "<id>")
+    if directory is not None:
+        name = (
+            str(directory) if directory.parent != ROOT else f"{ROOT}/<date and time>-<script>-<id>"
+        )
+        write(f"logs: {name}/{_log_names(spec)}\n")
     return 0
 
 

@@ -1,13 +1,13 @@
-"""The display: the one thread that writes to the terminal and to the log files.
+"""The display: the one thread that writes to the terminal; what is kept goes to the recorder.
 
-Why a thread: a terminal can be held (Ctrl-S), `| less` stops reading, a disk can hang. The
+Why a thread: a terminal can be held (Ctrl-S), `| less` stops reading. The
 launcher's main thread answers heartbeats and Ctrl-C, so it must never wait for any of those. It
 puts what is to be shown into a queue; this thread takes it out and waits as long as it has to. When
 the queue is full (`is_behind`) the launcher stops reading from the ranks, and they wait in their
 own writes, as they would on a pipe.
 
 Threads: public methods are called by the main thread; everything named `_paint...` runs on the
-display thread, which alone owns the screen and the log files.
+display thread, which alone owns the screen. The recorder (recording/) has a thread of its own.
 """
 
 from __future__ import annotations
@@ -15,79 +15,38 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import BinaryIO, cast
+from collections.abc import Callable
 
-from paceline.errors import ConfigError, LaunchError
-from paceline.launcher.screen import LiveScreen, Picture, PlainScreen, Screen
+from paceline.config import inherited_environ
+from paceline.errors import LaunchError
+from paceline.launcher.picture import Picture
+from paceline.launcher.recording.recorder import Recorder
+from paceline.launcher.screen import LiveScreen, PlainScreen, Screen, Summary
 from paceline.launcher.seat import Seat
+from paceline.telemetry.record import Recorded
 
 _BACKLOG_LIMIT_BYTES = 4 << 20
 
 
 def choose_screen() -> Screen:
-    """Return a live screen when both streams are one terminal, else a plain one."""
-    if sys.stdout.isatty() and sys.stderr.isatty():
-        return LiveScreen(sys.stderr)
+    """Return a live screen when both streams are one terminal that can move its cursor."""
+    if can_move_cursor() and sys.stdout.isatty() and sys.stderr.isatty():
+        has_colours = not inherited_environ().get("NO_COLOR")
+        return LiveScreen(sys.stderr.fileno(), has_colours=has_colours)
     return PlainScreen()
 
 
-class Logs:
-    """The files of --log-dir, one for each place: a replacement goes on in the same file.
-
-    Made on the main thread, then used by the display thread only.
-    """
-
-    def __init__(self, directory: Path, seats: Sequence[Seat]) -> None:
-        """Create the files; raises ConfigError when that is not possible."""
-        self._directory = directory
-        self._files: dict[str, BinaryIO | None] = {}  # None: writing to it has failed
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            for seat in seats:
-                self._files[seat.log_name] = self._open(seat, "wb")
-        except OSError as error:
-            raise ConfigError(
-                f"--log-dir {directory}: {error.strerror}; name a directory you can write to"
-            ) from error
-
-    def _open(self, seat: Seat, mode: str) -> BinaryIO:
-        return cast(BinaryIO, open(self._directory / seat.log_name, mode, buffering=0))
-
-    def write(self, seat: Seat, data: bytes) -> str | None:
-        """Append; when that fails, say so once, and drop whatever comes later."""
-        name = seat.log_name
-        try:
-            file = self._files[name] if name in self._files else self._open(seat, "ab")
-            self._files[name] = file
-            while file is not None and data:
-                data = data[file.write(data) or 0 :]
-        except OSError as error:
-            self._close(name)
-            return (
-                f"paceline: {self._directory / name}: {error.strerror}; the log of {seat} ends"
-                " here, the job goes on"
-            )
-        return None
-
-    def _close(self, name: str) -> None:
-        file = self._files.get(name)
-        if file is not None:
-            file.close()
-        self._files[name] = None
-
-    def close(self) -> None:
-        for name in list(self._files):
-            self._close(name)
+def can_move_cursor() -> bool:
+    """Say whether a terminal is one that can be painted on, and not the console of an editor."""
+    return inherited_environ().get("TERM") not in ("dumb", "unknown")
 
 
 class Display:
-    """Queue in front of a screen and the log files."""
+    """Queue in front of a screen, and of the record of the run if there is one."""
 
-    def __init__(self, screen: Screen, logs: Logs | None = None) -> None:
+    def __init__(self, screen: Screen, recorder: Recorder | None = None) -> None:
         self._screen = screen
-        self._logs = logs
+        self._recorder = recorder
         self._queue: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._mu = threading.Lock()
         self._backlog_bytes = 0  # guarded by: _mu
@@ -101,6 +60,8 @@ class Display:
     @property
     def is_behind(self) -> bool:
         """True while there is more to show than should be held in memory."""
+        if self._recorder is not None and self._recorder.is_behind:
+            return True
         with self._mu:
             return self._backlog_bytes > _BACKLOG_LIMIT_BYTES
 
@@ -115,6 +76,8 @@ class Display:
                 f"the job could not be started: {error}; check the limits with `paceline doctor`"
                 " (processes)"
             ) from error
+        if self._recorder is not None:
+            self._recorder.start(self.say)
 
     def output_line(self, seat: Seat, is_error: bool, text: str) -> None:
         """Show one line of a process."""
@@ -122,8 +85,13 @@ class Display:
 
     def log(self, seat: Seat, data: bytes) -> None:
         """Keep the raw bytes of a process in its log file, if there is one."""
-        if self._logs is not None:
-            self._put(len(data), lambda: self._paint_log(seat, data))
+        if self._recorder is not None:
+            self._recorder.output(seat, data)
+
+    def record(self, event: Recorded) -> None:
+        """Keep an event in the record of the run, if there is one."""
+        if self._recorder is not None:
+            self._recorder.record(event)
 
     def say(self, text: str) -> None:
         """Show a line of the launcher's own."""
@@ -134,9 +102,9 @@ class Display:
         if self._queue.qsize() < 1000:
             self._put(0, lambda: self._screen.progress(picture))
 
-    def summary(self, picture: Picture) -> None:
-        """Show the board as it is at the end."""
-        self._put(0, lambda: self._screen.summary(picture))
+    def summary(self, summary: Summary) -> None:
+        """Show what is to be said at the end."""
+        self._put(0, lambda: self._screen.summary(summary))
 
     def close(self, *, timeout_s: float | None) -> bool:
         """Paint what is queued and stop; false when the screen did not take it in time.
@@ -162,16 +130,10 @@ class Display:
             size_bytes, paint = item
             try:
                 paint()
+                if self._queue.empty():
+                    self._screen.settle()
             except Exception as error:  # the picture failed; the job and its words must not
                 self._screen = PlainScreen()
                 self._screen.say(f"paceline: display: {error!r}; going on with plain lines")
             with self._mu:
                 self._backlog_bytes -= size_bytes
-        if self._logs is not None:
-            self._logs.close()
-
-    def _paint_log(self, seat: Seat, data: bytes) -> None:
-        assert self._logs is not None
-        trouble = self._logs.write(seat, data)
-        if trouble is not None:
-            self._screen.say(trouble)

@@ -14,7 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.config import requested_mesh, requested_pace, requested_precision
+from paceline.config import (
+    requested_mesh,
+    requested_pace,
+    requested_precision,
+    requested_trace,
+)
 from paceline.errors import ConfigError, UsageError
 from paceline.launcher.data_workers import check_data_workers
 from paceline.launcher.elastic.plan import MAX_WORKERS, ElasticPlan
@@ -23,6 +28,7 @@ from paceline.launcher.servers import ServerPlan
 from paceline.mesh import Mesh
 from paceline.pace.precision import require_precision
 from paceline.pace.schedule import Schedule, parse_schedule
+from paceline.telemetry.trace import TracedSteps
 
 # More ranks than this on one host is a typing error ("-n 40000"), not a plan.
 MAX_LOCAL_WORKERS = MAX_WORKERS
@@ -64,11 +70,14 @@ class RunSpec:
     pace: Schedule | None = None
     precision: str | None = None
     mesh: Mesh | None = None
+    trace: TracedSteps | None = None  # which steps
     env: Mapping[str, str] = field(default_factory=dict)
-    log_dir: Path | None = None
+    log_dir: Path | None = None  # "none": keep nothing; see recording/run_directory.py
+    metrics_port: int | None = None  # of the Prometheus endpoint; 0: any
     elastic: ElasticPlan | None = None  # None: the first loss ends the job
     grace_s: float = STOP_GRACE_S
     is_detached: bool = False
+    given: frozenset[str] = frozenset()  # the options that were typed, by the names of main.py
 
     def __post_init__(self) -> None:
         _check_count("-n", self.num_workers, at_most=MAX_LOCAL_WORKERS)
@@ -103,10 +112,20 @@ class RunSpec:
             )
         if self.mesh is not None:
             self.mesh.require(self.num_workers, "--mesh")
+        if "PACELINE_TRACE" in self.env and self.trace is not None:
+            raise ConfigError(
+                "--trace and --env PACELINE_TRACE=... both say what is traced; give only one of"
+                " them"
+            )
         if not 0 <= self.grace_s <= _LONGEST_GRACE_S:
             raise ConfigError(
                 f"--grace {self.grace_s:g}: expected seconds from 0 to {_LONGEST_GRACE_S:g}, for"
                 " example --grace 30"
+            )
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ConfigError(
+                f"--metrics-port {self.metrics_port}: expected a number from 0 (any free one) to"
+                " 65535, for example --metrics-port 9400"
             )
         self.servers.check_pace(self.pace, self.num_workers)
         check_data_workers(self.data_workers)
@@ -161,6 +180,13 @@ class RunSpec:
         except UsageError as error:
             raise ConfigError(f"PACELINE_MESH: {error}") from error
         return mesh
+
+    def trace_in(self, inherited: Mapping[str, str]) -> TracedSteps | None:
+        """Return the steps that are traced, as `pace_in` does with the pace."""
+        if self.trace is not None:
+            return self.trace
+        text = requested_trace({**inherited, **self.env})
+        return None if text is None else TracedSteps.parse(text, "PACELINE_TRACE")
 
     def argv(self, seat: Seat) -> list[str]:
         """Return a process's command: this interpreter, so that a venv need not be active."""

@@ -6,10 +6,12 @@
 
 `t` is seconds since the start of the job. Lines may be cut (the disk was full, the launcher was
 killed) and files may be foreign: `read` yields what it understands and counts what it does not.
+JSON has no words for a loss that is not finite: it is written as "nan", "inf" or "-inf".
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,7 @@ from paceline.telemetry.staleness import TableReport
 EVENTS_FILE = "events.jsonl"
 FORMAT = 1
 _MAX_LINE_BYTES = 16 << 20
+_LAST_BYTES = 1 << 16  # within which the last line of a finished record begins
 
 
 class RunStarted(msgspec.Struct, frozen=True, tag_field="type", tag="run"):
@@ -80,12 +83,18 @@ class Line(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Line)
+_decoder = msgspec.json.Decoder(Line, strict=False)  # "nan" is a number then
 
 
 def encode(t: float, event: Recorded) -> bytes:
     """Write a line, with its end."""
-    return _encoder.encode(Line(round(t, 4), event)) + b"\n"
+    line = Line(round(t, 4), event)
+    if isinstance(event, Progress) and not all(map(math.isfinite, event.values.values())):
+        plain = msgspec.to_builtins(line)
+        values = plain["event"]["values"]
+        values.update((k, str(v)) for k, v in values.items() if not math.isfinite(v))
+        return _encoder.encode(plain) + b"\n"
+    return _encoder.encode(line) + b"\n"
 
 
 @dataclass
@@ -110,3 +119,14 @@ def _decoded(data: bytes) -> Line | None:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def last_line(path: Path) -> Line | None:
+    """Return the last line of a record, without reading all of it; None when there is none yet."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _LAST_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    return _decoded(lines[-1]) if lines else None

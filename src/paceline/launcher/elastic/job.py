@@ -321,7 +321,9 @@ class ElasticJob(SupervisedJob):
     def _on_happened(self, event: Event | Happening) -> None:
         if isinstance(event, Event):
             self._on_event(event)
-        elif (line := self._chronicle.happened(event)) is not None:
+            return
+        self._display.record(event)
+        if (line := self._chronicle.happened(event)) is not None:
             self._show(line)
 
     def _on_changed(self, news: m.Changed) -> None:

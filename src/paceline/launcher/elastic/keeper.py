@@ -32,10 +32,6 @@ JOB_LOG, EXIT_CODE = "job.log", "exit-code"
 _FAREWELL_S = 0.5  # after the end of a process: for the coordinator to say that it had left
 
 
-def default_log_dir(name: str) -> Path:
-    return Path("paceline-runs") / name
-
-
 class DetachedJob(ElasticJob):
     """A job that outlives whoever supervises it; `on_up` is called when all are started."""
 
