@@ -30,6 +30,8 @@ PUBLIC = {
         "Checkpoint",
         "GradScaler",
         "GradualWarmup",
+        "Trainer",
+        "Callback",
         "Group",
         "Work",
         "Membership",

@@ -38,6 +38,8 @@ _HOME = {
     "GradualWarmup": "paceline.data_parallel.gradual_warmup",
     "steps": "paceline.data.loops",
     "epochs": "paceline.data.loops",
+    "Trainer": "paceline.trainer.trainer",
+    "Callback": "paceline.trainer.callbacks",
     "Group": "paceline.collectives.group",
     "Work": "paceline.work",
     "Membership": "paceline.cluster.member",
@@ -97,4 +99,6 @@ if TYPE_CHECKING:
     from paceline.model_parallel.distribute import distribute as distribute
     from paceline.model_parallel.pipeline.measuring import measure_layers as measure_layers
     from paceline.model_parallel.tensor.parallelize import tensor_plan as tensor_plan
+    from paceline.trainer.callbacks import Callback as Callback
+    from paceline.trainer.trainer import Trainer as Trainer
     from paceline.work import Work as Work

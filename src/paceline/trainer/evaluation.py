@@ -1,0 +1,131 @@
+"""Evaluating: the model that stands for all workers, on each sample once.
+
+    pace                              which model is evaluated
+    allreduce, ps, partial, bitmap    all workers have the same
+    local, diloco, easgd, gossip ...  that of model.agreed(): the mean, the outer model, the centre
+    async, ssp, backup                the newest of the servers, behind everybody's last step
+
+Each worker evaluates its part of the samples, and sums are added up. In an elastic job whose
+workers run free nobody can wait for all others: there each evaluates everything by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.data.shard import shard
+from paceline.data.stream import samples_in
+from paceline.data_parallel.succession import Succession
+from paceline.errors import UsageError
+from paceline.job import Job
+from paceline.trainer.averages import Averages, Meeting
+from paceline.trainer.objective import Measured, Objective
+
+Metric = Callable[[Any, Any], Any]
+
+
+class Evaluation:
+    """Evaluates one model. Collective, unless everybody runs free in an elastic job."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        succession: Succession,
+        meeting: Meeting,
+        objective: Objective,
+        metrics: Mapping[str, Metric],
+    ) -> None:
+        self._job, self._model, self._succession = job, model, succession
+        self._meeting, self._objective, self._metrics = meeting, objective, metrics
+
+    @property
+    def is_each_alone(self) -> bool:
+        """Whether nobody waits for anybody, not even here."""
+        return self._job.elastic.is_on and self._succession.training.is_free
+
+    def run(self, loader: Any) -> dict[str, float]:
+        """Return loss and metrics: means over all samples."""
+        # With fsdp the processes of a unit gather parameters for each batch, and need equally many.
+        is_padded = self._job.mesh is not None and self._job.mesh.fsdp > 1
+        batches = loader if self.is_each_alone else shard(loader, pad=is_padded)
+        averages = Averages(["loss", *self._metrics])
+        if self._job.elastic.is_candidate:  # the others have this behind them
+            return averages.means_of(averages.numbers)
+        with self._standing_for_all(), _evaluating(self._model), torch.no_grad():
+            for batch in batches:
+                values = self._values(self._objective.measure(self._model, batch))
+                counts = not is_padded or self._job.contribution.weight > 0
+                averages.add(values, samples_in(batch) if counts else 0)
+        numbers = averages.numbers
+        return averages.means_of(numbers if self.is_each_alone else self._meeting.add_up(numbers))
+
+    def _values(self, measured: Measured) -> dict[str, float]:
+        if self._metrics and not measured.has_outputs:
+            raise UsageError(
+                f"rank {self._job.env.rank}: metrics {', '.join(self._metrics)} need outputs and"
+                " targets: let step_fn return (loss, outputs, targets)"
+            )
+        found = {"loss": float(measured.loss)}
+        for name, metric in self._metrics.items():
+            found[name] = self._number(name, metric(measured.outputs, measured.targets))
+        return found
+
+    def _number(self, name: str, value: Any) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError):
+            found = f"a {type(value).__name__}"
+            if isinstance(value, torch.Tensor):
+                found = f"a tensor of shape {list(value.shape)}"
+            raise UsageError(
+                f"rank {self._job.env.rank}: metric {name} returned {found}, expected one number,"
+                " the mean over the batch"
+            ) from None
+
+    @contextmanager
+    def _standing_for_all(self) -> Iterator[None]:
+        """Let the model have the values that stand for all workers."""
+        model, training = self._model, self._succession.training
+        if self.is_each_alone:
+            model.pull()  # type: ignore[operator]
+            yield
+            return
+        if training.is_free:
+            self._meeting.add_up([0.0])  # all have made their last step
+        model.pull()  # type: ignore[operator]
+        with ExitStack() as stack:
+            if self._job.elastic.is_on and training.is_apart:
+                self._agree_again_and_again(stack)
+            else:
+                stack.enter_context(model.agreed())  # type: ignore[operator]
+            yield
+
+    def _agree_again_and_again(self, stack: ExitStack) -> None:
+        """Agree on a model, also if a worker is lost while others have their values already."""
+        own = [(param, param.detach().clone()) for param in self._model.parameters()]
+
+        def attempt() -> None:
+            with torch.no_grad():
+                for param, value in own:
+                    param.copy_(value)
+            stack.enter_context(self._model.agreed())  # type: ignore[operator]
+
+        self._job.elastic.point(attempt)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode; afterwards each of its modules is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

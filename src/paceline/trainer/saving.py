@@ -1,0 +1,103 @@
+"""The checkpoints of a Trainer: made when training begins, saved behind each epoch or as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from paceline.checkpointing.checkpoint import Checkpoint
+from paceline.data_parallel.succession import Succession
+from paceline.errors import UsageError
+from paceline.job import Job
+
+
+def arguments_of(given: Any) -> dict[str, Any] | None:
+    """Return what pl.Checkpoint is called with; None: there is none."""
+    if given is None:
+        return None
+    if isinstance(given, Checkpoint):
+        raise UsageError(
+            "Trainer(checkpoint=pl.Checkpoint(...)): a Checkpoint is made behind pl.distribute,"
+            " which the Trainer calls; pass what it is made with:"
+            ' checkpoint={"directory": "runs/a", "every": 100}'
+        )
+    if isinstance(given, Mapping):
+        if "directory" not in given:
+            raise UsageError(
+                f"Trainer(checkpoint={dict(given)!r:.80}): expected the arguments of pl.Checkpoint,"
+                ' of which "directory" is missing'
+            )
+        return dict(given)
+    if isinstance(given, (str, Path)):
+        return {"directory": given}
+    raise UsageError(
+        f"Trainer(checkpoint={given!r:.60}): expected a directory, or the arguments of"
+        ' pl.Checkpoint: {"directory": "runs/a", "every": "10min"}'
+    )
+
+
+class Saving:
+    """Saves one Trainer."""
+
+    def __init__(
+        self,
+        job: Job,
+        succession: Succession,
+        model: nn.Module,
+        objects: Mapping[str, Any],
+        arguments: dict[str, Any] | None,
+    ) -> None:
+        self._job, self._succession = job, succession
+        self._model, self._objects, self._arguments = model, objects, arguments
+        self._checkpoint: Checkpoint | None = None
+        self._is_owed = False  # the end of an epoch found values on their way between workers
+        self._noted = 0
+
+    @property
+    def needs_weights_only(self) -> bool:
+        """Whether there is nothing to go on with but the model's values."""
+        return self._arguments is not None and self._arguments.get("resume") == "weights"
+
+    def open(self) -> None:
+        """Go on from the newest checkpoint; without effect the second time. Collective."""
+        if self._arguments is not None and self._checkpoint is None:
+            objects = {"model": self._model, **self._objects}
+            self._checkpoint = Checkpoint(**{**objects, **self._arguments})
+
+    def step(self) -> bool:
+        """Save if it is time; end the process, when all have saved, if it was asked to. Return
+        whether a save has begun."""
+        if self._checkpoint is None:
+            return False
+        self._checkpoint.step()
+        if self._is_owed:
+            self._save(self._checkpoint)
+        return self._is_news(self._checkpoint)
+
+    def end_epoch(self) -> bool:
+        """Save behind an epoch, unless it was said when to; return whether a save has begun."""
+        if self._checkpoint is None or (self._arguments or {}).get("every") is not None:
+            return False
+        self._save(self._checkpoint)
+        return self._is_news(self._checkpoint)
+
+    def save(self) -> bool:
+        """Save now; return whether a save has begun."""
+        if self._checkpoint is None:
+            return False
+        self._save(self._checkpoint)
+        return self._is_news(self._checkpoint)
+
+    def _save(self, checkpoint: Checkpoint) -> None:
+        training = self._succession.training
+        self._is_owed = training.is_busy  # alike on all workers: in one of the next steps then
+        is_elsewhere = training.is_free and self._job.elastic.is_on and self._job.world.rank != 0
+        if not (self._is_owed or is_elsewhere):  # the first worker calls the others to a save
+            checkpoint.save()
+
+    def _is_news(self, checkpoint: Checkpoint) -> bool:
+        before, self._noted = self._noted, checkpoint._num_saves
+        return self._noted > before

@@ -1,0 +1,333 @@
+"""pl.Trainer: pl.distribute, pl.epochs, pl.shard and the lines in between."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from paceline.data.loops import epochs as rounds
+from paceline.data.pipeline.source import Offered
+from paceline.data.shard import Sharded, shard
+from paceline.data.stream import samples_in
+from paceline.data_parallel.distribute import distributed
+from paceline.data_parallel.grad_scaler import GradScaler
+from paceline.data_parallel.succession import Succession
+from paceline.job import Job, carry, init, report
+from paceline.mesh import Mesh
+from paceline.model_parallel.distribute import distribute
+from paceline.model_parallel.registry import meshed
+from paceline.trainer import checks
+from paceline.trainer.averages import Averages, Meeting
+from paceline.trainer.callbacks import Callbacks
+from paceline.trainer.evaluation import Evaluation, Metric
+from paceline.trainer.objective import Objective
+from paceline.trainer.progress import FitResult, Progress
+from paceline.trainer.saving import Saving, arguments_of
+from paceline.trainer.stepping import Stepping
+
+_AGREE_EVERY = 16  # steps: so often the workers ask each other whether a callback wants to stop
+
+
+class Trainer:
+    """Train a model on all workers of the job, with the usual loop. Collective.
+
+    loss_fn     `loss_fn(outputs, targets)`, the mean over a batch, for batches (inputs, targets)
+    step_fn     in its place, for any batches: `step_fn(model, batch)` returns the loss, or (loss,
+                outputs, targets) if there are metrics
+    pace, precision, mesh, options   as of `pl.distribute`, which is called here
+    scheduler   of learning rates, made from the optimizer; it steps behind every "epoch", or
+                `scheduler_every="step"`
+    checkpoint  a directory: saved behind each epoch; or the arguments of `pl.Checkpoint`. `fit`
+                goes on from the newest one there
+    max_norm    clip gradients to this norm
+    accumulate  let the gradients of so many batches add up to one step
+    metrics     for evaluation, by name: `metric(outputs, targets)`, the mean over a batch
+    callbacks   objects with hooks (`pl.Callback`)
+
+    It joins the job if `pl.init()` was not called before, and computes the bits of the same loop
+    written by hand (docs/guides/trainer.md).
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> trainer = pl.Trainer(model, optimizer, torch.nn.functional.mse_loss)
+    >>> result = trainer.fit([(torch.ones(8, 4), torch.ones(8, 2))], epochs=3)
+    >>> [row["epoch"] for row in result.history], trainer.step
+    ([0, 1, 2], 3)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        step_fn: Callable[..., Any] | None = None,
+        pace: str = "allreduce",
+        precision: str | None = None,
+        mesh: str | None = None,
+        scheduler: Any = None,
+        scheduler_every: str = "epoch",
+        checkpoint: str | Path | Mapping[str, Any] | None = None,
+        max_norm: float | None = None,
+        accumulate: int = 1,
+        metrics: Mapping[str, Metric] | None = None,
+        callbacks: Iterable[Any] = (),
+        **options: Any,
+    ) -> None:
+        checks.require_settings(accumulate, max_norm, options)
+        checks.require_scheduler(scheduler, scheduler_every, optimizer)
+        checks.require_loss_for_stages(mesh, step_fn)
+        objective = Objective(loss_fn, step_fn, accumulate)
+        measured, arguments = checks.require_metrics(metrics), arguments_of(checkpoint)
+        self._callbacks = Callbacks(callbacks)
+        self._job = init()
+        checks.require_plain(model)
+        if precision is not None:
+            options["precision"] = precision
+        distribute(
+            model,
+            optimizer,
+            pace,
+            mesh=mesh,
+            loss=None if loss_fn is None else objective,
+            **options,
+        )
+        self.model, self.optimizer = model, optimizer
+        self.epoch = 0  # the one under way, or the last
+        self.should_stop = False  # set by callbacks, on any worker
+        self.metrics: dict[str, float] = {}  # averages of the newest epoch, as far as it is
+        self._scheduler, self._every = scheduler, scheduler_every
+        self._fits = 0  # calls of fit in this script
+        self._progress = Progress(keeps_sums=not self._job.elastic.is_on)
+        if self._job.env.is_data_worker:  # it makes batches, and trains nothing
+            return
+        number = _number_of(self._job)
+        self._succession = _succession_of(model)
+        self._meeting = Meeting(self._job, f"trainer {number}")
+        self._evaluation = Evaluation(
+            self._job, model, self._succession, self._meeting, objective, measured
+        )
+        mesh_used = self._job.mesh or Mesh()
+        is_fp16 = self._succession.training.options.precision == "fp16"
+        scaler = GradScaler() if is_fp16 and mesh_used.pp * mesh_used.fsdp == 1 else None
+        self._stepping = Stepping(
+            model,
+            optimizer,
+            objective,
+            max_norm=max_norm,
+            scaler=scaler,
+            has_stages=mesh_used.pp > 1,
+        )
+        objects = self._objects(scaler, "" if number == 0 else f"_{number}")
+        if self._job.elastic.is_on:
+            carry(**objects)
+        self._saving = Saving(self._job, self._succession, model, objects, arguments)
+        self._averages = Averages(["loss"])
+
+    def _objects(self, scaler: GradScaler | None, ending: str) -> dict[str, Any]:
+        """Return what is saved and carried to newcomers besides model and optimizer, by name."""
+        found: dict[str, Any] = {"trainer": self._progress}
+        if self._scheduler is not None:
+            found["scheduler"] = self._scheduler
+        if scaler is not None:
+            found["scaler"] = scaler
+        for number, callback in enumerate(self._callbacks.all):
+            if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
+                found[f"callback_{number}"] = callback
+        return {name + ending: thing for name, thing in found.items()}
+
+    @property
+    def step(self) -> int:
+        """How many steps the optimizer has done, those of earlier runs among them."""
+        return 0 if self._job.env.is_data_worker else self._succession.steps
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """The averages of all epochs so far."""
+        return list(self._progress.history)
+
+    # -- training -----------------------------------------------------------------------------
+
+    def fit(self, loader: Any, epochs: int = 1, val_loader: Any = None) -> FitResult:
+        """Train for so many epochs; return the averages of each. Collective.
+
+        `loader` is the one of a single process, or what `pl.shard` made of it. With `val_loader`
+        each epoch is evaluated. Another fit() trains on for so many further epochs, whose numbers
+        go on. With a checkpoint, a run that is started again goes on in the fit, the epoch and the
+        batch in which it was saved.
+        """
+        count = checks.whole_number("fit: epochs", epochs, least=0)
+        self._fits += 1
+        self.should_stop, progress = False, self._progress
+        if self._job.env.is_data_worker:
+            return self._serve(loader)
+        self._saving.open()
+        progress.begin_fit(self._fits)
+        self.model.train()
+        try:
+            self._callbacks.call("on_fit_start", self)
+            for index in rounds(count):
+                if progress.stopped_fit == self._fits:  # in the run before this one
+                    break
+                self.epoch = progress.first_epoch + index
+                self._train_epoch(loader)
+                self._end_epoch(val_loader)
+                if self.should_stop:
+                    break
+            self._callbacks.call("on_fit_end", self)
+        except (Exception, KeyboardInterrupt) as error:
+            self._callbacks.call("on_exception", self, error)
+            raise
+        rows = [row for row in progress.history if row["epoch"] >= progress.first_epoch]
+        return FitResult(rows, self.step, progress.stopped_fit == self._fits)
+
+    def _serve(self, loader: Any) -> FitResult:
+        """As a data worker: make batches, if they are to come from here; does not return then."""
+        for _ in loader if isinstance(loader, Offered) else shard(loader):
+            pass
+        return FitResult([], 0, has_stopped=False)
+
+    def _train_epoch(self, loader: Any) -> None:
+        self.metrics = {}
+        self._callbacks.call("on_train_epoch_start", self)
+        batches = loader if isinstance(loader, Sharded) else shard(loader, epoch=self.epoch)
+        self._begin_epoch(batches)
+        for batch in batches:
+            self._follow_step()
+            self._train_batch(batch)
+            if self._stepping.begins and self._wants_to_stop():
+                break
+        if not self._stepping.begins:
+            self._stepping.exchange_held()
+            self._update()
+            self._save_step()
+        self._follow_step()
+
+    def _begin_epoch(self, batches: Any) -> None:
+        """Begin to count; in an epoch that was under way in the run before, or with the others when
+        this worker came, go on."""
+        try:
+            length = len(batches)
+        except TypeError:
+            length = None
+        progress = self._progress
+        self._stepping.begin_epoch(progress.batches, length)
+        self._averages = Averages(["loss"])
+        if progress.sums:
+            self._averages.numbers = progress.sums
+
+    def _train_batch(self, batch: Any) -> None:
+        stepping = self._stepping
+        closes = stepping.closes
+        self._callbacks.call("on_train_batch_start", self, batch, at_step=stepping.begins)
+        weight = self._job.contribution.weight  # 0: a repeat, so that all have as many batches
+        loss = stepping.compute(batch, closes=closes)
+        self._averages.add({"loss": loss}, samples_in(batch) if weight else 0)
+        report(loss=loss)
+        if closes:
+            self._update()
+        self._callbacks.call("on_train_batch_end", self, batch, loss, at_step=closes)
+        if closes:
+            self._save_step()
+
+    def _save_step(self) -> None:
+        """Save if it is time, behind everything that belongs to a step."""
+        if self._saving.step():
+            self._callbacks.call("on_save_checkpoint", self)
+
+    def _update(self) -> None:
+        # Before the step: workers that come in behind it are told.
+        self._progress.batches = self._stepping.batches
+        self._progress.sums = self._averages.numbers
+        self._stepping.update()
+        self._follow_step()
+
+    def _follow_step(self) -> None:
+        """Do what belongs behind a step, unless it is done (see progress.py)."""
+        if self._progress.followed < self.step:
+            self._progress.followed = self.step
+            if self._scheduler is not None and self._every == "step":
+                self._scheduler.step()
+
+    def _wants_to_stop(self) -> bool:
+        """Agree, now and then, whether to stop behind this step. Where workers take steps of their
+        own they agree at the end of the epoch."""
+        if self._meeting.is_alone:
+            return self.should_stop
+        training = self._succession.training
+        is_apart = training.is_free or training.is_apart
+        if is_apart or not self._callbacks.all or self.step % _AGREE_EVERY:
+            return False
+        self.should_stop = self._meeting.agree(self.should_stop)
+        return self.should_stop
+
+    def _end_epoch(self, val_loader: Any) -> None:
+        progress, epoch = self._progress, self.epoch
+        numbers = self._averages.numbers
+        if not self._evaluation.is_each_alone:
+            numbers = self._meeting.add_up(numbers)
+        self.metrics = {"epoch": epoch, **self._averages.means_of(numbers)}
+        if val_loader is not None:
+            found = self._evaluation.run(val_loader)
+            self.metrics.update({f"val_{name}": value for name, value in found.items()})
+            report(None, **{name: v for name, v in self.metrics.items() if name.startswith("val_")})
+            self._callbacks.call("on_validation_epoch_end", self)
+        if progress.epochs <= epoch:  # else those who were further have done so (progress.py)
+            self._schedule_epoch()
+            progress.record(self.metrics)
+            progress.epochs, progress.batches, progress.sums = epoch + 1, 0, []
+        self._callbacks.call("on_train_epoch_end", self)
+        if not self._evaluation.is_each_alone:
+            self.should_stop = self._meeting.agree(self.should_stop)
+        if self.should_stop:
+            progress.stopped_fit = self._fits
+        if self._saving.save() if self.should_stop else self._saving.end_epoch():
+            self._callbacks.call("on_save_checkpoint", self)
+
+    def _schedule_epoch(self) -> None:
+        if self._scheduler is None or self._every != "epoch":
+            return
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(self.metrics.get("val_loss", self.metrics["loss"]))
+        else:
+            self._scheduler.step()
+
+    # -- evaluation ---------------------------------------------------------------------------
+
+    def evaluate(self, loader: Any) -> dict[str, float]:
+        """Return the loss and the metrics over all samples of a loader, the same on all workers.
+
+        Collective. The model that stands for all workers is evaluated, in eval mode and without
+        gradients; afterwards everything is as it was. In a run that goes on from a checkpoint, and
+        on a newcomer of an elastic job, evaluations that are over give NaN.
+        """
+        if self._job.env.is_data_worker:
+            return {}
+        if self._saving.needs_weights_only:
+            self._saving.open()
+        return self._evaluation.run(loader)
+
+
+def _succession_of(model: nn.Module) -> Succession:
+    """Return what a model was bound to by pl.distribute."""
+    if model in meshed:
+        return meshed[model].succession
+    return next(one for known, one in distributed() if known is model)
+
+
+_last: tuple[weakref.ref[Job], int] | None = None
+
+
+def _number_of(job: Job) -> int:
+    """Return how many Trainers the script has made in this job before; alike on all workers."""
+    global _last
+    is_first = _last is None or _last[0]() is not job
+    number = 0 if is_first or _last is None else _last[1]
+    _last = (weakref.ref(job), number + 1)
+    return number
