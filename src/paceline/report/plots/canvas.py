@@ -1,0 +1,126 @@
+"""Pieces of SVG, and the scales that turn values into places.
+
+Colours are names of CSS classes (`page_style.py` has them for light and for dark), so a drawing
+knows no colour. Text that is passed to these functions must be HTML already: `words.shown`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.report.words import tick
+
+WIDTH = 520  # of a plot that shares its row with another one
+WIDE = 1060  # of one that has it for itself
+
+
+def svg(
+    width: float, height: float, title: str, description: str, parts: Iterable[str], most: str = ""
+) -> str:
+    """Wrap a drawing, with what it shows for those who cannot see it; `most`: its CSS max-width."""
+    style = f' style="max-width:{most}"' if most else ""
+    return (
+        f'<svg viewBox="0 0 {place(width)} {place(height)}" role="img"{style}>'
+        f"<title>{title}</title><desc>{description}</desc>{''.join(parts)}</svg>"
+    )
+
+
+def place(value: float) -> str:
+    """Write a coordinate with one digit behind the point."""
+    text = f"{value:.1f}"
+    return text[:-2] if text.endswith(".0") else text
+
+
+def text(x: float, y: float, words: str, css: str = "", anchor: str = "start") -> str:
+    """Write words at a place."""
+    classes = f' class="{css}"' if css else ""
+    where = "" if anchor == "start" else f' text-anchor="{anchor}"'
+    return f'<text x="{place(x)}" y="{place(y)}"{classes}{where}>{words}</text>'
+
+
+def rect(x: float, y: float, width: float, height: float, css: str, tip: str = "") -> str:
+    """Draw a box; `tip` shows when the mouse is over it."""
+    box = (
+        f'<rect x="{place(x)}" y="{place(y)}" width="{place(max(width, 0.1))}"'
+        f' height="{place(max(height, 0.1))}" class="{css}"'
+    )
+    return f"{box}><title>{tip}</title></rect>" if tip else f"{box}/>"
+
+
+def line(x1: float, y1: float, x2: float, y2: float, css: str, tip: str = "") -> str:
+    """Draw a straight line."""
+    ends = f'x1="{place(x1)}" y1="{place(y1)}" x2="{place(x2)}" y2="{place(y2)}"'
+    inside = f"<title>{tip}</title>" if tip else ""
+    return f'<line {ends} class="{css}">{inside}</line>'
+
+
+def polyline(points: Sequence[tuple[float, float]], css: str) -> str:
+    """Draw a line through places; a single one becomes a dot."""
+    if len(points) == 1:
+        x, y = points[0]
+        return f'<circle cx="{place(x)}" cy="{place(y)}" r="2.5" class="dot {css}"/>'
+    return f'<polyline points="{_joined(points)}" class="{css}"/>'
+
+
+def polygon(points: Sequence[tuple[float, float]], css: str) -> str:
+    """Draw a filled area."""
+    return f'<polygon points="{_joined(points)}" class="{css}"/>'
+
+
+def _joined(points: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{place(x)},{place(y)}" for x, y in points)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values from `low` to `high` onto places from `first` to `last`."""
+
+    low: float
+    high: float
+    first: float
+    last: float
+    is_log: bool = False
+
+    def at(self, value: float) -> float:
+        """Return the place of a value; values outside are put onto the edge."""
+        low, high = self._mapped(self.low), self._mapped(self.high)
+        share = (self._mapped(value) - low) / (high - low)
+        return self.first + min(max(share, 0.0), 1.0) * (self.last - self.first)
+
+    def _mapped(self, value: float) -> float:
+        return math.log10(max(value, 1e-30)) if self.is_log else value
+
+    def ticks(self, wanted: int = 4) -> list[tuple[float, str]]:
+        """Return some round values, and how to write them."""
+        if self.is_log and self.high / self.low >= 30:
+            first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
+            every = max(1, math.ceil((last - first + 1) / (wanted + 1)))
+            return [(10.0**e, tick(10.0**e, 10.0**e)) for e in range(first, last + 1, every)]
+        step = nice((self.high - self.low) / wanted)
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
+        values = [number * step for number in range(first, min(last, first + 2 * wanted) + 1)]
+        return [(value, tick(value, step)) for value in values]
+
+
+def nice(step: float) -> float:
+    """Return what is nearest of 1, 2, 5 and 10 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(step))
+    for factor, until in ((1.0, 1.5), (2.0, 3.5), (5.0, 7.5)):
+        if step <= until * power:
+            return factor * power
+    return 10 * power
+
+
+def spanning(values: Sequence[float], *, from_zero: bool = False) -> tuple[float, float]:
+    """Return a range that holds the values, with some air, and that is not empty."""
+    low, high = min(values), max(values)
+    if from_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    air = (high - low) * 0.05
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        air = abs(high) * 0.1 or 1.0
+    is_at_zero = from_zero and low == 0.0
+    return (0.0 if is_at_zero else low - air), high + air

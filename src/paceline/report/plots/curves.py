@@ -1,0 +1,138 @@
+"""Lines over time, samples or steps: a thin one for each worker, and their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.report.plots.canvas import (
+    WIDTH,
+    Scale,
+    line,
+    polygon,
+    polyline,
+    rect,
+    spanning,
+    svg,
+    text,
+)
+from paceline.report.series import Curve
+from paceline.report.words import number, short_duration, time_unit
+
+HEIGHT = 270
+LEFT, RIGHT, TOP, BOTTOM = 58, WIDTH - 16, 30, HEIGHT - 42
+COLOURS = 8  # of more workers than that, all lines look alike
+_LOG_FROM = 40.0  # the axis is logarithmic when the highest value is so many times the lowest
+_LONG_START = 0.15  # share of the axis on which there is nothing yet
+_TIPS = 60  # columns of a plot that say their values under the mouse
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class XAxis:
+    """What is drawn along the bottom: values in `unit`s of that size, named by `label`."""
+
+    label: str
+    unit: float
+    low: float
+    high: float
+
+    @classmethod
+    def of_time(cls, low_s: float, high_s: float) -> XAxis:
+        """Make an axis of time since the start of the job; a long start is left out."""
+        unit_s, name = time_unit(high_s)
+        begin_s = low_s if low_s > _LONG_START * high_s else 0.0
+        return cls(f"time ({name})", unit_s, begin_s, max(high_s, begin_s + 1e-3))
+
+    @classmethod
+    def of_counts(cls, label: str, low: float, high: float) -> XAxis:
+        """Make an axis of samples or steps."""
+        return cls(label, 1.0, low, max(high, low + 1))
+
+    @property
+    def scale(self) -> Scale:
+        return Scale(self.low / self.unit, self.high / self.unit, LEFT, RIGHT)
+
+    def at(self, value: float) -> float:
+        return self.scale.at(value / self.unit)
+
+    def words(self, value: float) -> str:
+        """Say a value of this axis, for the mouse."""
+        if self.label.startswith("time"):
+            return f"at {short_duration(value)}"
+        return f"at {number(value)} {self.label}"
+
+
+def axes(x: XAxis, y: Scale, y_label: str) -> list[str]:
+    """Draw a grid with a few round values, and what they are."""
+    parts = [text(4, TOP - 14, y_label, "name")]
+    for value, words in y.ticks(5):
+        place = y.at(value)
+        parts += [line(LEFT, place, RIGHT, place, "grid")]
+        parts += [text(LEFT - 8, place + 4, words, "tick", "end")]
+    for value, words in x.scale.ticks(6):
+        parts += [text(x.scale.at(value), BOTTOM + 18, words, "tick", "middle")]
+    parts += [line(LEFT, BOTTOM, RIGHT, BOTTOM, "axis")]
+    return [*parts, text((LEFT + RIGHT) / 2, HEIGHT - 6, x.label, "name", "middle")]
+
+
+def curve_plot(
+    curve: Curve, x: XAxis, *, title: str, y_label: str, marks: Sequence[float] = (),
+    from_zero: bool = False,
+) -> str:  # fmt: skip
+    """Draw what the workers told about one value; marks are moments at which something happened."""
+    bins = curve.all.in_order()
+    low, high = min(one.low for one in bins), max(one.high for one in bins)
+    is_log = not from_zero and low > 0 and high / low >= _LOG_FROM
+    edges = (low / 1.15, high * 1.15) if is_log else spanning((low, high), from_zero=from_zero)
+    y = Scale(*edges, BOTTOM, TOP, is_log)
+    parts = axes(x, y, y_label + (" (log)" if is_log else ""))
+    parts += [line(x.at(at), TOP, x.at(at), BOTTOM, "mark") for at in marks]
+    if curve.first_bad is not None:
+        at = x.at(curve.first_bad[0])
+        parts += [line(at, TOP, at, BOTTOM, "bad", "the first value that is not finite")]
+    parts += _lines(curve, x, y)
+    parts += _tips(curve, x, y_label)
+    words = f"{title}: from {number(bins[0].mean)} to {number(bins[-1].mean)}, lowest {number(low)}"
+    return svg(WIDTH, HEIGHT, title, f"{words}, highest {number(high)}", parts)
+
+
+def _placed(points: Points, x: XAxis, y: Scale) -> list[tuple[float, float]]:
+    return [(x.at(a), y.at(b)) for a, b in points]
+
+
+def _lines(curve: Curve, x: XAxis, y: Scale) -> list[str]:
+    mean = polyline(_placed(curve.mean(), x, y), "mean")
+    if curve.is_crowded:
+        bins = curve.all.in_order()
+        upper = _placed([(one.x, one.high) for one in bins], x, y)
+        lower = _placed([(one.x, one.low) for one in bins], x, y)
+        return [polygon([*upper, *reversed(lower)], "band"), mean]
+    if len(curve.workers) == 1:
+        (only,) = curve.workers.values()
+        return [polyline(_placed(only.points(), x, y), "only")]
+    are_many = len(curve.workers) > COLOURS
+    parts = []
+    for at, (_, series) in enumerate(sorted(curve.workers.items())):
+        # The page must not grow with the workers: of many, each has half as many points.
+        shown = series.coarse(series.width * 2) if are_many else series
+        colour = "worker many" if are_many else f"worker c{at}"
+        parts.append(polyline(_placed(shown.points(), x, y), colour))
+    return [*parts, mean]
+
+
+def _tips(curve: Curve, x: XAxis, y_label: str) -> list[str]:
+    """Cover the plot with columns that say their values when the mouse is over them."""
+    coarse = curve.all
+    while len(coarse.bins) > _TIPS:
+        coarse = coarse.coarse(coarse.width * 2)
+    bins = coarse.in_order()
+    places = [x.at(one.x) for one in bins]
+    middles = [(a + b) / 2 for a, b in zip(places, places[1:], strict=False)]
+    parts = []
+    for one, left, right in zip(bins, [LEFT, *middles], [*middles, RIGHT], strict=True):
+        words = f"{x.words(one.x)}: {y_label} {number(one.mean)}"
+        if one.high > one.low:
+            words += f" ({number(one.low)} to {number(one.high)})"
+        parts.append(rect(left, TOP, right - left, BOTTOM - TOP, "tip", words))
+    return parts

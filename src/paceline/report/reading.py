@@ -1,0 +1,135 @@
+"""The directory of a run, read: its events, its configuration, its trace, and what is wrong.
+
+Files may be half-written, foreign or missing. Whoever asks for a page about a directory that is no
+run's gets an error; everything else makes a page, which says what could not be read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.report.gathering import Gathered
+from paceline.report.lanes import Picture
+from paceline.report.tracing import read_trace
+from paceline.telemetry.record import EVENTS_FILE, Reading, RunStarted
+
+CONFIG_FILE = "config.json"
+TRACE_FILE = "trace.json"
+_EXPECTED = f"expected the directory of a run, which `paceline run` makes, with {EVENTS_FILE} in it"
+_MAX_CONFIG_BYTES = 4 << 20
+_MAX_SETTINGS = 300
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of the configuration."""
+
+    name: str
+    value: str
+    origin: str
+
+
+@dataclass
+class Run:
+    """All that is known about a run."""
+
+    directory: Path
+    gathered: Gathered
+    settings: list[Setting] = field(default_factory=list)
+    trace: Picture | None = None
+    remarks: list[str] = field(default_factory=list)  # about files, for the reader of the page
+
+
+def read_run(directory: Path) -> Run:
+    """Read the directory of a run; UsageError where it is none."""
+    path = _events_file(directory)
+    run = Run(directory, Gathered())
+    reading, earlier = Reading(path), 0
+    try:
+        for line in reading.lines():
+            if isinstance(line.event, RunStarted) and run.gathered.num_lines:
+                run.gathered = Gathered()
+                earlier += 1
+            run.gathered.add(line)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}); {_EXPECTED}") from None
+    if reading.damaged and not run.gathered.num_lines:
+        raise UsageError(
+            f"{path}: none of its {reading.damaged} lines is an event of a run; {_EXPECTED}, as"
+            ' {"t": 0.0, "event": {...}} in each line'
+        )
+    run.remarks += _remarks(reading.damaged, earlier, run.gathered.num_lines)
+    _read_config(run)
+    _read_trace(run)
+    return run
+
+
+def _events_file(directory: Path) -> Path:
+    if not directory.exists():
+        raise UsageError(f"there is no {directory}; {_EXPECTED}")
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is a file; {_EXPECTED}")
+    path = directory / EVENTS_FILE
+    if path.is_file():
+        return path
+    found = sorted(directory.glob(f"*/{EVENTS_FILE}"), key=lambda one: one.parent.name)
+    hint = f"; did you mean {found[-1].parent}?" if found else ""
+    raise UsageError(f"{directory} has no {EVENTS_FILE}; {_EXPECTED}{hint}")
+
+
+def _remarks(damaged: int, earlier: int, num_lines: int) -> list[str]:
+    remarks = []
+    if damaged:
+        lines = "1 line" if damaged == 1 else f"{damaged} lines"
+        remarks.append(
+            f"{lines} of {EVENTS_FILE} could not be read: cut short, or not written by this version"
+            " of Paceline. The page shows what is left."
+        )
+    if earlier:
+        runs = "an earlier run" if earlier == 1 else f"{earlier} earlier runs"
+        remarks.append(f"{EVENTS_FILE} also holds {runs}; the page shows the last one.")
+    if not num_lines:
+        remarks.append(f"{EVENTS_FILE} is empty: nothing was recorded yet.")
+    return remarks
+
+
+def _read_config(run: Run) -> None:
+    path = run.directory / CONFIG_FILE
+    if not path.is_file():
+        return
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError("it is too large")
+        found = msgspec.json.decode(path.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("it is not an object")
+    except (OSError, ValueError) as error:  # msgspec's and unicode's errors are ValueErrors
+        run.remarks.append(f"{CONFIG_FILE} could not be read ({error}).")
+        return
+    run.settings = [_setting(name, said) for name, said in list(found.items())[:_MAX_SETTINGS]]
+    if len(found) > _MAX_SETTINGS:
+        run.remarks.append(f"{len(found) - _MAX_SETTINGS} more settings are in {CONFIG_FILE}.")
+
+
+def _setting(name: str, said: object) -> Setting:
+    if isinstance(said, dict) and "value" in said:
+        return Setting(name, _as_text(said["value"]), _as_text(said.get("origin", "")))
+    return Setting(name, _as_text(said), "")
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _read_trace(run: Run) -> None:
+    path = run.directory / TRACE_FILE
+    if not path.is_file():
+        return
+    try:
+        run.trace = read_trace(path)
+    except (OSError, ValueError) as error:
+        run.remarks.append(f"{TRACE_FILE} could not be read ({error}).")

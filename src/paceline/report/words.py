@@ -1,0 +1,120 @@
+"""How names and numbers from a run get onto the page: escaped, shortened, in units for people.
+
+Whatever a run brings along (names, notes, its command) is foreign text. `shown` is the only way for
+it into the page: what HTML would take for markup is escaped, control characters and marks that
+turn the direction of text around are made visible, and long text is cut.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+
+NAME_LIMIT = 48
+TEXT_LIMIT = 600
+_HUGE = 1e30  # a value beyond it is as good as infinite, and can be drawn by nobody
+_LONG_S = 1e9  # thirty years
+# Controls without tab and line feed, surrogates, and what embeds, overrides or isolates directions.
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+
+
+def shown(text: object, limit: int = NAME_LIMIT) -> str:
+    """Return foreign text as HTML, in one line of at most `limit` characters."""
+    raw = str(text)
+    cut = raw if len(raw) <= limit else raw[: limit - 1] + "\u2026"
+    visible = _INVISIBLE.sub("\ufffd", cut.replace("\r\n", " "))
+    return html.escape(" ".join(visible.split()), quote=True)
+
+
+def usable(value: float) -> float | None:
+    """Return a value that can be drawn; None for what is not finite, or as good as that."""
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if abs(number) < _HUGE else None  # NaN compares false
+
+
+def seconds_of(value: float) -> float:
+    """Return a duration or a moment of a run, between 0 and 30 years."""
+    number = usable(value)
+    return 0.0 if number is None else min(max(number, 0.0), _LONG_S)
+
+
+def count_of(value: int) -> int:
+    """Return a count between 0 and what a float still holds exactly."""
+    return min(max(value, 0), 1 << 53)
+
+
+def number(value: float) -> str:
+    """Write a value with three digits that count: 0.0123, 12,300, 4.56M."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else "not finite"
+    size = abs(value)
+    if size >= 1e15 or size < 1e-4:
+        return _exponent(f"{value:.2e}")
+    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if size >= factor:
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:,.0f}" if size >= 999.5 else f"{value:.3g}"
+
+
+def tick(value: float, step: float) -> str:
+    """Write a value on an axis, as exactly as the distance of its ticks asks for."""
+    if value == 0:
+        return "0"
+    size = max(abs(value), step)
+    if size >= 1e15 or step < 1e-4:
+        return _exponent(f"{value:.2g}")
+    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= 10 * factor or (size >= factor and factor > 1e3):
+            return f"{value / factor:.{_decimals(step / factor)}f}{unit}"
+    return f"{value:,.{_decimals(step)}f}"
+
+
+def _decimals(step: float) -> int:
+    return min(max(0, math.ceil(-math.log10(step) - 1e-9)), 6)
+
+
+def _exponent(text: str) -> str:
+    """Write 1e-05 as 1e-5."""
+    return re.sub(r"e([+-])0*(\d)", lambda m: f"e{m[1].replace('+', '')}{m[2]}", text)
+
+
+def duration(time_s: float) -> str:
+    """Write a time in the two largest units that matter: 350 ms, 4.2 s, 3 min 20 s, 2 h 5 min."""
+    if time_s < 60:
+        return short_duration(time_s)
+    whole = round(time_s)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    whole = round(time_s / 60)
+    if whole < 48 * 60:
+        return f"{whole // 60} h {whole % 60} min"
+    return f"{whole // 1440} d {whole % 1440 // 60} h"
+
+
+def short_duration(time_s: float) -> str:
+    """Write a time with one unit and up to three digits: 0.4 ms, 35 ms, 4.21 s."""
+    if time_s == 0:
+        return "0 s"
+    if time_s < 0.9995:
+        return f"{1000 * time_s:.3g} ms" if time_s >= 1e-6 else "0 ms"
+    return f"{time_s:.3g} s" if time_s < 999.5 else f"{time_s:,.0f} s"
+
+
+def percent(share: float) -> str:
+    """Write a share of 1: 0.4 %, 23 %."""
+    value = 100 * share
+    return f"{value:.1f} %" if 0 < value < 1 else f"{value:.0f} %"
+
+
+def time_unit(span_s: float) -> tuple[float, str]:
+    """Choose in which unit a time axis of that length counts: its seconds, and its name."""
+    for unit_s, name in ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s")):
+        if span_s >= 3 * unit_s:
+            return unit_s, name
+    return 1e-3, "ms"
