@@ -40,25 +40,32 @@ _REPORTING = """
 
 
 def test_the_summary_shows_the_last_word_of_every_rank(bench: Workbench) -> None:
-    done = bench.run("run", "-n", "2", bench.script(_REPORTING), "0.01", "-1")
+    quiet = ("--log-dir", "none")
+    done = bench.run("run", "-n", "2", *quiet, bench.script(_REPORTING), "0.01", "-1")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] last line of 0", "[1] last line of 1"]
     for rank in range(2):
         assert f"[{rank}] a note" in done.stderr
         row = rf"^ *{rank} +10 +[\d.]+ +0\.1 +0\.5 +finished$"
         assert re.search(row, done.stderr, re.M), done.stderr
+    assert re.search(r"^paceline: script\.py 0\.01 -1: 10 steps, [\d.]+ steps/s, loss 0\.1$",
+                     done.stderr, re.M), done.stderr  # fmt: skip
     assert r"\x1b[2Jbad" in done.stderr and "\x1b[2J" not in done.stderr
     assert re.search(r"paceline: 2 ranks finished in \d+\.\d s\n$", done.stderr)
 
 
 # A job as `distribute` makes it: steps are counted, the script reports now and then.
 _COUNTED = """
+    import time
+
     import paceline as pl
     from paceline import job
 
     pl.init()
+    job.current().reporter.begin()
     for step in range(1, 31):
-        job.current().step_done({"compute %": 83.4 + pl.rank(), "comm %": 9.26})
+        time.sleep(0.01)
+        job.current().step_done({}, waited_s=0.006 if pl.rank() else 0.0)
         if step % 10 == 0:
             pl.report(loss=1 / step)
     assert job.current().steps_done == 30
@@ -76,12 +83,14 @@ _COUNTED = """
 def test_counted_steps_and_their_shares_are_shown(bench: Workbench) -> None:
     done = bench.run("run", "-n", "2", bench.script(_COUNTED))
     assert done.returncode == 0, done.stderr
-    titles = r"^ *rank +step +steps/s +loss +accuracy +compute % +comm % +state$"
+    titles = r"^ *rank +step +steps/s +loss +accuracy +input % +compute % +wait % +state$"
     assert re.search(titles, done.stderr, re.M), done.stderr
-    counted = r"^ *0 +30 +\S+ +0\.03333 +- +83 +9 +finished$"
+    counted = r"^ *0 +30 +[\d.]+ +0\.03333 +- +0 +100 +0 +finished$"
     assert re.search(counted, done.stderr, re.M), done.stderr
-    numbered = r"^ *1 +7 +\S+ +0\.03333 +0\.5 +84 +9 +finished$"
-    assert re.search(numbered, done.stderr, re.M), "the script's own number wins: " + done.stderr
+    numbered = r"^ *1 +7 +[\d.]+ +0\.03333 +0\.5 +0 +(\d+) +(\d+) +finished$"
+    found = re.search(numbered, done.stderr, re.M)
+    assert found is not None, "the script's own number wins: " + done.stderr
+    assert int(found[2]) > 10 and 99 <= int(found[1]) + int(found[2]) <= 101
     assert done.stdout.count("report(0.25): the step is a whole number") == 2
     assert done.stdout.count("report('7'): the step is a whole number") == 2
 
@@ -102,12 +111,77 @@ def test_the_failure_report_comes_after_the_summary(bench: Workbench) -> None:
 
 
 def test_a_terminal_shows_a_live_table(bench: Workbench) -> None:
-    script = bench.script(_REPORTING)
+    screen = _on_terminal(bench, "100", _REPORTING, "0.08", "-1")
+    assert re.search(r"\[0\] \x1b\[0mlast line", screen), "only the prefix is coloured"
+    plain = _without_sequences(screen)
+    assert "running" in plain, "the table while the job ran"
+    assert re.search(r"\x1b\[\d+A\x1b\[J", screen), "it was redrawn in place"
+    assert plain.count("last line of 0") == 1
+    assert "\x1b[?25h" in screen, "the cursor was given back"
+    end = plain[plain.rindex("rank  ") :]
+    assert "finished" in end and "2 ranks finished in" in end
+
+
+# As the training hooks tell it, for two seconds: rank 1 waits for its loader, rank 0 for rank 1.
+_TIMED = """
+    import sys, time
+    from paceline.cluster.agent import Agent
+    from paceline.cluster.secret_file import load_secret
+    from paceline.config import job_env
+    from paceline.telemetry.clock import now_s
+    from paceline.telemetry.events import Progress
+    from paceline.telemetry.steps import StepTimes
+    from paceline.telemetry.traffic import Traffic
+
+    env = job_env()
+    secret = load_secret(env.secret_file)
+    agent = Agent.connect(env.coordinator, secret, env.job_id, env.rank, "worker")
+    for step in range(1, 21):
+        time.sleep(0.1)
+        times = StepTimes(step, now_s(), 0.1, 0.06 * env.rank, 0.05 * (1 - env.rank), 32)
+        values = {"loss": 1 / step, "lr": 0.001, "accuracy": 0.5, "done %": 5.0 * step}
+        sent = Traffic(step, step * 250_000, 0, 2.5e5, 0.1 * step, 0.0)
+        agent.report(Progress(env.rank, step, values, traffic=sent, steps=(times,)))
+    agent.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("columns", "titles"),
+    [
+        (40, "rank  step  samples/s  loss  wait %"),
+        (200, "rank   step   samples/s  loss   accuracy      lr   input %   wait %   MB/s   state"),
+    ],
+)
+def test_a_narrow_terminal_gets_what_fits(bench: Workbench, columns: int, titles: str) -> None:
+    screen = _on_terminal(bench, str(columns), _TIMED)
+    lines = _without_sequences(screen).replace("\r", "").split("\n")
+    assert all(len(line) <= columns for line in lines if not line.startswith("[paceline]")), lines
+    assert any(line.split() == titles.split() for line in lines), lines
+    rows = [line for line in lines if re.match(r" *1 +20 +\d+ +0\.05 ", line)]
+    assert rows, "numbers are whole: " + screen
+    sentence = " ".join(line.strip() for line in lines)
+    assert "slowest: rank 1, 2.0 times the others' time per step, in its input" in sentence
+    assert "the others waited 50 % of theirs for it" in sentence
+
+
+def test_the_summary_names_the_slowest_worker_in_one_line(bench: Workbench) -> None:
+    done = bench.run("run", "-n", "2", bench.script(_TIMED))
+    assert done.returncode == 0, done.stderr
+    head = r"^paceline: script\.py: 20 steps, 10\.0 steps/s, 640 samples/s, loss 0\.05$"
+    assert re.search(head, done.stderr, re.M), done.stderr
+    shares = r"^ *1 +20 +320 +0\.05 +0\.5 +0\.001 +60 +40 +0 +finished$"
+    assert re.search(shares, done.stderr, re.M), done.stderr
+    assert len(re.findall(r"^paceline: slowest: rank 1, .* loader workers", done.stderr, re.M)) == 1
+
+
+def _on_terminal(bench: Workbench, columns: str, text: str, *arguments: str) -> str:
+    script = bench.script(text)
     main, side = pty.openpty()
     with subprocess.Popen(
-        [*COMMAND, "run", "-n", "2", script, "0.08", "-1"],
+        [*COMMAND, "run", "-n", "2", script, *arguments],
         cwd=bench.path,
-        env={**bench.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
+        env={**bench.environ, "TERM": "xterm", "COLUMNS": columns, "LINES": "30"},
         stdin=subprocess.DEVNULL,
         stdout=side,
         stderr=side,
@@ -116,14 +190,11 @@ def test_a_terminal_shows_a_live_table(bench: Workbench) -> None:
         screen = _read_all(main)
     os.close(main)
     assert launcher.returncode == 0, screen
-    assert re.search(r"\[0\] \x1b\[0m(\x1b\[\w*m)*last line", screen), "only the prefix is coloured"
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
-    assert "running" in plain, "the table while the job ran"
-    assert "\x1b[2K" in screen or "\x1b[1A" in screen, "it was redrawn in place"
-    assert plain.count("last line of 0") == 1
-    assert "\x1b[?25h" in screen, "the cursor was given back"
-    end = plain[plain.rindex("rank") - 200 :]
-    assert "finished" in end and "2 ranks finished in" in end
+    return screen
+
+
+def _without_sequences(screen: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
 
 
 def _read_all(fd: int) -> str:

@@ -22,7 +22,6 @@ from paceline.telemetry.steps import Slowest, Waits
 _SCREEN_LINES = 24
 _MOST_ROWS = 16
 _LONGEST_COMMAND = 40
-_UNBROKEN = 100  # on wider screens, and in files, a sentence is one line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +34,17 @@ class Closing:
     told: Sequence[str] = ()
     has_servers: bool = False
 
-    def lines(self, width: int, height: int) -> list[str]:
-        """Write it for a screen of so many columns and lines."""
+    def lines(self, width: int, height: int | None) -> list[str]:
+        """Write it for a screen of so many columns and lines. In a file (None lines) a sentence is
+        one line, and nothing is told in short."""
         before, after = self._table(width), [f"paceline: {text}" for text in self.told]
         advice = slowest_words(self.board.waits, has_servers=self.has_servers)
         if advice is not None:
             before.append(f"paceline: {advice}")
-        before, after = _broken(before, width), _broken(after, width)
         tables = [printable(line.encode()) for line in staleness.describe(self.reports)]
+        if height is None:
+            return [*before, *tables, *after]
+        before, after = _broken(before, width), _broken(after, width)
         room = max(height, _SCREEN_LINES) - len(before) - len(after) - 2  # the end, the prompt
         if len(tables) > room:
             tables = _broken(
@@ -149,8 +151,6 @@ def _steps(workers: Sequence[Row]) -> list[str]:
 
 def _broken(lines: Sequence[str], width: int) -> list[str]:
     """Break sentences between words where a terminal would break them anywhere."""
-    if width >= _UNBROKEN:
-        return list(lines)
     broken: list[str] = []
     for line in lines:
         is_sentence = line.startswith("paceline: ")

@@ -24,14 +24,14 @@ from paceline.launcher.table import table_lines
 
 PLAIN_EVERY_S = 4.0
 LIVE_EVERY_S = 0.5
-_PLAIN_SIZE = (160, 1000)  # no terminal to fit: room for every column
+_PLAIN_WIDTH = 160  # no terminal to fit: room for every column
 _MOST_BUFFERED = 1 << 16  # characters
 _COLOURS = (36, 32, 35, 33, 34, 96, 92)
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
-# The lines of the summary, for a screen of so many columns and lines.
-Summary: TypeAlias = Callable[[int, int], Sequence[str]]
+# The lines of the summary, for a screen of so many columns and lines; None: it has no end.
+Summary: TypeAlias = Callable[[int, int | None], Sequence[str]]
 
 
 class Screen(Protocol):
@@ -76,7 +76,7 @@ class PlainScreen:
             self.say(f"paceline: {picture.line}")
 
     def summary(self, summary: Summary) -> None:
-        for line in summary(*_PLAIN_SIZE):
+        for line in summary(_PLAIN_WIDTH, None):
             self.say(line)
 
     def settle(self) -> None:

@@ -85,7 +85,7 @@ def test_eight_workers_fit_on_a_screen() -> None:
     assert "input %  compute %  wait %  stale" in lines[2]
     text = " ".join(line.strip() for line in lines)
     assert "dense: version 800; stalest: worker 7, 7.0 versions on average, at most 7" in text
-    wide = closing.lines(160, 60)
+    wide = closing.lines(160, None)
     assert "  worker  updates   mean    max  0..7" in "\n".join(wide), "there is room for all of it"
     assert len(wide) == 1 + 9 + 1 + 10 + 1, "and every sentence is a line"
 
@@ -98,5 +98,5 @@ def test_a_script_that_reports_nothing_gets_no_summary() -> None:
 def test_odd_names_of_scripts_do_no_harm() -> None:
     board = _board(1, slow=None)
     name = "\x1b[2J\udce9" + "x" * 100
-    (first, *_) = Closing(command=name, board=board).lines(160, 24)
+    (first, *_) = Closing(command=name, board=board).lines(160, None)
     assert first.startswith(r"paceline: \x1b[2J\xe9xx") and "xxx...: 100 steps" in first
