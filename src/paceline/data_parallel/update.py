@@ -20,6 +20,7 @@ from paceline.errors import UsageError
 from paceline.telemetry.trace import tracer
 
 Step = Callable[[], Any]
+_BOUND = "_paceline_binds"
 
 
 class Update(Protocol):
@@ -82,3 +83,6 @@ def bind_step(
         return result
 
     old = replace_method(optimizer, "step", step)
+    if hasattr(old, _BOUND):  # on a mesh its step is bound twice; what is inside is recorded
+        own = old
+    setattr(step, _BOUND, True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline.telemetry.trace import ASYNC, INSTANT, TRAINING, Arg, Spans
 
-_SMALLEST_GAP_NS = 5_000  # between two spans of a step: less is no computing
+_SMALLEST_GAP_NS = 20_000  # between two spans of a step: less is no computing
 _SMALLEST_WAIT_NS = 2_000  # of waiting for what was there
 _COLLECTIVE = "all_reduce"
 _BARRIER = "barrier"  # data_parallel/sharded.py
