@@ -129,6 +129,9 @@ def process_environ(
     mesh = spec.mesh_in(base)
     if mesh is not None:
         environ["PACELINE_MESH"] = str(mesh)
+    trace = spec.trace_in(base)
+    if trace is not None:
+        environ["PACELINE_TRACE"] = str(trace)
     if seat.is_server:
         return for_server(environ, spec.env, spec.servers.threads)
     if seat.is_data_worker:
