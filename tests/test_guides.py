@@ -5,12 +5,17 @@ Every block of Python of every page is run, here, but for those that need the la
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from itertools import takewhile
 
 import pytest
 import typer
 
+import paceline
+from paceline import errors
 from paceline.cli.main import app, main
 from paceline.compress.known import CODECS
 from paceline.pace.known import KNOWN, paces_with_servers
@@ -36,6 +41,12 @@ SETUPS: dict[tuple[str, str], list[Setup]] = {
     ("docs/guides/parameter-server.md", "notebook.py"): [Setup(workers=0)],
     ("docs/guides/neutral-client.md", ""): [Setup(workers=3, servers=1)],
     ("docs/guides/data-workers.md", ""): [Setup(data_workers=(1, 1), result="seen")],
+    ("docs/guides/from-ddp.md", "backend.py"): [Setup(like_torchrun=True)],
+    ("docs/guides/from-ddp.md", "before train.py"): [Setup(like_torchrun=True)],
+    ("docs/guides/from-ddp.md", "after train.py"): [Setup(result=SAME)],
+    ("docs/guides/from-horovod.md", "before train.py"): [],  # Horovod is not installed
+    ("docs/guides/from-horovod.md", "after train.py"): [Setup(result=SAME)],
+    ("docs/guides/slow-networks.md", ""): [Setup(result="digest")],
     (MESH, ""): [
         Setup(env={"PACELINE_MESH": mesh}, without=left_out, result="float(loss)")
         for mesh, left_out in (
@@ -50,7 +61,7 @@ RUNS = [
     for title in scripts_of(page)
     for number, setup in enumerate(SETUPS.get((page, title), [Setup()]))
 ]
-OPTIONS_OF_OTHERS = {"--nproc-per-node", "--standalone", "--quick"}
+OPTIONS_OF_OTHERS = {"--nproc-per-node", "--standalone", "--quick", "--min-np", "--max-np"}
 KNOWN_PROGRAMS = {"python", "torchrun", "mpirun", "srun", "pip", "export", "curl", "tensorboard"}
 
 
@@ -64,8 +75,11 @@ def test_python_runs(page: str, title: str, setup: Setup) -> None:
         assert all(line in printed for line in table.splitlines() if line)
 
 
-def test_every_setup_has_its_script() -> None:
-    assert all(title in scripts_of(page) for page, title in SETUPS)
+def test_every_setup_has_its_script_and_what_is_not_run_is_python_at_least() -> None:
+    for (page, title), setups in SETUPS.items():
+        script = scripts_of(page)[title]
+        if not setups:
+            compile(script, page, "exec")
 
 
 def test_every_block_has_a_language() -> None:
@@ -189,3 +203,28 @@ def test_the_first_guide_shows_the_lines_that_the_example_changes() -> None:
     changed = [line[1:].strip() for line in shown.splitlines() if line.startswith("+")]
     example = (ROOT / "examples" / "digits" / "after.py").read_text().splitlines()
     assert len(changed) == 4 and set(changed) <= {line.strip() for line in example}
+
+
+def test_the_guide_to_failures_has_every_error() -> None:
+    text = guide("failures")
+    tree = [name for name, thing in vars(errors).items() if isinstance(thing, type)]
+    assert len(tree) > 25 and not [name for name in tree if f"`{name}" not in text]
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    documented = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+    for package in (paceline, paceline.ps):
+        for name, home in package._HOME.items():
+            assert {f"{home}.{name}", home} & documented, name
+
+
+def test_the_site_is_built_without_warnings_and_fetches_nothing(tmp_path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 60
+    fetched = re.compile(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=[\"']?(?:https?:)?//")
+    assert not [page for page in pages if fetched.search(page.read_text())]

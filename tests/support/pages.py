@@ -43,6 +43,7 @@ class Setup:
     servers: int = 0
     data_workers: Sequence[int] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    like_torchrun: bool = False  # also set what torch.distributed wants to know
     without: str = ""  # leave out the block that has this in it
     result: str = "None"  # an expression, evaluated at the end of the script on each rank
 
@@ -104,8 +105,15 @@ def run_script(text: str, setup: Setup) -> list[Any]:
         )
         calls = [call] * setup.workers + [(_serve, ())] * setup.servers
         with environs as found:
+            if setup.like_torchrun:
+                found = [environ | _for_torch(rank, found) for rank, environ in enumerate(found)]
             values = _values(calls + [call] * sum(setup.data_workers), found)
         return values[: setup.workers]
+
+
+def _for_torch(rank: int, all_of_them: Sequence[object]) -> dict[str, str]:
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 10000)}
+    return {"RANK": str(rank), "WORLD_SIZE": str(len(all_of_them)), **rendezvous}
 
 
 def _values(calls: Sequence[Any], environs: Sequence[Mapping[str, str]]) -> list[Any]:
