@@ -8,10 +8,8 @@ Alone (`python train.py`) the same path leads to a world of one, without any soc
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import operator
 import os
-import signal
 import socket
 import sys
 import threading
@@ -23,6 +21,7 @@ import msgspec
 import torch
 
 from paceline import _core
+from paceline.cluster.agent import Agent
 from paceline.cluster.links import LinkListener
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.rendezvous import (
@@ -32,6 +31,7 @@ from paceline.cluster.rendezvous import (
     establish,
     establish_from_store,
 )
+from paceline.cluster.wait_watch import WaitWatch
 from paceline.collectives.column import Column
 from paceline.collectives.group import Group
 from paceline.collectives.mates import Mates
@@ -51,11 +51,14 @@ from paceline.elastic.carried import Carried
 from paceline.elastic.session import Elastic
 from paceline.errors import ConfigError, SetupError, UsageError
 from paceline.mesh import Mesh
+from paceline.place import PACELINE
 from paceline.ps import connection
 from paceline.ps.lasting import connect
 from paceline.ps.link import ServerLink
 from paceline.stopping import Stopping
 from paceline.telemetry.reporter import Reporter
+from paceline.telemetry.stacks import show_on_request
+from paceline.telemetry.trace import TracedSteps, tracer
 from paceline.torch_plugin import register as register_with_torch
 
 register_with_torch()  # again, for those who are not installed: `import torch` found no plugin
@@ -193,6 +196,8 @@ class Job:
         """Count an optimizer step, in which this worker waited so long for others to exchange
         gradients or parameters; `values` are shown beside the script's."""
         self.reporter.step_done(values or {}, waited_s=waited_s)
+        if tracer.is_planned:
+            tracer.step_done(self.reporter.steps_done)
 
 
 _ALL = 1 << 30  # more than there are workers
@@ -254,6 +259,8 @@ def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: Engi
     global _job
     with _lock:
         if _job is None:
+            if env.source == PACELINE.name:
+                show_on_request()  # of the launcher, when others wait for this process
             try:
                 rendezvous = meet(config)
                 try:
@@ -266,9 +273,6 @@ def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: Engi
                     f"rank {env.rank} of {env.world_size} cannot join: {error}; `paceline doctor`"
                     " shows this machine's limits"
                 ) from error
-            if env.is_elastic and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-                # The launcher asks one that is stuck where it is; also when it holds the GIL.
-                faulthandler.register(signal.SIGUSR2, all_threads=True)
             if env.rank == 0 and env.source != "alone":
                 sys.stderr.write(f"[paceline] {describe(env)}\n")
                 sys.stderr.flush()
@@ -290,16 +294,19 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
             tcp=listener.tcp_address if listener else "",
             number=env.number,
         )
+        watch = _watch_waits(env, rendezvous.agent, config)
         membership = _membership(env, rendezvous.agent, me, config.join_timeout_s)
         num_local = sum(member.host_id == env.host_id for member in membership.members)
         limits = (config.timeout_s, config.liveness_s, config.warn_s)
         engine = _core.Engine(env.rank, num_local, *limits)
+        watch.sources.append(engine.long_waits)
         presence = rendezvous.agent.presence
         fabric = Fabric(env.rank, engine, listener, me, membership, config.timeout_s, presence)
         if not env.is_newcomer:  # who is linked when it has been let in
             fabric.link_neighbours()
         report = rendezvous.agent.report
         reporter = Reporter(env.rank, report, engine.bytes_sent, times_steps=times_steps())
+        _plan_trace(env, rendezvous.agent)
         mesh = Mesh.parse(env.mesh) if env.mesh and env.role == "worker" else None
         mates: Mates | None = None
         peers = fabric  # from whom a newcomer has its state: who hold the same part of the model
@@ -326,6 +333,29 @@ def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         if listener is not None:
             listener.close()
         raise
+
+
+def _plan_trace(env: JobEnv, agent: AnyAgent) -> None:
+    """Get ready to record the steps that were asked for; the launcher collects them."""
+    if not env.trace:
+        return
+    steps = TracedSteps.parse(env.trace, "PACELINE_TRACE")
+    if env.source == PACELINE.name:
+        tracer.plan(steps, env.rank, agent.report)
+    elif env.rank == 0:
+        sys.stderr.write(
+            f"[paceline] PACELINE_TRACE={steps}: no trace of a job that {env.source} started; use"
+            f" `paceline run --trace {steps} ...`\n"
+        )
+
+
+def _watch_waits(env: JobEnv, agent: AnyAgent, config: EngineConfig) -> WaitWatch:
+    """Let the launcher know for whom this process waits, from now on; see launcher/hang.py."""
+    watch = WaitWatch(env.rank, agent.report, config.warn_s)
+    if isinstance(agent, Agent):  # else there is nobody to wait for
+        watch.sources.append(agent.waits_to_join)
+        agent.thread.start(watch.run())
+    return watch
 
 
 def _membership(env: JobEnv, agent: AnyAgent, me: Member, timeout_s: float) -> Membership:
@@ -388,6 +418,8 @@ def shutdown() -> None:
         for close in job.closers:
             close()
         job.reporter.flush()
+        tracer.flush()
+        tracer.stop()
         connection.drop()
         for link in job.servers:
             link.leave()
@@ -410,6 +442,7 @@ def _let_go_in_child() -> None:
     if _job is not None:
         _job.fabric.engine.close_after_fork()
         _inherited.append(_job)  # never taken down here
+        tracer.stop()
         _job = None
         connection.drop()
 

@@ -118,14 +118,17 @@ class Cut:
 
     def _await_all(self, call: Call) -> list[int]:
         rank, patient_until_s = self._job.env.rank, time.monotonic() + _PATIENCE_S
-        notice = WaitNotice(f"rank {rank} waits for the other workers to end their step and save")
+        notice = WaitNotice(
+            f"rank {rank} waits for the other workers to end their step and save", "saving"
+        )
         while True:
             here = self._here()
             if self._agent.store_check([self._key(f"arrived/{one}") for one in here]):
                 return here
             if time.monotonic() > patient_until_s:
                 break
-            notice.check()
+            if notice.check():
+                notice.ranks = tuple(self._absent(here))
             time.sleep(_POLL_S)
         come = [one for one in here if self._agent.store_check([self._key(f"arrived/{one}")])]
         late = ", ".join(str(one) for one in here if one not in come)
@@ -136,8 +139,15 @@ class Cut:
         )
         return come if call.stops else []
 
+    def _absent(self, here: list[int]) -> list[int]:
+        return [one for one in here if not self._agent.store_check([self._key(f"arrived/{one}")])]
+
     def _await_go(self) -> list[int]:
-        notice = WaitNotice(f"rank {self._job.env.rank} waits for the first worker to save")
+        notice = WaitNotice(
+            f"rank {self._job.env.rank} waits for the first worker to save",
+            "saving",
+            self._job.world.ranks[:1],
+        )
         while not self._agent.store_check([self._key("go")]):
             notice.check()
             if self._job.world.ranks[0] not in self._here():

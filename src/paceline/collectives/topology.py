@@ -194,7 +194,11 @@ class Fabric:
         """
         ranks, others = [m.rank for m in members], [m for m in members if m.rank != self.rank]
         deadline_s, step_s = time.monotonic() + timeout_s, _AT_ONCE_S
-        notice = WaitNotice(f"rank {self.rank} waits for ranks {ranks} to form a group")
+        notice = WaitNotice(
+            f"rank {self.rank} waits for ranks {ranks} to form a group",
+            "forming a group",
+            [one.rank for one in others],
+        )
         while True:
             try:
                 return _core.Group(
@@ -241,7 +245,9 @@ class Fabric:
         """Link in short steps: somebody who is gone is noticed, and a long wait says on whom."""
         deadline_s = time.monotonic() + timeout_s
         notice = WaitNotice(
-            f"rank {self.rank} waits for rank {member.rank} ({member.where}) to form a group"
+            f"rank {self.rank} waits for rank {member.rank} ({member.where}) to form a group",
+            "forming a group",
+            [member.rank],
         )
         while True:
             self._require_presence(members)

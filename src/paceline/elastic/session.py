@@ -265,7 +265,11 @@ class Elastic:
     def _await_change(self, error: PeerError | None) -> Membership:
         """Wait for a membership with other workers than ours."""
         started_s = accused_s = time.monotonic()
-        notice = WaitNotice(f"rank {self._fabric.rank} waits for the job's next membership")
+        notice = WaitNotice(
+            f"rank {self._fabric.rank} waits for the job's next membership",
+            "a change of the membership",
+            [rank for rank in (getattr(error, "rank", None),) if rank is not None and rank >= 0],
+        )
         agent, fabric = self._agent, self._fabric
         assert isinstance(agent, Agent)
         while True:

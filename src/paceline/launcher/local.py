@@ -34,20 +34,24 @@ from paceline.launcher.display import Display
 from paceline.launcher.elastic.facts import JobFacts, facts_of, write_facts
 from paceline.launcher.environment import SERVER_PATIENCE_S, JobAddresses, process_environ
 from paceline.launcher.guard import end_processes
+from paceline.launcher.hang import HangWatch
 from paceline.launcher.jobdir import JobDirectory
 from paceline.launcher.lifeline import Guard, Sessions, hold_port
 from paceline.launcher.lines import printable
 from paceline.launcher.machine import OomCount, memory, usable_cores
 from paceline.launcher.outcome import Outcome
 from paceline.launcher.outlet import Outlet
+from paceline.launcher.picture import Picture
 from paceline.launcher.process import RankProcess
-from paceline.launcher.screen import Picture
 from paceline.launcher.seat import Seat, names
 from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
+from paceline.launcher.trace_file import TraceFile
 from paceline.telemetry.compression import Compression
 from paceline.telemetry.events import Event, Note, Preemptible, Progress
+from paceline.telemetry.record import Recorded
 from paceline.telemetry.staleness import TableReport
 from paceline.telemetry.traffic import Traffic
+from paceline.telemetry.waiting import Waiting
 
 # How long the cause of a consequence may take to exit: closing a large interpreter is slow.
 CAUSE_GRACE_S = 3.0
@@ -55,6 +59,7 @@ CAUSE_GRACE_S = 3.0
 SERVERS_GRACE_S = 2.0
 # How long the last events of ended processes may take from their sockets to the board.
 _LAST_EVENTS_S = 0.5
+_LOOK_S = 0.5  # how often long waits are looked at
 
 
 def new_job_id() -> str:
@@ -78,6 +83,8 @@ class LocalJob:
         self._table_reports: dict[tuple[str, int], TableReport] = {}
         self._traffic: dict[int, Traffic] = {}  # by rank, also of those who are gone
         self._compression: dict[int, Compression] = {}  # the same
+        steps = spec.trace_in(environ)
+        self._trace = TraceFile(steps) if steps is not None else None
         self._interrupts: list[signal.Signals] = []
         self._saves_when_stopped = False  # some worker has said so
         self._changed = asyncio.Event()
@@ -86,12 +93,14 @@ class LocalJob:
         self._secret_path: Path
         self._where: JobAddresses
         self._guard: Sessions
+        self._hangs: HangWatch
 
     async def run(self) -> Outcome:
         """Run the job to its end and return what became of it; raises LaunchError."""
         started_s, oom_before = time.monotonic(), OomCount.read()
         # A wrong setting is refused here, once, instead of by every rank.
         config = EngineConfig.from_environ({**self._environ, **self._spec.env})
+        self._hangs = HangWatch(self._seats, self._crew.find, self._say, config.stacks_after_s)
         self._spec.pace_in(self._environ)
         self._spec.precision_in(self._environ)
         self._spec.mesh_in(self._environ)
@@ -131,8 +140,12 @@ class LocalJob:
         """Return the board for the screen, or None when nobody has reported anything."""
         if not self._board.has_progress:
             return None
-        now_s = time.monotonic()
-        return Picture(self._board.columns, self._board.rows(now_s), self._board.line(now_s))
+        return self._board.picture(time.monotonic())
+
+    @property
+    def board(self) -> Board:
+        """What every process last said, and what became of it."""
+        return self._board
 
     def table_reports(self) -> list[TableReport]:
         """Return the last word of every server about each of its tables."""
@@ -145,6 +158,15 @@ class LocalJob:
     def compression(self) -> list[Compression]:
         """Return what each worker has compressed, by rank; of those who did."""
         return [self._compression[rank] for rank in sorted(self._compression)]
+
+    def write_trace(self, directory: Path | None) -> str | None:
+        """Write the trace that was asked for; return a line about it, None: nobody asked."""
+        return None if self._trace is None else self._trace.write(directory, self._seats)
+
+    def take_over_trace(self, before: LocalJob) -> None:
+        """Keep what was traced before all were started again, unless it was traced again."""
+        if self._trace is not None and before._trace is not None and not self._trace.has_spans:
+            self._trace, self._seats = before._trace, {**before._seats, **self._seats}
 
     def was_lost_at_start(self, outcome: Outcome) -> bool:
         """Say whether the job may be started again from its beginning; only elastic ones are."""
@@ -209,12 +231,13 @@ class LocalJob:
         self._handle_signals()
         self._start_all()
         self._display.start()
-        painter = asyncio.ensure_future(self._paint())
+        tasks = [asyncio.ensure_future(run()) for run in (self._paint, self._explain_hangs)]
         try:
             await self._watch()
             await self._stop()
         finally:
-            painter.cancel()
+            for task in tasks:
+                task.cancel()
 
     def _start_all(self) -> None:
         for seat in self._spec.seats:
@@ -273,17 +296,31 @@ class LocalJob:
             if picture is not None:
                 self._display.progress(picture)
 
+    async def _explain_hangs(self) -> None:
+        while True:
+            await asyncio.sleep(min(_LOOK_S, self._hangs.after_s / 4))
+            self._hangs.look(time.monotonic())
+
+    def _say(self, text: str) -> None:
+        self._display.say(f"paceline: {text}")
+
     def _on_event(self, event: Event) -> None:
+        if self._trace is not None:
+            self._trace.on_event(event)
+        if isinstance(event, Recorded):
+            self._display.record(event)
+        self._board.on_event(event, time.monotonic())
         if isinstance(event, TableReport):
             self._table_reports[event.table, event.server] = event
         elif isinstance(event, Progress):
-            self._board.on_progress(event, time.monotonic())
             if event.traffic is not None:
                 self._traffic[event.rank] = event.traffic
             if event.compression is not None:
                 self._compression[event.rank] = event.compression
         elif isinstance(event, Preemptible):
             self._saves_when_stopped = True
+        elif isinstance(event, Waiting):
+            self._hangs.heard(event, time.monotonic())
         elif isinstance(event, Note) and event.rank in self._seats:
             self._on_note(self._seats[event.rank], printable(event.text[:1000].encode()))
 

@@ -14,9 +14,11 @@ from collections import deque
 from paceline.launcher.display import Display
 from paceline.launcher.lines import LineSplitter
 from paceline.launcher.process import RankProcess
+from paceline.launcher.stacks import StackBlocks
 
 _READ_BYTES = 1 << 16
 _RETRY_S = 0.05
+_HOLD_S = 0.3  # how long a half-read block of stacks is held back; see stacks.py
 # Enough for a long traceback; lines are cut for the report, not for the screen or the log.
 _KEEP_LINES = 200
 _KEEP_CHARACTERS = 400
@@ -31,6 +33,7 @@ class RankOutput:
         self._splitters: dict[int, LineSplitter] = {}
         self._process = process
         self._stderr_fd = process.outlet.stderr_fd
+        self._stacks = StackBlocks()
         self.stderr_tail: deque[str] = deque(maxlen=_KEEP_LINES)
         self.last_stdout = ""
         self.done = asyncio.Event()
@@ -96,10 +99,25 @@ class RankOutput:
             asyncio.get_running_loop().remove_reader(fd)
         for line in splitter.finish():
             self._show(fd, line)
+        self._let_go(self._stderr_fd)
         if not self._splitters:
             self.done.set()
 
     def _show(self, fd: int, line: str) -> None:
+        if fd != self._stderr_fd or not self._process.was_asked_for_stacks:
+            self._put(fd, line)
+            return
+        for shown in self._stacks.feed(line):
+            self._put(fd, shown)
+        if self._stacks.is_holding:
+            asyncio.get_running_loop().call_later(_HOLD_S, self._let_go, fd)
+
+    def _let_go(self, fd: int) -> None:
+        """Show the end of what was held back: nothing has come behind it."""
+        for line in self._stacks.finish():
+            self._put(fd, line)
+
+    def _put(self, fd: int, line: str) -> None:
         is_error = fd == self._stderr_fd
         if is_error:
             self.stderr_tail.append(line[:_KEEP_CHARACTERS])

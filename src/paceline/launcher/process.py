@@ -32,6 +32,7 @@ from paceline.errors import LaunchError
 from paceline.launcher.outlet import Outlet
 from paceline.launcher.seat import Seat
 from paceline.stopping import PREEMPTED
+from paceline.telemetry.stacks import STACKS_SIGNAL
 
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 0x4
@@ -113,6 +114,14 @@ def _stat(pid: int) -> list[str]:
     return ["X", *["0"] * 49]
 
 
+def _channel(pid: int) -> str:
+    """Name, in brackets, the function of the kernel in which a process sleeps, if that is told."""
+    with suppress(OSError), open(f"/proc/{pid}/wchan") as file:
+        name = file.read().strip()
+        return f" in the kernel ({name})" if name not in ("", "0") else ""
+    return ""
+
+
 def process_state(pid: int) -> str:
     """Return the letter that the kernel has for a process's state; "X" when there is none."""
     return _stat(pid)[0]
@@ -131,6 +140,7 @@ class RankProcess:
         self.status: ExitStatus | None = None
         self.ended_s: float | None = None
         self.started_s = time.monotonic()
+        self.was_asked_for_stacks = False
         self._popen: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -199,12 +209,30 @@ class RankProcess:
         stat = _stat(self.pid)
         return stat[0] in "ZX" or bool(int(stat[6]) & _PF_EXITING)
 
+    def describe_state(self) -> str:
+        """Say in words what the kernel knows of the process: "it runs", "it is stopped"."""
+        letter = process_state(self.pid)
+        inside = _channel(self.pid)
+        if letter == "T":
+            return f"it is stopped (kill -CONT {self.pid} lets it go on)"
+        if letter == "t":
+            return "it is held by a debugger"
+        if letter == "D":
+            return f"it waits for a disk or a network file system{inside}"
+        return f"it sleeps{inside}" if letter == "S" else "it runs"
+
     def ask_for_stacks(self) -> None:
         """Have the rank print where its threads are; one that does not know how is left alone."""
-        caught = _status(self.pid).get("SigCgt", "0")
-        if int(caught, 16) >> (signal.SIGUSR2 - 1) & 1:
+        if self.shows_stacks:
+            self.was_asked_for_stacks = True
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(self.pid, signal.SIGUSR2)
+                os.kill(self.pid, STACKS_SIGNAL)
+
+    @property
+    def shows_stacks(self) -> bool:
+        """Tell whether it would print them: it has come as far as `pl.init()`."""
+        caught = _status(self.pid).get("SigCgt", "0")
+        return bool(int(caught, 16) >> (STACKS_SIGNAL - 1) & 1)
 
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to the rank and to what it started in its process group."""

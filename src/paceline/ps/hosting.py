@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from paceline import _core
@@ -43,9 +44,12 @@ from paceline.ps.peer_line import form_peer_line
 from paceline.ps.peers import Peers
 from paceline.ps.replication import Role
 from paceline.telemetry.events import Note, ServerLoad
+from paceline.telemetry.trace import tracer
+from paceline.telemetry.waiting import WaitTeller
 from paceline.work import Work
 
 _TICK_S = 0.25  # how soon a worker's end is noticed
+_WAITS_S = 0.5  # how often the launcher hears who waits for whom, if that changes
 _ELASTIC_TICK_S = 0.02  # how soon a change of the membership is
 _REPORT_S = 1.0
 _FORGET_S = 10.0  # for so long the memory of lost workers is kept
@@ -78,6 +82,7 @@ class Host:
         self._adopted = 0  # the generation that the coordinator was told
         self._reported_s = time.monotonic()
         self._load = Load()  # told so far
+        self._waits, self._told_waits_s = WaitTeller(agent.report), 0.0
         self._queued = 0  # most requests that one turn has found, since then
 
     # -- the loop -----------------------------------------------------------------------------
@@ -160,6 +165,9 @@ class Host:
         self._see()
         for partition in self.partitions.values():
             partition.server.complain(now_s)
+        if now_s - self._told_waits_s >= _WAITS_S:
+            self._told_waits_s = now_s
+            self._tell_waits(now_s)
         if self.is_elastic:
             self._tell_adopted()
             for rank, why in self._peers.accused(now_s, self._ranks):
@@ -169,6 +177,7 @@ class Host:
             self._report_load(now_s - self._reported_s)
             self._reported_s = now_s
             self._send_reports()
+            tracer.flush()
 
     # -- membership ---------------------------------------------------------------------------
 
@@ -377,6 +386,11 @@ class Host:
 
     def _num_requests(self) -> int:
         return sum(partition.load.requests for partition in self.partitions.values())
+
+    def _tell_waits(self, now_s: float) -> None:
+        """Tell the launcher which workers wait for which others in the tables that are here."""
+        found = [w for p in self.partitions.values() for w in p.server.long_waits(now_s)]
+        self._waits.tell(msgspec.structs.replace(wait, told_by=self.rank) for wait in found)
 
     def _report_load(self, seconds: float) -> None:
         total = sum((partition.load for partition in self.partitions.values()), Load())

@@ -261,7 +261,7 @@ class LastingLink(plain.ServerLink):
     def _slices(self, question: _Question, timeout_s: float | None) -> Iterator[float]:
         """Yield how long may be waited at a time; look after everything else in between."""
         started_s = time.monotonic()
-        slow, alone = WaitNotice(question.notice), WaitNotice(self._words())
+        slow, alone = WaitNotice(question.notice, plain.ANSWER), WaitNotice(self._words())
         left_s = SLICE_S if timeout_s is None else timeout_s
         while True:
             yield min(left_s, SLICE_S)
@@ -274,8 +274,9 @@ class LastingLink(plain.ServerLink):
                     )
             with self._lock:
                 self._renewal.look_for_help()
-                is_alone = self._renewal.line is None
-            if is_alone:
+                line = self._renewal.line
+            slow.ranks = (line.member.rank,) if line is not None else ()
+            if line is None:
                 alone.check()
             elif question.notice and timeout_s is None:
                 slow.check()

@@ -101,7 +101,7 @@ class ServerLink:
                 self._wire.send(request, tensors)
             except errors.PeerError as error:
                 raise self._lost(error) from error
-        answer = _Answer(incoming.work.handle, self._lost, notice(self, request))
+        answer = _Answer(incoming.work.handle, self._lost, notice(self, request), self.rank)
         return Work(answer, lambda: self._finish(incoming, into), incoming)
 
     def tell(self, make: Make, payload: Payload = no_payload) -> list[Work[None]]:
@@ -151,6 +151,9 @@ def require_success(reply: m.Reply) -> m.Reply:
     return reply
 
 
+ANSWER = "a request"  # what one waits in who waits for a server
+
+
 def notice(link: ServerLink, request: m.AnyRequest) -> str:
     """Say what a worker waits for; nothing if it is normal to wait long."""
     if isinstance(request, m.Follow):
@@ -192,10 +195,12 @@ class _Answer:
         handle: Handle,
         lost: Callable[[errors.PacelineError], errors.PacelineError],
         notice: str = "",
+        server: int = -1,
     ) -> None:
         self._handle = handle
         self._lost = lost
         self._notice = notice  # empty: it is normal to wait long
+        self._server = server  # whose answer it is, by rank
 
     def done(self) -> bool:
         return self._handle.done()
@@ -211,7 +216,7 @@ class _Answer:
             raise self._lost(error) from error
 
     def _wait_aloud(self) -> None:
-        notice = WaitNotice(self._notice)
+        notice = WaitNotice(self._notice, ANSWER, [self._server])
         while not self._handle.done():
             try:
                 self._handle.wait(FIRST_S)

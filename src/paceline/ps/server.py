@@ -33,9 +33,12 @@ from paceline.ps.caller import Caller
 from paceline.ps.handlers import HANDLERS, again, ending
 from paceline.ps.hosted import Hosted, Parked, dtype_of, view
 from paceline.ps.line import Landing
+from paceline.ps.server_spans import ServerSpans
 from paceline.ps.spec import TableSpec
 from paceline.ps.state_wire import landing
 from paceline.ps.table import Table
+from paceline.telemetry.trace import tracer
+from paceline.telemetry.waiting import Waiting
 
 _PATIENCE_S = 2.0  # a longer wait says on whom
 
@@ -82,6 +85,7 @@ class Server:
         self.brings = True  # values to workers: this copy is the primary
         self.keeps_origins = surroundings.is_elastic  # for another copy
         self._answer = answer
+        self._spans = ServerSpans()
         self._complain_s = 0.0  # when a long wait is talked about again
 
     # -- who is there -------------------------------------------------------------------------
@@ -133,6 +137,20 @@ class Server:
     # -- requests -----------------------------------------------------------------------------
 
     def handle(self, caller: Caller, asked: Asked) -> None:
+        if not (tracer.is_planned and self.brings):
+            self._handle(caller, asked)
+            return
+        request, num_bytes = asked.request, sum(tensor.nbytes for tensor in asked.tensors)
+        with self._spans.handling(caller, request, num_bytes):
+            self._handle(caller, asked)
+            if isinstance(request, m.Push) and not self._is_averaged(request):
+                self._spans.unanswered(caller, request.seq)
+
+    def _is_averaged(self, push: m.Push) -> bool:
+        is_known = 0 <= push.table < len(self.hosted)
+        return is_known and self.hosted[push.table].table.spec.rule.aggregate
+
+    def _handle(self, caller: Caller, asked: Asked) -> None:
         request = asked.request
         try:
             if asked.refusal is not None:
@@ -176,6 +194,8 @@ class Server:
         self, caller: Caller, seq: int, deliveries: Sequence[torch.Tensor] = (), **fields: Any
     ) -> None:
         """Answer a request; tensors follow if the worker is on another host."""
+        if tracer.is_planned:
+            self._spans.answered(caller, seq)
         self._answer(caller.rank, seq, m.Reply(seq, **fields), deliveries)
 
     def repeat(self, caller: Caller, reply: m.Reply, deliveries: Sequence[torch.Tensor]) -> None:
@@ -363,6 +383,20 @@ class Server:
             self.answer(parked.caller, parked.seq, version=hosted.table.version)
 
     # -- the clock on the wall ----------------------------------------------------------------
+
+    def long_waits(self, now_s: float) -> list[Waiting]:
+        """Return which workers have waited long for an answer, and for which others."""
+        found = []
+        ranks = {caller.worker: caller.rank for caller in self.callers.values()}
+        for hosted in self.hosted:
+            for parked in itertools.chain(hosted.readers, *hosted.pushes.values()):
+                waited_s = now_s - parked.since_s
+                others = hosted.table.awaited(parked.caller.worker)
+                missing = tuple(ranks[other] for other in others if other in ranks)
+                if waited_s > _PATIENCE_S and missing:
+                    what = f"table {hosted.table.spec.name!r}"
+                    found.append(Waiting(parked.caller.rank, what, missing, waited_s))
+        return found
 
     def complain(self, now_s: float) -> None:
         """Say who has waited long, and for whom."""

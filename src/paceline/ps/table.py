@@ -259,18 +259,19 @@ class Table:
 
     def describe_wait(self, workers: Sequence[int]) -> str:
         """Say for whom these workers wait."""
-        others = sorted({other for worker in workers for other in self._blockers(worker)})
+        others = sorted({other for worker in workers for other in self.awaited(worker)})
         names = ", ".join(str(other) for other in others) or "nobody"
         return f"worker{'s' if len(others) > 1 else ''} {names} (table {self.spec.name!r})"
 
-    def _blockers(self, worker: int) -> tuple[int, ...]:
+    def awaited(self, worker: int) -> tuple[int, ...]:
+        """Name the workers without whom this one cannot be answered."""
         if worker in self._unread:
             return self._way.blockers(worker)
         return self._way.push_blockers(worker)
 
     def _note_waits(self) -> None:
         for worker in self.clocks.workers:
-            self._ledger.note_wait(worker, self._blockers(worker))
+            self._ledger.note_wait(worker, self.awaited(worker))
 
     def _begin_read(self, worker: int) -> None:
         self._being_read[worker].clear()

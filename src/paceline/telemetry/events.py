@@ -7,7 +7,7 @@ gone, so nothing that a job needs in order to be right travels this way.
 
 `Event` is the union of all kinds; on the wire the field `type` tells them apart, so a new kind is a
 new class here and one more name in the union. `TableReport` comes from servers, whole each time:
-the newest one of a table replaces the earlier ones.
+the newest one of a table replaces the earlier ones. `Spans` (trace.py) go to the launcher only.
 
 A `Happening` is what the coordinator itself has to tell about the job's members; only those who
 watch the job hear of it.
@@ -22,7 +22,9 @@ import msgspec
 from paceline.telemetry.compression import Compression
 from paceline.telemetry.staleness import TableReport
 from paceline.telemetry.steps import StepTimes
+from paceline.telemetry.trace import Spans
 from paceline.telemetry.traffic import Traffic
+from paceline.telemetry.waiting import Waiting
 
 # Shares of a step's time, in percent of it, measured without the script's help.
 COMPUTE_SHARE = "compute %"
@@ -30,6 +32,7 @@ COMM_SHARE = "comm %"
 # Values that workers report by themselves, unless the script reports the same name.
 LEARNING_RATE = "lr"  # of the first param group
 STALENESS = "stale"  # versions by others that the last update had not seen, at free-running paces
+DONE_SHARE = "done %"  # of the script's outermost loop over pl.steps or pl.epochs
 CODEC_ERROR = "codec error"  # how much of a gradient a codec leaves for later, 0 to 1
 
 
@@ -103,7 +106,17 @@ class EpochEnded(msgspec.Struct, frozen=True, tag_field="type", tag="epoch"):
     worker: int | None = None
 
 
-Event: TypeAlias = Progress | Note | TableReport | ServerLoad | Resumed | Preemptible | EpochEnded
+Event: TypeAlias = (
+    Progress
+    | Note
+    | TableReport
+    | ServerLoad
+    | Resumed
+    | Preemptible
+    | EpochEnded
+    | Spans
+    | Waiting
+)
 
 
 class MemberLost(msgspec.Struct, frozen=True, tag_field="type", tag="lost"):

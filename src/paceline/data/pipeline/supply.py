@@ -23,7 +23,7 @@ import torch
 
 from paceline import _core
 from paceline.cluster.member import Member
-from paceline.cluster.notice import FIRST_S, say
+from paceline.cluster.notice import FIRST_S, WaitNotice, say
 from paceline.cluster.rendezvous import AnyAgent
 from paceline.collectives.topology import Fabric
 from paceline.data.pipeline import messages as m
@@ -134,6 +134,7 @@ class Supply:
 
     def wait(self, pending: Pending) -> Answer | None:
         """Wait for the answer; None: nobody is left to make it."""
+        notice = WaitNotice("", "the next batch")
         while not self.is_empty:
             start_s = time.monotonic()
             if pending.incoming is None:
@@ -143,6 +144,8 @@ class Supply:
                 if answer is not None:
                     return answer
             self.look()
+            notice.ranks = (pending.line.member.rank,) if pending.line is not None else ()
+            notice.check()
             self._mention_wait(time.monotonic() - start_s)
         self._pending.remove(pending)
         return None
