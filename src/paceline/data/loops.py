@@ -63,11 +63,15 @@ class Rounds:
             done = job.elastic.committed_steps  # of the number that this worker has taken over
             first = first if done is None else min(done, self._count)
         repeats = counts_steps and job.env.on_loss == "replace"
+        headway = job.reporter.headway
+        entered = headway.enter(self._count)
         try:
             for index in range(first, self._count):
+                headway.begin(entered, index)
                 ledger.begin_item(loop, index)
                 if repeats:
                     seed_step(ledger.script_seed, job.env.number, index)
                 yield index
         finally:
+            headway.leave(entered)
             ledger.close_loop(loop)

@@ -180,6 +180,8 @@ class Sharded:
         is_noted = getattr(self._source, "is_noted", False)  # by itself
         try:
             given = batches if is_noted else this.entry.noted(batches)
+            if torch.is_grad_enabled():
+                job.reporter.headway.begin_pass(self._length)
             yield from timed(given, job, announcer)
         finally:
             announcer.close()

@@ -36,8 +36,10 @@ def timed(batches: Iterator[Any], job: Job, announcer: Announcer) -> Iterator[An
             reporter.input_s += time.perf_counter() - waiting.seconds - start_s
             if batch is timed:
                 return
-            if is_mine and torch.is_grad_enabled():  # else it is evaluated with
-                reporter.samples += _samples(batch, announcer)
+            if torch.is_grad_enabled():  # else it is evaluated with
+                reporter.headway.take_batch()
+                if is_mine:
+                    reporter.samples += _samples(batch, announcer)
             yield batch
             del batch  # who makes the next one may need its memory
     finally:

@@ -237,9 +237,9 @@ class Board:
     def _left(self, now_s: float) -> list[str]:
         """Say how long it will still take; by the slowest, for whom the job waits in the end."""
         left = [one for rank in self._running() if (one := rank.course.left_s(now_s)) is not None]
-        if not left:
+        done = min((rank.course.done for rank in self._running()), default=1.0)
+        if not left or done >= 1:
             return []
-        done = min(rank.course.done for rank in self._running())
         return [f"{100 * done:.0f} % done, {duration(max(left))} left"]
 
     def straggler(self, now_s: float) -> str | None:

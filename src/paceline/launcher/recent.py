@@ -16,6 +16,7 @@ from paceline.telemetry.steps import StepTimes
 WINDOW_S = 8.0
 _MOST_APART_S = 30.0  # clocks of two hosts that differ by more were never compared
 _MOST_MARKS = 128  # of a course
+_ANOTHER_LOOP = 0.5
 _FIRST_GUESS_S = 3.0  # before that, the time left would be anybody's guess
 
 
@@ -118,8 +119,11 @@ class Course:
         self._marks: list[tuple[float, float]] = []
 
     def add(self, at_s: float, done: float) -> None:
-        """Take in a share; loops inside of each other may make it fall back, which is ignored."""
-        if self._marks and done <= self.done:
+        """Take in a share. Where a round has several passes it falls back a little, which is
+        ignored; one that is far back is of another loop."""
+        if done < self.done - _ANOTHER_LOOP:
+            self._marks.clear()
+        elif self._marks and done <= self.done:
             return
         self.done = min(done, 1.0)
         self._marks.append((at_s, self.done))

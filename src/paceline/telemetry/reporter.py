@@ -24,7 +24,14 @@ from collections.abc import Callable, Mapping
 
 from paceline.telemetry import clock
 from paceline.telemetry.compression import Books
-from paceline.telemetry.events import CODEC_ERROR, COMM_SHARE, COMPUTE_SHARE, Progress
+from paceline.telemetry.events import (
+    CODEC_ERROR,
+    COMM_SHARE,
+    COMPUTE_SHARE,
+    DONE_SHARE,
+    Progress,
+)
+from paceline.telemetry.headway import Headway
 from paceline.telemetry.steps import StepTimes
 from paceline.telemetry.stopwatch import Stopwatch
 from paceline.telemetry.traffic import Meter
@@ -71,6 +78,8 @@ class Reporter:
         self._meter = Meter(sent_bytes)
         self.books = Books()  # what compression has saved and cost
         self._gauges[CODEC_ERROR] = self.books.lately_missed
+        self.headway = Headway()  # in the script's loops
+        self._gauges[DONE_SHARE] = self.headway.percent
 
     def watch(self, name: str, gauge: Gauge) -> None:
         """Read a value whenever a message leaves; by the newest gauge of this name. It is called in

@@ -154,6 +154,16 @@ def test_the_time_left_follows_the_later_half() -> None:
     assert board.picture(40.0).words[0] == "50 % done, 25 s left"
 
 
+def test_another_loop_has_a_time_of_its_own() -> None:
+    board = Board(seats(1))
+    for second in range(21):
+        board.on_progress(Progress(0, second, {"done %": 5.0 * second}), float(second))
+    assert " left" not in board.line(20.0), "it is over"
+    for second in range(21, 31):
+        board.on_progress(Progress(0, second, {"done %": 1.0 * (second - 20)}), float(second))
+    assert "10 % done, 1 min 30 s left" in board.line(30.0)
+
+
 def test_a_replacement_begins_anew() -> None:
     board = Board(seats(2))
     _timed(board, 1, input_s=0.02, wait_s=0.05)
