@@ -41,7 +41,7 @@ fmt: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/allreduce.py $(ARGS)
 
-# Open site/index.html; nothing is fetched, neither now nor then.
+# Open site/index.html; to search, serve it: python -m http.server -d site. Nothing is fetched.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 
