@@ -124,13 +124,14 @@ class Trainer:
             scaler=scaler,
             has_stages=mesh_used.pp > 1,
         )
-        objects = self._objects(scaler, "" if number == 0 else f"_{number}")
+        objects = self._objects(scaler)
         if self._job.elastic.is_on:
-            carry(**objects)
+            ending = f"_{number}" if number else ""
+            carry(**{name + ending: thing for name, thing in objects.items()})
         self._saving = Saving(self._job, self._succession, model, objects, arguments)
         self._averages = Averages(["loss"])
 
-    def _objects(self, scaler: GradScaler | None, ending: str) -> dict[str, Any]:
+    def _objects(self, scaler: GradScaler | None) -> dict[str, Any]:
         """Return what is saved and carried to newcomers besides model and optimizer, by name."""
         found: dict[str, Any] = {"trainer": self._progress}
         if self._scheduler is not None:
@@ -140,7 +141,7 @@ class Trainer:
         for number, callback in enumerate(self._callbacks.all):
             if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
                 found[f"callback_{number}"] = callback
-        return {name + ending: thing for name, thing in found.items()}
+        return found
 
     @property
     def step(self) -> int:
