@@ -137,8 +137,11 @@ class Curve:
 
 def _mean_of(lines: Sequence[Series], every: Series) -> list[tuple[float, float]]:
     firsts, ends = [min(line.bins) for line in lines], [max(line.bins) for line in lines]
+    # A worker that has not told anything for some of its usual distances is not there any more.
+    spans = zip(lines, firsts, ends, strict=True)
+    patience = [2 + 2 * (end - first) / max(len(line.bins) - 1, 1) for line, first, end in spans]
     # Until all who begin together have told something, the mean would jump with each of them.
-    together = min(firsts, default=0) + max(2, len(every.bins) // 20)
+    together = min(firsts, default=0) + max(patience, default=0)
     begin = max((first for first in firsts if first <= together), default=0)
     now: dict[int, float] = {}
     points = []
@@ -146,8 +149,8 @@ def _mean_of(lines: Sequence[Series], every: Series) -> list[tuple[float, float]
         for number, line in enumerate(lines):
             if at in line.bins:
                 now[number] = line.bins[at].mean
-            elif at > ends[number] + 1:
-                now.pop(number, None)  # it is not there any more
+            elif at > ends[number] + patience[number]:
+                now.pop(number, None)
         if now and at >= begin:
             points.append((every.bins[at].x, sum(now.values()) / len(now)))
     return points

@@ -14,6 +14,7 @@ import re
 NAME_LIMIT = 48
 TEXT_LIMIT = 600
 _HUGE = 1e30  # a value beyond it is as good as infinite, and can be drawn by nobody
+_TINY = 1e-30  # and one below this is as good as 0
 _LONG_S = 1e9  # thirty years
 # Controls without tab and line feed, surrogates, and what embeds, overrides or isolates directions.
 _INVISIBLE = re.compile(
@@ -35,6 +36,8 @@ def usable(value: float) -> float | None:
         number = float(value)
     except OverflowError:
         return None
+    if abs(number) < _TINY:
+        return 0.0
     return number if abs(number) < _HUGE else None  # NaN compares false
 
 

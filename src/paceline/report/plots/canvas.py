@@ -120,7 +120,7 @@ def spanning(values: Sequence[float], *, from_zero: bool = False) -> tuple[float
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     air = (high - low) * 0.05
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
-        air = abs(high) * 0.1 or 1.0
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-30):
+        air = abs(high) * 0.1 if abs(high) > 1e-30 else 1.0
     is_at_zero = from_zero and low == 0.0
     return (0.0 if is_at_zero else low - air), high + air
