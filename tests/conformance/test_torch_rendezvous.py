@@ -143,7 +143,8 @@ def test_alone_and_with_a_wrong_rank():
 
 def test_paceline_run(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "paceline", "run", "-n", "2", str(tmp_path / "script.py")]
+    command = [sys.executable, "-m", "paceline", "run", "-n", "2", "--log-dir", "none"]
+    command.append(str(tmp_path / "script.py"))
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=plain_environ())
     assert done.returncode == 0, done.stdout + done.stderr
     assert (done.stdout + done.stderr).count("sum 3.0") == 2

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from run_support import COMMAND, Workbench, is_alive, wait_until
 
+from paceline.telemetry.record import Reading, RunEnded, RunStarted
+
 _TRAIN = """
     import os, pathlib, time
     import torch
@@ -96,6 +98,14 @@ def test_a_detached_job_outlives_its_keeper_and_can_be_changed(bench: Workbench)
     assert re.search(rf"worker 1 \(host \S+, pid {first[1]}\) lost: ended, how is not", output)
     assert "[0] worker 0 is done" in output and "no longer wanted, and leaves" in output
     assert bench.left_behind() == []
+    (run,) = (bench.path / "runs").iterdir()
+    reading = Reading(run / "events.jsonl")
+    events = [line.event for line in reading.lines()]
+    kinds = [type(event) for event in events]
+    assert kinds[0] is RunStarted and kinds[-1] is RunEnded, "one record, of two keepers"
+    assert kinds.count(RunStarted) == 1 and reading.damaged <= 1
+    times = [line.t for line in reading.lines()]
+    assert times == sorted(times)
 
 
 def test_stop_ends_a_job_and_what_cannot_be_found_is_said(bench: Workbench) -> None:

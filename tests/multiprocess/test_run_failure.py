@@ -137,7 +137,7 @@ def test_a_rank_that_finished_is_not_called_stopped(bench: Workbench) -> None:
         (["--env", "RANK=1", "script.py"], "the launcher sets RANK"),
         (["--env", "PACELINE_TIMEOUT_S=soon", "script.py"], "PACELINE_TIMEOUT_S"),
         (["--threads-per-worker", "0", "script.py"], "--threads-per-worker 0"),
-        (["--log-dir", "script.py", "script.py"], "--log-dir script.py: File exists"),
+        (["--metrics-port", "70000", "script.py"], "--metrics-port 70000: expected"),
         (["--no-such-option", "script.py"], "--no-such-option"),
         ([], "paceline run --help"),
     ],

@@ -202,6 +202,32 @@ def test_losses_of_an_elastic_job_are_in_the_record(bench: Workbench) -> None:
     assert (lost.role, lost.number) == ("worker", 1) and isinstance(events[-1], RunEnded)
 
 
+_KILLED_ONCE = """
+    import os, pathlib, time
+    import paceline as pl
+    from paceline import job
+
+    pl.init()
+    for _ in range(5):
+        job.current().step_done()
+        time.sleep(0.2)
+    if not pathlib.Path("killed").exists():
+        pathlib.Path("killed").touch()
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_job_that_starts_again_goes_on_in_its_directory(bench: Workbench) -> None:
+    done = bench.run("run", "-n", "1", "--restarts", "1", bench.script(_KILLED_ONCE))
+    assert done.returncode == 0 and "restart 1 of 1" in done.stderr, done.stderr
+    events = _events(_only_run(bench))
+    kinds = [type(event) for event in events]
+    assert kinds.count(RunStarted) == kinds.count(RunEnded) == 1 and kinds[-1] is RunEnded
+    steps = [event.step for event in events if isinstance(event, Progress)]
+    assert steps.index(1) < len(steps) - 1 - steps[::-1].index(1), "the first step came twice"
+
+
 def _reporting(bench: Workbench) -> set[int]:
     return {event.rank for event in _partly(bench) if isinstance(event, Progress)}
 

@@ -1,10 +1,10 @@
 """The display: the one thread that writes to the terminal; what is kept goes to the recorder.
 
-Why a thread: a terminal can be held (Ctrl-S), `| less` stops reading. The
-launcher's main thread answers heartbeats and Ctrl-C, so it must never wait for any of those. It
-puts what is to be shown into a queue; this thread takes it out and waits as long as it has to. When
-the queue is full (`is_behind`) the launcher stops reading from the ranks, and they wait in their
-own writes, as they would on a pipe.
+Why a thread: a terminal can be held (Ctrl-S), `| less` stops reading. The launcher's main thread
+answers heartbeats and Ctrl-C, so it must never wait for any of those. It puts what is to be shown
+into a queue; this thread takes it out and waits as long as it has to. When the queue is full
+(`is_behind`) the launcher stops reading from the ranks, and they wait in their own writes, as they
+would on a pipe.
 
 Threads: public methods are called by the main thread; everything named `_paint...` runs on the
 display thread, which alone owns the screen. The recorder (recording/) has a thread of its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from paceline.telemetry.events import MemberLost, Note, Progress
@@ -37,3 +38,12 @@ def test_cut_and_foreign_lines_are_counted(tmp_path: Path) -> None:
     reading = Reading(path)
     assert [line.event for line in reading.lines()] == EVENTS[:2]
     assert reading.damaged == 6
+
+
+def test_values_that_are_not_finite_survive(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    values = {"nan": math.nan, "inf": math.inf, "low": -math.inf, "loss": 0.5}
+    path.write_bytes(encode(0.0, Progress(0, 1, values)))
+    (line,) = Reading(path).lines()
+    assert math.isnan(line.event.values.pop("nan"))
+    assert line.event.values == {"inf": math.inf, "low": -math.inf, "loss": 0.5}
