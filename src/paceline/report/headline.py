@@ -51,14 +51,20 @@ def _facts(run: Run) -> list[tuple[str, str]]:
             ("workers", shown(started.workers)),
             ("servers", shown(started.servers) if started.servers else ""),
             ("data workers", shown(started.data_workers) if started.data_workers else ""),
-            ("pace", shown(started.pace, 120) if started.pace else "chosen by the script"),
-            ("mesh", shown(started.mesh, 120)),
+            ("pace", _settled(run, "pace", started.pace) or "chosen by the script"),
+            ("mesh", _settled(run, "mesh", started.mesh)),
             ("host", shown(started.host)),
         ]
     if gathered.ended and gathered.ended.words:
         facts += [("end", shown(gathered.ended.words.removeprefix("paceline: "), 200))]
     facts += [("versions", _versions(run.settings, started.version if started else ""))]
     return [(what, fact) for what, fact in facts if fact]
+
+
+def _settled(run: Run, name: str, told: str) -> str:
+    """Return what the job was told; else what its script has chosen, as config.json has it."""
+    chosen = [one.value for one in run.settings if one.name == name and one.origin == "script"]
+    return shown(told or "".join(value for value in chosen[:1] if value != "none"), 120)
 
 
 def _moment(iso: str) -> str:

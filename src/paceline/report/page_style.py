@@ -83,8 +83,8 @@ td:first-child{white-space:nowrap}
 .settings td:first-child{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:13px}
 .settings td{min-width:90px}
 .num{text-align:right}
+.kind{white-space:nowrap}
 .kind i{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:8px}
-details summary{cursor:pointer;color:var(--soft);padding:4px 0}
 footer{margin:44px 0 0;color:var(--soft);font-size:13px}
 """
 _DRAWINGS = """
@@ -97,6 +97,7 @@ line.mark{stroke:var(--bad);stroke-width:1;stroke-dasharray:3 3;opacity:.75}
 line.bad{stroke:var(--bad);stroke-width:2}
 polyline{fill:none;stroke-linejoin:round;stroke-linecap:round}
 .worker{stroke-width:1;opacity:.55}
+.load{stroke-width:1.5;opacity:.9}
 .many{stroke:var(--c0);opacity:.35}
 .mean{stroke:var(--ink);stroke-width:2}
 .only{stroke:var(--c0);stroke-width:1.75}
@@ -118,8 +119,8 @@ h1{font-size:21px}
 .facts{grid-template-columns:1fr 1fr}
 figure{padding:12px 10px 10px}
 svg text{font-size:15px}
-.wide svg text,.natural svg text{font-size:13px}
-.natural svg .small{font-size:11px}
+.wide svg text{font-size:13px}
+.natural svg .small{font-size:13px}
 th,td{padding:6px 10px}
 }
 @media print{
@@ -130,7 +131,6 @@ h2{break-after:avoid}
 .tile,figure,.table{border-color:#ccc}
 .grid{grid-template-columns:1fr 1fr}
 .wide svg{min-width:0}
-details:not([open])>*{display:block}
 *{print-color-adjust:exact;-webkit-print-color-adjust:exact}
 }
 """

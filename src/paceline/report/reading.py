@@ -122,6 +122,8 @@ def _setting(name: str, said: object) -> Setting:
 
 
 def _as_text(value: object) -> str:
+    if value is None or value == []:
+        return "none"
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 

@@ -14,12 +14,17 @@ from paceline.report.plots.curves import COLOURS, XAxis, curve_plot
 from paceline.report.reading import Run
 from paceline.report.series import Curve
 from paceline.report.words import shown
-from paceline.telemetry.events import LEARNING_RATE
+from paceline.telemetry.events import CODEC_ERROR, LEARNING_RATE, STALENESS
 from paceline.telemetry.staleness import TableReport, WorkerReport, merge
 
 _MAX_VALUES = 8  # plots of what a script reports beside its loss
 _MAX_TABLES = 4
 _MAX_MARKS = 24
+_KNOWN = {  # values that workers report by themselves: title, axis, and what it is
+    LEARNING_RATE: ("Learning rate", "lr", "Of the optimizer."),
+    STALENESS: ("Staleness", "versions", "By others, that an update had not seen."),
+    CODEC_ERROR: ("Error of the codec", "share", "Of a gradient, left for a later step."),
+}
 
 
 def figure(title: str, drawing: str, more: str = "", legend: str = "", css: str = "") -> str:
@@ -52,7 +57,7 @@ def _lines_legend(curve: Curve, who: str = "worker") -> str:
     if len(names) > COLOURS:
         return _legend([("stroke c0", f"each {who}"), ("stroke ink", "mean")])
     told = [(f"stroke c{at}", f"{who} {name}") for at, name in enumerate(names)]
-    return _legend([*told, ("stroke ink", "mean")])
+    return _legend([*told, ("stroke ink", "mean")] if who == "worker" else told)
 
 
 def _kinds_legend(kinds: Iterable[str]) -> str:
@@ -126,13 +131,11 @@ def _losses(gathered: Gathered, name: str) -> list[str]:
 
 def _value(gathered: Gathered, name: str) -> str:
     curve = gathered.values[name]
-    label = shown(name, 24)
-    title = "Learning rate" if name == LEARNING_RATE else shown(name)
+    title, label, about = _KNOWN.get(name) or (shown(name), shown(name, 24), _who(curve))
     if name == LEARNING_RATE:  # it is the same everywhere: one line
         curve.workers, curve.is_crowded = {0: curve.all}, False
     marks = _marks(gathered)
     drawing = curve_plot(curve, _over_time(curve), title=title, y_label=label, marks=marks)
-    about = "Of the optimizer." if name == LEARNING_RATE else _who(curve)
     return figure(title, drawing, _about(curve, about), _lines_legend(curve))
 
 
@@ -168,13 +171,14 @@ def speed(run: Run) -> str:
 
 
 def _one_step(run: Run) -> list[str]:
-    picture = run.trace or picture_of(run.gathered.typical.choose())
+    times = run.gathered.typical.choose()
+    rows = bars.chosen(run.gathered.waits.workers)
+    picture = run.trace or picture_of({who: times[who] for who in rows if who in times})
     if picture is None:
         return []
-    lanes = picture.lanes[: gantt.MOST]
-    more = picture.words
-    if len(picture.lanes) > len(lanes):
-        more += f" The first {len(lanes)} of {len(picture.lanes)} processes."
+    lanes, more = picture.lanes[: gantt.MOST], picture.words
+    if len(lanes) < len(picture.lanes) or (run.trace is None and len(lanes) < len(times)):
+        more += f" {len(lanes)} of {max(len(picture.lanes), len(times))} processes."
     there = {bar.kind for lane in lanes for bar in lane.bars}
     legend = _kinds_legend(kind for kind in LANE_KINDS if kind in there)
     drawing = gantt.gantt(picture, lanes)
@@ -239,6 +243,6 @@ def servers(run: Run) -> str:
         if curve is None or not curve.all.bins:
             continue
         x = _over_time(curve)
-        drawing = curve_plot(curve, x, title=title, y_label=label, from_zero=True)
+        drawing = curve_plot(curve, x, title=title, y_label=label, is_load=True)
         figures.append(figure(title, drawing, about, _lines_legend(curve, "server")))
     return section("Servers", figures)

@@ -112,6 +112,8 @@ def _picture(spans: Sequence[_Span], names: dict[object, str]) -> Picture | None
     )  # fmt: skip
     took = duration(max(span.end_s - span.begin_s for span in steps[step]))
     words = f"Step {step} of the trace ({len(steps)} steps), which took {took}."
+    if end_s - begin_s > 1.5 * max(span.end_s - span.begin_s for span in steps[step]):
+        words += " Workers run free: from the first that began it to the last that ended it."
     return Picture(lanes, end_s - begin_s, words)
 
 

@@ -177,7 +177,7 @@ events = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(st.tuples(floats, events), max_size=25))
 def test_any_sequence_of_events_makes_a_page(told: list) -> None:
     page = page_of(told)

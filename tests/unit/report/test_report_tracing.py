@@ -101,7 +101,7 @@ odd_events = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(odd_events | json_values, max_size=12))
 def test_no_trace_makes_it_stumble(tmp_path_factory: pytest.TempPathFactory, told: list) -> None:
     path = tmp_path_factory.getbasetemp() / "odd-trace.json"

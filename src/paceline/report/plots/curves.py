@@ -78,20 +78,23 @@ def axes(x: XAxis, y: Scale, y_label: str) -> list[str]:
 
 def curve_plot(
     curve: Curve, x: XAxis, *, title: str, y_label: str, marks: Sequence[float] = (),
-    from_zero: bool = False,
+    is_load: bool = False,
 ) -> str:  # fmt: skip
-    """Draw what the workers told about one value; marks are moments at which something happened."""
+    """Draw what the workers told about one value; marks are moments at which something happened.
+
+    The load of servers (`is_load`) begins at zero, and has no mean: each of them has its own.
+    """
     bins = curve.all.in_order()
     low, high = min(one.low for one in bins), max(one.high for one in bins)
-    is_log = not from_zero and low > 0 and high / low >= _LOG_FROM
-    edges = (low / 1.15, high * 1.15) if is_log else spanning((low, high), from_zero=from_zero)
+    is_log = not is_load and low > 0 and high / low >= _LOG_FROM
+    edges = (low / 1.15, high * 1.15) if is_log else spanning((low, high), from_zero=is_load)
     y = Scale(*edges, BOTTOM, TOP, is_log)
     parts = axes(x, y, y_label + (" (log)" if is_log else ""))
     parts += [line(x.at(at), TOP, x.at(at), BOTTOM, "mark") for at in marks]
     if curve.first_bad is not None:
         at = x.at(curve.first_bad[0])
         parts += [line(at, TOP, at, BOTTOM, "bad", "the first value that is not finite")]
-    parts += _lines(curve, x, y)
+    parts += _lines(curve, x, y, is_load)
     parts += _tips(curve, x, y_label)
     words = f"{title}: from {number(bins[0].mean)} to {number(bins[-1].mean)}, lowest {number(low)}"
     return svg(WIDTH, HEIGHT, title, f"{words}, highest {number(high)}", parts)
@@ -101,7 +104,7 @@ def _placed(points: Points, x: XAxis, y: Scale) -> list[tuple[float, float]]:
     return [(x.at(a), y.at(b)) for a, b in points]
 
 
-def _lines(curve: Curve, x: XAxis, y: Scale) -> list[str]:
+def _lines(curve: Curve, x: XAxis, y: Scale, is_load: bool) -> list[str]:
     mean = polyline(_placed(curve.mean(), x, y), "mean")
     if curve.is_crowded:
         bins = curve.all.in_order()
@@ -117,8 +120,8 @@ def _lines(curve: Curve, x: XAxis, y: Scale) -> list[str]:
         # The page must not grow with the workers: of many, each has half as many points.
         shown = series.coarse(series.width * 2) if are_many else series
         colour = "worker many" if are_many else f"worker c{at}"
-        parts.append(polyline(_placed(shown.points(), x, y), colour))
-    return [*parts, mean]
+        parts.append(polyline(_placed(shown.points(), x, y), colour + " load" * is_load))
+    return parts if is_load and not are_many else [*parts, mean]
 
 
 def _tips(curve: Curve, x: XAxis, y_label: str) -> list[str]:

@@ -8,7 +8,7 @@ from math import ceil
 from paceline.report.plots.canvas import rect, svg, text
 from paceline.report.words import short_duration
 
-MOST = 32  # workers on either side
+MOST = 24  # workers on either side
 _NUMBERS = 14  # up to so many workers there is room for a number in each square
 _LEFT, _TOP = 84, 52
 SHADES = 10
