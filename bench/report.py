@@ -50,14 +50,15 @@ def made_up_run(*, steps: int, workers: int, servers: int, seed: int) -> list[Ti
         events += _loads(end_s, servers, rng)
         events += _tables(end_s, steps, workers, servers, rng)
     events.sort(key=lambda one: one[0])
+    pace = "ssp:3" if servers else "allreduce"
     started = RunStarted(
         "20261117-071204-train-3f2a",
         "2026-11-17T07:12:04Z",
-        f"paceline run -n {workers} -s {servers} --pace ssp:3 train.py --epochs 4 --lr 0.1",
+        f"paceline run -n {workers} -s {servers} --pace {pace} train.py --epochs 4 --lr 0.1",
         "train.py",
         workers,
         servers,
-        pace="ssp:3" if servers else "allreduce",
+        pace=pace,
         host="node-1",
         version="0.1.0",
         clock_s=CLOCK_S,
@@ -151,9 +152,11 @@ def write_run(directory: Path, events: list[Timed]) -> None:
     with open(directory / "events.jsonl", "wb") as file:
         for t, event in events:
             file.write(encode(t, event))
+    started = events[0][1]
+    assert isinstance(started, RunStarted)
     settings = {
-        "workers": (8, "command line"),
-        "pace": ("ssp:3", "command line"),
+        "workers": (started.workers, "command line"),
+        "pace": (started.pace, "command line"),
         "precision": ("bf16", "environment PACELINE_PRECISION"),
         "timeout_s": (30.0, "default"),
         "python_version": ("3.12.3", "found"),
