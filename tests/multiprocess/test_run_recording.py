@@ -289,3 +289,21 @@ def test_metrics_are_served_while_the_job_runs(bench: Workbench) -> None:
 def test_a_port_that_is_none(bench: Workbench, port: str) -> None:
     done = bench.run("run", "--metrics-port", port, bench.script("pass"))
     assert done.returncode == 2 and "--metrics-port" in done.stderr
+
+
+def test_what_the_script_chose_becomes_part_of_the_configuration(bench: Workbench) -> None:
+    script = bench.script(
+        """
+        import paceline as pl, torch
+        pl.init()
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pl.distribute(model, optimizer, pace="local:4", precision="bf16")
+        """
+    )
+    ended = bench.run("run", "-n", "2", "--log-dir", "kept", script)
+    assert ended.returncode == 0, ended.stderr
+    settings = json.loads((bench.path / "kept/config.json").read_text())
+    assert settings["pace"] == {"value": "local:4", "origin": "script"}
+    assert settings["precision"] == {"value": "bf16", "origin": "script"}
+    assert settings["mesh"] == {"value": None, "origin": "script"}

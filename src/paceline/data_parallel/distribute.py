@@ -22,6 +22,7 @@ from paceline.data_parallel.succession import Succession
 from paceline.data_parallel.wishes import wishes_of
 from paceline.errors import PacelineError
 from paceline.job import Job
+from paceline.telemetry.events import Settled
 
 _successions: weakref.WeakKeyDictionary[nn.Module, Succession] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()  # alike on all workers
@@ -85,3 +86,11 @@ def _find_second_call(model: nn.Module, optimizer: torch.optim.Optimizer) -> str
 def _announce(job: Job, succession: Succession) -> None:
     if job.env.source != "alone":
         say(f"{succession.pace}: {succession.training.describe()}")
+        job.rendezvous.agent.report(Settled(job.env.rank, _settled(job, succession)))
+
+
+def _settled(job: Job, succession: Succession) -> dict[str, str]:
+    training = succession.training
+    settled = {"pace": str(succession.pace), "precision": training.options.precision}
+    mesh = job.whole.mesh
+    return {**settled, "mesh": str(mesh)} if mesh is not None else settled

@@ -106,6 +106,13 @@ class EpochEnded(msgspec.Struct, frozen=True, tag_field="type", tag="epoch"):
     worker: int | None = None
 
 
+class Settled(msgspec.Struct, frozen=True, tag_field="type", tag="settled"):
+    """What a model is trained with, when the script has set it up: pace, mesh, optimizer ..."""
+
+    rank: int  # who tells, for all
+    values: dict[str, str]
+
+
 Event: TypeAlias = (
     Progress
     | Note
@@ -114,6 +121,7 @@ Event: TypeAlias = (
     | Resumed
     | Preemptible
     | EpochEnded
+    | Settled
     | Spans
     | Waiting
 )

@@ -33,6 +33,7 @@ from paceline.telemetry.events import (
     Promoted,
     Resumed,
     ServerLoad,
+    Settled,
 )
 from paceline.telemetry.staleness import TableReport
 
@@ -71,7 +72,7 @@ class RunEnded(msgspec.Struct, frozen=True, tag_field="type", tag="end"):
 Recorded: TypeAlias = (
     RunStarted | RunEnded | Progress | Note | TableReport | ServerLoad | Resumed | Preemptible
     | EpochEnded | MemberLost | MemberJoined | MemberLeft | Promoted | Moved | Filled
-    | CoordinatorBack
+    | CoordinatorBack | Settled
 )  # fmt: skip
 
 

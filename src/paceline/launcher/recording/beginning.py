@@ -33,7 +33,7 @@ def begin_record(
     files = RunFiles(
         directory,
         spec.seats,
-        lambda: encode(configuration(spec, environ, directory, cwd)),
+        lambda settled: encode(configuration(spec, environ, directory, cwd, settled)),
         keeps_logs=not spec.is_detached,  # whose processes write to their files themselves
         is_resumed=is_resumed,
     )

@@ -2,7 +2,7 @@
 
     {"pace": {"value": "ssp:3", "origin": "command line"}, ...}
 
-Origins: "command line", "environment NAME", "script" (it decides, the launcher was not told),
+Origins: "command line", "environment NAME", "script" (it decides; null until it has),
 "default", and "found" for facts about the machine. Variables that were set with --env are listed by
 name only: a value may be a password.
 """
@@ -15,6 +15,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -34,9 +35,14 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def configuration(
-    spec: RunSpec, environ: Mapping[str, str], directory: Path, cwd: Path
+    spec: RunSpec,
+    environ: Mapping[str, str],
+    directory: Path,
+    cwd: Path,
+    settled: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Setting]:
-    """Resolve everything that the launcher knows about a run, in the order in which to read it."""
+    """Resolve everything that is known about a run, in the order in which to read it; `settled` is
+    what the script had to decide itself."""
     asked = _Asked(spec, environ)
     settings = {
         "script": Setting(spec.target, COMMAND_LINE),
@@ -62,6 +68,9 @@ def configuration(
         **_engine(asked),
         **_found(cwd),
     }
+    for name, value in settled.items():
+        if name in settings and settings[name].value is None:
+            settings[name] = Setting(value, SCRIPT)
     return settings
 
 

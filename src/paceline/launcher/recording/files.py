@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from paceline.launcher.recording.measures import Sample
 from paceline.launcher.recording.tensorboard import TensorBoard, write_all
 from paceline.launcher.seat import Seat
+from paceline.telemetry.events import Settled
 from paceline.telemetry.record import EVENTS_FILE, Recorded, encode
 
 CONFIG_FILE, TENSORBOARD = "config.json", "tb"
@@ -95,7 +96,8 @@ def _ends_a_line(path: Path) -> bool:
 
 
 class RunFiles:
-    """All files of one run; every method raises OSError as files do.
+    """All files of one run; every method raises OSError as files do. `configure` makes config.json,
+    given what the script has settled.
 
     A run that is RESUMED (the keeper of a detached job was killed) goes on in its files.
     """
@@ -104,7 +106,7 @@ class RunFiles:
         self,
         directory: Path,
         seats: Sequence[Seat],
-        configure: Callable[[], bytes],
+        configure: Callable[[Mapping[str, str]], bytes],
         *,
         keeps_logs: bool = True,
         is_resumed: bool = False,
@@ -123,12 +125,14 @@ class RunFiles:
         if not self._is_resumed:
             if self._keeps_logs:
                 self._logs.begin(self._seats)
-            (self.directory / CONFIG_FILE).write_bytes(self._configure())
+            (self.directory / CONFIG_FILE).write_bytes(self._configure({}))
         self._events = EventsFile(self.directory / EVENTS_FILE, appends=self._is_resumed)
 
     def event(self, t: float, event: Recorded) -> None:
         assert self._events is not None, "open comes first"
         self._events.write(t, event)
+        if isinstance(event, Settled) and not self._is_resumed:
+            (self.directory / CONFIG_FILE).write_bytes(self._configure(event.values))
 
     def output(self, seat: Seat, data: bytes) -> None:
         if self._keeps_logs:
