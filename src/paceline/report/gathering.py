@@ -163,6 +163,9 @@ def is_loss(name: str) -> bool:
 
 
 def _sane(step: StepTimes) -> StepTimes:
+    is_sane = 0 <= step.wait_s <= step.took_s < 1e6 and abs(step.end_s) < 1e9
+    if is_sane and 0 <= step.input_s <= step.took_s - step.wait_s and 0 <= step.samples < 1 << 40:
+        return step  # as nearly all are; a comparison with NaN is false
     took_s = seconds_of(step.took_s)
     wait_s = min(seconds_of(step.wait_s), took_s)
     return StepTimes(

@@ -176,14 +176,19 @@ class Rate:
         while end >= self.width * self.capacity:
             self._widen()
         first, last = int(begin / self.width), int(end / self.width)
+        if first == last:
+            self._put(first, 1.0, amounts)
+            return
         for at in range(first, last + 1):
-            part = 1.0
-            if first != last:
-                inside = min(end, (at + 1) * self.width) - max(begin, at * self.width)
-                part = inside / (end - begin)
-            here = self.bins.setdefault(at, [0.0] * self.kinds)
-            for kind, amount in enumerate(amounts):
-                here[kind] += part * amount
+            inside = min(end, (at + 1) * self.width) - max(begin, at * self.width)
+            self._put(at, inside / (end - begin), amounts)
+
+    def _put(self, at: int, part: float, amounts: Sequence[float]) -> None:
+        here = self.bins.get(at)
+        if here is None:
+            here = self.bins[at] = [0.0] * self.kinds
+        for kind, amount in enumerate(amounts):
+            here[kind] += part * amount
 
     def _widen(self) -> None:
         self.width *= 2
