@@ -21,6 +21,7 @@ from paceline import job
 from paceline.collectives.group import Group
 from support import run_ranks, started, tell
 from support.environs import job_environs
+from support.named_memory import named_memory
 from support.ranks import ForkServer, run_processes
 
 
@@ -62,7 +63,7 @@ def require_nothing_left(names: list[str], addresses: list[str]) -> None:
     assert not [name for name in names if name in unix]
     assert all(is_free(address) for address in addresses if address)
     assert ForkServer.get().children() == []
-    assert not [name for name in os.listdir("/dev/shm") if "paceline" in name]
+    assert not [name for name in named_memory() if "paceline" in name]
 
 
 def kill_cycles(number: int, seed: int) -> None:

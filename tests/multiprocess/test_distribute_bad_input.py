@@ -18,6 +18,7 @@ from torch import nn
 import paceline as pl
 from paceline.collectives.group import Group
 from support import outcomes_of, run_processes, run_ranks, started, tell
+from support.named_memory import named_memory
 
 SOON = {"PACELINE_TIMEOUT_S": "15"}
 
@@ -287,7 +288,7 @@ def test_before_init() -> None:
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_rank_that_dies_during_backward(update: str, hosts: int) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = named_memory()
     victim = 1
     with started(3, train_for_ever, update, victim, hosts=hosts) as ranks:
         ranks.hear_all()
@@ -300,7 +301,7 @@ def test_a_rank_that_dies_during_backward(update: str, hosts: int) -> None:
             assert isinstance(outcome.error, pl.errors.PeerLost), outcome
             assert outcome.error.rank == victim and f"rank {victim}" in str(outcome.error), outcome
             assert outcome.status == 1
-    assert set(os.listdir("/dev/shm")) - before == set()
+    assert named_memory() - before == set()
 
 
 def test_a_rank_whose_loss_does_not_need_the_model() -> None:

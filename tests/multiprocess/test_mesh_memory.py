@@ -129,6 +129,7 @@ def is_out_of_memory(outcome: Any, peak_mb: float, limit_mb: float) -> bool:
 
 
 @pytest.mark.root
+@pytest.mark.serial
 def test_two_processes_train_what_one_cannot():
     # Parameters, gradients and AdamW's two averages: 256 MB in one, 128 MB in each of two.
     limit_mb = 200
@@ -141,6 +142,7 @@ def test_two_processes_train_what_one_cannot():
 
 
 @pytest.mark.root
+@pytest.mark.serial
 def test_two_stages_train_what_one_process_cannot():
     limit_mb = 200
     (alone,), (peak_mb,) = trained(1, torch.optim.AdamW, limit_mb * MB, train_in_stages)
@@ -152,6 +154,7 @@ def test_two_stages_train_what_one_process_cannot():
 
 
 @pytest.mark.root
+@pytest.mark.serial
 def test_four_processes_train_what_has_more_parameters_than_one_has_memory():
     limit_mb = 60
     (alone,), (peak_mb,) = trained(1, torch.optim.SGD, limit_mb * MB)

@@ -161,6 +161,7 @@ _EAT = """
 
 
 @pytest.mark.root
+@pytest.mark.serial
 def test_out_of_memory_is_said_with_evidence(bench: Workbench) -> None:
     group = memory_cgroup(limit_bytes=96 << 20)
     if group is None:

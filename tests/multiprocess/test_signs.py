@@ -57,6 +57,7 @@ def test_other_ends_are_named(program: str, words: str) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.serial
 def test_a_process_is_diagnosed_by_its_own_memory_group() -> None:
     group = memory_cgroup(limit_bytes=96 << 20)
     if group is None:

@@ -49,6 +49,7 @@ def test_row_18_a_straggler_is_named(story: Story) -> None:
 
 @pytest.mark.slow
 @pytest.mark.root
+@pytest.mark.serial
 def test_row_21_a_worker_runs_out_of_memory(story: Story) -> None:
     with control_group("memory") as group:
         (group / "memory.limit_in_bytes").write_text(str(1500 << 20))
