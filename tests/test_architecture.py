@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -151,3 +152,10 @@ def test_the_readmes_tree_is_true():
     assert top - {".ci"} <= named, f"not in the README's tree: {top - named}"
     packages = {f"src/paceline/{p.name}/" for p in SOURCE.iterdir() if (p / "__init__.py").exists()}
     assert packages <= tree
+
+
+def test_no_module_hides_a_public_name():
+    # Python puts a submodule that was imported over an attribute of that name: pl.report ...
+    modules = {path.stem for path in (ROOT / "src/paceline").iterdir()}
+    both = modules & set(paceline.__all__)
+    assert both == {name for name in both if isinstance(getattr(paceline, name), ModuleType)}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.report.gathering import Gathered
-from paceline.report.page import render
-from paceline.report.reading import Run
+from paceline.run_report.gathering import Gathered
+from paceline.run_report.page import render
+from paceline.run_report.reading import Run
 from paceline.telemetry.events import Progress
 from paceline.telemetry.record import EVENTS_FILE, Line, Recorded, RunEnded, RunStarted, encode
 from paceline.telemetry.steps import StepTimes

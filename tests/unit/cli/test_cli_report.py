@@ -67,10 +67,3 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
         f"report(Path({str(run)!r}), None)\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def test_the_package_does_not_hide_the_function_of_its_name() -> None:
-    import paceline.report.page
-
-    with pytest.raises(paceline.PacelineError, match="has not joined a job yet"):
-        paceline.report(loss=0.5)

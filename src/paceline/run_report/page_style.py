@@ -6,7 +6,7 @@ darker on white and a little lighter on black. Drawings name classes only.
 
 from __future__ import annotations
 
-from paceline.report.plots.heatmap import SHADES
+from paceline.run_report.plots.heatmap import SHADES
 
 _LIGHT = """
 color-scheme:light;--bg:#f5f6f8;--card:#fff;--ink:#1b2130;--soft:#5a6376;--line:#e4e7ed;

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from paceline.report.gathering import COMPUTE, INPUT, SAMPLES, STEPS, WAIT, Gathered
-from paceline.report.headline import main_loss
-from paceline.report.lanes import KINDS as LANE_KINDS
-from paceline.report.lanes import picture_of
-from paceline.report.plots import bars, gantt, heatmap, histogram
-from paceline.report.plots.areas import rate_plot, share_plot
-from paceline.report.plots.curves import COLOURS, XAxis, curve_plot
-from paceline.report.reading import Run
-from paceline.report.series import Curve
-from paceline.report.words import shown
+from paceline.run_report.gathering import COMPUTE, INPUT, SAMPLES, STEPS, WAIT, Gathered
+from paceline.run_report.headline import main_loss
+from paceline.run_report.lanes import KINDS as LANE_KINDS
+from paceline.run_report.lanes import picture_of
+from paceline.run_report.plots import bars, gantt, heatmap, histogram
+from paceline.run_report.plots.areas import rate_plot, share_plot
+from paceline.run_report.plots.curves import COLOURS, XAxis, curve_plot
+from paceline.run_report.reading import Run
+from paceline.run_report.series import Curve
+from paceline.run_report.words import shown
 from paceline.telemetry.events import CODEC_ERROR, LEARNING_RATE, STALENESS
 from paceline.telemetry.staleness import TableReport, WorkerReport, merge
 

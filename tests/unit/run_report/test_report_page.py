@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.report.plots.canvas import Scale, nice, spanning
-from paceline.report.words import duration, number, percent, tick
+from paceline.run_report.plots.canvas import Scale, nice, spanning
+from paceline.run_report.words import duration, number, percent, tick
 from paceline.telemetry import events as ev
 from paceline.telemetry.record import RunEnded, RunStarted
 from paceline.telemetry.staleness import TableReport, WorkerReport

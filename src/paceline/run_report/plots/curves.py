@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.report.plots.canvas import (
+from paceline.run_report.plots.canvas import (
     WIDTH,
     Scale,
     line,
@@ -16,8 +16,8 @@ from paceline.report.plots.canvas import (
     svg,
     text,
 )
-from paceline.report.series import Curve
-from paceline.report.words import number, short_duration, time_unit
+from paceline.run_report.series import Curve
+from paceline.run_report.words import number, short_duration, time_unit
 
 HEIGHT = 270
 LEFT, RIGHT, TOP, BOTTOM = 58, WIDTH - 16, 30, HEIGHT - 42

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from paceline.report.happenings import Happened, happened
-from paceline.report.series import Curve, Rate
-from paceline.report.typical import TypicalStep
-from paceline.report.words import count_of, seconds_of, usable
+from paceline.run_report.happenings import Happened, happened
+from paceline.run_report.series import Curve, Rate
+from paceline.run_report.typical import TypicalStep
+from paceline.run_report.words import count_of, seconds_of, usable
 from paceline.telemetry.events import (
     COMM_SHARE,
     COMPUTE_SHARE,

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from paceline.report.lanes import Bar, Lane, Picture
-from paceline.report.words import duration, usable
+from paceline.run_report.lanes import Bar, Lane, Picture
+from paceline.run_report.words import duration, usable
 
 _MAX_BYTES = 256 << 20
 _MAX_LANES = 24

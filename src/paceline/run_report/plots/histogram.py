@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from paceline.report.plots.canvas import WIDTH, line, rect, svg, text
-from paceline.report.words import number, percent
+from paceline.run_report.plots.canvas import WIDTH, line, rect, svg, text
+from paceline.run_report.words import number, percent
 from paceline.telemetry.staleness import WorkerReport
 
 MOST = 16  # rows

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.report.page import render, write
-from paceline.report.reading import read_run
+from paceline.run_report.page import render, write
+from paceline.run_report.reading import read_run
 from paceline.telemetry.events import Note
 from support.recorded import Parsed, training, whole, write_record
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from datetime import datetime, timezone
 
-from paceline.report.gathering import Gathered, is_loss
-from paceline.report.reading import Run, Setting
-from paceline.report.series import Curve
-from paceline.report.words import TEXT_LIMIT, duration, number, percent, shown, usable
+from paceline.run_report.gathering import Gathered, is_loss
+from paceline.run_report.reading import Run, Setting
+from paceline.run_report.series import Curve
+from paceline.run_report.words import TEXT_LIMIT, duration, number, percent, shown, usable
 from paceline.telemetry.steps import Slowest
 
 _VERSIONS = {"paceline_version": "Paceline", "python_version": "Python", "torch_version": "torch"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.report.words import duration, number, seconds_of, usable
+from paceline.run_report.words import duration, number, seconds_of, usable
 from paceline.telemetry.events import (
     CoordinatorBack,
     EpochEnded,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.report.happenings import KINDS, Happened
-from paceline.report.plots.canvas import WIDE, Scale, line, place, svg, text
-from paceline.report.words import short_duration, shown, time_unit
+from paceline.run_report.happenings import KINDS, Happened
+from paceline.run_report.plots.canvas import WIDE, Scale, line, place, svg, text
+from paceline.run_report.words import short_duration, shown, time_unit
 
 _LEFT, _RIGHT, _TOP, _ROW = 110, WIDE - 16, 6, 24
 

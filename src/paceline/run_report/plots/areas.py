@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.report.plots.canvas import WIDTH, Scale, line, polygon, polyline, rect, spanning, svg
-from paceline.report.plots.curves import BOTTOM, HEIGHT, TOP, XAxis, axes
-from paceline.report.words import number, percent
+from paceline.run_report.plots.canvas import (
+    WIDTH,
+    Scale,
+    line,
+    polygon,
+    polyline,
+    rect,
+    spanning,
+    svg,
+)
+from paceline.run_report.plots.curves import BOTTOM, HEIGHT, TOP, XAxis, axes
+from paceline.run_report.words import number, percent
 
 Stretch = tuple[float, float, float]  # begin, end, value
 Shares = tuple[float, float, Sequence[float]]  # begin, end, amount of each kind

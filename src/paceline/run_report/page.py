@@ -14,13 +14,13 @@ from pathlib import Path
 from string import Template
 
 from paceline.errors import UsageError
-from paceline.report import sections
-from paceline.report.happenings import KINDS, Happened
-from paceline.report.headline import head, slowest_sentence, tiles
-from paceline.report.page_style import style_sheet
-from paceline.report.plots.timeline import timeline
-from paceline.report.reading import Run
-from paceline.report.words import TEXT_LIMIT, duration, number, shown
+from paceline.run_report import sections
+from paceline.run_report.happenings import KINDS, Happened
+from paceline.run_report.headline import head, slowest_sentence, tiles
+from paceline.run_report.page_style import style_sheet
+from paceline.run_report.plots.timeline import timeline
+from paceline.run_report.reading import Run
+from paceline.run_report.words import TEXT_LIMIT, duration, number, shown
 
 REPORT_FILE = "report.html"
 _PAGE = Template("""<!DOCTYPE html>

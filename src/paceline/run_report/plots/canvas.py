@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.report.words import tick
+from paceline.run_report.words import tick
 
 WIDTH = 520  # of a plot that shares its row with another one
 WIDE = 1060  # of one that has it for itself

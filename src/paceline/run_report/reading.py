@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.report.gathering import Gathered
-from paceline.report.lanes import Picture
-from paceline.report.tracing import read_trace
+from paceline.run_report.gathering import Gathered
+from paceline.run_report.lanes import Picture
+from paceline.run_report.tracing import read_trace
 from paceline.telemetry.record import EVENTS_FILE, Reading, RunStarted
 
 CONFIG_FILE = "config.json"
