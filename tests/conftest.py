@@ -1,4 +1,4 @@
-"""What all tests share: the fork server ends with the session, and how tests run side by side.
+"""What all tests share: the fork server, no directories of runs, and how they run side by side.
 
 `make test` runs files of tests in three processes: most of them wait most of the time. The files
 that take longest come first, so that no process is left alone with one of them in the end; the

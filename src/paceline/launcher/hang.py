@@ -135,6 +135,8 @@ class HangWatch:
 
     def _explain(self, cause: frozenset[int], way: Way, now_s: float) -> None:
         ranks = sorted(cause)
+        processes = [process for rank in ranks if (process := self._find(rank)) is not None]
+        able = [process for process in processes if not process.is_frozen()]
         if len(ranks) == 1:
             story = self._story(way, "it", now_s)
             self._say(f"{self._name(ranks[0])} is missing: {story}; {self._state(ranks[0])}")
@@ -144,10 +146,8 @@ class HangWatch:
                 f"nobody is missing, but {self._story(way, self._name(way[0].rank), now_s)}: these"
                 f" operations do not fit together; {states}"
             )
-        for rank in ranks:
-            process = self._find(rank)
-            if process is not None and not process.is_frozen():
-                process.ask_for_stacks()
+        for process in able:
+            process.ask_for_stacks()
 
     def _story(self, way: Way, end: str, now_s: float) -> str:
         """Write "rank 0 has waited 30 s for rank 1 in recv, which waits for rank 2 in ..."."""
