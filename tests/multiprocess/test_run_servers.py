@@ -64,7 +64,9 @@ def test_a_script_trains_through_servers(
     done = bench.run("run", "-n", "2", *options, script, "40")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] loss True 2 2", "[1] loss True 2 2"]
-    assert re.search(rf"paceline: 2 ranks and {count} finished in \d+\.\d s\n$", done.stderr)
+    where = "paceline: logs, events and TensorBoard files are in logs"
+    end = rf"paceline: 2 ranks and {count} finished in \d+\.\d s\n{where}\n$"
+    assert re.search(end, done.stderr), done.stderr
     version = {"ps": 40}.get(pace, 80)
     assert re.search(rf": version {version}; staleness in versions", done.stderr), done.stderr
     assert len(re.findall(r"^ +[01] +40 +\d", done.stderr, re.M)) >= 2, "a line per worker"

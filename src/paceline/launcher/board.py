@@ -36,7 +36,7 @@ from paceline.telemetry.steps import Waits
 # Of the script's own values; more do not fit beside each other. The shares come in addition.
 MAX_COLUMNS = 5
 _UNNAMED = (COMPUTE_SHARE, COMM_SHARE, STALENESS, DONE_SHARE)  # shown elsewhere than by their names
-_BY_THEMSELVES = (LEARNING_RATE, CODEC_ERROR)  # whatever the script says is shown before these
+BY_THEMSELVES = (LEARNING_RATE, CODEC_ERROR)  # whatever the script says is shown before these
 _WAITING = 40.0  # percent of the time that others must lose before a straggler is named
 
 
@@ -144,7 +144,7 @@ class Board:
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of the reported values in the order in which they first came."""
-        return tuple(sorted(self._columns, key=lambda name: name in _BY_THEMSELVES))
+        return tuple(sorted(self._columns, key=lambda name: name in BY_THEMSELVES))
 
     def picture(self, now_s: float) -> Picture:
         """Return everything as it stands."""

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.launcher.board import Board
+from paceline.launcher.board import BY_THEMSELVES, Board
 from paceline.launcher.figures import number, rate
 from paceline.launcher.lines import printable
 from paceline.launcher.picture import Picture, Row
@@ -22,6 +22,8 @@ from paceline.telemetry.steps import Slowest, Waits
 _SCREEN_LINES = 24
 _MOST_ROWS = 16
 _LONGEST_COMMAND = 40
+_NOTEWORTHY = 0.05  # of the others' time that servers let them wait for the slowest worker
+_EXCHANGE = 0.15  # of all time, before the exchange is worth a word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class Closing:
         """Write it for a screen of so many columns and lines. In a file (None lines) a sentence is
         one line, and nothing is told in short."""
         before, after = self._table(width), [f"paceline: {text}" for text in self.told]
-        advice = slowest_words(self.board.waits, has_servers=self.has_servers)
+        advice = slowest_words(self.board.waits, self.reports, has_servers=self.has_servers)
         if advice is not None:
             before.append(f"paceline: {advice}")
         tables = [printable(line.encode()) for line in staleness.describe(self.reports)]
@@ -73,29 +75,36 @@ class Closing:
         samples = [row.samples_per_s for row in workers if row.samples_per_s is not None]
         if samples:
             words.append(f"{rate(sum(samples))} samples/s")
-        for name in self.board.columns[:1]:
+        own = [name for name in self.board.columns if name not in BY_THEMSELVES]
+        for name in own[:1]:
             values = [row.values[name] for row in workers if name in row.values]
             words += [f"{name} {number(values[0])}"] if values else []
         return f"{command}: {', '.join(words)}" if words else command
 
 
-def slowest_words(waits: Waits, *, has_servers: bool) -> str | None:
+def slowest_words(
+    waits: Waits, reports: Sequence[TableReport] = (), *, has_servers: bool = False
+) -> str | None:
     """Name the slowest worker, its cause, and what to do, in one sentence; None where nothing is
-    worth a word."""
+    worth a word.
+
+    With servers a worker waits for those, and a slow worker is one of several possible reasons: the
+    servers have counted for whom they let it wait.
+    """
     slowest = waits.slowest()
     if slowest is None:
         return None
-    if slowest.worker is None:
-        whither = "the exchange with the servers" if has_servers else "the exchange itself"
-        return (
-            f"nobody is slow: {100 * slowest.cost:.0f} % of the time went into {whither};"
-            " send less (compress=int8), or less often (--pace local:8)"
-        )
+    worker, waited = slowest.worker, 0.0
+    if worker is not None:
+        waited = _share_waited(waits, worker, staleness.merge(reports) if has_servers else None)
+    if worker is None or (has_servers and waited < _NOTEWORTHY):
+        return _exchange_words(slowest.cost, has_servers=has_servers)
     what, remedy = _CAUSES[slowest.cause]
-    waited = 100 * _waited_for(waits, slowest.worker)
+    if has_servers and slowest.cause == "compute":
+        remedy = "--pace async, or ssp with a larger bound, would wait for it less"
     return (
-        f"slowest: rank {slowest.worker}, {_times(slowest)} the others' time per step, in {what}:"
-        f" the others waited {waited:.0f} % of theirs for it; {remedy}"
+        f"slowest: rank {worker}, {_times(slowest)} the others' time per step, in {what}: the"
+        f" others waited {100 * waited:.0f} % of theirs for it; {remedy}"
     )
 
 
@@ -106,21 +115,37 @@ _CAUSES = {
     ),
     "compute": (
         "its computation",
-        "--pace ssp:3 or async (with -s 1) would not wait for it, pl.shard(batch=\"auto\") gives it"
+        '--pace ssp:3 or async (with -s 1) would not wait for it, pl.shard(batch="auto") gives it'
         " less to do",
     ),
-}  # fmt: skip
+}
+
+
+def _exchange_words(cost: float, *, has_servers: bool) -> str | None:
+    if cost < _EXCHANGE:
+        return None
+    whither = "the exchange with the servers" if has_servers else "the exchange itself"
+    instead = "use more servers (-s)" if has_servers else "less often (--pace local:8)"
+    return (
+        f"nobody is slow: {100 * cost:.0f} % of the time went into {whither}; send less"
+        f" (compress=int8), or {instead}"
+    )
 
 
 def _times(slowest: Slowest) -> str:
     return f"{slowest.times:.1f} times" if slowest.times < 100 else "more than 100 times"
 
 
-def _waited_for(waits: Waits, worker: int) -> float:
-    """Return the share of the others' time in which they waited for this one."""
-    others = [times for number, times in waits.workers.items() if number != worker]
-    took_s = sum(times.took_s for times in others)
-    waited_s = sum(times.waited_for_s.get(worker, 0.0) for times in others)
+def _share_waited(waits: Waits, worker: int, tables: Sequence[TableReport] | None) -> float:
+    """Return the share of the others' time in which they waited for this one; `tables`: as the
+    servers have counted it."""
+    others = {number: times for number, times in waits.workers.items() if number != worker}
+    took_s = sum(times.took_s for times in others.values())
+    if tables is None:
+        waited_s = sum(times.waited_for_s.get(worker, 0.0) for times in others.values())
+    else:
+        told = [one for table in tables for one in table.workers if one.worker in others]
+        waited_s = sum(one.waited_s.get(worker, 0.0) for one in told)
     return min(1.0, waited_s / took_s) if took_s > 0 else 0.0
 
 

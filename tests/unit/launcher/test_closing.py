@@ -55,6 +55,26 @@ def test_a_slow_exchange_is_nobodys_fault(has_servers: bool, where: str) -> None
     assert words.startswith(f"nobody is slow: 40 % of the time went into the exchange {where};")
 
 
+@pytest.mark.parametrize("waited_s", [0.0, 3.0])
+def test_servers_know_whether_a_worker_was_waited_for(waited_s: float) -> None:
+    """At free-running paces a worker that takes longer costs the others nothing."""
+    waits = _board(3, slow=1).waits
+    workers = tuple(WorkerReport(w, 100, {1: 100}, {1: waited_s}) for w in (0, 2))
+    words = slowest_words(waits, [TableReport("dense", 0, 300, workers)], has_servers=True)
+    assert words is not None
+    if waited_s:
+        assert "slowest: rank 1" in words and "waited 30 % of theirs for it" in words
+        assert "async, or ssp with a larger bound" in words
+    else:
+        assert words.startswith("nobody is slow: 40 % of the time went into the exchange with")
+
+
+def test_the_learning_rate_is_no_result() -> None:
+    board = Board(seats(1))
+    board.on_event(Progress(0, 3, {"lr": 0.1}), 0.0)
+    assert Closing(command="t.py", board=board).lines(80, 24)[0] == "paceline: t.py: 3 steps"
+
+
 def test_what_costs_little_is_not_worth_a_word() -> None:
     assert slowest_words(_board(4, slow=2, wait_s=0.004).waits, has_servers=False) is None
     assert slowest_words(_board(1, slow=None).waits, has_servers=False) is None
