@@ -119,6 +119,7 @@ def fit_twice(group: Group, directory: str, fails_in: int) -> Any:
     told: list[str] = []
     trainer, loader = make(callbacks=[Fails()], checkpoint=directory)
     try:
+        trainer.evaluate(loader)  # the model as it is given, also in a run that is resumed
         first = trainer.fit(loader, epochs=2)
         between = trainer.evaluate(loader)
         second = trainer.fit(loader, epochs=2)

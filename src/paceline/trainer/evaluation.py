@@ -49,13 +49,14 @@ class Evaluation:
         """Whether nobody waits for anybody, not even here."""
         return self._job.elastic.is_on and self._succession.training.is_free
 
-    def run(self, loader: Any) -> dict[str, float]:
-        """Return loss and metrics: means over all samples."""
+    def run(self, loader: Any, *, is_over: bool = False) -> dict[str, float]:
+        """Return loss and metrics: means over all samples. `is_over`: the others have this behind
+        them, or the run before; loaders are known by their order, so it is given all the same."""
         # With fsdp the processes of a unit gather parameters for each batch, and need equally many.
         is_padded = self._job.mesh is not None and self._job.mesh.fsdp > 1
         batches = loader if self.is_each_alone else shard(loader, pad=is_padded)
         averages = Averages(["loss", *self._metrics])
-        if self._job.elastic.is_candidate:  # the others have this behind them
+        if is_over or self._job.elastic.is_candidate:
             return averages.means_of(averages.numbers)
         with self._standing_for_all(), _evaluating(self._model), torch.no_grad():
             for batch in batches:

@@ -312,7 +312,7 @@ class Trainer:
             return {}
         if self._saving.needs_weights_only:
             self._saving.open()
-        return self._evaluation.run(loader)
+        return self._evaluation.run(loader, is_over=self._progress.fit > self._fits)
 
 
 def _succession_of(model: nn.Module) -> Succession:
