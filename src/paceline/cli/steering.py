@@ -31,9 +31,7 @@ _AFTER_GRACE_S = 10.0  # after the job's own grace: for its end
 
 
 @contextmanager
-def operating(
-    found: FoundJob, on_news: Callable[[News], None] | None = None
-) -> Iterator[Operator]:
+def operating(found: FoundJob, on_news: Callable[[News], None] | None = None) -> Iterator[Operator]:
     """Speak with a job's coordinator; `on_news` hears from another thread what happens."""
     facts = found.facts
     if not found.is_supervised:

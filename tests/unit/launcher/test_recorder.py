@@ -24,7 +24,7 @@ NOISE = os.urandom(4096)
 
 def recorder_of(directory: Path, num_workers: int = 2, **more) -> Recorder:
     return Recorder(
-        RunFiles(directory, seats(num_workers), lambda: b"{}\n", **more),
+        RunFiles(directory, seats(num_workers), lambda _: b"{}\n", **more),
         Measures(seats(num_workers)),
     )
 
@@ -249,7 +249,7 @@ from paceline.launcher.recording.measures import Measures
 from paceline.launcher.recording.recorder import Recorder
 from paceline.launcher.seat import seats
 from paceline.telemetry.events import Progress
-recorder = Recorder(RunFiles(Path(sys.argv[1]), seats(2), lambda: b""), Measures(seats(2)))
+recorder = Recorder(RunFiles(Path(sys.argv[1]), seats(2), lambda _: b""), Measures(seats(2)))
 recorder.start(print)
 recorder.record(Progress(0, 1, {"loss": 1.0}))
 recorder.record(Progress(1, 1, {"loss": 1.0}))
