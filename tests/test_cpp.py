@@ -35,6 +35,8 @@ def build(directory: str, sanitizers: str) -> Path:
     cmake, where = tool("cmake"), BUILD / directory
     options = ["-DPACELINE_PYTHON=OFF", "-DPACELINE_TESTS=ON", "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
     options += [f"-DPACELINE_SANITIZE={sanitizers}", "-G", "Ninja"]
+    # Half the time of -O2 -g, and reports name the same lines.
+    options += ["-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1"]
     options += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
     for command in (
         [cmake, "-S", ROOT, "-B", where, *options],
