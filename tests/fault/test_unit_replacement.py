@@ -114,14 +114,15 @@ def _told(output: str) -> dict[tuple[int, int], dict[int, tuple[int, str, float]
     ("mesh", "on_loss"),
     [
         ("dp=2,tp=2", "shrink"),
-        ("dp=2,pp=2", "shrink"),
+        pytest.param("dp=2,tp=2", "replace", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2", "shrink", marks=pytest.mark.slow),
+        ("dp=2,pp=2", "replace"),
         ("dp=2,fsdp=2", "shrink"),
-        ("dp=2,tp=2", "replace"),
-        pytest.param("dp=2,pp=2", "replace", marks=pytest.mark.slow),
         pytest.param("dp=2,fsdp=2", "replace", marks=pytest.mark.slow),
     ],
 )
 def test_a_unit_is_replaced_from_its_peers(tmp_path: Path, mesh: str, on_loss: str) -> None:
+    """Each kind of mesh, and each answer to a loss; the other pairs of them are slow tests."""
     options, is_held = ["--mesh", mesh, "--min", "2", "--on-loss", on_loss], on_loss == "replace"
     ended = _run(tmp_path, _REPLACED, *options, on_loss)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
