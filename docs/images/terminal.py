@@ -42,12 +42,14 @@ def record(command: list[str]) -> str:
 def settle(output: str) -> list[str]:
     """Replay cursor movements by whole lines: what is left on the screen at the end."""
     lines, row = [""], 0
-    for part in re.split(r"(\r\n|\n|\r|\x1b\[\d*A|\x1b\[\d*K|\x1b\[\?\d+[hl])", output):
+    for part in re.split(r"(\r\n|\n|\r|\x1b\[\d*[AKJ]|\x1b\[\?\d+[hl])", output):
         if part in ("\r\n", "\n"):
             row += 1
             lines += [""] * (row + 1 - len(lines))
         elif match := re.fullmatch(r"\x1b\[(\d*)A", part):
             row = max(0, row - int(match[1] or 1))
+        elif re.fullmatch(r"\x1b\[\d*J", part):  # from here to the end
+            lines[row:] = [""]
         elif part == "\r" or re.fullmatch(r"\x1b\[\d*K", part):
             lines[row] = ""
         elif not part.startswith("\x1b[?"):

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, repeat
+from pathlib import Path
 
 from paceline.cli.background import detach
 from paceline.config import inherited_environ
@@ -137,7 +138,7 @@ def _tell(
         job.set_state(result.seat, state_words(result, outcome.first))
     picture, reports = job.picture(), job.table_reports()
     closing = Closing(
-        command=shlex.join((spec.target, *spec.arguments)),
+        command=shlex.join((Path(spec.target).name, *spec.arguments)),
         board=job.board,
         reports=reports,
         told=traffic.describe(job.traffic()) + compression.describe(job.compression()),

@@ -36,7 +36,7 @@ from paceline.telemetry.steps import StepTimes
 from paceline.telemetry.stopwatch import Stopwatch
 from paceline.telemetry.traffic import Meter
 
-INTERVAL_S = 0.1
+INTERVAL_S = 0.2  # the table is painted twice a second; more reports only cost the launcher
 MOST_STEPS = 512  # in one message; of more than these the newest are told
 
 Gauge = Callable[[], float | None]  # None: there is nothing to tell now
