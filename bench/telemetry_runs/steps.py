@@ -1,9 +1,9 @@
 """What timing steps costs: the same training with and without it, in turns.
 
-Two comparisons. In the SAME processes telemetry is switched from turn to turn: what a step costs to
-be timed and told. And TWO JOBS, as a person starts them, of which one has PACELINE_TELEMETRY=off
-and no run directory: that is everything, with what the launcher writes down; but processes of which
-each has its memory elsewhere differ by a percent or two anyway.
+Three comparisons. In the SAME processes telemetry is switched from turn to turn: what a step costs
+to be timed and told. And TWO JOBS, as a person starts them, of which one has PACELINE_TELEMETRY=off
+and no run directory: that is everything, with what the launcher writes down. But jobs that are
+alike differ too, as each has its memory elsewhere: by how much, the third comparison says.
 
 A turn is a second or more of steps, so that each has several of the messages that leave ten times a
 second; its figure is the mean step of the slowest worker.
@@ -79,7 +79,7 @@ def compare(model: str, title: str, rounds: int, steps: int) -> list[Pair]:
     """Train with and without telemetry in turns; show and return the comparisons."""
     print(f"\n{title}, {_WORKERS} workers: {rounds} turns of {steps} steps each", flush=True)
     with Session() as session:
-        environs = {"switched": {}, "on": {}, "off": _SILENT}
+        environs = {"switched": {}, "on": {}, "off": _SILENT, "control": _SILENT}
         sets = {}
         for name, environ in environs.items():
             directory = {"PACELINE_LOG_DIR": str(session.scratch / f"run-{name}"), **environ}
@@ -97,6 +97,11 @@ def compare(model: str, title: str, rounds: int, steps: int) -> list[Pair]:
                 "two jobs",
                 Line("telemetry off, no run directory", sets["off"], None),
                 Line("telemetry on, run directory", sets["on"], None),
+            ),
+            Pair(
+                "two jobs alike",
+                Line("telemetry off, again", sets["off"], None),
+                Line("telemetry off, another job", sets["control"], None),
             ),
         ]
         lines = [line for pair in pairs for line in (pair.off, pair.on)]
