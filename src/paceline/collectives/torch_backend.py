@@ -58,7 +58,8 @@ class PacelineProcessGroup(EngineProcessGroup):
         self._sequence += 1
         address, count = buffer.address, buffer.count
         if not opts.asyncOp and not is_profiled():
-            self._core.all_reduce(address, address, count, buffer.dtype, code, buffer.shape)
+            with self.waiting:
+                self._core.all_reduce(address, address, count, buffer.dtype, code, buffer.shape)
             buffer.write_back()
             return DONE
         event = opened("all_reduce", tensors)

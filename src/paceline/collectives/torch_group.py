@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch._C import _distributed_c10d as c10d
 
 from paceline.collectives.group import Group
 from paceline.collectives.torch_arguments import Request
-from paceline.collectives.torch_work import DoneWork, ProfilerEvent, TorchWork
+from paceline.collectives.torch_work import NOT_TIMED, DoneWork, ProfilerEvent, TorchWork
 from paceline.errors import UnsupportedTensor, UsageError
 
 _CPU = torch.device("cpu")
@@ -38,6 +39,7 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> None:
         # Without the store: torch makes a subclassable instance only of this constructor.
         super().__init__(group.rank, group.size)
+        self.waiting: AbstractContextManager[None] = NOT_TIMED  # around whatever blocks
         self._group = group
         self._core = group._core
         self._members = group.size
@@ -58,7 +60,8 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._sequence += 1
         if not opts.asyncOp and not is_profiled():
             for request in requests:
-                self._core.run(*request.arguments)
+                with self.waiting:
+                    self._core.run(*request.arguments)
                 for target in request.targets:
                     target.write_back()
             return DONE
@@ -73,6 +76,7 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _track(self, work: TorchWork, event: ProfilerEvent | None, is_async: bool) -> c10d.Work:
         """Hold on to memory in use, also when the caller drops the work; wait if not async."""
+        work.waiting = self.waiting
         if event is not None:
             work.trace(event)
         if not is_async:
@@ -226,4 +230,8 @@ def opened(title: str, tensors: list[Tensor]) -> ProfilerEvent | None:
 def _joined(works: Sequence[TorchWork]) -> TorchWork:
     handles = [handle for work in works for handle in work.handles]
     targets = [target for work in works for target in work.targets]
-    return TorchWork(handles, targets, [output for work in works for output in work.outputs], works)
+    outputs = [output for work in works for output in work.outputs]
+    joined = TorchWork(handles, targets, outputs, works)
+    if works:
+        joined.waiting = works[0].waiting
+    return joined

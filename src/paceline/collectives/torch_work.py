@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -23,6 +24,7 @@ from paceline.collectives.torch_settler import settler
 from paceline.errors import PacelineError
 
 _NO_TIMEOUT = timedelta(0)  # torch's way of saying "as long as it takes"
+NOT_TIMED = nullcontext()
 
 
 class ProfilerEvent:
@@ -48,6 +50,7 @@ class TorchWork(Work):
         keep: object = None,
     ) -> None:
         super().__init__()
+        self.waiting: AbstractContextManager[None] = NOT_TIMED
         self._handles = handles
         self._targets = targets  # where results land
         self._outputs = outputs  # what torch's `result()` and the future hand out
@@ -63,6 +66,14 @@ class TorchWork(Work):
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Block until the result is there; raises the operation's error, PeerTimeout when late."""
+        with NOT_TIMED if settler.is_me() else self.waiting:
+            self._block(timeout)
+        self._write_results()
+        if self._settled is not None and not settler.is_me():
+            self._settled.wait()  # so that the profiler's event has ended too
+        return True
+
+    def _block(self, timeout: timedelta) -> None:
         if timeout == _NO_TIMEOUT:
             for handle in self._handles:
                 handle.wait()
@@ -70,10 +81,6 @@ class TorchWork(Work):
             deadline_s = time.monotonic() + timeout.total_seconds()
             for handle in self._handles:
                 handle.wait(max(0.0, deadline_s - time.monotonic()))
-        self._write_results()
-        if self._settled is not None and not settler.is_me():
-            self._settled.wait()  # so that the profiler's event has ended too
-        return True
 
     def is_completed(self) -> bool:
         if not self.has_ended():

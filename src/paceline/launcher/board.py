@@ -10,17 +10,20 @@ While the job runs, rates and shares are those of the last seconds; at its end, 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from paceline.errors import UsageError
 from paceline.launcher.figures import duration, number, rate
 from paceline.launcher.lines import printable
 from paceline.launcher.picture import Picture, Row
 from paceline.launcher.recent import Course, Recent, Trail
 from paceline.launcher.seat import Seat
+from paceline.mesh import Mesh
 from paceline.telemetry.events import (
     CODEC_ERROR,
     COMM_SHARE,
@@ -29,6 +32,7 @@ from paceline.telemetry.events import (
     LEARNING_RATE,
     STALENESS,
     Progress,
+    Settled,
 )
 from paceline.telemetry.staleness import TableReport, merge
 from paceline.telemetry.steps import Waits
@@ -82,6 +86,7 @@ class Board:
         self._reports: dict[tuple[str, int], TableReport] = {}
         self._staleness: dict[int, float] | None = {}  # by worker; None: to be looked at again
         self.waits = Waits()  # by number, also of those who are gone
+        self.mesh: Mesh | None = None  # as the workers have settled it
         self.has_progress = False
 
     def seat(self, seat: Seat) -> None:
@@ -105,6 +110,9 @@ class Board:
         elif isinstance(event, TableReport):
             self._reports[event.table, event.server] = event
             self._staleness = None
+        elif isinstance(event, Settled) and "mesh" in event.values:
+            with contextlib.suppress(UsageError):  # of a worker with another version than ours
+                self.mesh = Mesh.parse(event.values["mesh"])
 
     def on_progress(self, event: Progress, now_s: float) -> None:
         """Take in one report; a rank that is not of this job is ignored."""

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.launcher.advice import slowest_words
 from paceline.launcher.board import BY_THEMSELVES, Board
 from paceline.launcher.figures import number, rate
 from paceline.launcher.lines import printable
@@ -17,13 +18,10 @@ from paceline.launcher.picture import Picture, Row
 from paceline.launcher.table import table_lines
 from paceline.telemetry import staleness
 from paceline.telemetry.staleness import TableReport
-from paceline.telemetry.steps import Slowest, Waits
 
 _SCREEN_LINES = 24
 _MOST_ROWS = 16
 _LONGEST_COMMAND = 40
-_NOTEWORTHY = 0.05  # of the others' time that servers let them wait for the slowest worker
-_EXCHANGE = 0.15  # of all time, before the exchange is worth a word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,8 @@ class Closing:
         """Write it for a screen of so many columns and lines. In a file (None lines) a sentence is
         one line, and nothing is told in short."""
         before, after = self._table(width), [f"paceline: {text}" for text in self.told]
-        advice = slowest_words(self.board.waits, self.reports, has_servers=self.has_servers)
+        board = self.board
+        advice = slowest_words(board.waits, self.reports, board.mesh, has_servers=self.has_servers)
         if advice is not None:
             before.append(f"paceline: {advice}")
         tables = [printable(line.encode()) for line in staleness.describe(self.reports)]
@@ -80,73 +79,6 @@ class Closing:
             values = [row.values[name] for row in workers if name in row.values]
             words += [f"{name} {number(values[0])}"] if values else []
         return f"{command}: {', '.join(words)}" if words else command
-
-
-def slowest_words(
-    waits: Waits, reports: Sequence[TableReport] = (), *, has_servers: bool = False
-) -> str | None:
-    """Name the slowest worker, its cause, and what to do, in one sentence; None where nothing is
-    worth a word.
-
-    With servers a worker waits for those, and a slow worker is one of several possible reasons: the
-    servers have counted for whom they let it wait.
-    """
-    slowest = waits.slowest()
-    if slowest is None:
-        return None
-    worker, waited = slowest.worker, 0.0
-    if worker is not None:
-        waited = _share_waited(waits, worker, staleness.merge(reports) if has_servers else None)
-    if worker is None or (has_servers and waited < _NOTEWORTHY):
-        return _exchange_words(slowest.cost, has_servers=has_servers)
-    what, remedy = _CAUSES[slowest.cause]
-    if has_servers and slowest.cause == "compute":
-        remedy = "--pace async, or ssp with a larger bound, would wait for it less"
-    return (
-        f"slowest: rank {worker}, {_times(slowest)} the others' time per step, in {what}: the"
-        f" others waited {100 * waited:.0f} % of theirs for it; {remedy}"
-    )
-
-
-_CAUSES = {
-    "input": (
-        "its input (data loading)",
-        'give it more loader workers (num_workers=), or share by speed: pl.shard(mode="dynamic")',
-    ),
-    "compute": (
-        "its computation",
-        '--pace ssp:3 or async (with -s 1) would not wait for it, pl.shard(batch="auto") gives it'
-        " less to do",
-    ),
-}
-
-
-def _exchange_words(cost: float, *, has_servers: bool) -> str | None:
-    if cost < _EXCHANGE:
-        return None
-    whither = "the exchange with the servers" if has_servers else "the exchange itself"
-    instead = "use more servers (-s)" if has_servers else "less often (--pace local:8)"
-    return (
-        f"nobody is slow: {100 * cost:.0f} % of the time went into {whither}; send less"
-        f" (compress=int8), or {instead}"
-    )
-
-
-def _times(slowest: Slowest) -> str:
-    return f"{slowest.times:.1f} times" if slowest.times < 100 else "more than 100 times"
-
-
-def _share_waited(waits: Waits, worker: int, tables: Sequence[TableReport] | None) -> float:
-    """Return the share of the others' time in which they waited for this one; `tables`: as the
-    servers have counted it."""
-    others = {number: times for number, times in waits.workers.items() if number != worker}
-    took_s = sum(times.took_s for times in others.values())
-    if tables is None:
-        waited_s = sum(times.waited_for_s.get(worker, 0.0) for times in others.values())
-    else:
-        told = [one for table in tables for one in table.workers if one.worker in others]
-        waited_s = sum(one.waited_s.get(worker, 0.0) for one in told)
-    return min(1.0, waited_s / took_s) if took_s > 0 else 0.0
 
 
 def staleness_in_short(reports: Sequence[TableReport]) -> list[str]:

@@ -63,8 +63,6 @@ class Meshed:
         if self._precision == "fp16" and job.env.rank == 0:
             say("train_step does not scale the loss, which float16 needs; bf16 does without")
         parts[model] = cut.skeleton  # pl.check_consistency compares those
-        # For whom this process waits inside a computation (the collectives of tp and fsdp, which
-        # torch runs in the middle of forward and backward) cannot be told from computing.
         self._waiting = job.reporter.waiting
         if cut.pipeline is not None:
             cut.pipeline.watch_waits(self._waiting)

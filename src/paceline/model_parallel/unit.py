@@ -7,6 +7,7 @@ shards) stays among these processes and knows nothing of other copies, which may
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import msgspec
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.collectives.agreement import take_from
 from paceline.collectives.group import Group
+from paceline.collectives.torch_group import EngineProcessGroup
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.mesh import Mesh
@@ -36,6 +38,9 @@ class Unit:
             tuple(size for _, size in mesh.inner),
             mesh_dim_names=tuple(axis for axis, _ in mesh.inner),
         )
+        for axis, _ in mesh.inner:  # torch talks over these in the middle of forward and backward
+            group = cast(EngineProcessGroup, self.axis(axis).get_group())
+            group.waiting = job.reporter.waiting
 
     def _join(self, job: Job) -> None:
         if not dist.is_initialized():

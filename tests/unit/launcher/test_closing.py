@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.launcher.advice import slowest_words
 from paceline.launcher.board import Board
-from paceline.launcher.closing import Closing, slowest_words
+from paceline.launcher.closing import Closing
 from paceline.launcher.seat import seats
-from paceline.telemetry.events import Progress
+from paceline.mesh import Mesh
+from paceline.telemetry.events import Progress, Settled
 from paceline.telemetry.staleness import TableReport, WorkerReport
 from paceline.telemetry.steps import StepTimes
 
@@ -53,6 +55,31 @@ def test_a_slow_exchange_is_nobodys_fault(has_servers: bool, where: str) -> None
     words = slowest_words(_board(4, slow=None, wait_s=0.04).waits, has_servers=has_servers)
     assert words is not None
     assert words.startswith(f"nobody is slow: 40 % of the time went into the exchange {where};")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "place", "remedy"),
+    [
+        ("dp=2,pp=2", "rank 3 (pp 1), ", "leave splits= out"),
+        ("pp=2,tp=2", "rank 3 (pp 1, tp 1), ", "leave splits= out"),
+        ("dp=2,fsdp=2", "rank 3 (fsdp 1), ", "batches are larger"),
+        ("tp=4", "rank 3 (tp 3), ", "shares its core"),
+        ("dp=4", "rank 3, ", "ssp:3"),
+    ],
+)
+def test_parts_of_a_model_have_a_place_and_remedies_of_their_own(
+    mesh: str, place: str, remedy: str
+) -> None:
+    """No pace helps a unit whose parts wait for each other."""
+    board = _board(4, slow=3)
+    board.on_event(Settled(0, {"mesh": mesh}), 0.0)
+    assert board.mesh == Mesh.parse(mesh)
+    words = slowest_words(board.waits, mesh=board.mesh)
+    assert words is not None and words.startswith(f"slowest: {place}") and remedy in words
+    assert ("--pace" in words) == (mesh == "dp=4")
+    waiting = slowest_words(_board(4, slow=None, wait_s=0.04).waits, mesh=board.mesh)
+    assert waiting is not None
+    assert ("--pace" in waiting) == (mesh == "dp=4")
 
 
 @pytest.mark.parametrize("waited_s", [0.0, 3.0])
