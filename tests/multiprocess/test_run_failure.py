@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_support import COMMAND, Workbench, memory_cgroup
+from run_support import COMMAND, END_S, Workbench, memory_cgroup
 
 
 @pytest.fixture
@@ -51,15 +51,38 @@ def test_the_exit_code_is_the_scripts(
     assert "out of memory" not in done.stderr, "said without evidence"
 
 
+# For scripts whose ranks end one after the other, however long each takes to start.
+_OTHERS = """
+    import os, pathlib, time
+
+    def is_here():
+        pid = pathlib.Path("new-" + os.environ["RANK"])
+        pid.write_text(str(os.getpid()))
+        pid.rename("pid-" + os.environ["RANK"])
+
+    def wait_for(rank, state):  # as the kernel names it: "T" is stopped, "Z" has ended
+        pid = pathlib.Path(f"pid-{rank}")
+        while not pid.exists():
+            time.sleep(0.01)
+        stat = pathlib.Path(f"/proc/{pid.read_text()}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != state:
+            time.sleep(0.01)
+"""
+
+
 def test_a_rank_that_lost_its_peer_is_not_the_first_cause(bench: Workbench) -> None:
+    bench.script(_OTHERS, "others.py")
     script = bench.script("""
         import os, time
+        import others
         from paceline.errors import PeerLost
         rank = os.environ["RANK"]
         if rank == "0":
+            others.is_here()
             raise PeerLost("rank 1 ended during all_reduce #4", rank=1)
         if rank == "1":
-            time.sleep(0.7)   # a slow end of the interpreter
+            others.wait_for(0, "Z")
+            time.sleep(0.2)   # a slow end of the interpreter
             raise KeyError("the cause")
         time.sleep(60)
     """)
@@ -85,11 +108,14 @@ def test_a_lost_peer_without_another_failure_is_reported(bench: Workbench) -> No
 
 
 def test_a_frozen_rank_is_called_frozen(bench: Workbench) -> None:
+    bench.script(_OTHERS, "others.py")
     script = bench.script("""
-        import os, signal, sys, time
+        import os, signal, sys
+        import others
         if os.environ["RANK"] == "1":
+            others.is_here()
             os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.5)
+        others.wait_for(1, "T")
         sys.exit(3)
     """)
     done = bench.run("run", "-n", "2", script)
@@ -109,10 +135,14 @@ def test_finishing_early_is_no_failure(bench: Workbench) -> None:
 
 
 def test_a_rank_that_finished_is_not_called_stopped(bench: Workbench) -> None:
+    bench.script(_OTHERS, "others.py")
     script = bench.script("""
-        import os, sys, time
-        if os.environ["RANK"] == "1":
-            time.sleep(0.5)
+        import os, sys
+        import others
+        if os.environ["RANK"] == "0":
+            others.is_here()
+        else:
+            others.wait_for(0, "Z")
             sys.exit(4)
     """)
     done = bench.run("run", "-n", "2", script)
@@ -176,7 +206,7 @@ def test_out_of_memory_is_said_with_evidence(bench: Workbench) -> None:
             env=bench.environ,
             capture_output=True,
             text=True,
-            timeout=40,
+            timeout=END_S,
             check=False,
         )
     finally:

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from run_support import COMMAND, Workbench
+from run_support import COMMAND, END_S, Workbench
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job(bench: Workbench) -> None:
         stdout=write_end,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=30,
+        timeout=END_S,
         check=False,
     )
     os.close(write_end)
@@ -208,6 +208,6 @@ def test_two_jobs_at_once_do_not_meet(bench: Workbench) -> None:
         bench.started("run", script, "a", "b") as one,
         bench.started("run", script, "b", "a") as two,
     ):
-        assert one.wait(20) == 0 and two.wait(20) == 0
+        assert one.wait(END_S) == 0 and two.wait(END_S) == 0
     first, second = (text.split() for text in bench.wait_for_files("a", "b"))
     assert set(first).isdisjoint(second)
