@@ -319,4 +319,4 @@ def run_battery(group: Group, update: str) -> None:
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize(("world_size", "hosts"), [(1, 1), (2, 1), (3, 2)])
 def test_gradients_are_those_of_one_process(world_size: int, hosts: int, update: str) -> None:
-    run_ranks(world_size, run_battery, update, hosts=hosts, env={"PACELINE_TIMEOUT_S": "20"})
+    run_ranks(world_size, run_battery, update, hosts=hosts, env={"PACELINE_TIMEOUT_S": "50"})

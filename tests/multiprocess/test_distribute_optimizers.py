@@ -324,7 +324,7 @@ def continue_training(
 @pytest.mark.parametrize(("world_size", "hosts"), [(1, 1), (2, 1), (3, 2)])
 def test_optimizers_work_as_in_one_process(world_size: int, hosts: int, update: str) -> None:
     # Some virtual machines announce instructions for bfloat16 that they do not have.
-    env = {"PACELINE_TIMEOUT_S": "20", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    env = {"PACELINE_TIMEOUT_S": "50", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     run_ranks(world_size, run_battery, update, hosts=hosts, env=env)
 
 
