@@ -82,24 +82,27 @@ def follow_in_a_thread(group, ending):
     client, ones = pl.ps.Client("ssp:1"), np.ones(3, np.float32)
     client.init("w", np.zeros(3, np.float32), lr=1.0)
     heard: list[int] = []
+    has_heard = threading.Event()
     subscription = client.subscribe("w", after=0)
 
     def listen() -> None:
         for version in subscription:
             assert float(-client.peek("w").wait()[0]) >= version
             heard.append(version)
+            has_heard.set()
 
     thread = threading.Thread(target=listen)
     thread.start()
     group.barrier()
     for _ in range(30):
         client.push_pull("w", ones).wait()
+    assert has_heard.wait(timeout=50)
     group.barrier()
     if ending == "closed":
         subscription.close()
     else:
         pl.shutdown()
-    thread.join(timeout=20)
+    thread.join(timeout=50)
     assert not thread.is_alive()
     return heard
 

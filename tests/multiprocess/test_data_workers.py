@@ -308,7 +308,7 @@ def test_a_data_worker_that_dies_costs_nothing_but_time(
     hosts: Any,
     words: str,
 ) -> None:
-    env = {"PACELINE_LIVENESS_S": "1"}
+    env = {"PACELINE_LIVENESS_S": "3"}  # less, and a starved one counts as stopped as well
     with started(2, halts, data_workers=data_workers, hosts=hosts, env=env) as ranks:
         for rank in range(2):
             ranks.hear(rank)
