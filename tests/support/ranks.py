@@ -69,12 +69,12 @@ class ForkServer:
     def shut_down(cls) -> None:
         if cls._instance is not None:
             cls._instance._control.close()
-            cls._instance._process.wait(timeout=10)
+            cls._instance._process.wait(timeout=60)
             cls._instance = None
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(60)
+        self._control.settimeout(100)
         paths = [*sys.path[:1], str(TESTS), *sys.path[1:]]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "support.forkserver", str(theirs.fileno())],
@@ -150,6 +150,9 @@ class Rank:
         return text.decode(errors="replace")
 
     def close(self) -> None:
+        if self.status is None:  # it may not have got as far as its own session
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
         # The whole session: also what the rank forked.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -177,22 +180,41 @@ class Ranks:
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         os.kill(self._processes[rank].pid, number)
 
+    def kill_together(self, ranks: Sequence[int]) -> None:
+        """Kill several of which none shall notice the death of another before its own."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for rank in ranks:
+                self.kill(rank, number)
+
     def tell(self, rank: int, thing: object) -> None:
         self._processes[rank].connection.send(thing)
 
-    def hear(self, rank: int, timeout_s: float = 30.0) -> Any:
+    def hear(self, rank: int, timeout_s: float = 60.0) -> Any:
         """Wait for the next thing that the rank tells."""
         told = self._processes[rank].told
-        if not self._watch(lambda: told or self._has_ended(rank), timeout_s) or not told:
+        self._watch(lambda: told or self._has_ended(rank), timeout_s)
+        if not told:
+            self._settle(rank)  # it may have told more before its end than was read by then
+        if not told:
             self._fail(f"rank {rank} told nothing")
         return told.pop(0)
 
-    def hear_all(self, timeout_s: float = 30.0) -> list[Any]:
+    def hear_all(self, timeout_s: float = 60.0) -> list[Any]:
         return [self.hear(rank, timeout_s) for rank in range(len(self._processes))]
 
     def output(self, rank: int) -> str:
         """Return what the rank has printed so far."""
         return self._processes[rank].output()
+
+    def wait_for_output(self, rank: int, text: str, timeout_s: float = 60.0) -> None:
+        """Wait until the rank has printed this."""
+        deadline_s = time.monotonic() + timeout_s
+        while not (has_ended := self._has_ended(rank)) and text not in self.output(rank):
+            if time.monotonic() > deadline_s:
+                self._fail(f"rank {rank} did not print {text!r}")
+            self._watch(lambda: False, 0.02)
+        if has_ended and text not in self.output(rank):
+            self._fail(f"rank {rank} ended and did not print {text!r}")
 
     def wait(self, timeout_s: float = 60.0, ranks: Sequence[int] | None = None) -> list[Outcome]:
         """Wait until these ranks (default: all) have ended; return what became of them."""
@@ -212,7 +234,7 @@ class Ranks:
         for process in self._processes:
             process.close()
         # A killed process is gone when the server has reaped it.
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while any(p.status is None for p in self._processes) and time.monotonic() < deadline_s:
             self._server.read()
 
@@ -247,7 +269,7 @@ class Ranks:
         process, outcome = self._processes[rank], self._outcomes[rank]
         try:
             kind, thing = process.connection.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # the end, or one in the middle of a message
             process.is_listening = False
             return
         if kind == "told":
