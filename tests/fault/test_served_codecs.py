@@ -20,7 +20,7 @@ from paceline.data_parallel.distribute import _successions
 from paceline.job import current
 from paceline.pace.server import ServerExchange
 from support import tell
-from support.elastic import elastic_job
+from support.elastic import elastic_job, pause_if_held
 
 STEPS, SIZE = 40, 40_000
 
@@ -41,6 +41,7 @@ def push_all(group: Group, pace: str) -> tuple[torch.Tensor, torch.Tensor]:
         optimizer.zero_grad()
         tell(step + 1)
         time.sleep(0.005)
+        pause_if_held(step + 1)
     group.barrier()
     model.pull()
     training = _successions[model].training
@@ -62,13 +63,15 @@ def test_every_packet_counts_once(pace: str, hosts: tuple[int, ...]) -> None:
     )
     with elastic_job(policy) as job:
         job.hosts = hosts
+        job.hold_behind(30)  # the loss comes before the end
         job.start(push_all, pace)
-        while job.ranks.hear(0, 30.0) < 10:
+        while job.ranks.hear(0) < 10:
             pass
         job.ranks.kill(2)
-        while job.ranks.hear(0, 30.0) < 20:
+        while job.ranks.hear(0) < 20:
             pass
         job.add("server", 0)  # which is filled while they go on
+        job.let_go()
         outcomes = job.ranks.wait(60, [0, 1])
         assert all(o.status == 0 and o.error is None for o in outcomes), "\n".join(
             map(str, outcomes)

@@ -16,7 +16,7 @@ from paceline.cluster.policy import Policy
 from paceline.collectives.group import Group
 from paceline.job import current
 from support import tell
-from support.elastic import ElasticJob, elastic_job
+from support.elastic import ElasticJob, elastic_job, pause_if_held
 
 STEPS = 60
 SLOW = pytest.mark.slow
@@ -58,6 +58,7 @@ def train(group: Group, pace: str, until: int = STEPS, pause_s: float = 0.01) ->
         optimizer.zero_grad()
         tell((step + 1, pl.world_size(), digest(model)))
         time.sleep(pause_s)
+        pause_if_held(step + 1)
     state = optimizer.state_dict()["state"]
     return {"steps": job.steps_done, "digest": digest(model), "entries": len(state)}
 
@@ -69,7 +70,7 @@ class Diary:
         self._job = job
         self.steps: dict[int, dict[int, tuple[int, str]]] = {}
 
-    def hear_until(self, rank: int, step: int, timeout_s: float = 30.0) -> None:
+    def hear_until(self, rank: int, step: int, timeout_s: float = 60.0) -> None:
         """Wait until a worker has done that step."""
         mine = self.steps.setdefault(rank, {})
         while max(mine, default=0) < step:
@@ -117,11 +118,13 @@ def undisturbed(pace: str, steps: int = STEPS) -> dict[int, str]:
 def test_the_loss_of_a_server_changes_no_bit_in_lockstep(pace: str) -> None:
     expected, chosen = undisturbed(pace), random.Random(5)
     with elastic_job(policy()) as job:
+        job.hold_behind(40)  # the kill comes before the end
         job.start(train, pace)
         diary = Diary(job)
         diary.hear_until(0, 10)
         time.sleep(chosen.random() * 0.05)
         job.ranks.kill(2 + chosen.randrange(2))
+        job.let_go()
         end_of(job, [0, 1])
         diary.hear_rest()
     assert diary.states() == expected
@@ -130,12 +133,14 @@ def test_the_loss_of_a_server_changes_no_bit_in_lockstep(pace: str) -> None:
 @pytest.mark.parametrize("pace", [pytest.param("ssp:2", marks=SLOW), "async"])
 def test_free_running_workers_go_on_when_a_server_is_lost(pace: str) -> None:
     with elastic_job(policy()) as job:
+        job.hold_behind(40)
         job.start(train, pace)
         diary = Diary(job)
         diary.hear_until(0, 10)
         job.ranks.kill(2)
         diary.hear_until(0, 20)
         new = job.add("server", 0)
+        job.let_go()
         values = end_of(job, [0, 1])
         assert [value["steps"] for value in values] == [STEPS, STEPS]
         assert job.processes[new].status in (None, 0)
@@ -145,10 +150,12 @@ def test_free_running_workers_go_on_when_a_server_is_lost(pace: str) -> None:
 @pytest.mark.parametrize("lost", [0, *(pytest.param(n, marks=SLOW) for n in (1, 2))])
 def test_survivors_go_on_without_a_worker_in_lockstep(lost: int, pace: str) -> None:
     with elastic_job(policy(3)) as job:
+        job.hold_behind(40)
         job.start(train, pace)
         diary = Diary(job)
         diary.hear_until(lost, 10)
         job.ranks.kill(lost)
+        job.let_go()
         end_of(job, [rank for rank in range(3) if rank != lost])
         diary.hear_rest()
         states = diary.states()
@@ -159,10 +166,13 @@ def test_survivors_go_on_without_a_worker_in_lockstep(lost: int, pace: str) -> N
 @pytest.mark.parametrize("pace", [*PACES, "ps[compress=dgc:0.1(momentum=0)]"])
 def test_a_newcomer_reads_from_the_servers_and_takes_part(pace: str) -> None:
     with elastic_job(policy()) as job:
+        job.hold_behind(100)  # it comes in before the end
         job.start(train, pace, 120)
         diary = Diary(job)
         diary.hear_until(0, 10)
         newcomer = job.add()
+        job.wait_for_member(newcomer)
+        job.let_go()
         diary.hear_until(newcomer, 120, 60)
         end_of(job, [0, 1, newcomer])
         diary.hear_rest()
@@ -176,11 +186,13 @@ def test_a_newcomer_reads_from_the_servers_and_takes_part(pace: str) -> None:
 def test_a_replacement_goes_on_where_the_lost_worker_was(pace: str) -> None:
     expected = undisturbed("ps") if pace == "ps" else {}
     with elastic_job(policy(on_loss="replace")) as job:
+        job.hold_behind(40)
         job.start(train, pace)
         diary = Diary(job)
         diary.hear_until(1, 10)
         job.ranks.kill(1, signal.SIGKILL)
         newcomer = job.add(number=1)
+        job.let_go()
         end_of(job, [0, newcomer])
         diary.hear_rest()
     if pace == "ps":
@@ -190,12 +202,14 @@ def test_a_replacement_goes_on_where_the_lost_worker_was(pace: str) -> None:
 @pytest.mark.parametrize("pace", PACES)
 def test_a_worker_leaves_when_it_is_asked_to(pace: str) -> None:
     with elastic_job(policy(3)) as job:
+        job.hold_behind(40)
         job.start(train, pace)
         diary = Diary(job)
         diary.hear_until(0, 10)
         job.operator.scale(2)
+        job.let_go()
         end_of(job, [0, 1])
-        outcome = job.ranks.wait(20, [2])[0]
+        outcome = job.ranks.wait(60, [2])[0]
         diary.hear_rest()
     assert outcome.status == 0, outcome
     assert max(diary.steps[2]) < STEPS
