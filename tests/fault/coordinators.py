@@ -57,7 +57,7 @@ sys.exit(coordinate.main())
 POINTS = ("before", "torn", "written", "synced")
 
 
-def eventually(condition, timeout_s: float = 20.0) -> None:
+def eventually(condition, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -86,7 +86,7 @@ class Coordination:
             secret_file=str(secret_file),
             journal=str(self.journal),
             policy=policy,
-            join_timeout_s=30.0,
+            join_timeout_s=60.0,
         )
         self._stack = stack
         self.process: subprocess.Popen | None = None
@@ -126,12 +126,15 @@ class Coordination:
         return thread
 
     def agent(self, rank: int, role: str = "worker") -> Agent:
-        agent = Agent.connect(self.address, self.secret, JOB, rank, role, is_lasting=True)
+        agent = Agent.connect(
+            self.address, self.secret, JOB, rank, role, is_lasting=True, timeout_s=60.0
+        )
         self._stack.callback(agent.thread.stop)
         return agent
 
     def operator(self, **options) -> Operator:
-        operator = Operator.connect(self.address, self.secret, JOB, **options)
+        patience = {"timeout_s": 60.0, **options}  # its process may only just have been started
+        operator = Operator.connect(self.address, self.secret, JOB, **patience)
         self._stack.callback(operator.close)
         return operator
 
@@ -142,7 +145,7 @@ class Coordination:
         members += [member(workers + number, "server", number) for number in range(servers)]
         agents = {one.rank: self.agent(one.rank, one.role) for one in members}
         threads = [
-            threading.Thread(target=agents[one.rank].join, args=(one, 30)) for one in members
+            threading.Thread(target=agents[one.rank].join, args=(one, 60)) for one in members
         ]
         for thread in threads:
             thread.start()

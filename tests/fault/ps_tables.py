@@ -72,7 +72,7 @@ class Books:
         self.rows[client, self.ACKED] += 1
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait until something is so."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -15,7 +15,7 @@ from paceline.cluster.pool_calls import lent
 @pytest.fixture
 def coordination(tmp_path):
     with contextlib.ExitStack() as stack:
-        policy = Policy(num_workers=2, is_elastic=True, absent_s=1.0)
+        policy = Policy(num_workers=2, is_elastic=True, absent_s=4.0)
         yield Coordination(tmp_path, policy, stack)
 
 
