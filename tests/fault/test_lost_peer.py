@@ -13,10 +13,11 @@ import torch
 
 import paceline as pl
 from paceline.collectives.group import Group
-from support import outcomes_of, run_ranks, started, tell
+from support import hear, outcomes_of, started, tell
 
 PLACES = {"one host": 1, "a host each": 3, "2 and 1": (0, 1, 1)}
 everywhere = pytest.mark.parametrize("hosts", PLACES.values(), ids=PLACES.keys())
+SAYS_SOON = {"PACELINE_WARN_S": "0.2"}  # whoever waits: so a test knows that it does
 
 
 def reduce_for_ever(group: Group, count: int, memory: str = "torch") -> None:
@@ -43,7 +44,7 @@ def test_a_kill_in_the_middle_of_an_all_reduce(hosts, memory: str, victim: int) 
     with started(3, reduce_for_ever, 3_000_000, memory, hosts=hosts) as ranks:
         ranks.hear_all()
         ranks.kill(victim)
-        outcomes = ranks.wait(30)
+        outcomes = ranks.wait()
     assert outcomes[victim].status == -signal.SIGKILL
     for outcome in outcomes:
         if outcome.rank != victim:
@@ -54,9 +55,8 @@ def test_a_kill_in_the_middle_of_an_all_reduce(hosts, memory: str, victim: int) 
 def test_two_are_killed_at_once(hosts) -> None:
     with started(3, reduce_for_ever, 100_000, hosts=hosts) as ranks:
         ranks.hear_all()
-        ranks.kill(0)
-        ranks.kill(1)
-        [survivor] = ranks.wait(30, [2])
+        ranks.kill_together([0, 1])
+        [survivor] = ranks.wait(60, [2])
     assert isinstance(survivor.error, pl.errors.PeerLost) and survivor.error.rank in (0, 1), (
         survivor
     )
@@ -70,11 +70,12 @@ def test_a_kill_while_the_others_wait(hosts) -> None:
             time.sleep(60)
         group.all_reduce(torch.ones(10))
 
-    with started(3, body, hosts=hosts) as ranks:
+    with started(3, body, hosts=hosts, env=SAYS_SOON) as ranks:
         ranks.hear_all()
-        time.sleep(0.3)
+        for rank in (0, 2):
+            ranks.wait_for_output(rank, "has waited")
         ranks.kill(1)
-        for outcome in ranks.wait(30, [0, 2]):
+        for outcome in ranks.wait(60, [0, 2]):
             require_lost(outcome, 1)
 
 
@@ -86,7 +87,7 @@ def test_a_rank_that_raises(hosts) -> None:
                 raise RuntimeError("disk full")
             group.all_reduce(torch.ones(5000))
 
-    outcomes = outcomes_of(3, body, hosts=hosts, timeout_s=30)
+    outcomes = outcomes_of(3, body, hosts=hosts)
     assert str(outcomes[1].error) == "disk full" and outcomes[1].status == 1
     for rank in (0, 2):
         require_lost(outcomes[rank], 1)
@@ -105,7 +106,7 @@ def test_a_rank_that_ends_early(hosts, how: str) -> None:
                 return
             group.all_reduce(torch.ones(5000))
 
-    outcomes = outcomes_of(3, body, how, hosts=hosts, timeout_s=30)
+    outcomes = outcomes_of(3, body, how, hosts=hosts)
     assert outcomes[1].status == 0
     for rank in (0, 2):
         require_lost(outcomes[rank], 1)
@@ -126,11 +127,12 @@ def test_sends_and_receives_notice_a_death(hosts) -> None:
         assert caught.value.rank == 1
         return str(caught.value)
 
-    with started(3, body, hosts=hosts) as ranks:
+    with started(3, body, hosts=hosts, env=SAYS_SOON) as ranks:
         ranks.hear_all()
-        time.sleep(0.3)
+        for rank in (0, 2):
+            ranks.wait_for_output(rank, "has waited")
         ranks.kill(1)
-        outcomes = ranks.wait(30, [0, 2])
+        outcomes = ranks.wait(60, [0, 2])
     for outcome in outcomes:
         assert outcome.error is None and "with tag 9" in outcome.value, outcome
 
@@ -152,7 +154,7 @@ def test_an_asynchronous_operation_keeps_its_error() -> None:
     with started(2, body) as ranks:
         ranks.hear(0)
         ranks.kill(1)
-        [outcome] = ranks.wait(30, [0])
+        [outcome] = ranks.wait(60, [0])
     assert outcome.error is None, outcome
 
 
@@ -162,11 +164,11 @@ def test_a_stopped_rank_is_named(hosts) -> None:
     with started(3, reduce_for_ever, 100_000, hosts=hosts, env=env) as ranks:
         ranks.hear_all()
         ranks.kill(1, signal.SIGSTOP)
-        for outcome in ranks.wait(30, [0, 2]):
+        for outcome in ranks.wait(60, [0, 2]):
             assert isinstance(outcome.error, pl.errors.PeerTimeout), outcome
             assert outcome.error.rank == 1 and "all_reduce #" in str(outcome.error), outcome
         ranks.kill(1, signal.SIGCONT)
-        [back] = ranks.wait(30, [1])
+        [back] = ranks.wait(60, [1])
     assert isinstance(back.error, pl.errors.PeerError), (
         back
     )  # it cannot go on as if nothing happened
@@ -176,16 +178,19 @@ def test_a_stopped_rank_is_named(hosts) -> None:
 def test_a_short_stop_does_no_harm(hosts) -> None:
     def body(group: Group) -> None:
         tell("here")
-        for _ in range(200):
+        for step in range(200):
             assert group.all_reduce(torch.ones(20_000))[-1].item() == 3
             time.sleep(0.002)
+            if step == 150 and group.rank == 1:
+                hear()  # the stop comes before the end
 
     with started(3, body, hosts=hosts) as ranks:
         ranks.hear_all()
         ranks.kill(1, signal.SIGSTOP)
         time.sleep(1.0)
         ranks.kill(1, signal.SIGCONT)
-        ranks.values(60)
+        ranks.tell(1, "go on")
+        ranks.values()
 
 
 @everywhere
@@ -199,7 +204,7 @@ def test_a_rank_that_computes_is_not_declared_dead(hosts) -> None:
                 sum(range(40_000_000))
         assert group.all_reduce(torch.ones(10)).sum().item() == 30
 
-    outcomes = outcomes_of(3, body, hosts=hosts, env={"PACELINE_LIVENESS_S": "1.5"}, timeout_s=60)
+    outcomes = outcomes_of(3, body, hosts=hosts, env={"PACELINE_LIVENESS_S": "1.5"})
     for outcome in outcomes:
         assert outcome.error is None and outcome.status == 0, outcome
 
@@ -208,10 +213,15 @@ def test_a_rank_that_computes_is_not_declared_dead(hosts) -> None:
 def test_a_long_wait_says_on_whom(hosts) -> None:
     def body(group: Group) -> None:
         if group.rank == 1:
-            time.sleep(1.5)
+            hear()
         group.all_reduce(torch.ones(10))
 
-    outcomes = outcomes_of(3, body, hosts=hosts, env={"PACELINE_WARN_S": "0.5"})
+    # Rank 1 has to wait a little as well, on a busy machine: it must not say so.
+    with started(3, body, hosts=hosts, env={"PACELINE_WARN_S": "2"}) as ranks:
+        for rank in (0, 2):
+            ranks.wait_for_output(rank, "has waited")
+        ranks.tell(1, "go on")
+        outcomes = ranks.wait()
     assert all(o.error is None for o in outcomes)
     for rank in (0, 2):
         output = outcomes[rank].output
@@ -224,15 +234,20 @@ def test_a_long_wait_says_on_whom(hosts) -> None:
 def test_an_operation_that_takes_too_long(hosts) -> None:
     def body(group: Group) -> str:
         if group.rank == 1:
-            time.sleep(2.5)
+            hear()
             with pytest.raises(pl.errors.PeerTimeout):
                 group.barrier()
             return ""
         with pytest.raises(pl.errors.PeerTimeout) as caught:
             group.barrier()
+        tell("too long")
         return str(caught.value)
 
-    outcomes = outcomes_of(3, body, hosts=hosts, env={"PACELINE_TIMEOUT_S": "1"})
+    with started(3, body, hosts=hosts, env={"PACELINE_TIMEOUT_S": "1"}) as ranks:
+        for rank in (0, 2):
+            ranks.hear(rank)
+        ranks.tell(1, "go on")
+        outcomes = ranks.wait()
     assert all(o.error is None for o in outcomes), outcomes
     # On other hosts a rank only knows its partners: one that waits for rank 1 may be named instead.
     late = "rank 1" if hosts == 1 else "rank"
@@ -245,7 +260,7 @@ def test_ctrl_c_ends_a_blocking_call(hosts: int) -> None:
     def body(group: Group) -> str:
         tell("here")
         if group.rank == 1:
-            time.sleep(1.5)
+            hear()
             with pytest.raises(pl.errors.PeerError) as caught:
                 group.barrier()
             return str(caught.value)
@@ -255,36 +270,38 @@ def test_ctrl_c_ends_a_blocking_call(hosts: int) -> None:
             return "interrupted"
         return "nothing happened"
 
-    with started(2, body, hosts=hosts) as ranks:
+    with started(2, body, hosts=hosts, env=SAYS_SOON) as ranks:
         ranks.hear_all()
-        time.sleep(0.3)
+        ranks.wait_for_output(0, "has waited")
         ranks.kill(0, signal.SIGINT)
-        interrupted, other = ranks.values(30)
+        ranks.wait(60, [0])
+        ranks.tell(1, "go on")
+        interrupted, other = ranks.values()
     assert interrupted == "interrupted"
     assert "rank 0" in other
 
 
 def test_other_threads_run_during_a_blocking_call() -> None:
-    def body(group: Group) -> int:
+    def body(group: Group) -> None:
         if group.rank == 1:
-            time.sleep(0.5)
-            group.barrier()
-            return 0
-        rounds, stop = [0], threading.Event()
+            hear()
+        else:
+            caller, outside = threading.get_ident(), sys._getframe().f_code
 
-        def count() -> None:
-            while not stop.is_set():
-                rounds[0] += 1
-                time.sleep(0.001)
+            def count() -> None:
+                rounds = 0
+                while rounds < 100:  # never, when the GIL is held
+                    rounds += sys._current_frames()[caller].f_code is not outside
+                    time.sleep(0.001)
+                tell("counted")
 
-        thread = threading.Thread(target=count)
-        thread.start()
+            threading.Thread(target=count).start()
         group.barrier()
-        stop.set()
-        thread.join()
-        return rounds[0]
 
-    assert run_ranks(2, body)[0] > 10  # hundreds; few when the GIL is held
+    with started(2, body) as ranks:
+        assert ranks.hear(0) == "counted"
+        ranks.tell(1, "go on")
+        ranks.values()
 
 
 @everywhere
@@ -292,9 +309,7 @@ def test_a_group_with_a_dead_member_is_refused(hosts) -> None:
     def body(group: Group) -> str:
         group.barrier()
         tell("here")
-        if group.rank == 1:
-            time.sleep(60)
-        time.sleep(0.5)
+        hear()
         with pytest.raises(pl.errors.PeerLost) as caught:
             pl.new_group(range(3)).barrier()
         assert caught.value.rank == 1
@@ -303,16 +318,21 @@ def test_a_group_with_a_dead_member_is_refused(hosts) -> None:
     with started(3, body, hosts=hosts) as ranks:
         ranks.hear_all()
         ranks.kill(1)
-        for outcome in ranks.wait(30, [0, 2]):
+        ranks.wait(60, [1])
+        for rank in (0, 2):
+            ranks.tell(rank, "go on")
+        for outcome in ranks.wait(60, [0, 2]):
             assert outcome.error is None and "rank 1" in outcome.value, outcome
 
 
 def test_waiting_for_a_group_says_on_whom() -> None:
     def body(group: Group) -> None:
         if group.rank == 0:
-            time.sleep(3.5)
+            hear()
         assert pl.new_group([0, 1]).all_reduce(torch.ones(1)).item() == 2
 
-    _, late = outcomes_of(2, body, hosts=2)
-    assert late.error is None, late
-    assert "rank 1 waits for rank 0" in late.output and "to form a group" in late.output, late
+    with started(2, body, hosts=2) as ranks:
+        ranks.wait_for_output(1, "rank 1 waits for rank 0")
+        ranks.tell(0, "go on")
+        ranks.values()
+        assert "to form a group" in ranks.output(1)
