@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import tempfile
 import time
 
 import pytest
 import torch
 from ps_tables import remote_table
-from test_leaks import descriptors, require_nothing_left
+from test_leaks import descriptors, directories, require_nothing_left
 
 import paceline as pl
 from paceline import job
@@ -47,13 +45,12 @@ def run_and_end(ends: str, hosts: list[int], chosen: random.Random) -> list[tupl
             ranks.values()
             return told
         time.sleep(chosen.random() * 0.1)
-        for victim in {"a worker": [1], "a server": [2]}.get(ends[:8], [0, 1, 2]):
-            ranks.kill(victim)
+        ranks.kill_together({"a worker": [1], "a server": [2]}.get(ends[:8], [0, 1, 2]))
         if ends == "a server is killed":
-            assert all(outcome.status == 1 for outcome in ranks.wait(20, [0, 1]))
+            assert all(outcome.status == 1 for outcome in ranks.wait(60, [0, 1]))
         if ends == "a worker is killed":
             ranks.kill(0, signal.SIGINT)
-            [server] = ranks.wait(20, [2])  # it ends when the last worker has left
+            [server] = ranks.wait(60, [2])  # it ends when the last worker has left
             assert server.status == 0, server
         return told
 
@@ -62,13 +59,13 @@ def end_often(times: int, seed: int) -> None:
     chosen, server = random.Random(seed), ForkServer.get()
     run_and_end(ENDS[0], [0, 0, 0], chosen)  # what is made once is made now
     before = descriptors("self"), descriptors(server.pid)
+    others = directories()
     told: list[tuple[str, str]] = []
     for number in range(times):
         told += run_and_end(ENDS[number % len(ENDS)], chosen.choice([[0, 0, 0], [0, 1, 0]]), chosen)
     require_nothing_left([name for name, _ in told], [address for _, address in told])
     assert (descriptors("self"), descriptors(server.pid)) == before
-    ours = f"paceline-test-{os.getpid()}-"
-    assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(ours)]
+    assert directories() <= others
 
 
 def test_a_few_jobs_leave_nothing_behind() -> None:
