@@ -13,6 +13,8 @@ from paceline.cluster.secret_file import create_secret_file
 from support.environs import base_environ, job_environs
 from support.ranks import run_processes
 
+WHO_IS_THERE = {"PACELINE_JOIN_TIMEOUT_S": "5"}  # all have come by then, on a busy machine too
+
 
 def join(_number: int) -> str:
     """Join; return the number of ranks, or the error with its class."""
@@ -24,8 +26,8 @@ def join(_number: int) -> str:
 
 
 def test_a_rank_that_is_missing() -> None:
-    with job_environs(3, env={"PACELINE_JOIN_TIMEOUT_S": "1.5"}) as environs:
-        outcomes = run_processes(join, [environs[0], environs[2]], timeout_s=30)
+    with job_environs(3, env=WHO_IS_THERE) as environs:
+        outcomes = run_processes(join, [environs[0], environs[2]])
     for outcome in outcomes:
         assert outcome.error is None, outcome
         assert outcome.value.startswith("RendezvousError"), outcome
@@ -33,8 +35,8 @@ def test_a_rank_that_is_missing() -> None:
 
 
 def test_a_rank_that_is_claimed_twice() -> None:
-    with job_environs(2, env={"PACELINE_JOIN_TIMEOUT_S": "1.5"}) as environs:
-        outcomes = run_processes(join, [environs[0], environs[0]], timeout_s=30)
+    with job_environs(2, env=WHO_IS_THERE) as environs:
+        outcomes = run_processes(join, [environs[0], environs[0]])
     assert all(o.error is None for o in outcomes), outcomes
     twice = [o.value for o in outcomes if "twice" in o.value or "claimed" in o.value]
     assert len(twice) == 1 and twice[0].startswith("RendezvousError: rank 0"), outcomes
@@ -42,10 +44,10 @@ def test_a_rank_that_is_claimed_twice() -> None:
 
 
 def test_a_wrong_secret(tmp_path: Path) -> None:
-    with job_environs(2, env={"PACELINE_JOIN_TIMEOUT_S": "2"}) as environs:
+    with job_environs(2, env=WHO_IS_THERE) as environs:
         other = str(create_secret_file(tmp_path))
         environs[1]["PACELINE_SECRET_FILE"] = other
-        outcomes = run_processes(join, environs, timeout_s=30)
+        outcomes = run_processes(join, environs)
     assert outcomes[1].value.startswith("AuthError") and other in outcomes[1].value, outcomes[1]
     assert outcomes[0].value.startswith("RendezvousError") and "[1]" in outcomes[0].value
     for outcome in outcomes:
@@ -60,12 +62,13 @@ def test_a_secret_that_others_can_read() -> None:
 
 
 def test_a_coordinator_that_is_not_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with job_environs(2, env={"PACELINE_JOIN_TIMEOUT_S": "1"}) as environs:
+    env = {"PACELINE_JOIN_TIMEOUT_S": "1"}
+    with socket.socket() as sock, job_environs(2, env=env) as environs:
+        sock.bind(("127.0.0.1", 0))  # nobody else has the port, and nobody listens there
+        port = sock.getsockname()[1]
         for environ in environs:
             environ["PACELINE_COORDINATOR"] = f"127.0.0.1:{port}"
-        outcomes = run_processes(join, environs, timeout_s=30)
+        outcomes = run_processes(join, environs)
     for outcome in outcomes:
         assert outcome.value.startswith("ConnectError"), outcome
         assert f"127.0.0.1:{port}" in outcome.value, outcome
@@ -82,7 +85,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
             "PACELINE_COORDINATOR": f"127.0.0.1:{port}",
             "PACELINE_SECRET_FILE": secret,
         }
-        [outcome] = run_processes(join, [environ], timeout_s=30)
+        [outcome] = run_processes(join, [environ])
     assert outcome.value.startswith("PortInUse") and str(port) in outcome.value, outcome
 
 
@@ -99,7 +102,7 @@ def test_two_jobs_by_hand_at_once_never_meet(tmp_path: Path) -> None:
         for port, size in ((12345, 2), (12346, 3))
         for rank in range(size)
     ]
-    outcomes = run_processes(join, environs, timeout_s=30)
+    outcomes = run_processes(join, environs)
     assert [o.value for o in outcomes] == ["2", "2", "3", "3", "3"], outcomes
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert left == []
