@@ -13,7 +13,7 @@ import torch
 import paceline as pl
 from paceline import job
 from paceline.collectives.group import Group
-from support import run_ranks, started, tell
+from support import hear, run_ranks, started, tell
 
 PLACES = {"one host": 1, "a host each": 4, "2 hosts with 2": 2, "mixed": (0, 1, 0, 1)}
 everywhere = pytest.mark.parametrize("hosts", PLACES.values(), ids=PLACES.keys())
@@ -54,7 +54,7 @@ def test_survivors_of_a_kill_go_on(hosts, victim: int) -> None:
         ranks.hear_all()
         time.sleep(0.1)
         ranks.kill(victim)
-        for outcome in ranks.wait(40, [rank for rank in range(4) if rank != victim]):
+        for outcome in ranks.wait(60, [rank for rank in range(4) if rank != victim]):
             assert outcome.error is None and outcome.status == 0, outcome
 
 
@@ -84,13 +84,15 @@ def test_operations_in_flight_end_with_generation_changed(hosts) -> None:
         group.barrier()
         membership = job.current().fabric.membership
         if pl.rank() == 3:
-            time.sleep(1.0)  # the others wait for it in vain
+            hear()  # the others wait for it in vain
             return
         works = [group.all_reduce(torch.ones(100_000), async_op=True) for _ in range(3)]
         works.append(group.recv(torch.ones(5), 3, async_op=True))
         blocked: list[BaseException] = []
+        is_near = threading.Event()
 
         def block() -> None:
+            is_near.set()
             try:
                 group.barrier()
             except pl.errors.PacelineError as error:
@@ -98,16 +100,21 @@ def test_operations_in_flight_end_with_generation_changed(hosts) -> None:
 
         thread = threading.Thread(target=block)
         thread.start()
+        is_near.wait()
         time.sleep(0.3)
         group.reconfigure(membership.without([3]))
         for work in works:
             with pytest.raises(pl.errors.GenerationChanged, match="generation 1 to 2"):
-                work.wait(10)
-        thread.join(10)
+                work.wait(50)
+        thread.join(50)
         assert [type(error) for error in blocked] == [pl.errors.GenerationChanged]
         require_right(group)
 
-    run_ranks(4, body, hosts=hosts)
+    with started(4, body, hosts=hosts) as ranks:
+        outcomes = ranks.wait(ranks=[0, 1, 2])
+        ranks.tell(3, "over")
+        outcomes += ranks.wait(ranks=[3])
+    assert all(o.error is None and o.status == 0 for o in outcomes), "\n".join(map(str, outcomes))
 
 
 def test_wrong_memberships_are_refused() -> None:
