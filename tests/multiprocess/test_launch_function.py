@@ -104,8 +104,9 @@ def test_time_runs_out() -> None:
         if os.environ["RANK"] == "1":
             time.sleep(100)
 
-    with pytest.raises(LaunchError, match="rank 1 had not finished after timeout_s=0.5"):
-        launch(slow, workers=2, timeout_s=0.5)
+    # Enough for the other one to end, also on a busy machine.
+    with pytest.raises(LaunchError, match="^rank 1 had not finished after timeout_s=3"):
+        launch(slow, workers=2, timeout_s=3)
 
 
 def test_a_worker_that_has_joined_launches_nothing() -> None:
@@ -201,8 +202,8 @@ def test_workers_end_with_the_process_that_launched_them(
         wait_until(lambda: all(f.exists() and f.read_text().endswith("\n") for f in files))
         workers, children = zip(*(f.read_text().split() for f in files), strict=True)
         launcher.send_signal(number)
-        _, errors = launcher.communicate(timeout=20)
-        wait_until(lambda: not any(map(is_alive, workers + children)), within_s=5.0)
+        _, errors = launcher.communicate(timeout=60)
+        wait_until(lambda: not any(map(is_alive, workers + children)), within_s=40.0)
     assert launcher.returncode == -number
     if number == signal.SIGINT:
         assert errors.count("KeyboardInterrupt") == 1, "Ctrl-C is the caller's alone"

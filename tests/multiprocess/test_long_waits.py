@@ -7,7 +7,9 @@ import torch
 import paceline as pl
 from support import run_ranks, started
 
-LIMITS = {"PACELINE_LIVENESS_S": "1", "PACELINE_WARN_S": "0.5"}
+# A process that gets no core for so long does count as dead.
+LIMITS = {"PACELINE_LIVENESS_S": "3", "PACELINE_WARN_S": "0.5"}
+LONG_S = 5.0
 
 
 def test_a_neighbour_that_has_nothing_to_say_is_not_taken_for_dead():
@@ -15,7 +17,7 @@ def test_a_neighbour_that_has_nothing_to_say_is_not_taken_for_dead():
         note = torch.zeros(1)
         if group.rank == 0:
             group.send(note, 1)  # the channel exists from here on
-            time.sleep(3)
+            time.sleep(LONG_S)
             group.send(note, 1)
         else:
             group.recv(note, 0)
@@ -33,7 +35,7 @@ def test_a_worker_waits_for_a_slow_one_through_servers_and_says_so():
         )
         for step in range(3):
             if group.rank == 1 and step == 1:
-                time.sleep(3.5)
+                time.sleep(LONG_S)
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()

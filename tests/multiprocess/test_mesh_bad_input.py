@@ -90,7 +90,7 @@ def test_what_cannot_work_is_refused_with_what_to_do(wrong: str) -> None:
 
     problems = [
         f"rank {rank}, {name}: expected {words!r}, was told {told[name]!r}"
-        for rank, told in enumerate(run_ranks(2, body, timeout_s=30))
+        for rank, told in enumerate(run_ranks(2, body))
         for name, (_, _, words) in CALLS[wrong][0].items()
         if told[name].startswith("not ") or not re.search(words, told[name], re.DOTALL)
     ]

@@ -350,5 +350,5 @@ def test_lost_stage_is_named():
     with started(3, body) as ranks:
         ranks.hear_all()
         ranks.kill(1)
-        for outcome in ranks.wait(30, ranks=[0, 2]):
+        for outcome in ranks.wait(60, ranks=[0, 2]):
             assert outcome.value == 1, outcome

@@ -7,6 +7,7 @@ same from the one that takes over. A new copy, filled while they went on, takes 
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ def test_whoever_takes_over_has_the_same_bits(mode: str) -> None:
         for _ in range(3):
             before = job.ranks.hear(0)
             while len(copies := job.operator.status().membership.partitions[0]) < 2:
-                pass
+                time.sleep(0.01)
             primary = job.operator.status().membership.member(copies[0])
             job.ranks.kill(primary.rank)
             job.ranks.tell(0, "look again")
@@ -108,5 +109,5 @@ def test_whoever_takes_over_has_the_same_bits(mode: str) -> None:
             assert after == before
             job.add("server", primary.number)
             job.ranks.tell(0, "go on")  # while the new copy is being filled
-        outcomes = job.ranks.wait(30, [0, 1])
+        outcomes = job.ranks.wait(60, [0, 1])
         assert all(outcome.status == 0 for outcome in outcomes), "\n".join(map(str, outcomes))
