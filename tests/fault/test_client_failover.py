@@ -97,7 +97,7 @@ def run(path: Path, pace: str, losses: int, seed: int) -> None:
             wait_for(lambda: _has_copies(job), 60)
         before = books.acked(0)
         wait_for(lambda: books.acked(0) > before + 5, 60)
-        books.rows[-1, Books.ACKED] = max(books.issued(worker) for worker in range(WORKERS)) + 10
+        books.rows[-1, Books.ACKED] = max(books.issued(worker) for worker in range(WORKERS)) + 50
         outcomes = job.ranks.wait(60, range(WORKERS))
     assert all(o.error is None and o.status == 0 for o in outcomes), "\n".join(map(str, outcomes))
     for outcome in outcomes:

@@ -85,11 +85,11 @@ def kill_while_counting(path: Path, hosts: list[int], stripe: int, seed: int) ->
             wait_for(lambda s=survivor, b=before: books.acked(s) > b + 3)
         books.end()
         wait_for(lambda: books.rows[survivors, Books.DONE].all())
-        ranks.wait(30, victims)
+        ranks.wait(60, victims)
         time.sleep(0.4)  # the servers hear of a death a little later
         books.rows[-1, Books.ISSUED] = 1
-        outcomes = ranks.wait(30, survivors)
-        ended = ranks.wait(30)
+        outcomes = ranks.wait(60, survivors)
+        ended = ranks.wait()
     assert all(outcome.error is None for outcome in outcomes), outcomes
     assert all(outcome.status == 0 for outcome in ended[WORKERS:]), ended
     for outcome in outcomes:

@@ -30,6 +30,9 @@ SLOW = pytest.mark.slow
 WORKERS = 2
 STRIPE = 70_000  # elements: cut over several partitions
 SEQUENCE = 20_000
+# For some updates in which a server is lost: a second or so, and room for a busy machine; less
+# than it takes until a silent one counts as lost.
+PAUSE_S = 15.0
 RULES = {
     "async": Rule(bound=None),
     "ssp": Rule(bound=2),
@@ -75,8 +78,8 @@ def _is_enough(books: Books, me: int) -> bool:
 
 
 def end(books: Books) -> None:
-    """Let everybody stop, a little later."""
-    books.rows[-1, Books.ACKED] = max(books.acked(worker) for worker in range(WORKERS)) + 20
+    """Let everybody stop, a little later: nobody is as far as that when it is written down."""
+    books.rows[-1, Books.ACKED] = max(books.acked(worker) for worker in range(WORKERS)) + 100
 
 
 def require_exact(books: Books, found: dict[str, torch.Tensor]) -> None:
@@ -112,7 +115,7 @@ class Counting:
         for worker in range(WORKERS):
             job.ranks.hear(worker)
 
-    def progress(self, updates: int = 5, timeout_s: float = 20.0) -> float:
+    def progress(self, updates: int = 5, timeout_s: float = 60.0) -> float:
         """Wait until every worker has so many more updates; return how long that took."""
         began_s = time.monotonic()
         before = [self.books.acked(worker) for worker in range(WORKERS)]
@@ -138,7 +141,7 @@ class Counting:
         assert membership is not None
         return membership
 
-    def wait_for_copies(self, count: int, timeout_s: float = 20.0) -> None:
+    def wait_for_copies(self, count: int, timeout_s: float = 60.0) -> None:
         """Wait until every partition has so many complete copies."""
 
         def are_there() -> bool:
@@ -154,28 +157,28 @@ def test_a_backup_takes_over_and_a_new_one_is_filled(pace: str, tmp_path: Path) 
         counting = Counting(job, tmp_path / "books", pace)
         counting.progress()
         job.ranks.kill(WORKERS)  # primary of one partition, backup of the other
-        assert counting.progress() < 5
+        assert counting.progress() < PAUSE_S
         assert counting.membership.partitions == ((WORKERS + 1,), (WORKERS + 1,))
         new = job.add("server", 0)
         counting.wait_for_copies(2)
         counting.progress()
         job.ranks.kill(WORKERS + 1)  # the old backup: the new one has everything
-        assert counting.progress() < 5
+        assert counting.progress() < PAUSE_S
         values = counting.finish()
-        (last,) = job.ranks.wait(20, ranks=[new])
+        (last,) = job.ranks.wait(60, ranks=[new])
         assert last.status == 0, str(last)
-        assert max(value["slowest_s"] for value in values) < 5
+        assert max(value["slowest_s"] for value in values) < PAUSE_S
 
 
 @pytest.mark.parametrize("pace", ["async", pytest.param("ps", marks=SLOW)])
 def test_a_stopped_primary_is_fenced(pace: str, tmp_path: Path) -> None:
     """It counts as lost, and is ended before others go on without it."""
-    with elastic_job(policy(lease_s=1.5)) as job:
+    with elastic_job(policy(lease_s=5.0)) as job:
         counting = Counting(job, tmp_path / "books", pace)
         counting.progress()
         job.ranks.kill(WORKERS, signal.SIGSTOP)
-        assert counting.progress() < 8
-        (stopped,) = job.ranks.wait(10, ranks=[WORKERS])
+        assert counting.progress() < 5.0 + PAUSE_S
+        (stopped,) = job.ranks.wait(60, ranks=[WORKERS])
         assert stopped.status == -signal.SIGKILL  # it shares memory with the others of its host
         counting.finish()
 
@@ -192,15 +195,15 @@ def test_servers_are_added_and_removed_while_counting(tmp_path: Path) -> None:
         def holders() -> list[int]:
             return sorted(rank for ranks in counting.membership.partitions for rank in ranks)
 
-        wait_for(lambda: holders() == [first, first, second, second], 30)
+        wait_for(lambda: holders() == [first, first, second, second])
         counting.progress()
         job.operator.servers_remove([0])
-        wait_for(lambda: holders() == [second] * 4, 30)
+        wait_for(lambda: holders() == [second] * 4)
         counting.progress()
-        (removed,) = job.ranks.wait(20, ranks=[first])
+        (removed,) = job.ranks.wait(60, ranks=[first])
         assert removed.status == 0, str(removed)
         values = counting.finish()
-        assert max(value["slowest_s"] for value in values) < 3
+        assert max(value["slowest_s"] for value in values) < PAUSE_S
 
 
 def test_a_backup_that_is_killed_holds_up_nobody(tmp_path: Path) -> None:
@@ -208,9 +211,9 @@ def test_a_backup_that_is_killed_holds_up_nobody(tmp_path: Path) -> None:
         counting = Counting(job, tmp_path / "books", "async")
         counting.progress()
         job.ranks.kill(WORKERS + 1)  # between the primary and the last one
-        assert counting.progress() < 5
+        assert counting.progress() < PAUSE_S
         job.ranks.kill(WORKERS)
-        assert counting.progress() < 5
+        assert counting.progress() < PAUSE_S
         assert counting.membership.partitions == ((WORKERS + 2,),)
         counting.finish()
 
@@ -250,12 +253,12 @@ def test_copies_on_several_hosts(pace: str, hosts: list[int], tmp_path: Path) ->
         counting = Counting(job, tmp_path / "books", pace, hosts)
         counting.progress()
         job.ranks.kill(WORKERS)
-        assert counting.progress() < 5
+        assert counting.progress() < PAUSE_S
         job.add("server", 0)
         counting.wait_for_copies(2)
         counting.progress()
         job.ranks.kill(WORKERS + 1)
-        assert counting.progress() < 5
+        assert counting.progress() < PAUSE_S
         counting.finish()
 
 

@@ -16,6 +16,9 @@ from support import hear, started, tell
 
 VICTIM = 1  # of two servers
 PROMISED_S = 2.0
+# Then silence says nothing, and only the broken connection tells; whoever is told has to get a core
+# before it can say when that was.
+BUSY_S, NEVER = 20.0, {"PACELINE_LIVENESS_S": "100"}
 TWO_HOSTS = [0, 1, 0, 1]
 
 
@@ -70,8 +73,8 @@ def outcomes_of_losing(
             time.sleep(0.3)
             for worker in range(2):
                 ranks.tell(worker, "go on")
-        outcomes = ranks.wait(20, [0, 1])
-        [other] = ranks.wait(20, [2])
+        outcomes = ranks.wait(60, [0, 1])
+        [other] = ranks.wait(60, [2])
     assert other.status == 0, other  # the other server ends with the workers
     return pid, lost_s, outcomes
 
@@ -93,19 +96,19 @@ def require_named(error: object, worker: int, pid: int) -> None:
     + [("async", what) for what in ("idle", "state", "subscribe", "client")],
 )
 def test_a_server_is_killed(pace: str, what: str, hosts) -> None:
-    pid, lost_s, outcomes = outcomes_of_losing(what, signal.SIGKILL, pace, hosts)
+    pid, lost_s, outcomes = outcomes_of_losing(what, signal.SIGKILL, pace, hosts, NEVER)
     for worker, outcome in enumerate(outcomes):
         assert outcome.error is None and outcome.status == 0, outcome
         noticed_s, error = outcome.value
         require_named(error, worker, pid)
         assert "ended or lost its connection" in str(error)
-        assert noticed_s - lost_s < 2 * PROMISED_S  # twice, for a busy machine
+        assert noticed_s - lost_s < PROMISED_S + BUSY_S
 
 
 @pytest.mark.parametrize("what", ["train", "subscribe"])
 def test_a_server_is_stopped(what: str) -> None:
     pid, _, outcomes = outcomes_of_losing(
-        what, signal.SIGSTOP, hosts=TWO_HOSTS, env={"PACELINE_LIVENESS_S": "1.5"}
+        what, signal.SIGSTOP, hosts=TWO_HOSTS, env={"PACELINE_LIVENESS_S": "3"}
     )
     for worker, outcome in enumerate(outcomes):
         _, error = outcome.value

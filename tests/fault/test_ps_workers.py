@@ -71,7 +71,7 @@ def survivors_of(
         ranks.kill(victim)
         require_progress(books, survivors)
         books.end()
-        outcomes = ranks.wait(30)
+        outcomes = ranks.wait()
     assert outcomes.pop(victim).status == -signal.SIGKILL
     assert all(outcome.status == 0 for outcome in outcomes), [str(one) for one in outcomes]
     return [outcome.value for outcome in outcomes[:-1]]
@@ -115,7 +115,12 @@ def notes_of(events: list[Event]) -> Callable[[str], bool]:
 def test_a_worker_that_is_stopped_for_a_while(tmp_path: Path, pace: str) -> None:
     books, events = Books(tmp_path / "books", WORKERS), list[Event]()
     arguments = (str(tmp_path / "books"), pace)
-    with started(WORKERS, train, *arguments, servers=1, on_event=events.append) as ranks:
+    # It may be stopped for longer than planned: on a busy machine the server says it later, or says
+    # first that only one of the others waits.
+    limits = {"PACELINE_LIVENESS_S": "100"}
+    with started(
+        WORKERS, train, *arguments, servers=1, on_event=events.append, env=limits
+    ) as ranks:
         for worker in range(WORKERS):
             ranks.hear(worker)
         require_progress(books, [0, 1, 2], 5)
@@ -125,7 +130,7 @@ def test_a_worker_that_is_stopped_for_a_while(tmp_path: Path, pace: str) -> None
                 require_progress(books, [0, 2], 200)  # they never pause
                 time.sleep(2.5)
             else:
-                wait_for(lambda: notes_of(events)("workers 0, 2 wait for worker 1"), 4)
+                wait_for(lambda: notes_of(events)("workers 0, 2 wait for worker 1"))
                 time.sleep(1)
         finally:
             ranks.kill(1, signal.SIGCONT)
@@ -150,7 +155,7 @@ def test_a_worker_that_fails_in_the_middle_of_backward(pace: str) -> None:
             optimizer.zero_grad()
         return 30
 
-    first, failed, third, server = outcomes_of(WORKERS, body, pace, servers=1, timeout_s=30)
+    first, failed, third, server = outcomes_of(WORKERS, body, pace, servers=1)
     assert "bad batch" in str(failed.error)
     assert (first.value, third.value) == (30, 30), (first, third)
     assert server.status == 0, server
@@ -167,7 +172,7 @@ def test_workers_that_end_early(pace: str) -> None:
             optimizer.zero_grad()
         return steps
 
-    outcomes = outcomes_of(WORKERS, body, pace, servers=1, timeout_s=30)
+    outcomes = outcomes_of(WORKERS, body, pace, servers=1)
     assert [outcome.value for outcome in outcomes] == [10, 20, 30, None], outcomes
 
 
@@ -179,11 +184,11 @@ def test_waiting_for_a_slow_worker_is_no_error(pace: str, hosts) -> None:
         model, optimizer = make_model(pace)
         for step in range(4):
             if step == 2 and group.rank == 1:
-                time.sleep(2.5)
+                time.sleep(4.5)
             model(torch.randn(8, 50)).pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return "trained"
 
-    limits = {"PACELINE_LIVENESS_S": "1"}
+    limits = {"PACELINE_LIVENESS_S": "2"}
     assert run_ranks(3, body, pace, hosts=hosts, servers=1, env=limits) == ["trained"] * 3
