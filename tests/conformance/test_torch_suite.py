@@ -66,9 +66,9 @@ def outcomes(tmp_path: Path, timeout_s: float, *arguments: str) -> dict[str, dic
     return found
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 def test_chosen_tests_of_torch(tmp_path):
-    found = outcomes(tmp_path, 230, "--stand-in", "gloo", "mpi", "--only", *CHOICE)
+    found = outcomes(tmp_path, 400, "--stand-in", "gloo", "mpi", "--only", *CHOICE)
     passed = {name for name, outcome in found.items() if outcome["outcome"] == "passed"}
     assert passed == set(CHOICE), set(CHOICE) - passed
 
