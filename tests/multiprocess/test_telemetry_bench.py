@@ -25,7 +25,11 @@ def measured(out: Path, *options: str) -> list[dict[str, Any]]:
 
 def test_steps_are_measured_with_telemetry_and_without(tmp_path: Path) -> None:
     found = measured(tmp_path)
-    assert [pair["title"] for pair in found] == ["same processes", "two jobs"]
+    assert [pair["title"] for pair in found] == [
+        "same processes",
+        "two jobs",
+        "two jobs alike",
+    ]
     for pair in found:
         assert len(pair["on_s"]) == len(pair["off_s"]) == 2
         assert all(time_s > 0 for time_s in pair["on_s"] + pair["off_s"])
