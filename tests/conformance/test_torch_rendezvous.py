@@ -202,7 +202,7 @@ def test_torchrun(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command.append(str(tmp_path / "script.py"))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=plain_environ())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=plain_environ())
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("3.0") == 2  # both write to one pipe, word by word
 

@@ -12,7 +12,7 @@ COMPARE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "compare.p
 
 def test_the_demo_trains_twice_and_compares():
     done = subprocess.run(
-        [sys.executable, str(COMPARE), "--steps", "15"], capture_output=True, text=True, timeout=110
+        [sys.executable, str(COMPARE), "--steps", "15"], capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "15 steps with 2 workers" in done.stdout

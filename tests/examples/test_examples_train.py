@@ -90,7 +90,7 @@ def alone(examples, directory) -> dict[str, str]:
 
 
 def run(*words: str) -> str:
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -25,7 +25,7 @@ def lines_of(output: str) -> list[str]:
 
 def run(tmp_path: Path, *words: str) -> list[str]:
     command = [sys.executable, "-m", "paceline", "run", "--log-dir", "none", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return lines_of(done.stdout)
 
