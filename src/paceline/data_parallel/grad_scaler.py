@@ -22,10 +22,14 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from paceline.data_parallel import loss_scaling
+from paceline.data_parallel.averaging import Compressing
 from paceline.data_parallel.finite import all_finite
+from paceline.data_parallel.groundwork import Groundwork
+from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.skipping import Skipping, step_with_nothing
 from paceline.data_parallel.weighting import expect_scaled_losses
 from paceline.errors import UsageError
+from paceline.pace.server import ServerExchange
 
 
 class Bound(Protocol):
@@ -146,3 +150,30 @@ class TorchScaler:
 def _grads_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [param.grad for param in params if param.grad is not None]
+
+
+def choose_skipping(
+    ground: Groundwork, reducer: Reducer, optimizer: torch.optim.Optimizer
+) -> tuple[Skipping, TorchScaler | None]:
+    """Choose how the workers agree about steps that a GradScaler leaves out, and what becomes of
+    torch's own; None: all do what torch does, to the same averages."""
+    exchange = ground.exchange
+    rule = ground.serving.rule if ground.serving is not None else None
+    rounds = rule is not None and rule.backup > 0
+    narrows = rule is not None and rule.aggregate and ground.options.wire == "fp16"
+    # In an elastic job a worker may come between two numbers that the others exchange.
+    comes_and_goes = ground.job.elastic.is_on and (hasattr(exchange, "is_at_rest") or narrows)
+    is_free = ground.is_free or ground.is_common or rounds or comes_and_goes
+    skipping = Skipping(ground.group, reducer, is_free=is_free, asks=narrows)
+    why_not = ""
+    if ground.method is not None:
+        why_not = "workers have gradients of their own, and would not leave out the same steps"
+    elif rounds or narrows:
+        why_not = "not all workers see the same averages, so that their scales would part"
+    elif ground.job.place:
+        why_not = "each process sees the gradients of a part of the model only"
+    elif isinstance(exchange, Compressing | ServerExchange) and exchange.keeps:
+        why_not = "what a codec leaves out would be sent with the scale of another step"
+    elif rule is None:
+        return skipping, None
+    return skipping, TorchScaler(optimizer, why_not)

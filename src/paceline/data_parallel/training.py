@@ -7,7 +7,6 @@ step          the update runs the optimizer; buffers are brought together meanwh
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,21 +18,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.collectives.group import Group
-from paceline.collectives.memory import allocate
 from paceline.data_parallel import loss_scaling
-from paceline.data_parallel.averaging import (
-    Compressing,
-    choose_codec,
-    compressed_average,
-    left_out,
-)
+from paceline.data_parallel.averaging import left_out
 from paceline.data_parallel.batchnorm import use_global_statistics, use_own_statistics
 from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.choice import say
-from paceline.data_parallel.common_memory import CommonMemory
-from paceline.data_parallel.direct import compute_as_usual, compute_in_bucket
-from paceline.data_parallel.elastic_step import ElasticStep
-from paceline.data_parallel.grad_scaler import TorchScaler
+from paceline.data_parallel.direct import compute_as_usual
+from paceline.data_parallel.grad_scaler import TorchScaler, choose_skipping
+from paceline.data_parallel.groundwork import Groundwork
 from paceline.data_parallel.handover import (
     Gathered,
     add_once,
@@ -44,29 +36,19 @@ from paceline.data_parallel.handover import (
 )
 from paceline.data_parallel.health import Health
 from paceline.data_parallel.hooks import cut_off
-from paceline.data_parallel.housing import Housing
+from paceline.data_parallel.intake import Intake
 from paceline.data_parallel.layerwise import LayerwiseUpdate
-from paceline.data_parallel.layout import Named
 from paceline.data_parallel.mixed_precision import compute_in, compute_in_full
 from paceline.data_parallel.options import Options
-from paceline.data_parallel.ownership import is_elementwise
-from paceline.data_parallel.paced import Paced, make_method
+from paceline.data_parallel.paced import Paced
+from paceline.data_parallel.participation import leave, take_part
 from paceline.data_parallel.reducer import Reducer
-from paceline.data_parallel.serving import Serving
 from paceline.data_parallel.sharded import ShardedUpdate
-from paceline.data_parallel.skipping import Skipping, step_with_nothing
-from paceline.data_parallel.training_state import TrainingState
+from paceline.data_parallel.skipping import step_with_nothing
 from paceline.data_parallel.update import ReplicatedUpdate, Step, Update
 from paceline.errors import PeerError, UsageError
 from paceline.job import Job
-from paceline.pace.allreduce import AllReduce
-from paceline.pace.centre import Centre
-from paceline.pace.exchange import Exchange
-from paceline.pace.known import needs_servers
-from paceline.pace.method import Method, Setting
-from paceline.pace.own import OwnGradients
 from paceline.pace.parse import PaceSpec
-from paceline.pace.server import ServerExchange
 from paceline.ps.subscription import Subscription
 from paceline.telemetry.events import LEARNING_RATE, STALENESS
 from paceline.telemetry.trace import tracer
@@ -101,27 +83,12 @@ class Training:
         options: Options,
         label: str,
     ) -> None:
-        self._job = job
-        self._group = group
-        self._label = label
-        self._name = f"training {label}"  # for groups and participants
-        self._groups: list[Group] = []  # those of this training
-        self._engine = job.fabric.engine
-        self._model = weakref.ref(model)
-        self._optimizer = weakref.ref(optimizer)
-        self.pace = pace
-        self.options = options
-        self._host = _host_group(job)
-        self._groups.append(self._host)
-        self.serving: Serving | None = None
-        if needs_servers(pace.name) and job.servers:
-            self.serving = Serving(job, group, optimizer, pace, options, label)
-        self._centre: Centre | None = None
-        self.method = self._choose_method(pace, optimizer)
-        self._shares_params = self._wants_sharing(optimizer)
-        self._is_common = self.method is not None and self.method.shares_params
-        if self._is_common and job.elastic.is_on:  # there all workers are on one host
-            self._host = self._form("host")
+        self._job, self._group = job, group
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        self.pace, self.options = pace, options
+        self._ground = ground = Groundwork(job, group, pace, options, label)
+        ground.lay(optimizer)
+        self.serving, self.method, self.exchange = ground.serving, ground.method, ground.exchange
         self.health = Health(
             group,
             options,
@@ -129,29 +96,18 @@ class Training:
             on_servers=self.serving is not None,
             is_free=self.is_free,
         )
-        self.exchange = self._choose_exchange()
         self.reducer = Reducer(group, self.exchange, job.elastic)
-        self.skipping, self._torch_scaler = self._choose_skipping(self.exchange, optimizer)
+        self.skipping, self._torch_scaler = choose_skipping(ground, self.reducer, optimizer)
         self.reducer.wants_stop = job.stopping.is_wanted
         self.reducer.ask_unit = job.ask_unit
         self.reducer.after_exchange = self._look_at_gradients
         if self.method is not None:
             self.reducer.skips = self._skips_backward
         self.reducer.keeps_sparse = options.nonfinite != "ignore"
-        views = self.serving is not None and self.serving.watches_edits
-        self._housing = Housing(
-            self._engine,
-            Group(job.fabric, [job.env.rank]) if views else self._host,
-            optimizer,
-            bucket_mb=options.bucket_mb,
-            is_shared=self._shares_params or views or self._is_common,
-            averages=self._choose_averages(),
-            is_common=self._is_common,
-        )
-        self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
-        self._outside: list[Named] = []  # frozen ones, which nobody averages
+        self._housing = ground.make_housing(optimizer)
+        self._intake = Intake(ground, self._housing, self.reducer)
         self._num_global_norms = (
-            use_global_statistics(model, self._form("statistics"))
+            use_global_statistics(model, ground.form("statistics"))
             if options.batchnorm == "global"
             else 0
         )
@@ -159,28 +115,28 @@ class Training:
         if notice and job.env.local_rank == 0:
             say(notice)
         self._adopt_initial_values(model)
-        self._take_in(model, [Named(n, p) for n, p in model.named_parameters() if p.requires_grad])
+        self._intake.take_all(model)
         self.buffers = Buffers(
             model,
-            self._form("buffers"),
-            self._engine,
-            self._buffers_mode,
+            ground.form("buffers"),
+            job.fabric.engine,
+            ground.buffers_mode,
             goes_on=self.serving is not None,
         )
         self.buffers.broadcast_now()
         self.update: Update = self._choose_update(optimizer)
         self._paced: Paced | None = None
         if self.method is not None:
-            group = self._form("flags")
-            self._paced = Paced(job, self.method, self.reducer, self.buffers, group)
-        self._num_optimized = 0  # parameters of the optimizer when it was last looked at
+            flags = ground.form("flags")
+            self._paced = Paced(job, self.method, self.reducer, self.buffers, flags)
         self.steps = 0  # at this pace
         self._waited_s = 0.0
         self._watch(optimizer)
         job.contribution.watch(self._set_weight)
         self._set_weight(job.contribution.weight)
-        self._elastic_step: ElasticStep | None = None
-        self._take_part(model, optimizer)
+        self._elastic_step = take_part(
+            ground, model, optimizer, self.reducer, self.buffers, self._housing
+        )
         if isinstance(self.update, LayerwiseUpdate):
             self.update.watch(model)
         job.reporter.begin()
@@ -193,196 +149,45 @@ class Training:
             f"{_count(params)} parameters in {_plural(len(self.reducer.buckets), 'bucket')}",
             _plural(self._group.size, "worker"),
             self._paced.name if self._paced is not None else f"update {self.update.name}",
-            f"buffers {self._buffers_mode}",
+            f"buffers {self._ground.buffers_mode}",
         ]
         if self.options.precision != "fp32":
             parts.append(f"computes in {self.options.precision}")
         if self.serving is not None:
             parts.append(self.serving.balance)
-        if self._centre is not None:
-            parts.append(self._centre.describe())
+        if self._ground.centre is not None:
+            parts.append(self._ground.centre.describe())
         if self._num_global_norms:
             parts.append(f"global statistics in {self._num_global_norms} batch norms")
         return ", ".join(parts)
 
     # -- setting up ---------------------------------------------------------------------------
 
-    def _form(self, use: str) -> Group:
-        self._groups.append(self._job.worker_group(f"{self._name} {use}"))
-        return self._groups[-1]
-
-    def _choose_method(self, pace: PaceSpec, optimizer: torch.optim.Optimizer) -> Method | None:
-        if needs_servers(pace.name):
-            return None
-        workers = self._form("pace")
-        memory = self._memory
-        if self._job.servers and pace.uses_servers:
-            self._centre = Centre(self._job, workers, f"centre {self._label}", memory)
-        options, own = self.options.own, weakref.ref(optimizer)
-
-        def another(name: str) -> Group:
-            return self._form(f"pace {name}")
-
-        return make_method(
-            Setting(
-                *(pace, workers, options, own, memory, another, self._centre),
-                is_elastic=self._job.elastic.is_on,
-                open_books=self._job.reporter.books.open,
-            )
-        )
-
-    def _choose_exchange(self) -> Exchange:
-        if self.serving is not None:
-            return self.serving.exchange
-        if self.method is None:
-            spec = choose_codec(self._job, self.options)
-            if not spec.is_on:
-                return AllReduce(self._group)
-            makes = (self._form, self._groups.append, self._memory)
-            return compressed_average(self._job, self._group, self._host, spec, *makes)
-        return self.method.exchange() or OwnGradients()
-
-    def _choose_averages(self) -> str:
-        """Say where averaged gradients are, in the words of housing.py."""
-        if self.serving is not None:
-            return self.serving.averages
-        # Nobody else holds this part of the model: what is here is the average.
-        is_alone = bool(self._job.place) and self._group.size == 1 and not self._job.elastic.is_on
-        return "none" if is_alone and isinstance(self.exchange, AllReduce) else "own"
-
-    def _memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return allocate(self._engine, (count,), dtype)
-
     def _skips_backward(self) -> bool:
         return self.method is not None and self.method.skips_backward
-
-    @property
-    def _buffers_mode(self) -> str:
-        is_alone = self.method is not None and self.method.is_free
-        return "local" if is_alone else self.options.buffers
-
-    @property
-    def is_free(self) -> bool:
-        """Whether workers take their steps without all of the others."""
-        if self.method is not None:
-            return self.method.is_free
-        return self.serving is not None and not self.serving.rule.is_lockstep
-
-    @property
-    def _may_part(self) -> bool:
-        """Whether one worker may take more steps than another, as many as it likes."""
-        if self.serving is None or not self.is_free:
-            return self.is_free
-        return self.serving.rule.bound is None and not self.serving.rule.backup
-
-    def _choose_skipping(
-        self, exchange: Exchange, optimizer: torch.optim.Optimizer
-    ) -> tuple[Skipping, TorchScaler | None]:
-        """Choose how the workers agree about steps that a GradScaler leaves out."""
-        rule = self.serving.rule if self.serving is not None else None
-        rounds = rule is not None and rule.backup > 0
-        narrows = rule is not None and rule.aggregate and self.options.wire == "fp16"
-        # In an elastic job a worker may come between two numbers that the others exchange.
-        comes_and_goes = self._job.elastic.is_on and (hasattr(exchange, "is_at_rest") or narrows)
-        is_free = self.is_free or self._is_common or rounds or comes_and_goes
-        skipping = Skipping(self._group, self.reducer, is_free=is_free, asks=narrows)
-        why_not = ""
-        if self.method is not None:
-            why_not = "workers have gradients of their own, and would not leave out the same steps"
-        elif rounds or narrows:
-            why_not = "not all workers see the same averages, so that their scales would part"
-        elif self._job.place:
-            why_not = "each process sees the gradients of a part of the model only"
-        elif isinstance(exchange, Compressing | ServerExchange) and exchange.keeps:
-            why_not = "what a codec leaves out would be sent with the scale of another step"
-        elif rule is None:
-            return skipping, None  # all do what torch does, to the same averages
-        return skipping, TorchScaler(optimizer, why_not)
 
     def _set_weight(self, weight: float) -> None:
         """Let a batch weigh by its samples, where gradients are averaged."""
         self.reducer.weighting.set(1.0 if self.reducer.rests else weight)
-
-    def _wants_sharing(self, optimizer: torch.optim.Optimizer) -> bool:
-        if self.serving is not None:
-            return self.serving.shares_memory
-        if self.method is not None:
-            return False  # workers have different values most of the time
-        if self.options.update == "replicated" or self._job.elastic.is_on:
-            return False  # elastic: nobody's part of the optimizer's state may be lost with it
-        if self.options.update == "sharded":
-            return True
-        can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
-        return self._host.size > 1 and is_elementwise(optimizer) and can_see_edits
 
     def _adopt_initial_values(self, model: nn.Module) -> None:
         with torch.no_grad():
             for param in model.parameters():
                 self._group.broadcast(param.detach())
 
-    def _take_in(self, model: nn.Module, parameters: Sequence[Named]) -> None:
-        """Bring these parameters into buckets; collective."""
-        sparse_ids = {
-            id(module.weight)
-            for module in model.modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        }
-        sparse = [named for named in parameters if id(named.param) in sparse_ids]
-        dense = [named for named in parameters if id(named.param) not in sparse_ids]
-        if sparse and self._is_common:
-            self._housing.share(sparse)
-        elif sparse and self.method is not None:
-            raise UsageError(
-                f"{sparse[0]} has sparse gradients, which only allreduce and the paces with servers"
-                " exchange; use one of those, or nn.Embedding(..., sparse=False)"
-            )
-        buckets = self._housing.house(dense)
-        if self.serving is not None:
-            self.serving.take(buckets)
-        if self.method is not None:
-            self.method.take(buckets)
-        if isinstance(self.exchange, Compressing):
-            self.exchange.take(buckets)
-        self.reducer.add(buckets, sparse)
-        compute_in_bucket(model, self._housing.slots, self.reducer)
-        self._known = {param: param.requires_grad for param in model.parameters()}
-        taken = {id(param) for param in self.reducer.params}
-        self._outside = [Named(n, p) for n, p in model.named_parameters() if id(p) not in taken]
-
     def _choose_update(self, optimizer: torch.optim.Optimizer) -> Update:
         if self.serving is not None:
             return self.serving.update
-        if not self._shares_params:
+        if not self._ground.shares_params:
             return ReplicatedUpdate()
-        return ShardedUpdate(optimizer, self._host, self._engine, self._housing.shared_slots.get)
+        return ShardedUpdate(
+            optimizer, self._ground.host, self._job.fabric.engine, self._housing.shared_slots.get
+        )
 
-    def _take_part(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Be ready for workers that come and go."""
-        elastic = self._job.elastic
-        elastic.may_part = self._may_part
-        if not elastic.is_on:
-            return
-        is_served = self.serving is not None
-        elastic.is_lockstep = not self.is_free
-        if self.method is None:
-            self._elastic_step = ElasticStep(
-                self._job,
-                optimizer,
-                self.reducer,
-                self.buffers,
-                self._form("flags"),
-                is_served=is_served,
-                resize_lr=self.options.resize_lr,
-            )
-        kept = TrainingState(self._job, model, optimizer, self.buffers, not is_served)
-        elastic.register(self._name, kept)
-        if self.method is not None:
-            elastic.register(f"{self._name} pace", self.method)
-        if isinstance(self.exchange, Compressing) and self.exchange.journeys is not None:
-            elastic.register(f"{self._name} codec", self.exchange.journeys)
-        if self._is_common:
-            name, is_newcomer = f"{self._name} memory", elastic.is_candidate
-            elastic.register(name, CommonMemory(name, self._housing, is_newcomer=is_newcomer))
+    @property
+    def is_free(self) -> bool:
+        """Whether workers take their steps without all of the others."""
+        return self._ground.is_free
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -395,25 +200,10 @@ class Training:
         loss_scaling.forget()
         if self.serving is not None:
             self.serving.update.before_forward()
-        changed = [p for p, wanted in self._known.items() if p.requires_grad is not wanted]
-        if not changed:
-            return
-        model = self._model()
-        assert model is not None
-        taken = {id(param) for param in self.reducer.params}
-        if self.is_free:
-            raise UsageError(
-                f"rank {self._group.rank}: parameters were frozen or thawed under a free-running"
-                " pace, where workers cannot do so together; decide what is trained before"
-                " distribute, or use pace ps"
-            )
-        new = [
-            Named(name, param)
-            for name, param in model.named_parameters()
-            if param.requires_grad and id(param) not in taken
-        ]
-        self._take_in(model, new)
-        self.reducer.refresh()
+        if self._intake.is_changed:
+            model = self._model()
+            assert model is not None
+            self._intake.follow(model)
 
     def after_forward(self, output: Any) -> Any:
         """Learn of the backward pass from the first gradient that reaches an output.
@@ -491,7 +281,7 @@ class Training:
     @property
     def buffers_are_local(self) -> bool:
         """Whether each worker has buffers of its own."""
-        return self._buffers_mode == "local"
+        return self._ground.buffers_mode == "local"
 
     def agreed_values(self) -> dict[nn.Parameter | None, torch.Tensor]:
         """Return the values that stand for all workers, where they have gone apart. Collective."""
@@ -509,7 +299,7 @@ class Training:
             self.serving.update.hand_over(
                 speaks=self.is_first, meet=lambda: self._group.barrier() and None
             )
-        elif self._is_common:
+        elif self._ground.is_common:
             self._group.barrier()  # one memory for all, to which each has written
 
     # -- the end ------------------------------------------------------------------------------
@@ -552,23 +342,18 @@ class Training:
     def _take_down(self, model: nn.Module) -> None:
         """Let go of model and optimizer, also if only a part of it has been set up."""
         reducer, update = getattr(self, "reducer", None), getattr(self, "update", None)
-        serving: Serving | None = getattr(self, "serving", None)
         if reducer is not None:
             reducer.close()
         compute_in_full(model)
         compute_as_usual(model)
         use_own_statistics(model)
-        if serving is not None:
-            serving.close()
         if isinstance(update, ShardedUpdate):
             update.state.close()
         scaler: TorchScaler | None = getattr(self, "_torch_scaler", None)
         if scaler is not None:
             scaler.close()
-        for use in ("", " pace", " memory", " codec"):
-            self._job.elastic.unregister(self._name + use)
-        for group in self._groups:
-            group.close()
+        leave(self._ground)
+        self._ground.close()
 
     # -- step ---------------------------------------------------------------------------------
 
@@ -606,24 +391,7 @@ class Training:
                 " its gradients have not been averaged; leave no_sync() for the last backward pass"
                 " before each step"
             )
-        for named in self._outside:
-            if named.param.requires_grad and named.param.grad is not None:
-                raise UsageError(
-                    f"rank {self._group.rank}: {named} has been thawed, but its gradient was not"
-                    " averaged: call the model itself (not only a part of it, nor a compiled one)"
-                    " once after parameters are thawed"
-                )
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if count == self._num_optimized:
-            return
-        self._num_optimized = count
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param not in self._known:
-                    raise UsageError(
-                        f"rank {self._group.rank}: the optimizer has a parameter of shape"
-                        f" {list(param.shape)} that the model did not have when it was distributed"
-                    )
+        self._intake.refuse_strays(optimizer)
 
     def _count_step(self, waited_behind_s: float) -> None:
         """Report for how long this worker waited for others in the step: during backward and in the
@@ -647,15 +415,6 @@ def _rate_of(optimizer: torch.optim.Optimizer | None) -> float | None:
     """Return the learning rate of the first parameters, if there is one."""
     rate = optimizer.param_groups[0].get("lr") if optimizer and optimizer.param_groups else None
     return float(rate) if isinstance(rate, int | float | torch.Tensor) else None
-
-
-def _host_group(job: Job) -> Group:
-    """Form the group of the workers of this host; in an elastic job nobody shares memory."""
-    if job.elastic.is_on:
-        return Group(job.fabric, (job.env.rank,))
-    membership = job.fabric.membership
-    here = [r for r in membership.workers if membership.member(r).host_id == job.env.host_id]
-    return Group(job.fabric, here)
 
 
 def _count(number: int) -> str:

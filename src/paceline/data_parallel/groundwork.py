@@ -1,0 +1,176 @@
+"""Groundwork: what the training of a model stands on, before any of its parameters is touched.
+
+Pace and options choose it: the groups, the servers or a method of local steps, and how gradients
+are exchanged. Which of them there are decides where parameters and averages live.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import torch
+
+from paceline.collectives.group import Group
+from paceline.collectives.memory import allocate
+from paceline.data_parallel.averaging import choose_codec, compressed_average
+from paceline.data_parallel.housing import Housing
+from paceline.data_parallel.options import Options
+from paceline.data_parallel.ownership import is_elementwise
+from paceline.data_parallel.paced import make_method
+from paceline.data_parallel.serving import Serving
+from paceline.job import Job
+from paceline.pace.allreduce import AllReduce
+from paceline.pace.centre import Centre
+from paceline.pace.exchange import Exchange
+from paceline.pace.known import needs_servers
+from paceline.pace.method import Method, Setting
+from paceline.pace.own import OwnGradients
+from paceline.pace.parse import PaceSpec
+
+
+class Groundwork:
+    """What one training stands on. `lay` is collective; `close` may follow at any point of it."""
+
+    exchange: Exchange
+
+    def __init__(
+        self,
+        job: Job,
+        group: Group,
+        pace: PaceSpec,
+        options: Options,
+        label: str,  # alike on all workers, and of this training alone
+    ) -> None:
+        self.job, self.group, self.pace, self.options = job, group, pace, options
+        self.name = f"training {label}"  # for groups and participants
+        self._label = label
+        self._groups: list[Group] = []  # those of this training
+        self.serving: Serving | None = None
+        self.method: Method | None = None
+        self.centre: Centre | None = None
+        self.shares_params = self.is_common = False
+
+    def lay(self, optimizer: torch.optim.Optimizer) -> None:
+        """Choose and form everything."""
+        job, pace = self.job, self.pace
+        self.host = _host_group(job)
+        self._groups.append(self.host)
+        if needs_servers(pace.name) and job.servers:
+            self.serving = Serving(job, self.group, optimizer, pace, self.options, self._label)
+        self.method = self._choose_method(optimizer)
+        self.shares_params = self._wants_sharing(optimizer)
+        self.is_common = self.method is not None and self.method.shares_params
+        if self.is_common and job.elastic.is_on:  # there all workers are on one host
+            self.host = self.form("host")
+        self.exchange = self._choose_exchange()
+
+    def close(self) -> None:
+        """Let go of servers and groups, also if only some are there."""
+        if self.serving is not None:
+            self.serving.close()
+        for group in self._groups:
+            group.close()
+
+    def form(self, use: str) -> Group:
+        """Form a group of all workers. Collective."""
+        self._groups.append(self.job.worker_group(f"{self.name} {use}"))
+        return self._groups[-1]
+
+    def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return fresh memory of the engine."""
+        return allocate(self.job.fabric.engine, (count,), dtype)
+
+    def make_housing(self, optimizer: torch.optim.Optimizer) -> Housing:
+        """Return what finds parameters their places."""
+        views = self.serving is not None and self.serving.watches_edits
+        return Housing(
+            self.job.fabric.engine,
+            Group(self.job.fabric, [self.job.env.rank]) if views else self.host,
+            optimizer,
+            bucket_mb=self.options.bucket_mb,
+            is_shared=self.shares_params or views or self.is_common,
+            averages=self._choose_averages(),
+            is_common=self.is_common,
+        )
+
+    @property
+    def buffers_mode(self) -> str:
+        """How buffers are brought together."""
+        is_alone = self.method is not None and self.method.is_free
+        return "local" if is_alone else self.options.buffers
+
+    @property
+    def is_free(self) -> bool:
+        """Whether workers take their steps without all of the others."""
+        if self.method is not None:
+            return self.method.is_free
+        return self.serving is not None and not self.serving.rule.is_lockstep
+
+    @property
+    def may_part(self) -> bool:
+        """Whether one worker may take more steps than another, as many as it likes."""
+        if self.serving is None or not self.is_free:
+            return self.is_free
+        return self.serving.rule.bound is None and not self.serving.rule.backup
+
+    # -- choosing -----------------------------------------------------------------------------
+
+    def _choose_method(self, optimizer: torch.optim.Optimizer) -> Method | None:
+        if needs_servers(self.pace.name):
+            return None
+        workers = self.form("pace")
+        if self.job.servers and self.pace.uses_servers:
+            self.centre = Centre(self.job, workers, f"centre {self._label}", self.memory)
+        options, own = self.options.own, weakref.ref(optimizer)
+
+        def another(name: str) -> Group:
+            return self.form(f"pace {name}")
+
+        return make_method(
+            Setting(
+                *(self.pace, workers, options, own, self.memory, another, self.centre),
+                is_elastic=self.job.elastic.is_on,
+                open_books=self.job.reporter.books.open,
+            )
+        )
+
+    def _choose_exchange(self) -> Exchange:
+        if self.serving is not None:
+            return self.serving.exchange
+        if self.method is None:
+            spec = choose_codec(self.job, self.options)
+            if not spec.is_on:
+                return AllReduce(self.group)
+            makes = (self.form, self._groups.append, self.memory)
+            return compressed_average(self.job, self.group, self.host, spec, *makes)
+        return self.method.exchange() or OwnGradients()
+
+    def _choose_averages(self) -> str:
+        """Say where averaged gradients are, in the words of housing.py."""
+        if self.serving is not None:
+            return self.serving.averages
+        # Nobody else holds this part of the model: what is here is the average.
+        is_alone = bool(self.job.place) and self.group.size == 1 and not self.job.elastic.is_on
+        return "none" if is_alone and isinstance(self.exchange, AllReduce) else "own"
+
+    def _wants_sharing(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self.serving is not None:
+            return self.serving.shares_memory
+        if self.method is not None:
+            return False  # workers have different values most of the time
+        if self.options.update == "replicated" or self.job.elastic.is_on:
+            return False  # elastic: nobody's part of the optimizer's state may be lost with it
+        if self.options.update == "sharded":
+            return True
+        can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
+        return self.host.size > 1 and is_elementwise(optimizer) and can_see_edits
+
+
+def _host_group(job: Job) -> Group:
+    """Form the group of the workers of this host; in an elastic job nobody shares memory."""
+    if job.elastic.is_on:
+        return Group(job.fabric, (job.env.rank,))
+    membership = job.fabric.membership
+    here = [r for r in membership.workers if membership.member(r).host_id == job.env.host_id]
+    return Group(job.fabric, here)
