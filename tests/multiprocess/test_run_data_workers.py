@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from run_support import Workbench, is_alive
+from run_support import END_S, Workbench, is_alive, read_until
 from torch.utils.data import DataLoader
 
 import paceline as pl
@@ -69,12 +69,13 @@ def test_the_job_goes_on_without_a_data_worker(bench: Workbench) -> None:
         pids = bench.wait_for_files("data-0", "data-1")
         bench.wait_for_files("halts-0")
         os.kill(int(pids[1]), signal.SIGKILL)
+        ended = "paceline: data worker 1: killed by SIGKILL (killed); the job goes on, 1 of 2 data"
+        errors = read_until(launcher.stderr, ended)
         (bench.path / "go").touch()
-        output, errors = launcher.communicate(timeout=40)
-    assert launcher.returncode == 0, errors
+        output, rest = launcher.stdout.read(), launcher.stderr.read()  # type: ignore[union-attr]
+        errors += rest
+        assert launcher.wait(END_S) == 0, errors
     assert "[0] saw 120 of 120\n" in output
-    ended = "paceline: data worker 1: killed by SIGKILL (killed); the job goes on, 1 of 2 data"
-    assert ended in errors, errors
     assert re.search(r"\[0\] paceline: rank 0: data worker 1 \(.*\) is lost: 1 left", errors)
     assert not any(map(is_alive, pids)) and bench.left_behind() == []
 
@@ -160,6 +161,7 @@ def test_a_launched_function_has_data_workers(victim: int) -> None:
     assert launch(_sum_of_samples, victim, workers=1, data_workers=[1, 1], timeout_s=60) == [4950]
 
 
+@pytest.mark.timeout(240)  # two runs
 def test_python_of_the_guide_is_one_script_with_data_workers_or_without(bench: Workbench) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "data-workers.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
@@ -203,6 +205,7 @@ _SAVING = """
 """
 
 
+@pytest.mark.timeout(240)  # two runs
 def test_a_checkpoint_goes_on_with_other_data_workers(bench: Workbench) -> None:
     script = bench.script(_SAVING)
     whole = bench.run("run", "-n", "2", "--data-workers", "1", script, "7")

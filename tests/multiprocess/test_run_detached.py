@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_support import COMMAND, Workbench, is_alive, wait_until
+from run_support import COMMAND, END_S, Workbench, is_alive, wait_until
 
 from paceline.telemetry.record import Reading, RunEnded, RunStarted
 
@@ -93,7 +93,7 @@ def test_a_detached_job_outlives_its_keeper_and_can_be_changed(bench: Workbench)
         assert bench.run("scale", "-n", "1").returncode == 0
         wait_until(lambda: _size(bench) == "1", within_s=80)
         (bench.path / "finish").touch()
-        output, _ = attached.communicate(timeout=40)
+        output, _ = attached.communicate(timeout=END_S)
     assert attached.returncode == 0, output
     assert re.search(rf"worker 1 \(host \S+, pid {first[1]}\) lost: ended, how is not", output)
     assert "[0] worker 0 is done" in output and "no longer wanted, and leaves" in output
@@ -137,7 +137,7 @@ def test_a_job_that_cannot_start_in_the_background_says_why(bench: Workbench) ->
         env=broken,
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=END_S,
         check=False,
     )
     assert done.returncode == 1
@@ -171,9 +171,9 @@ def test_a_worker_joins_by_hand(bench: Workbench) -> None:
             full = bench.run("join", script)
             assert full.returncode == 1 and "the most that it may have (--max 2)" in full.stderr
             (bench.path / "finish").touch()
-            output, errors = joined.communicate(timeout=40)
+            output, errors = joined.communicate(timeout=END_S)
             assert joined.returncode == 0, errors
-        _, said = launcher.communicate(timeout=40)
+        _, said = launcher.communicate(timeout=END_S)
         assert launcher.returncode == 0, said
     assert f"joining job {job_id} as worker 1" in errors and "worker 1 is done" in output
     assert re.search(rf"worker 1 \(host \S+, pid {joined.pid}\) joined", said)

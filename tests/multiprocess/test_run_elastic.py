@@ -6,11 +6,10 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from run_support import Workbench, is_alive, wait_until
+from run_support import END_S, Workbench, is_alive, read_until, wait_until
 
 _TRAIN = """
     import os, pathlib, sys, time
@@ -49,7 +48,7 @@ def _pid(bench: Workbench, number: int) -> int:
 
 def _replaced(bench: Workbench, number: int, old: int) -> int:
     """Wait until another process works in a place."""
-    wait_until(lambda: _pid(bench, number) != old, within_s=40)
+    wait_until(lambda: _pid(bench, number) != old, within_s=END_S)
     return _pid(bench, number)
 
 
@@ -64,8 +63,9 @@ def _child(launcher: subprocess.Popen[str], program: str) -> int:
 def _end(bench: Workbench, launcher: subprocess.Popen[str]) -> str:
     """Let the script finish; return what the launcher said."""
     (bench.path / "finish").touch()
-    _, errors = launcher.communicate(timeout=40)
-    assert launcher.returncode == 0, errors
+    assert launcher.stderr is not None
+    errors = launcher.stderr.read()
+    assert launcher.wait(END_S) == 0, errors
     assert bench.left_behind() == []
     return errors
 
@@ -77,11 +77,13 @@ def test_a_killed_worker_is_replaced_and_a_killed_coordinator_comes_back(bench: 
         _pid(bench, 0)
         os.kill(first, signal.SIGKILL)
         second = _replaced(bench, 1, first)
+        said = read_until(launcher.stderr, f"pid {second}) joined")
         os.kill(_child(launcher, "paceline.coordinate"), signal.SIGKILL)
-        time.sleep(0.5)
+        said += read_until(launcher.stderr, "and was started again")
         os.kill(second, signal.SIGKILL)  # nobody may be forgotten in the journal
         third = _replaced(bench, 1, second)
-        said = _end(bench, launcher)
+        said += read_until(launcher.stderr, f"pid {third}) joined")
+        said += _end(bench, launcher)
     line = r"^\d\d:\d\d:\d\d worker 1 \(host \S+, pid {}\) "
     assert re.search(
         line.format(first) + "lost: killed by signal 9; 1 worker goes on", said, re.MULTILINE
@@ -158,7 +160,7 @@ def test_too_few_workers_end_the_job_with_the_reason(bench: Workbench) -> None:
         pid = _pid(bench, 1)
         _pid(bench, 0)
         os.kill(pid, signal.SIGKILL)
-        _, errors = launcher.communicate(timeout=30)
+        _, errors = launcher.communicate(timeout=END_S)
     assert launcher.returncode == 137
     assert "paceline: the job ended: 1 worker is left, expected at least 2 (--min)" in errors
     assert "the last loss was worker 1: killed by SIGKILL (killed) after" in errors
@@ -195,7 +197,7 @@ def test_a_place_whose_newcomers_die_at_once_is_given_up(bench: Workbench) -> No
         pid = _pid(bench, 1)
         _pid(bench, 0)
         os.kill(pid, signal.SIGKILL)
-        _, errors = launcher.communicate(timeout=60)
+        _, errors = launcher.communicate(timeout=END_S)
     assert launcher.returncode != 0
     assert errors.count("worker 1 ended before it had joined: exit code 1") == 3
     assert "3 newcomers in a row ended before they had joined as worker 1" in errors
@@ -217,7 +219,7 @@ def _limited(bench: Workbench, limit: int) -> subprocess.CompletedProcess[str]:
         preexec_fn=few_files,
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=END_S,
         check=False,
     )
 

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from run_support import Workbench, is_alive, wait_until
+from run_support import END_S, Workbench, is_alive, wait_until
 
 import paceline as pl
 from paceline import job
@@ -107,7 +107,7 @@ def test_a_server_that_is_killed_is_the_first_cause(bench: Workbench) -> None:
         pids = bench.wait_for_files("pid-0", "pid-1")
         server = _server_of(launcher.pid)
         os.kill(int(server), signal.SIGKILL)
-        _, errors = launcher.communicate(timeout=30)
+        _, errors = launcher.communicate(timeout=END_S)
     assert launcher.returncode == 128 + signal.SIGKILL
     report = errors[errors.index("paceline: server 0 failed first: killed by SIGKILL") :]
     assert f"(pid {server}, whole output in logs/server-0.log)" in report.splitlines()[0]
@@ -139,9 +139,9 @@ def test_servers_end_with_the_launcher(bench: Workbench, number: signal.Signals)
     with bench.started("run", *options, bench.script(_TRAIN), "-1") as launcher:
         pids = [*bench.wait_for_files("pid-0"), _server_of(launcher.pid)]
         launcher.send_signal(number)
-        launcher.communicate(timeout=20)
-        wait_until(lambda: not any(map(is_alive, pids)), within_s=5.0)
-        wait_until(lambda: bench.left_behind() == [], within_s=5.0)
+        launcher.communicate(timeout=END_S)
+        wait_until(lambda: not any(map(is_alive, pids)), within_s=30.0)
+        wait_until(lambda: bench.left_behind() == [], within_s=30.0)
     assert launcher.returncode == (130 if number == signal.SIGINT else -9)
 
 
@@ -159,7 +159,7 @@ def test_a_frozen_server_does_not_hold_up_the_end(bench: Workbench) -> None:
         server = _server_of(launcher.pid)
         os.kill(int(server), signal.SIGSTOP)
         (bench.path / "go").touch()
-        _, errors = launcher.communicate(timeout=20)
+        _, errors = launcher.communicate(timeout=END_S)
     assert launcher.returncode == 0, errors
     assert "failed" not in errors and not is_alive(server)
 

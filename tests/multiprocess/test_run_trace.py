@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from run_support import Workbench, wait_until
+from run_support import END_S, Workbench, wait_until
 
 from support.trace_checks import Event, Trace
 
@@ -26,7 +26,12 @@ _TRAIN = """
     for x, y in pl.shard(DataLoader(data, batch_size=2)):
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(x), y)
-        if pl.rank() == 1:
+        step = pl.job.current().steps_done
+        if pl.rank() == 0:
+            pathlib.Path(f"at-{step}").touch()
+        else:
+            while not pathlib.Path(f"at-{step}").exists():
+                time.sleep(0.002)
             time.sleep(float(sys.argv[2]))  # the others wait for this one
         loss.backward()
         optimizer.step()
@@ -52,7 +57,7 @@ def _named(trace: Trace, process: str, name: str, row: str = "") -> list[Event]:
 
 
 def test_two_workers_in_lockstep(bench: Workbench) -> None:
-    trace = _traced(bench, "-n", "2", bench.script(_TRAIN), "8", "0.02")
+    trace = _traced(bench, "-n", "2", bench.script(_TRAIN), "8", "0.1")
     assert trace.processes == {0: "rank 0", 1: "rank 1"}
     for rank in ("rank 0", "rank 1"):
         assert trace.steps(rank) == [3, 4, 5]
@@ -72,7 +77,7 @@ def test_two_workers_in_lockstep(bench: Workbench) -> None:
 @pytest.mark.parametrize("pace", ["ps", "ssp:1"])
 def test_workers_and_a_server(bench: Workbench, pace: str) -> None:
     script = bench.script(_TRAIN)
-    trace = _traced(bench, "-n", "2", "-s", "1", "--pace", pace, script, "10", "0.03")
+    trace = _traced(bench, "-n", "2", "-s", "1", "--pace", pace, script, "10", "0.1")
     assert trace.processes[2] == "server 0"
     for number in (0, 1):
         assert trace.steps(f"rank {number}") == [3, 4, 5]
@@ -141,9 +146,9 @@ def test_after_an_interruption_there_is_what_there_was(bench: Workbench) -> None
     with bench.started(
         *("run", "-n", "2", "--log-dir", "kept", "--trace", "2:9000", script, "9000", "0.1")
     ) as launcher:
-        wait_until(lambda: here.exists() and int(here.read_text() or 0) > 25, within_s=60)
+        wait_until(lambda: here.exists() and int(here.read_text() or 0) > 25, within_s=END_S)
         launcher.send_signal(signal.SIGINT)
-        _, said = launcher.communicate(timeout=40)
+        _, said = launcher.communicate(timeout=END_S)
     assert "; of steps 2 to 8999 no more were done" in said, said
     steps = Trace(bench.path / "kept" / "trace.json").steps("rank 0")
     assert len(steps) > 5 and steps == list(range(2, 2 + len(steps)))
