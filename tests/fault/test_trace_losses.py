@@ -45,4 +45,5 @@ def test_what_was_sent_before_a_loss_is_kept(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "kept" / "trace.json")
     assert trace.steps("rank 0") == list(range(4, 30))
     lost = trace.steps("rank 1")
-    assert 3 <= len(lost) < 22 and lost == list(range(4, 4 + len(lost)))
+    # Sent once a second: of its 22 steps the last ones may be missing.
+    assert 3 <= len(lost) <= 22 and lost == list(range(4, 4 + len(lost)))

@@ -59,7 +59,11 @@ _REPLACED = (
         for x, y in pl.shard(loader):
             changes = job.elastic.changes  # behind a loss, and behind a boundary
             tell(float(model.train_step(x, y).detach()))
+            if job.steps_done == 10 and job.env.rank < 4:
+                open(f"done-{job.env.rank}", "w").close()
             if job.steps_done == 10 and job.env.rank == 3:
+                while not all(os.path.exists(f"done-{rank}") for rank in range(4)):
+                    time.sleep(0.01)  # nobody is still in this step when one dies
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.02)
             is_back = job.elastic.changes == 1 if is_held else changes == 2
@@ -78,7 +82,8 @@ _RESTARTED = (
             tell(float(model.train_step(x, y).detach()))
             checkpoint.step()
             if checkpoint.steps == 12 and job.env.rank == 1 and checkpoint.path is None:
-                checkpoint.wait()
+                while not os.path.exists("saved/step-000000010"):
+                    time.sleep(0.01)  # the other one publishes it
                 os.kill(os.getpid(), signal.SIGKILL)
     print(f"done behind {checkpoint.steps}")
 """
