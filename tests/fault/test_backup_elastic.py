@@ -67,7 +67,7 @@ def wait_for(job: ElasticJob, rank: int, size: int, steps: int = 8) -> None:
     """Wait until a worker has done so many steps among so many."""
     done = 0
     while done < steps:
-        _, found = job.ranks.hear(rank, 40)
+        _, found = job.ranks.hear(rank)
         done = done + 1 if found == size else 0
 
 
@@ -75,7 +75,7 @@ def stop(job: ElasticJob, ranks: list[int]) -> list[dict]:
     for rank in ranks:
         job.ranks.kill(rank, signal.SIGTERM)
     for rank in ranks:
-        while job.ranks.hear(rank, 40) != "aside":
+        while job.ranks.hear(rank) != "aside":
             pass
     for rank in ranks:
         job.ranks.tell(rank, "go")

@@ -41,7 +41,7 @@ def test_a_worker_is_lost_and_another_comes(pace: str) -> None:
         newcomer = job.add()
         wait_for(job, newcomer, 3)
         job.ranks.kill(0, signal.SIGTERM)
-        outcomes = job.ranks.wait(40)
+        outcomes = job.ranks.wait()
         assert [o.status for o in outcomes] == [0, -9, 0, 0], "\n".join(map(str, outcomes))
         assert len({outcomes[rank].value for rank in (0, 2, newcomer)}) == 1
 
@@ -88,7 +88,7 @@ def test_who_is_left_loses_nothing(codec: str) -> None:
         job.start(add_up, codec)
         assert job.ranks.hear(1) == "here"
         job.ranks.kill(1)
-        outcomes = job.ranks.wait(40)
+        outcomes = job.ranks.wait()
         assert [o.status for o in outcomes] == [0, -9, 0], "\n".join(map(str, outcomes))
         (agreed, given, waits), (_, given2, waits2) = outcomes[0].value, outcomes[2].value
         torch.testing.assert_close(

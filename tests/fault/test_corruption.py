@@ -106,7 +106,7 @@ def reduce_through(engines: list[_core.Engine], number: int, damage: Damage) -> 
 @pytest.mark.parametrize("kind", ["flip", "drop", "insert", "repeat", "noise"])
 def test_damage_is_noticed_and_never_used(kind: str) -> None:
     def body(_: int) -> list[tuple[int, bool, list[str]]]:
-        engines = [_core.Engine(rank, 1, 20.0, 2.0, 60.0) for rank in range(2)]
+        engines = [_core.Engine(rank, 1, 60.0, 8.0, 60.0) for rank in range(2)]
         chosen = random.Random(kind)
         # Headers and descriptors at the front, then anywhere.
         positions = [*range(0, 200, 17)] + [chosen.randrange(COUNT * 4) for _ in range(20)]
@@ -129,7 +129,7 @@ def test_damage_is_noticed_and_never_used(kind: str) -> None:
 
 def test_frames_that_no_peer_would_send() -> None:
     def body(_: int) -> list[str]:
-        engine = _core.Engine(0, 1, 20.0, 2.0, 60.0)
+        engine = _core.Engine(0, 1, 60.0, 8.0, 60.0)
         texts = []
         for number, speech in enumerate(
             (b"x" * 64, bytes(64), b"PCL1" + b"\xff" * 60, b"GET / HTTP/1.1" * 9)

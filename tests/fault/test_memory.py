@@ -70,7 +70,7 @@ def test_a_channel_that_cannot_be_made() -> None:
             else:
                 group.recv(tensor, 0)
 
-    for outcome in outcomes_of(2, body, timeout_s=30):
+    for outcome in outcomes_of(2, body):
         assert outcome.error is None and outcome.status == 0, outcome
 
 
@@ -93,8 +93,8 @@ def test_a_rank_that_cannot_join(limit: str) -> None:
     def body(number: int) -> str:
         return join_with(number, limit)
 
-    env = {"PACELINE_JOIN_TIMEOUT_S": "1.5", "PACELINE_TIMEOUT_S": "3"}
+    env = {"PACELINE_JOIN_TIMEOUT_S": "3", "PACELINE_TIMEOUT_S": "3"}
     with job_environs(2, env=env) as environs:
-        outcomes = run_processes(body, environs, timeout_s=30)
+        outcomes = run_processes(body, environs)
     for outcome in outcomes:
         assert outcome.error is None and outcome.value != "joined", outcome

@@ -111,10 +111,10 @@ def test_everybody_is_told_who_disagrees(count: int, hosts) -> None:
         # A group of its own for each case: one that failed stays so, and the others do not care.
         return [disagree(pl.new_group(world.ranks), case, count) for case in CASES]
 
-    for outcome in outcomes_of(3, body, hosts=hosts, timeout_s=60):
+    for outcome in outcomes_of(3, body, hosts=hosts):
         assert outcome.error is None, outcome
         for case, (text, took_s) in zip(CASES, outcome.value, strict=True):
-            assert took_s < 10, (case, took_s)  # 2 s, with room for a busy machine
+            assert took_s < 20, (case, took_s)  # 2 s, with room for a busy machine
             require_both_sides(case, count, text)
 
 
@@ -130,7 +130,7 @@ def test_an_extra_collective_on_one_rank(hosts) -> None:
             return str(error)
         return "nobody noticed"
 
-    for outcome in outcomes_of(3, body, hosts=hosts, timeout_s=30):
+    for outcome in outcomes_of(3, body, hosts=hosts):
         assert "float32[1000]" in outcome.value and "float32[3]" in outcome.value, outcome
         assert "#9" in outcome.value, outcome  # which call it was
 
@@ -147,7 +147,7 @@ def test_a_transfer_of_another_size_or_dtype(hosts: int) -> None:
         return str(caught.value)
 
     for expected in (torch.ones(11), torch.ones(10, dtype=torch.int32)):
-        for outcome in outcomes_of(2, body, torch.ones(10), expected, hosts=hosts, timeout_s=30):
+        for outcome in outcomes_of(2, body, torch.ones(10), expected, hosts=hosts):
             assert outcome.error is None, outcome
             dtype = str(expected.dtype).removeprefix("torch.")
             assert "rank 0 sends 10 float32 with tag 5" in outcome.value

@@ -122,7 +122,7 @@ def test_a_replacement_comes_into_the_middle_of_a_change(pace: str, at: int) -> 
         assert outcome.status == -signal.SIGKILL
         newcomer = job.add(number=1)
         for _ in range(8):
-            while job.ranks.hear(newcomer, 40)[1] != 3:
+            while job.ranks.hear(newcomer)[1] != 3:
                 pass
         job.ranks.kill(0, signal.SIGTERM)
         require_same(job, [0, 2, newcomer], pace)

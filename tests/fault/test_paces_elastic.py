@@ -62,7 +62,7 @@ def wait_for(job: ElasticJob, rank: int, size: int, steps: int = 12) -> None:
     """Wait until a worker has done so many steps among so many."""
     done = 0
     while done < steps:
-        _, found = job.ranks.hear(rank, 40)
+        _, found = job.ranks.hear(rank)
         done = done + 1 if found == size else 0
 
 
@@ -79,7 +79,7 @@ def test_a_worker_is_lost_and_another_comes(pace: str) -> None:
         newcomer = job.add()
         wait_for(job, newcomer, 3)
         job.ranks.kill(0, signal.SIGTERM)  # which all hear of at their next meeting
-        outcomes = job.ranks.wait(40)
+        outcomes = job.ranks.wait()
         assert [o.status for o in outcomes] == [0, -9, 0, 0], "\n".join(map(str, outcomes))
         assert len({outcomes[rank].value for rank in (0, 2, newcomer)}) == 1
 
@@ -104,5 +104,5 @@ def test_a_loss_between_two_meetings_is_noticed_at_the_next_one() -> None:
         job.start(stop_in_step, "local:4")
         assert job.ranks.hear(1) == "here"
         job.ranks.kill(1)
-        outcomes = job.ranks.wait(40)
+        outcomes = job.ranks.wait()
         assert [o.value for o in outcomes if o.status == 0] == [12, 12]

@@ -82,11 +82,11 @@ def abuse(_group: Group, aggregate: bool) -> int:
     def refuse(push: m.Push, expected: type[Exception], tensors: list[torch.Tensor]) -> None:
         if aggregate or push.table:
             with pytest.raises(expected):
-                link.ask(lambda seq: changed(push, seq=seq), payload=lambda: tensors).wait(20)
+                link.ask(lambda seq: changed(push, seq=seq), payload=lambda: tensors).wait(60)
             return
         link.tell(lambda seq: changed(push, seq=seq), payload=lambda: tensors)
         with pytest.raises(expected):  # nobody waits for a push: the commit tells
-            link.ask(lambda seq: m.Commit(seq, 0, 1)).wait(20)
+            link.ask(lambda seq: m.Commit(seq, 0, 1)).wait(60)
 
     for push, expected in wrong_packets(push_of(0)):
         refuse(push, expected, [])

@@ -58,7 +58,7 @@ def wait_for(job: ElasticJob, rank: int, size: int, steps: int = 12) -> None:
     """Wait until a worker has done so many steps among so many."""
     first, done = -1, 0
     while done < steps:
-        number, found, _ = job.ranks.hear(rank, 40)
+        number, found, _ = job.ranks.hear(rank)
         first = number if found != size or first < 0 else first
         done = number - first
 
@@ -77,7 +77,7 @@ def test_a_worker_is_lost_and_another_comes(pace: str) -> None:
         newcomer = job.add()
         wait_for(job, newcomer, 3)
         job.ranks.kill(0, signal.SIGTERM)
-        outcomes = job.ranks.wait(40)
+        outcomes = job.ranks.wait()
         statuses = [o.status for o in outcomes]
         assert statuses == [0, -9, 0, *(0 for _ in range(servers)), 0], "\n".join(
             map(str, outcomes)

@@ -73,7 +73,7 @@ def addresses(told: list[tuple[str, str, str]]) -> Iterator[tuple[int, object]]:
 @contextlib.contextmanager
 def call(family: int, address: object) -> Iterator[socket.socket]:
     with socket.socket(family) as sock:
-        sock.settimeout(10)
+        sock.settimeout(60)
         sock.connect(address)
         yield sock
 
