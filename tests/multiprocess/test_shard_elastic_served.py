@@ -51,6 +51,8 @@ def run_free(group: Group, samples: int) -> None:
     for epoch in range(50):
         for batch in pl.shard(loader):
             tell((current().env.number, epoch, batch.tolist()))
+            if current().env.rank == 1 and current().steps_done == 24:
+                hear()  # it is killed here, in its 25th step
             learner.train_alone(batch)
 
 
@@ -68,8 +70,8 @@ def test_free_running_workers_keep_their_parts(when: str) -> None:
         assert [batch for _, _, batch in told] == [*parts[1], *parts[1][:5]]
         assert all(batch in parts[number % 3] for _, _, batch in later)
         if when == "replaced":
-            # It goes on about where the other was: perhaps a step was acknowledged and not told.
+            # It goes on where the other was: perhaps with a step that was told and not done.
             first = parts[1].index(later[0][2])
-            assert later[0][1] == 1 and 3 <= first <= 8
+            assert later[0][1] == 1 and 3 <= first <= 5
             expected = [*parts[1][first:], *parts[1], *parts[1]]
             assert [batch for _, _, batch in later] == expected[:30]

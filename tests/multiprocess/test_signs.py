@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from run_support import memory_cgroup, wait_until
@@ -58,16 +59,18 @@ def test_other_ends_are_named(program: str, words: str) -> None:
 
 @pytest.mark.root
 @pytest.mark.serial
-def test_a_process_is_diagnosed_by_its_own_memory_group() -> None:
+def test_a_process_is_diagnosed_by_its_own_memory_group(tmp_path: Path) -> None:
     group = memory_cgroup(limit_bytes=96 << 20)
     if group is None:
         pytest.skip("no writable memory control group here")
-    eat = "import time; time.sleep(1.5); x = [bytearray(8 << 20) for _ in range(64)]"
+    eat = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+    eat += "x = [bytearray(8 << 20) for _ in range(64)]"
     process, lookout = _start(eat), Lookout()
     try:
         (group / "cgroup.procs").write_text(str(process.pid))
         lookout.know(process)
-        deadline = time.monotonic() + 30
+        (tmp_path / "go").touch()
+        deadline = time.monotonic() + 60
         while not process.check_ended() and time.monotonic() < deadline:
             lookout.look([process], time.monotonic())
             time.sleep(0.05)

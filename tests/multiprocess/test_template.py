@@ -150,7 +150,7 @@ def test_who_ends_with_the_launcher(bench: _Bench) -> None:
         assert launcher.stdout is not None
         bound, free, template = (int(launcher.stdout.readline()) for _ in range(3))
         launcher.kill()
-        wait_until(lambda: not is_alive(bound) and not is_alive(template), within_s=5)
+        wait_until(lambda: not is_alive(bound) and not is_alive(template), within_s=30)
         assert is_alive(free)
         os.kill(free, signal.SIGKILL)
         wait_until(lambda: not is_alive(free))

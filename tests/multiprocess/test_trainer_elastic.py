@@ -16,15 +16,17 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl
 from paceline.cluster.policy import Policy
 from paceline.collectives.group import Group
-from support import tell
+from paceline.job import current
+from support import hear, tell
 from support.elastic import ElasticJob, elastic_job
 
 
 class Slowly(pl.Callback):
-    """Tells the test how far it is; stops all when the test wants it."""
+    """Tells the test how far it is; stops all when the test wants it. One that runs free, and would
+    soon be done, may have to wait for the test."""
 
-    def __init__(self) -> None:
-        self.is_enough = False
+    def __init__(self, halts_at: int) -> None:
+        self.is_enough, self.halts_at = False, halts_at
         signal.signal(signal.SIGUSR2, self._enough)
 
     def _enough(self, *_: Any) -> None:
@@ -32,6 +34,8 @@ class Slowly(pl.Callback):
 
     def on_step_end(self, trainer: pl.Trainer, batch: Any, loss: float) -> None:
         tell((trainer.step, pl.world_size()))
+        if trainer.step == self.halts_at and current().env.rank == 0:
+            hear()
         trainer.should_stop = trainer.should_stop or self.is_enough
         time.sleep(0.01)
 
@@ -49,7 +53,7 @@ def train(group: Group, pace: str, epochs: int) -> Any:
         scheduler_every="step",
         accumulate=2,
         metrics={"zeros": lambda outputs, targets: (targets == 0).float().mean()},
-        callbacks=[Slowly()],
+        callbacks=[Slowly(halts_at=30 if pace == "async" else 0)],
     )
     zeros = float((data.tensors[1] == 0).float().mean())
     loader, test = DataLoader(data, 2, shuffle=True), DataLoader(data, 7)
@@ -113,6 +117,8 @@ def test_where_everybody_runs_free_a_replacement_comes_to_the_end_as_well() -> N
         wait_for(job, 0, 2, 15)
         job.ranks.kill(1)
         newcomer = job.add(number=1)
+        job.wait_for_member(newcomer)
+        job.ranks.tell(0, "go on")
         outcomes = job.ranks.wait(60)
     statuses = [o.status for o in outcomes]
     assert statuses == [0, -9, 0, 0], "\n".join(map(str, outcomes))

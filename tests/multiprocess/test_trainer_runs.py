@@ -190,7 +190,7 @@ def _ends(output: str) -> list[dict[str, Any]]:
 
 def test_sigterm_saves_and_the_next_run_goes_on(bench: Workbench) -> None:
     script = bench.script(_SCRIPT)
-    with bench.started("run", "-n", "2", "--log-dir", "none", script, "0.02", "saved") as launcher:
+    with bench.started("run", "-n", "2", "--log-dir", "none", script, "0.06", "saved") as launcher:
         bench.wait_for_files("pid-0", "pid-1")
         launcher.send_signal(signal.SIGTERM)
         _, errors = launcher.communicate(timeout=60)

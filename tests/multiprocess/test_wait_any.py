@@ -117,8 +117,8 @@ def test_an_interrupt_raises_and_leaves_the_group_whole() -> None:
             hear()
             return group.send(torch.arange(16), 0, tag=1)
         standing = Standing(group, 1)
-        tell("waiting")
         try:
+            tell("waiting")
             _core.wait_any([standing.work], 60.0)
         except KeyboardInterrupt:
             tell("interrupted")
