@@ -22,7 +22,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo/compare.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python tests/run.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
