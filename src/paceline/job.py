@@ -10,197 +10,31 @@ from __future__ import annotations
 import atexit
 import operator
 import os
-import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import msgspec
 import torch
 
-from paceline import _core
-from paceline.cluster.agent import Agent
-from paceline.cluster.links import LinkListener
-from paceline.cluster.member import Member, Membership
-from paceline.cluster.rendezvous import (
-    AnyAgent,
-    KeyValue,
-    Rendezvous,
-    establish,
-    establish_from_store,
-)
-from paceline.cluster.wait_watch import WaitWatch
-from paceline.collectives.column import Column
+from paceline.cluster.rendezvous import KeyValue, Rendezvous, establish, establish_from_store
 from paceline.collectives.group import Group
-from paceline.collectives.mates import Mates
 from paceline.collectives.memory import allocate
-from paceline.collectives.topology import Fabric
-from paceline.config import (
-    EngineConfig,
-    JobEnv,
-    describe,
-    job_env,
-    natural_host_id,
-    times_steps,
-    told_env,
-)
-from paceline.contribution import Contribution
+from paceline.config import EngineConfig, JobEnv, describe, job_env, natural_host_id, told_env
 from paceline.elastic.carried import Carried
-from paceline.elastic.session import Elastic
 from paceline.errors import ConfigError, SetupError, UsageError
-from paceline.mesh import Mesh
+from paceline.held_job import Job as Job
+from paceline.joining import form
 from paceline.place import PACELINE
 from paceline.ps import connection
-from paceline.ps.lasting import connect
-from paceline.ps.link import ServerLink
-from paceline.stopping import Stopping
-from paceline.telemetry.reporter import Reporter
 from paceline.telemetry.stacks import show_on_request
-from paceline.telemetry.trace import TracedSteps, tracer
+from paceline.telemetry.trace import tracer
 from paceline.torch_plugin import register as register_with_torch
 
 register_with_torch()  # again, for those who are not installed: `import torch` found no plugin
 
 
-@dataclass
-class Job:
-    """Everything that this process holds of its job."""
-
-    env: JobEnv
-    rendezvous: Rendezvous
-    fabric: Fabric
-    world: Group
-    reporter: Reporter
-    elastic: Elastic
-    servers: tuple[ServerLink, ...] = ()  # lines to the parameter servers
-    contribution: Contribution = field(default_factory=Contribution)
-    stopping: Stopping = field(default_factory=Stopping)
-    carried: dict[str, Any] = field(default_factory=dict)  # the script's objects, by name
-    closers: list[Callable[[], None]] = field(default_factory=list)  # called before it is left
-    num_checkpoints: int = 0  # that the script has made, for their names
-    mesh: Mesh | None = None  # how the workers share data and model; None: each has a whole model
-    # On a mesh: of each of these notes, whether anybody has it who holds a part of the same model.
-    ask_unit: Callable[[list[bool]], list[bool]] = lambda notes: notes
-    has_shared_data: bool = False  # pl.shard was called: who gets which batches is settled
-    _mates: Mates | None = None  # this process's unit, when it is known
-    _views: dict[str, Job] = field(default_factory=dict)
-    _whole: Job | None = None  # of a view: what it is a view of
-
-    def worker_group(self, name: str) -> Group:
-        """Form a group of all workers for one use; in an elastic job it follows their changes."""
-        return worker_group(self.fabric, name, self.elastic.is_on)
-
-    # -- meshes -------------------------------------------------------------------------------
-
-    def use(self, mesh: Mesh) -> None:
-        """Settle how the workers share data and model; the same for the whole life of the job."""
-        if self.mesh == mesh:
-            return
-        if self.mesh is not None:
-            raise UsageError(
-                f"mesh {mesh}: this job has the mesh {self.mesh} already, and a job has one; give"
-                " all models the same, or train them in jobs of their own"
-            )
-        mesh.require(self.env.world_size)
-        if self.elastic.is_on and mesh.unit_size > 1:
-            raise UsageError(
-                f"mesh {mesh} in an elastic job: who is lost and replaced together must be known"
-                f" from the start; start it with --mesh {mesh}"
-            )
-        if self.has_shared_data and mesh.unit_size > 1:
-            raise UsageError(
-                f"mesh {mesh}: pl.shard was called before pl.distribute(..., mesh=...), when every"
-                " worker was to get batches of its own; call it behind, or start the job with"
-                f" --mesh {mesh}"
-            )
-        self.mesh = mesh
-
-    @property
-    def column(self) -> Job:
-        """The job as those see it who hold the same part of the model."""
-        if self.mesh is None or self.mesh.unit_size == 1:
-            return self
-        return self._among(self.mesh.column(self.env.number), "column")
-
-    @property
-    def sharers(self) -> Job:
-        """The job as those see it of whom each has batches of its own: one of every pipeline or
-        tensor group."""
-        if self.mesh is None or self.mesh.pp * self.mesh.tp == 1:
-            return self
-        if self.mesh.fsdp == 1:
-            return self.column
-        return self._among(self.mesh.sharers(self.env.number), "sharers")
-
-    @property
-    def whole(self) -> Job:
-        """The job with all of its workers."""
-        return self._whole or self
-
-    def _among(self, numbers: Sequence[int], what: str) -> Job:
-        if what not in self._views:
-            seen = numbers
-            if self.mesh is not None and what == "column":
-                seen = _open_column(self.mesh, self.env.number)
-            fabric = Column(self.fabric, seen, f"{what} {numbers[0]}")
-            self._views[what] = replace(
-                self,
-                env=replace(self.env, world_size=len(numbers)),
-                fabric=fabric,
-                world=worker_group(fabric, "world", self.elastic.is_on),
-                _whole=self.whole,
-            )
-        return self._views[what]
-
-    @property
-    def place(self) -> str:
-        """What to add to a name that must not be the same for different parts of a model."""
-        if self.mesh is None or self.mesh.unit_size == 1:
-            return ""
-        return f" part {self.mesh.place_of(self.env.number)}"
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this worker speaks for all: the first there is."""
-        has_first_part = self.mesh is None or self.mesh.place_of(self.env.number) == 0
-        return self.world.rank == 0 and has_first_part
-
-    @property
-    def counts_batches(self) -> bool:
-        """Whether this worker speaks for its batches: on a mesh several get the same ones."""
-        mesh, number = self.mesh, self.env.number
-        return mesh is None or all(mesh.index(number, axis) == 0 for axis in ("pp", "tp"))
-
-    @property
-    def unit(self) -> tuple[int, ...]:
-        """The ranks of those who hold one copy of the model between them; without a mesh all."""
-        return self.world.ranks if self.mesh is None else self.unit_fabric.membership.ranks
-
-    @property
-    def unit_fabric(self) -> Fabric:
-        """The job as they see it, whoever else comes and goes: for groups among them."""
-        if self.mesh is None:
-            return self.fabric
-        if self._mates is None:
-            self._mates = _mates(self.fabric, self.mesh, self.env.number)
-        return self._mates
-
-    @property
-    def steps_done(self) -> int:
-        """How many optimizer steps `distribute` has counted."""
-        return self.reporter.steps_done
-
-    def step_done(self, values: Mapping[str, float] | None = None, waited_s: float = 0.0) -> None:
-        """Count an optimizer step, in which this worker waited so long for others to exchange
-        gradients or parameters; `values` are shown beside the script's."""
-        self.reporter.step_done(values or {}, waited_s=waited_s)
-        if tracer.is_planned:
-            tracer.step_done(self.reporter.steps_done)
-
-
-_ALL = 1 << 30  # more than there are workers
 _job: Job | None = None
 _lock = threading.Lock()
 
@@ -264,7 +98,7 @@ def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: Engi
             try:
                 rendezvous = meet(config)
                 try:
-                    _job = _form(env, config, rendezvous)
+                    _job = form(env, config, rendezvous)
                 except BaseException:
                     rendezvous.close(grace_s=0.0)
                     raise
@@ -277,135 +111,6 @@ def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: Engi
                 sys.stderr.write(f"[paceline] {describe(env)}\n")
                 sys.stderr.flush()
         return _job
-
-
-def _form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
-    has_peers = env.num_processes > 1 or env.is_elastic  # in an elastic job they may come
-    listener = _listen(env, rendezvous) if has_peers else None
-    try:
-        me = Member(
-            rank=env.rank,
-            role=env.role,
-            host_id=env.host_id,
-            hostname=socket.gethostname(),
-            pid=os.getpid(),
-            local_rank=env.local_rank,
-            unix=listener.unix_name if listener else "",
-            tcp=listener.tcp_address if listener else "",
-            number=env.number,
-        )
-        watch = _watch_waits(env, rendezvous.agent, config)
-        membership = _membership(env, rendezvous.agent, me, config.join_timeout_s)
-        num_local = sum(member.host_id == env.host_id for member in membership.members)
-        limits = (config.timeout_s, config.liveness_s, config.warn_s)
-        engine = _core.Engine(env.rank, num_local, *limits)
-        watch.sources.append(engine.long_waits)
-        presence = rendezvous.agent.presence
-        fabric = Fabric(env.rank, engine, listener, me, membership, config.timeout_s, presence)
-        if not env.is_newcomer:  # who is linked when it has been let in
-            fabric.link_neighbours()
-        report = rendezvous.agent.report
-        reporter = Reporter(env.rank, report, engine.bytes_sent, times_steps=times_steps())
-        _plan_trace(env, rendezvous.agent)
-        mesh = Mesh.parse(env.mesh) if env.mesh and env.role == "worker" else None
-        mates: Mates | None = None
-        peers = fabric  # from whom a newcomer has its state: who hold the same part of the model
-        if mesh is not None and mesh.unit_size > 1 and env.is_elastic:
-            numbers = _open_column(mesh, env.number)
-            peers = Column(fabric, numbers, f"column {numbers[0]}")
-            mates = _mates(fabric, mesh, env.number)
-            if env.is_newcomer:
-                mates = _meet_mates(env, mesh, fabric, rendezvous.agent, config.join_timeout_s)
-        elastic = Elastic(peers, rendezvous.agent, env, mates)
-        elastic.next_step = lambda: reporter.steps_done + 1
-        if env.role != "worker":  # it works with each worker, and with nobody as a group
-            alone = Group(fabric, (env.rank,))
-            return Job(env, rendezvous, fabric, alone, reporter, elastic)
-        world = worker_group(fabric, "world", elastic.is_on)
-        news = rendezvous.agent if elastic.is_on else None
-        servers = connect(fabric, news, elastic.interrupt_wait)
-        connection.establish(fabric, servers)
-        job = Job(env, rendezvous, fabric, world, reporter, elastic, servers, mesh=mesh)
-        job._mates = mates
-        elastic.wants_stop = job.stopping.is_wanted
-        return job
-    except BaseException:
-        if listener is not None:
-            listener.close()
-        raise
-
-
-def _plan_trace(env: JobEnv, agent: AnyAgent) -> None:
-    """Get ready to record the steps that were asked for; the launcher collects them."""
-    if not env.trace:
-        return
-    steps = TracedSteps.parse(env.trace, "PACELINE_TRACE")
-    if env.source == PACELINE.name:
-        tracer.plan(steps, env.rank, agent.report)
-    elif env.rank == 0:
-        sys.stderr.write(
-            f"[paceline] PACELINE_TRACE={steps}: no trace of a job that {env.source} started; use"
-            f" `paceline run --trace {steps} ...`\n"
-        )
-
-
-def _watch_waits(env: JobEnv, agent: AnyAgent, config: EngineConfig) -> WaitWatch:
-    """Let the launcher know for whom this process waits, from now on; see launcher/hang.py."""
-    watch = WaitWatch(env.rank, agent.report, config.warn_s)
-    if isinstance(agent, Agent):  # else there is nobody to wait for
-        watch.sources.append(agent.waits_to_join)
-        agent.thread.start(watch.run())
-    return watch
-
-
-def _membership(env: JobEnv, agent: AnyAgent, me: Member, timeout_s: float) -> Membership:
-    """Join the job; a newcomer only looks at it, until it has something to join with."""
-    return agent.look() if env.is_newcomer else agent.join(me, timeout_s)
-
-
-def _open_column(mesh: Mesh, number: int) -> range:
-    """Return the numbers of a worker's column, those of units that may come later among them."""
-    return range(mesh.place_of(number), _ALL, mesh.unit_size)
-
-
-def _mates(fabric: Fabric, mesh: Mesh, number: int) -> Mates:
-    """Find a worker's unit in the membership."""
-    numbers, members = mesh.unit(number), fabric.membership.members
-    return Mates(fabric, [one for one in members if one.role == "worker" and one.number in numbers])
-
-
-def _meet_mates(
-    env: JobEnv, mesh: Mesh, fabric: Fabric, agent: AnyAgent, timeout_s: float
-) -> Mates:
-    """Meet the other newcomers of this unit, through the coordinator: none of them is in yet.
-
-    The ranks of a unit are in a row (cluster/places.py), and never given to others.
-    """
-    first = env.rank - mesh.place_of(env.number)
-    agent.store_set(_mate_key(env.rank), msgspec.msgpack.encode(fabric.me))
-    others = [rank for rank in range(first, first + mesh.unit_size) if rank != env.rank]
-    found = [agent.store_get(_mate_key(rank), timeout_s) for rank in others]
-    return Mates(fabric, [fabric.me, *(msgspec.msgpack.decode(one, type=Member) for one in found)])
-
-
-def _mate_key(rank: int) -> str:
-    return f"paceline/mate {rank}"
-
-
-def worker_group(fabric: Fabric, name: str, is_elastic: bool) -> Group:
-    """Form a group of all workers; in an elastic job it follows their changes."""
-    return fabric.worker_group(name) if is_elastic else Group(fabric, fabric.membership.workers)
-
-
-def _listen(env: JobEnv, rendezvous: Rendezvous) -> LinkListener:
-    several_hosts = env.local_world_size < env.world_size or env.host_id != natural_host_id()
-    return LinkListener(
-        rendezvous.secret,
-        rendezvous.job_id,
-        env.rank,
-        rendezvous.bind_address,
-        want_tcp=several_hosts or not rendezvous.bind_address.startswith("127."),
-    )
 
 
 def shutdown() -> None:
