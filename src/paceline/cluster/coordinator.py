@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ from paceline.errors import PacelineError, RendezvousError
 from paceline.telemetry.events import Event
 
 _CHECK_S = 0.2
+_TURN_S = 0.02
 
 log = logging.getLogger("paceline.cluster")
 _decoder = msgspec.msgpack.Decoder(m.MemberMessage)
@@ -139,10 +141,15 @@ class Coordinator:
         self._record.close()
 
     async def wait_until_alone(self, timeout_s: float) -> None:
-        """Wait until every member has left or was lost, at most so long."""
-        deadline = time.monotonic() + timeout_s
-        while self._audience.peers and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        """Wait until every member has left or was lost, at most so long.
+
+        In turns of this loop, not by the clock: what members sent is read in turns, and a process
+        that got no core meanwhile has read nothing.
+        """
+        for _ in range(math.ceil(timeout_s / _TURN_S)):
+            if not self._audience.peers:
+                return
+            await asyncio.sleep(_TURN_S)
 
     # -- connections -------------------------------------------------------------------------
 
