@@ -281,7 +281,7 @@ def test_a_repeated_step_counts_once(momentum: float, feedback: bool) -> None:
         assert job.ranks.hear(2) == "here"
         time.sleep(0.5)  # so that the others wait for its votes
         job.ranks.kill(2)
-        outcomes = job.ranks.wait(40)
+        outcomes = job.ranks.wait(60)
     assert [outcome.status for outcome in outcomes] == [0, 0, -9], "\n".join(map(str, outcomes))
     team, (indices, buckets) = players(3, sgd), places(1049)
 

@@ -13,7 +13,7 @@ def _hold(directory: Path, alone: bool, log: Path, name: str, until: Path) -> No
     with turn(directory, alone=alone):
         with log.open("a") as file:
             file.write(f"{name} ")
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 60
         while not until.exists() and time.monotonic() < deadline_s:
             time.sleep(0.01)
 
@@ -31,7 +31,7 @@ def test_a_serial_test_is_alone_and_comes_before_those_behind_it(tmp_path: Path)
         return log.read_text().split() if log.exists() else []
 
     def wait_for(*names: str) -> None:
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 60
         while begun() != list(names):
             assert time.monotonic() < deadline_s, begun()
             time.sleep(0.01)
@@ -54,5 +54,5 @@ def test_a_serial_test_is_alone_and_comes_before_those_behind_it(tmp_path: Path)
         (tmp_path / f"end-{name}").touch()
     wait_for("one", "two", "serial", "three")
     for process in processes:
-        process.join(30)
+        process.join(60)
         assert process.exitcode == 0

@@ -83,5 +83,5 @@ def test_several_threads_may_wait() -> None:
         thread.start()
     operation.finish()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert results == [5] * 4

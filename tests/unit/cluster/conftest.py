@@ -31,7 +31,7 @@ def member(rank: int, *, hostname: str = "here", unix: str = "", tcp: str = "") 
     )
 
 
-def eventually(condition, timeout_s: float = 20.0) -> None:
+def eventually(condition, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -89,18 +90,19 @@ def job(cluster, secret, job_id, eventually):
 
 
 def test_a_lost_worker_is_announced_to_all_and_wanted_again(job, eventually):
-    job = job(3)
+    job = job(3, lease_s=30.0)
     seen = []
     job.agents[0].on_changed = seen.append
     start_s = time.monotonic()
     job.lose(2)
     eventually(lambda: seen)
-    assert time.monotonic() - start_s < 0.5
-    assert seen[0].membership == job.membership == job.agents[0].membership
+    assert time.monotonic() - start_s < job.policy.lease_s, "at once: nobody waits for a lease"
+    eventually(lambda: seen[0].membership == job.membership == job.agents[0].membership)
     assert [loss.rank for loss in seen[0].lost] == [2]
+    eventually(lambda: 2 in job.agents[0].presence)
     assert job.agents[0].presence[2].state == "lost"
-    assert job.agents[1].wait_for_generation(1, 10).workers == (0, 1)
-    eventually(lambda: job.heard(Wanted))
+    assert job.agents[1].wait_for_generation(1, 60).workers == (0, 1)
+    eventually(lambda: job.heard(Wanted) and job.heard(MemberLost))
     assert job.heard(Wanted) == [Wanted("worker", 2)]
     assert [(e.role, e.number, e.rank) for e in job.heard(MemberLost)] == [("worker", 2, 2)]
 
@@ -111,7 +113,7 @@ def test_a_newcomer_comes_in_when_all_have_adopted(job, eventually):
     eventually(lambda: rank in job.membership.ranks)
     ready.join()
     assert job.agents[rank].membership.workers == (0, 1, 2)
-    assert job.agents[0].wait_for_generation(1, 10).generation == 2
+    assert job.agents[0].wait_for_generation(1, 60).generation == 2
     eventually(lambda: job.heard(MemberJoined))
     second, ready = None, None
     with pytest.raises(RendezvousError, match="--max 3"):
@@ -134,7 +136,7 @@ def test_replace_holds_the_place_open(job, eventually):
     rank, ready = job.come()
     ready.join()
     assert job.membership.workers == (0, rank)
-    assert job.agents[0].wait_for_generation(1, 10).workers == (0, rank)
+    assert job.agents[0].wait_for_generation(1, 60).workers == (0, rank)
 
 
 def test_too_few_are_over_for_all_and_for_who_waits(job, eventually):
@@ -196,7 +198,7 @@ def test_scaling_asks_for_processes_and_lets_them_go(job, eventually):
     job.adopt()
     job.operator.scale(1)
     eventually(lambda: job.heard(Unwanted) == [Unwanted(1), Unwanted(2)])
-    newest = job.agents[1].wait_for_generation(2, 10)
+    newest = job.agents[1].wait_for_generation(2, 60)
     assert newest.workers == (0,)
     assert job.agents[1].over is None, "it was let go, not evicted"
     for wrong in (0, 4):
@@ -214,7 +216,7 @@ def test_an_evicted_member_is_told_so(job, eventually):
     job.operator.report_stopped(2, 0.1)
     eventually(lambda: told)
     assert "rank 2 was taken for lost" in told[0]
-    assert "its process is stopped since 1." in told[0]
+    assert re.search(r"its process is stopped since \d+\.\d s", told[0]), told
     assert isinstance(job.agents[2].ending, Evicted)
     assert job.agents[2].membership.generation == 1
     with pytest.raises(Evicted, match="start it again, as a newcomer"):
@@ -234,9 +236,9 @@ def test_silence_is_lost_after_the_lease_unless_the_launcher_sees_it_run(job, ev
     for rank in (1, 2):
         job.agents[rank]._contact._heartbeat_s = 3600.0
     job.operator.report_running(1)
-    start_s = time.monotonic()
     eventually(lambda: job.membership.generation == 2)
-    assert 0.9 < time.monotonic() - start_s < 3.0
+    (silent_s,) = re.findall(r"no heartbeat for ([\d.]+) s", job.cluster.coordinator.lost[2])
+    assert float(silent_s) >= 1.0
     assert job.membership.workers == (0, 1)
     eventually(lambda: 1 in job.agents[0].presence)
     assert job.agents[0].presence[1].detail.endswith("its process runs")
@@ -292,7 +294,7 @@ def test_a_wait_that_is_in_vain_ends_in_time(job):
     job = job(2)
     start_s = time.monotonic()
     assert job.agents[0].wait_for_generation(1, 0.2) is None
-    assert 0.15 < time.monotonic() - start_s < 2
+    assert 0.15 < time.monotonic() - start_s < 20, "in time, even if nobody runs for seconds"
     with pytest.raises(PeerTimeout):
         job.agents[0].ready(member(0), 0.0)
 

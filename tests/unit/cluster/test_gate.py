@@ -52,7 +52,7 @@ def with_door(scenario, **options):
     async def run():
         door = Door(**options)
         try:
-            await asyncio.wait_for(scenario(door), 30)
+            await asyncio.wait_for(scenario(door), 90)
         finally:
             await door.gate.close()
 
@@ -111,7 +111,7 @@ def test_silence_and_dripping_end_with_the_deadline():
         slow.close()
         assert (door.gate.refused, len(door.admitted)) == (2, 1)
 
-    with_door(scenario, handshake_s=0.3)
+    with_door(scenario, handshake_s=1.0)  # enough for the honest one
 
 
 def test_half_a_frame_and_then_nothing_is_no_member():
@@ -220,8 +220,8 @@ def test_closing_ends_everything_at_once():
         start = time.monotonic()
         await door.gate.close()
         assert await hangs_up(sock) == b""
-        assert time.monotonic() - start < 4  # it did not wait for the handshake's deadline
+        assert time.monotonic() - start < 30  # it did not wait for the handshake's deadline
         with pytest.raises(OSError):
             await connect_tcp(door.address)
 
-    with_door(scenario)
+    with_door(scenario, handshake_s=60.0)

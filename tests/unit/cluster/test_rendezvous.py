@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -55,7 +56,7 @@ class Launcher:
             env={
                 "PYTHONPATH": os.pathsep.join(sys.path),
                 "XDG_RUNTIME_DIR": str(self.runtime),
-                "PACELINE_JOIN_TIMEOUT_S": "30",
+                "PACELINE_JOIN_TIMEOUT_S": "60",
                 **variables,
             },
             stdin=subprocess.PIPE,
@@ -82,12 +83,17 @@ def launcher(tmp_path):
         yield Launcher(tmp_path, stack)
 
 
+def without_notices(err: str) -> str:
+    """What is left but for lines of those who started seconds before others, on a full machine."""
+    return re.sub(r"paceline: rank \d+ waits for .* \(\d+ s so far\)\n", "", err)
+
+
 def finish(children) -> list[tuple[int, str, str]]:
     """Let all leave at once; returns (exit code, stdout, stderr) of each."""
     for child in children:
         child.stdin.close()
         child.stdin = None
-    outputs = [child.communicate(timeout=60) for child in children]
+    outputs = [child.communicate(timeout=90) for child in children]
     return [(child.returncode, *output) for child, output in zip(children, outputs, strict=True)]
 
 
@@ -110,7 +116,7 @@ LAUNCHERS = {
 def test_ranks_of_any_launcher_on_one_host_meet(launcher, source):
     children = [launcher.start(**LAUNCHERS[source](rank)) for rank in (2, 0, 1)]
     for code, out, err in finish(children):
-        assert (code, out, err) == (0, f"{source} [0, 1, 2] 127.0.0.1\n", "")
+        assert (code, out, without_notices(err)) == (0, f"{source} [0, 1, 2] 127.0.0.1\n", "")
     assert launcher.files == []
 
 
@@ -130,7 +136,7 @@ def test_the_file_of_a_job_killed_at_its_start_is_replaced(launcher, eventually)
     assert len(launcher.files) == 1
     late = launcher.start(**by_hand(1))  # must not fall for the old file
     for code, _, err in finish([late, launcher.start(**by_hand(0))]):
-        assert (code, err) == (0, "")
+        assert (code, without_notices(err)) == (0, "")
     assert launcher.files == []
 
 
@@ -156,19 +162,19 @@ def test_two_jobs_of_one_name_do_not_mix(launcher, eventually):
 
 
 def test_a_missing_rank_0_is_named(launcher):
-    ((code, _, err),) = finish([launcher.start(**by_hand(1), PACELINE_JOIN_TIMEOUT_S="2.5")])
+    ((code, _, err),) = finish([launcher.start(**by_hand(1), PACELINE_JOIN_TIMEOUT_S="4")])
     assert code != 0
     assert "paceline: rank 1 waits for rank 0 of job environment--1 to start" in err
-    assert "RendezvousError: rank 1 waited 2.5 s for rank 0" in err
+    assert "RendezvousError: rank 1 waited 4 s for rank 0" in err
 
 
 def test_a_missing_rank_ends_all_and_leaves_no_file(launcher):
     children = [
-        launcher.start(**by_hand(rank, 3), PACELINE_JOIN_TIMEOUT_S="1") for rank in range(2)
+        launcher.start(**by_hand(rank, 3), PACELINE_JOIN_TIMEOUT_S="4") for rank in range(2)
     ]
     for code, _, err in finish(children):
         assert code != 0
-        assert "RendezvousError: waited 1 s for ranks [2] of 3" in err
+        assert re.search(r"RendezvousError: waited \d+ s for ranks \[2\] of 3", err), err
     assert launcher.files == []
 
 
@@ -191,7 +197,7 @@ def several_hosts(rank: int, tmp_path, port: str) -> dict[str, str]:
 def test_several_hosts_meet_where_they_are_told_to(launcher, tmp_path, free_port):
     children = [launcher.start(**several_hosts(rank, tmp_path, free_port)) for rank in (1, 0)]
     for code, out, err in finish(children):
-        assert (code, out, err) == (0, "environment [0, 1] 127.0.0.1\n", "")
+        assert (code, out, without_notices(err)) == (0, "environment [0, 1] 127.0.0.1\n", "")
 
 
 def test_several_hosts_without_an_address_are_told_what_to_export():

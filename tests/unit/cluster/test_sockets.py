@@ -64,11 +64,13 @@ def test_connecting_in_vain_counts_the_tries():
 
 def test_connecting_works_as_soon_as_somebody_listens():
     async def scenario():
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        probe = socket.socket()  # holds the port against strangers, and does not listen
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
         connecting = asyncio.ensure_future(
             sockets.keep_trying(
-                lambda: sockets.connect_tcp(f"127.0.0.1:{port}"), what="late", timeout_s=20
+                lambda: sockets.connect_tcp(f"127.0.0.1:{port}"), what="late", timeout_s=60
             )
         )
         await asyncio.sleep(0.1)
@@ -76,5 +78,6 @@ def test_connecting_works_as_soon_as_somebody_listens():
         listener = sockets.listen_tcp("127.0.0.1", port)
         (await connecting).close()
         listener.close()
+        probe.close()
 
     asyncio.run(scenario())

@@ -170,7 +170,7 @@ def test_a_reader_that_does_not_wait_gets_everything() -> None:
     reader.start()
     PlainScreen(fd, fd).say(text)
     os.close(fd)
-    reader.join(10)
+    reader.join(60)
     os.close(reading)
     assert got.decode() == text + "\n"
 

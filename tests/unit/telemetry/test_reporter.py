@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
+from paceline.telemetry import reporter as reporting
 from paceline.telemetry.events import Progress
 from paceline.telemetry.reporter import INTERVAL_S, Reporter
 
 SHARES = {"compute %": 80.0, "comm %": 15.0}
 
 
+@pytest.fixture
+def _held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing leaves by itself behind the first message, however long a test takes."""
+    monkeypatch.setattr(reporting, "INTERVAL_S", 1e9)
+
+
+@pytest.mark.usefixtures("_held")
 def test_values_of_the_script_and_of_the_steps_are_merged() -> None:
     sent: list[Progress] = []
     reporter = Reporter(3, sent.append)
@@ -26,6 +36,7 @@ def test_values_of_the_script_and_of_the_steps_are_merged() -> None:
     assert reporter.steps_done == 4
 
 
+@pytest.mark.usefixtures("_held")
 def test_the_scripts_own_step_numbers_win() -> None:
     sent: list[Progress] = []
     reporter = Reporter(0, sent.append)

@@ -21,7 +21,8 @@ def told(sent: Sequence[Progress]) -> list[StepTimes]:
     return [step for progress in sent for step in progress.steps]
 
 
-def test_every_step_is_told_once_with_its_parts() -> None:
+def test_every_step_is_told_once_with_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "INTERVAL_S", 1e9)
     sent: list[Progress] = []
     reporter = Reporter(0, sent.append)
     reporter.waiting.seconds, reporter.input_s, reporter.samples = 5.0, 7.0, 9  # before training
