@@ -148,7 +148,8 @@ class Checkpoint:
         self._save_together()
 
     def wait(self) -> None:
-        """Wait until the last save is on the disk; raise what went wrong with it."""
+        """Wait until this worker's part of the last save is on the disk, and, on the first worker,
+        until the whole of it can be loaded; raise what went wrong with it."""
         outcome = self._writer.wait()
         if outcome is not None and outcome.error is not None:
             raise outcome.error
