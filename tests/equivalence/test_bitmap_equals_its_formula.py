@@ -60,7 +60,7 @@ def train_all(group: Group, paces: list[str]) -> list[Flat]:
     for pace in paces:
         model = make_model()
         model, optimizer = pl.distribute(model, sgd(model), pace=pace)
-        assert (training_of(model)._centre is None) == (not current().servers)
+        assert (training_of(model)._ground.centre is None) == (not current().servers)
         for step in range(STEPS):
             loss_of(model, pl.rank(), step).backward()
             optimizer.step()

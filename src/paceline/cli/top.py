@@ -34,7 +34,7 @@ from paceline.telemetry.record import EVENTS_FILE, RunEnded, last_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_ONCE_S = 1.2  # ranks report ten times a second, a rate needs two reports
+_ONCE_S = 1.2  # ranks report five times a second, a rate needs two reports
 _LOOK_S = 0.5  # whether the job is still there
 _MOST_ROWS = 1000
 _RECORD_S = 2.0  # for the launcher to write how the job ended
