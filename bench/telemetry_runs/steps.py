@@ -5,8 +5,8 @@ to be timed and told. And TWO JOBS, as a person starts them, of which one has PA
 and no run directory: that is everything, with what the launcher writes down. But jobs that are
 alike differ too, as each has its memory elsewhere: by how much, the third comparison says.
 
-A turn is a second or more of steps, so that each has several of the messages that leave five times a
-second; its figure is the mean step of the slowest worker.
+A turn is a second or more of steps, so that each has several of the messages that leave five times
+a second; its figure is the mean step of the slowest worker.
 """
 
 from __future__ import annotations
