@@ -14,7 +14,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -50,7 +49,7 @@ def run(workers: int, steps: int, directory: Path, console: Console) -> Result:
     name = "plain PyTorch in 1 process" if workers == 1 else f"{workers} workers"
     console.print()
     console.rule(f"[bold]{steps} steps with {name}", align="left", style="dim")
-    written, logs = directory / f"{workers}.json", directory / f"logs-{workers}"
+    written, logs = directory / f"{workers}.json", directory / f"workers-{workers}"
     options = ["-n", str(workers), "--threads-per-worker", "1", "--log-dir", str(logs)]
     script = [str(TRAIN), "--steps", str(steps), "--result", str(written)]
     plain = ["--plain"] if workers == 1 else []
@@ -100,9 +99,13 @@ def main() -> None:
         parser.error(f"--steps {options.steps}: at least 10, of which the first ones warm up")
     signal.signal(signal.SIGINT, lambda *_: None)  # the launcher hears Ctrl-C too, and ends
     console, began_s, others_s = Console(highlight=False), time.monotonic(), used_by_others_s()
-    with tempfile.TemporaryDirectory() as directory:
-        many = run(MANY, options.steps, Path(directory), console)
-        one = run(1, options.steps, Path(directory), console)
+    directory = Path("runs") / time.strftime("demo-%m%d-%H%M%S")  # kept: to look at, to report on
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise SystemExit(f"demo: {error}; start it where it may write") from error
+    many = run(MANY, options.steps, directory, console)
+    one = run(1, options.steps, directory, console)
     console.print()
     console.rule("[bold]side by side", align="left", style="dim")
     console.print(table(one, many))

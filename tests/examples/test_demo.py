@@ -10,10 +10,9 @@ from pathlib import Path
 COMPARE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "compare.py"
 
 
-def test_the_demo_trains_twice_and_compares():
-    done = subprocess.run(
-        [sys.executable, str(COMPARE), "--steps", "15"], capture_output=True, text=True, timeout=280
-    )
+def test_the_demo_trains_twice_and_compares(tmp_path: Path) -> None:
+    command = [sys.executable, str(COMPARE), "--steps", "15"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "15 steps with 2 workers" in done.stdout
     assert "15 steps with plain PyTorch in 1 process" in done.stdout
@@ -30,6 +29,9 @@ def test_the_demo_trains_twice_and_compares():
     # The same steps on the same samples: at most one of the 360 images falls on the other side.
     accuracies = row("test accuracy")
     assert min(accuracies) > 80 and abs(accuracies[0] - accuracies[1]) <= 0.4
+    kept = re.findall(r"TensorBoard files are in (\S+)$", done.stderr, re.MULTILINE)
+    assert len(kept) == 2
+    assert all((tmp_path / directory / "events.jsonl").exists() for directory in kept)
     assert re.search(r"optimizer's update +plain +(sharded|replicated)", done.stdout)
 
 
