@@ -51,10 +51,15 @@ def _epoch_and_seen(bench: Workbench, run: str, rank: int) -> tuple[int, list[in
     return epoch, seen, steps
 
 
-@pytest.mark.parametrize("who", ["the launcher", "one worker"])
-def test_all_save_behind_one_step_and_nothing_is_lost(bench: Workbench, who: str) -> None:
+@pytest.mark.parametrize(
+    ("who", "options"),
+    [("the launcher", ()), ("one worker", ()), ("one worker", ("-s", "1", "--pace", "ps"))],
+)
+def test_all_save_behind_one_step_and_nothing_is_lost(
+    bench: Workbench, who: str, options: tuple[str, ...]
+) -> None:
     script = bench.script(_SCRIPT)
-    with bench.started("run", "-n", "2", script, "first", "0.1") as launcher:
+    with bench.started("run", "-n", "2", *options, script, "first", "0.1") as launcher:
         _, pid = bench.wait_for_files("pid-0", "pid-1")
         if who == "the launcher":
             launcher.send_signal(signal.SIGTERM)
@@ -66,7 +71,7 @@ def test_all_save_behind_one_step_and_nothing_is_lost(bench: Workbench, who: str
     (path,) = (bench.path / "saved").glob("step-*")
     stopped = [_epoch_and_seen(bench, "first", rank) for rank in range(2)]
     assert [steps for _, _, steps in stopped] == [int(path.name.removeprefix("step-"))] * 2
-    done = bench.run("run", "-n", "2", script, "second", "0")
+    done = bench.run("run", "-n", "2", *options, script, "second", "0")
     assert done.returncode == 0, done.stderr
     assert f"goes on from saved/{path.name}" in done.stderr
     # The epoch that was interrupted is the first of 2: what it had seen, and the whole second.

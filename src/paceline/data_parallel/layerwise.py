@@ -37,6 +37,7 @@ class LayerwiseUpdate(ServedUpdate):
         self._arriving: dict[RemoteTable, Work[list[m.Reply]]] = {}
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._hooks: list[RemovableHandle] = []
+        self._stops = False  # so say the replies to the last step that are there
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         super().add(buckets)
@@ -56,7 +57,8 @@ class LayerwiseUpdate(ServedUpdate):
             hook.remove()
 
     def run(self, step: Step) -> Any:
-        self.settle()
+        self.settle()  # so that all workers have heard what the last step's replies say
+        self.is_stop_agreed, self._stops = self._stops, False
         return super().run(step)
 
     def pull(self) -> None:
@@ -69,7 +71,8 @@ class LayerwiseUpdate(ServedUpdate):
             self._settle_one(bucket)
 
     def _end_step(self) -> None:
-        self._arriving = dict(self._exchange.commit_each(self._settings()))
+        commits = self._exchange.commit_each(self._settings(), stops=self.wants_stop())
+        self._arriving = dict(commits)
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
         for param in module.parameters(recurse=False) if self._arriving else ():
@@ -88,3 +91,4 @@ class LayerwiseUpdate(ServedUpdate):
         self._take_over([bucket])
         self._note_staleness(replies)
         self._tell_notices(replies)
+        self._stops = self._stops or any(reply.stops for reply in replies)

@@ -67,7 +67,7 @@ class Reducer:
         self.wants_stop: Callable[[], bool] = lambda: False
         # On a mesh: what those say who hold other parts of the same model, besides this worker.
         self.ask_unit: Callable[[list[bool]], list[bool]] = lambda notes: notes
-        self._stops = False  # what this worker's unit says to the others
+        self.stops = False  # what this worker's unit says to the others
         self.has_hidden_nonfinite = False  # some worker's gradients, unseen in what was exchanged
         self.skips: Callable[[], bool] = lambda: False  # no gradients here, but an exchange
         self.has_caught_up = False  # this worker has the others' state: its step is done already
@@ -268,14 +268,14 @@ class Reducer:
             return
         if not self._elastic.is_on:
             start = time.perf_counter()
-            (self._stops,) = self.ask_unit([self.wants_stop()])
+            (self.stops,) = self.ask_unit([self.wants_stop()])
             self.waited_s += time.perf_counter() - start
         if self._is_collective:
             flags = self._elastic.point(self._agree, self._catch_up)
             self._is_broken = False
         else:  # servers decide who has to be there
             flags = self._call_roll()[:-_NUM_NOTES]
-            self.is_stop_agreed = self._stops or (self._elastic.is_on and self.wants_stop())
+            self.is_stop_agreed = self.stops or (self._elastic.is_on and self.wants_stop())
             if self._sparse:
                 self._elastic.point(lambda: self._average_sparse(flags))
         for slot, flag in zip(self._slots, flags, strict=False):
@@ -329,7 +329,7 @@ class Reducer:
         here += [named.param.grad is not None for named in self._sparse]
         self._flags.fill_(1.0)
         # In an elastic job a unit has told each other behind the last point (elastic/unit.py).
-        stops = self._elastic.is_stop_due if self._elastic.is_on else self._stops
+        stops = self._elastic.is_stop_due if self._elastic.is_on else self.stops
         self._flags[-_NUM_NOTES] = float(stops)
         self._flags[1 - _NUM_NOTES] = float(self._elastic.is_change_due)
         self._flags[2 - _NUM_NOTES] = float(self._hides_nonfinite())

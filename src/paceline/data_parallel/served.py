@@ -65,6 +65,8 @@ class ServedUpdate:
         # Where all workers last met, and the same when this one last committed (serving.py).
         self.position: Callable[[], int] = lambda: 0
         self.committed_at = -1
+        self.wants_stop: Callable[[], bool] = lambda: False  # this worker was asked to stop
+        self.is_stop_agreed = False  # in lockstep: some worker was, and all know it behind a step
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Update these from now on."""
@@ -107,7 +109,10 @@ class ServedUpdate:
 
     def _end_step(self) -> None:
         traced_s = tracer.start()
-        self._note_staleness(self._finish(self._exchange.commit(self._settings()).wait))
+        ended = self._exchange.commit(self._settings(), stops=self.wants_stop())
+        replies = self._finish(ended.wait)
+        self._note_staleness(replies)
+        self.is_stop_agreed = any(reply.stops for reply in replies)
         if traced_s:
             tracer.add("commit", traced_s)
 

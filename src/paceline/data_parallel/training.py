@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,6 +100,8 @@ class Training:
         self.reducer = Reducer(group, self.exchange, job.elastic)
         self.skipping, self._torch_scaler = choose_skipping(ground, self.reducer, optimizer)
         self.reducer.wants_stop = job.stopping.is_wanted
+        if self.serving is not None:
+            self.serving.update.wants_stop = partial(getattr, self.reducer, "stops")
         self.reducer.ask_unit = job.ask_unit
         self.reducer.after_exchange = self._look_at_gradients
         if self.method is not None:
@@ -380,8 +383,15 @@ class Training:
             tracer.add("wait", traced_s, behind="buffers")
         self._job.contribution.commit()
         self._count_step(time.perf_counter() - start)
-        self._job.stopping.hear(self.reducer.is_stop_agreed)
+        self._job.stopping.hear(self._is_stop_agreed)
         return result
+
+    @property
+    def _is_stop_agreed(self) -> bool:
+        """Whether all workers stop behind this step."""
+        if self.serving is not None and self.serving.rule.is_lockstep:
+            return self.serving.update.is_stop_agreed
+        return self.reducer.is_stop_agreed
 
     def _refuse_stray_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         self.reducer.require_finished()

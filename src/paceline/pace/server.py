@@ -119,15 +119,17 @@ class ServerExchange:
         table, number = self._place[bucket.index]
         table.assign(number, numbers)
 
-    def commit(self, settings: Sequence[dict[str, Any]] | None) -> Work[list[list[m.Reply]]]:
+    def commit(
+        self, settings: Sequence[dict[str, Any]] | None, *, stops: bool = False
+    ) -> Work[list[list[m.Reply]]]:
         """End the step; done when fresh values are in the buckets' `params`."""
-        return Together([table.commit(settings) for table in self.tables]).work()
+        return Together([table.commit(settings, stops=stops) for table in self.tables]).work()
 
     def commit_each(
-        self, settings: Sequence[dict[str, Any]] | None
+        self, settings: Sequence[dict[str, Any]] | None, *, stops: bool = False
     ) -> list[tuple[RemoteTable, Work[list[m.Reply]]]]:
         """End the step table by table, the first layers' first; each is done on its own."""
-        return [(table, table.commit(settings)) for table in reversed(self.tables)]
+        return [(table, table.commit(settings, stops=stops)) for table in reversed(self.tables)]
 
     def table_of(self, bucket: Bucket) -> RemoteTable:
         """Return the table that a bucket is exchanged through."""

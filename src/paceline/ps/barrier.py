@@ -389,8 +389,10 @@ class Barrier:
         for number, mean in enumerate(self._means):
             if mean is not None and self._pushes[number]:
                 self._ended[number] = (tuple(sorted(mean.absent)), self.verdict(number))
+        stops = bool(self._ledger.stopping)
+        self._ledger.stopping.clear()
         for worker in workers:
-            self._ledger.end_step(worker, notice=notice, error=error, text=text)
+            self._ledger.end_step(worker, notice=notice, error=error, text=text, stops=stops)
             self._last_clock = self._clocks.clock(worker)
         self._begin_step()
 

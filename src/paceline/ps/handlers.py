@@ -208,6 +208,7 @@ def ending(outcome: Outcome) -> dict[str, Any]:
         "notice": outcome.notice,
         "version": outcome.version,
         "staleness": outcome.staleness,
+        "stops": outcome.stops,
     }
 
 

@@ -189,7 +189,7 @@ class Hosted:
 
         outs = place if request.reads and not self.has_homes and self.brings else None
         self.brought[caller.worker] = self.table.commit(
-            caller.worker, request.clock, request.settings, outs
+            caller.worker, request.clock, request.settings, outs, stops=request.stops
         )
 
     def _wheres(self, caller: Caller, into: Sequence[m.Where]) -> Sequence[m.Where | None]:

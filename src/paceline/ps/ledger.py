@@ -29,6 +29,7 @@ class Outcome:
     notice: str = ""  # something that the user should hear about
     error: str = ""  # name of a class in paceline.errors
     text: str = ""  # what that error says
+    stops: bool = False  # a worker that took part in it was asked to stop
 
 
 @dataclass
@@ -40,14 +41,22 @@ class Ledger:
     settings: dict[int, Settings]  # by worker: of the param groups, as it last said
     now: Callable[[], float]
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    stopping: set[int] = field(default_factory=set)  # who was asked to stop, in the step under way
     _waits: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def end_step(
-        self, worker: int, *, staleness: int = 0, notice: str = "", error: str = "", text: str = ""
+        self,
+        worker: int,
+        *,
+        staleness: int = 0,
+        notice: str = "",
+        error: str = "",
+        text: str = "",
+        stops: bool = False,
     ) -> None:
         """Count a step of a worker as finished, whatever became of its update."""
         self.clocks.advance(worker)
-        self.outcomes[worker] = Outcome(self.clocks.version, staleness, notice, error, text)
+        self.outcomes[worker] = Outcome(self.clocks.version, staleness, notice, error, text, stops)
 
     def note_wait(self, worker: int, blockers: tuple[int, ...]) -> None:
         """Note whom a worker waits for from now on; nobody means that it goes on."""

@@ -143,6 +143,7 @@ class Commit(Request, frozen=True):
     reads: bool = True  # False: answered without values, when it was applied
     into: tuple[Where, ...] = ()  # by shard: where values go; empty: to the worker's seat
     counts: bool = True  # False: what was pushed here does not, since other servers refuse theirs
+    stops: bool = False  # this worker was asked to stop
 
 
 class Pull(Request, frozen=True):
@@ -230,6 +231,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     clock: int = 0  # of an Open: the steps of this worker that count already
     version: int = 0
     staleness: int = 0
+    stops: bool = False  # of a commit, where all end a step together: one of them was asked to stop
     absent: tuple[int, ...] = ()
     codec: str = ""  # of an average: what follows is a packet that this codec reads
     speaker: int = -1  # of an average: the worker that tells how all of them have changed it

@@ -204,8 +204,11 @@ class RemoteTable:
         ]
         Together(works).wait()
 
-    def commit(self, settings: Sequence[dict[str, Any]] | None) -> Work[list[m.Reply]]:
-        """End the step; done when fresh values are in every item's `params`.
+    def commit(
+        self, settings: Sequence[dict[str, Any]] | None, *, stops: bool = False
+    ) -> Work[list[m.Reply]]:
+        """End the step; done when fresh values are in every item's `params`. `stops`: this worker
+        was asked to stop, which in lockstep all hear with their replies.
 
         With a bound in versions this worker does not have its next turn yet: `pull(in_turn=True)`
         when it is about to compute. Whoever has one and does something else holds up the others.
@@ -216,7 +219,7 @@ class RemoteTable:
 
         def make(seq: int, table: int, index: int) -> m.Commit:
             counts = not bad or index in bad
-            return m.Commit(seq, table, clock, told, reads, counts=counts)
+            return m.Commit(seq, table, clock, told, reads, counts=counts, stops=stops)
 
         if reads:
             return self._read(make)

@@ -100,9 +100,16 @@ class Table:
         return counts
 
     def commit(
-        self, worker: int, clock: int, settings: Settings | None = None, outs: Outs = None
+        self,
+        worker: int,
+        clock: int,
+        settings: Settings | None = None,
+        outs: Outs = None,
+        *,
+        stops: bool = False,
     ) -> Collection[int]:
-        """End a worker's step; settings are those of its param groups if they changed.
+        """End a worker's step; settings are those of its param groups if they changed. `stops`: it
+        was asked to stop, which all hear who end the step with it.
 
         Return the shards whose fresh values are in `outs` already: if the worker may read at once,
         they are brought there while they are in the cache. It still has to `read` them, to None.
@@ -115,6 +122,8 @@ class Table:
         self._repeating.discard(worker)
         if settings is not None:
             self._ledger.settings[worker] = self._checked(settings)
+        if stops:
+            self._ledger.stopping.add(worker)
         brought = self._way.commit(worker, outs)
         self._unread.add(worker)
         self._note_waits()
