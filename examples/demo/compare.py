@@ -100,10 +100,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda *_: None)  # the launcher hears Ctrl-C too, and ends
     console, began_s, others_s = Console(highlight=False), time.monotonic(), used_by_others_s()
     directory = Path("runs") / time.strftime("demo-%m%d-%H%M%S")  # kept: to look at, to report on
-    try:
-        directory.mkdir(parents=True)
-    except OSError as error:
-        raise SystemExit(f"demo: {error}; start it where it may write") from error
+    directory.mkdir(parents=True)
     many = run(MANY, options.steps, directory, console)
     one = run(1, options.steps, directory, console)
     console.print()

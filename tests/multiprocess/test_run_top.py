@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -159,6 +160,8 @@ def _take_terminal() -> None:
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # What a shell without jobs starts in the background ignores Ctrl-C, and all that it starts.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(("key", "columns"), [(b"q", "80"), (b"\x03", "40")])
