@@ -65,8 +65,9 @@ class ServedUpdate:
         # Where all workers last met, and the same when this one last committed (serving.py).
         self.position: Callable[[], int] = lambda: 0
         self.committed_at = -1
-        self.wants_stop: Callable[[], bool] = lambda: False  # this worker was asked to stop
-        self.is_stop_agreed = False  # in lockstep: some worker was, and all know it behind a step
+        # In lockstep: whether this worker was asked to stop; elsewhere each stops by itself.
+        self.wants_stop: Callable[[], bool] = lambda: False
+        self.is_stop_agreed = False  # some worker was, and all know it behind the same step
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Update these from now on."""

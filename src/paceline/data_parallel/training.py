@@ -100,7 +100,7 @@ class Training:
         self.reducer = Reducer(group, self.exchange, job.elastic)
         self.skipping, self._torch_scaler = choose_skipping(ground, self.reducer, optimizer)
         self.reducer.wants_stop = job.stopping.is_wanted
-        if self.serving is not None:
+        if self.serving is not None and self.serving.rule.is_lockstep:
             self.serving.update.wants_stop = partial(getattr, self.reducer, "stops")
         self.reducer.ask_unit = job.ask_unit
         self.reducer.after_exchange = self._look_at_gradients

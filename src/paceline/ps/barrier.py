@@ -109,6 +109,7 @@ class Barrier:
             self._orphaned = f"worker {worker}, which told of changes to gradients, is gone"
         self.discard(worker)
         self._committed.discard(worker)
+        self._ledger.stopping.discard(worker)
         self._forget_repeats(worker)
         for key in [key for key in self._converted if key[1] == worker]:
             del self._converted[key]

@@ -285,3 +285,25 @@ def test_an_optimizer_that_fails_tells_all_workers():
     assert table.outcome(0).error == "UsageError"
     assert "torch.optim.Adam failed in step()" in table.outcome(1).text
     assert table.may_read(0) and table.may_read(1)
+
+
+def test_who_was_asked_to_stop_is_heard_by_all_who_end_the_step() -> None:
+    table, _ = make("SGD")
+    for clock, asked in ((1, None), (2, 1), (3, None)):
+        for worker in (0, 1):
+            t.push(table, worker, t.noise(worker))
+        for worker in (0, 1):
+            table.commit(worker, clock, stops=worker == asked)
+        assert [table.outcome(worker).stops for worker in (0, 1)] == [asked is not None] * 2
+        for worker in (0, 1):
+            t.read(table, worker)
+
+
+def test_the_wish_of_one_that_is_gone_is_gone_with_it() -> None:
+    table, _ = make("SGD")
+    for worker in (0, 1):
+        t.push(table, worker, t.noise(worker))
+    table.commit(1, 1, stops=True)
+    table.leave(1)
+    table.commit(0, 1)
+    assert not table.outcome(0).stops
