@@ -232,14 +232,14 @@ def test_a_member_that_was_cut_off_finds_out_when_it_is_back(job, eventually):
 
 
 def test_silence_is_lost_after_the_lease_unless_the_launcher_sees_it_run(job, eventually):
-    job = job(3, lease_s=1.0, silent_s=0.7)
+    job = job(3, lease_s=2.0, silent_s=0.7)
     for rank in (1, 2):
         job.agents[rank]._contact._heartbeat_s = 3600.0
     job.operator.report_running(1)
-    eventually(lambda: job.membership.generation == 2)
+    eventually(lambda: 2 in job.cluster.coordinator.lost)
     (silent_s,) = re.findall(r"no heartbeat for ([\d.]+) s", job.cluster.coordinator.lost[2])
-    assert float(silent_s) >= 1.0
-    assert job.membership.workers == (0, 1)
+    assert float(silent_s) >= 2.0
+    eventually(lambda: job.membership.workers == (0, 1))
     eventually(lambda: 1 in job.agents[0].presence)
     assert job.agents[0].presence[1].detail.endswith("its process runs")
     time.sleep(1.0)
