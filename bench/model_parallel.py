@@ -41,6 +41,8 @@ def tensor(options: argparse.Namespace) -> Found:
         lines.append(table.figure(what, "must > 1, goal 1.5", "tp-ours", ["tp-gloo"]))
         kept = f"{what}, memory kept"
         lines.append(table.figure(kept, "", "tp-ours", ["tp-gloo-kept"]))
+        backend = f"tp=2, batch {table.batch}, x DTensor on our backend"
+        lines.append(table.figure(backend, "", "tp-ours", ["tp-paceline"]))
     return {"tables": [table.as_json() for table in tables]}, lines
 
 
@@ -48,11 +50,13 @@ def pipeline(options: argparse.Namespace) -> Found:
     """Return our schedules beside torch's, and the bubble of each."""
     by_hand, alone = ["pp-gloo", "pp-gloo-kept"], ["alone", "alone-kept"]
     ours = ["pp-ours", "pp-ours-zero", "pp-ours-interleaved"]
-    (table,) = _compare(options, ["one", *by_hand, *ours, *alone], [2 * _MICROBATCHES], "pp=2")
+    names = ["one", *by_hand, "pp-paceline", *ours, *alone]
+    (table,) = _compare(options, names, [2 * _MICROBATCHES], "pp=2")
     table.show(by_hand, _MICROBATCHES)
     lines = [
         table.figure("pp=2, 1f1b, x pipelining on gloo", "must >= 1", "pp-ours", ["pp-gloo"]),
         table.figure("pp=2, 1f1b, x the same, memory kept", "", "pp-ours", ["pp-gloo-kept"]),
+        table.figure("pp=2, 1f1b, x pipelining on our backend", "", "pp-ours", ["pp-paceline"]),
         bubble_figure(table, "pp-gloo", _MICROBATCHES),
         bubble_figure(table, "pp-ours", _MICROBATCHES),
         table.figure("zero-bubble x 1f1b", "goal > 1", "pp-ours-zero", ["pp-ours"]),

@@ -53,6 +53,7 @@ KINDS = {
     "tp-ours": Kind("paceline tp=2", "tp", mesh="tp=2"),
     "pp-gloo": Kind("pipelining by hand, gloo", "pp", "gloo"),
     "pp-gloo-kept": Kind("  with memory kept", "pp", "gloo", keeps_memory=True),
+    "pp-paceline": Kind("pipelining by hand, paceline", "pp", "paceline", keeps_memory=True),
     "pp-ours": Kind("paceline 1f1b", "pp", mesh="pp=2", options={"schedule": "1f1b", **_HALVES}),
     "pp-ours-zero": Kind(
         "paceline zero-bubble", "pp", mesh="pp=2", options={"schedule": "zero-bubble"}

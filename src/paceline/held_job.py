@@ -11,10 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.cluster.rendezvous import Rendezvous
-from paceline.collectives.column import Column
+from paceline.collectives.fabric import Fabric
 from paceline.collectives.group import Group
-from paceline.collectives.mates import Mates
-from paceline.collectives.topology import Fabric
 from paceline.config import JobEnv
 from paceline.contribution import Contribution
 from paceline.elastic.session import Elastic
@@ -48,7 +46,7 @@ class Job:
     # On a mesh: of each of these notes, whether anybody has it who holds a part of the same model.
     ask_unit: Callable[[list[bool]], list[bool]] = lambda notes: notes
     has_shared_data: bool = False  # pl.shard was called: who gets which batches is settled
-    mates: Mates | None = None  # this process's unit, when it is known
+    mates: Fabric | None = None  # this process's unit, when it is known
     _views: dict[str, Job] = field(default_factory=dict)
     _whole: Job | None = None  # of a view: what it is a view of
 
@@ -108,7 +106,7 @@ class Job:
             seen = numbers
             if self.mesh is not None and what == "column":
                 seen = open_column(self.mesh, self.env.number)
-            fabric = Column(self.fabric, seen, f"{what} {numbers[0]}")
+            fabric = self.fabric.column(seen, f"{what} {numbers[0]}")
             self._views[what] = replace(
                 self,
                 env=replace(self.env, world_size=len(numbers)),
@@ -174,7 +172,7 @@ def open_column(mesh: Mesh, number: int) -> range:
     return range(mesh.place_of(number), _ALL, mesh.unit_size)
 
 
-def mates_of(fabric: Fabric, mesh: Mesh, number: int) -> Mates:
+def mates_of(fabric: Fabric, mesh: Mesh, number: int) -> Fabric:
     """Find a worker's unit in the membership."""
     numbers, members = mesh.unit(number), fabric.membership.members
-    return Mates(fabric, [one for one in members if one.role == "worker" and one.number in numbers])
+    return fabric.unit([one for one in members if one.role == "worker" and one.number in numbers])

@@ -14,10 +14,9 @@ from paceline.cluster.links import LinkListener
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.rendezvous import AnyAgent, Rendezvous
 from paceline.cluster.wait_watch import WaitWatch
-from paceline.collectives.column import Column
+from paceline.collectives.endpoint import Endpoint
+from paceline.collectives.fabric import Fabric, WholeJob
 from paceline.collectives.group import Group
-from paceline.collectives.mates import Mates
-from paceline.collectives.topology import Fabric
 from paceline.config import EngineConfig, JobEnv, natural_host_id, times_steps
 from paceline.elastic.session import Elastic
 from paceline.held_job import Job, mates_of, open_column, worker_group
@@ -52,18 +51,19 @@ def form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         engine = _core.Engine(env.rank, num_local, *limits)
         watch.sources.append(engine.long_waits)
         presence = rendezvous.agent.presence
-        fabric = Fabric(env.rank, engine, listener, me, membership, config.timeout_s, presence)
+        endpoint = Endpoint(env.rank, engine, listener, me, config.timeout_s, presence)
+        fabric = Fabric(endpoint, WholeJob(membership))
         if not env.is_newcomer:  # who is linked when it has been let in
             fabric.link_neighbours()
         report = rendezvous.agent.report
         reporter = Reporter(env.rank, report, engine.bytes_sent, times_steps=times_steps())
         _plan_trace(env, rendezvous.agent)
         mesh = Mesh.parse(env.mesh) if env.mesh and env.role == "worker" else None
-        mates: Mates | None = None
+        mates: Fabric | None = None
         peers = fabric  # from whom a newcomer has its state: who hold the same part of the model
         if mesh is not None and mesh.unit_size > 1 and env.is_elastic:
             numbers = open_column(mesh, env.number)
-            peers = Column(fabric, numbers, f"column {numbers[0]}")
+            peers = fabric.column(numbers, f"column {numbers[0]}")
             mates = mates_of(fabric, mesh, env.number)
             if env.is_newcomer:
                 mates = _meet_mates(env, mesh, fabric, rendezvous.agent, config.join_timeout_s)
@@ -116,7 +116,7 @@ def _membership(env: JobEnv, agent: AnyAgent, me: Member, timeout_s: float) -> M
 
 def _meet_mates(
     env: JobEnv, mesh: Mesh, fabric: Fabric, agent: AnyAgent, timeout_s: float
-) -> Mates:
+) -> Fabric:
     """Meet the other newcomers of this unit, through the coordinator: none of them is in yet.
 
     The ranks of a unit are in a row (cluster/places.py), and never given to others.
@@ -125,7 +125,7 @@ def _meet_mates(
     agent.store_set(_mate_key(env.rank), msgspec.msgpack.encode(fabric.me))
     others = [rank for rank in range(first, first + mesh.unit_size) if rank != env.rank]
     found = [agent.store_get(_mate_key(rank), timeout_s) for rank in others]
-    return Mates(fabric, [fabric.me, *(msgspec.msgpack.decode(one, type=Member) for one in found)])
+    return fabric.unit([fabric.me, *(msgspec.msgpack.decode(one, type=Member) for one in found)])
 
 
 def _mate_key(rank: int) -> str:

@@ -64,7 +64,7 @@ class News:
 
 def link_of(news: News) -> LastingLink:
     fabric = job.current().fabric
-    fabric.newest = lambda: news.known[-1]
+    fabric.listen(lambda: news.known[-1])
     return LastingLink(fabric, 0, news)
 
 
@@ -285,7 +285,7 @@ def test_a_newcomer_is_told_that_it_comes_too_early() -> None:
         if group.rank == CLIENT:
             news, fabric = News(), job.current().fabric
             link = link_of(news)
-            fabric.membership = memberships()[0].without([CLIENT])
+            fabric.whole.membership = memberships()[0].without([CLIENT])
             news.known.append(fabric.membership)
             try:
                 link.ask(m.Keys)

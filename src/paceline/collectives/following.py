@@ -11,8 +11,8 @@ from typing import Any
 
 from paceline import _core
 from paceline.cluster.member import Membership
+from paceline.collectives.fabric import Fabric, identity
 from paceline.collectives.group import Group
-from paceline.collectives.topology import Fabric, identity
 
 
 class FollowingGroup(Group):
@@ -51,9 +51,6 @@ class FollowingGroup(Group):
     def form(self) -> _core.Group:
         """Form the group among the workers of the fabric's membership. Collective."""
         membership = self._fabric.membership
-        for rank in self.ranks:
-            if rank != self._fabric.rank:
-                self._fabric.link(membership.member(rank))
         core = self._make_core(membership)
         self._core = core
         return core

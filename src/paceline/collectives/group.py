@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from paceline import _core
 from paceline.cluster.member import Membership
+from paceline.collectives.fabric import Fabric, identity
 from paceline.collectives.tensors import (
     FLOATING,
     Buffer,
@@ -28,7 +29,6 @@ from paceline.collectives.tensors import (
     result_buffer,
     split_rows,
 )
-from paceline.collectives.topology import Fabric, identity
 from paceline.errors import UnsupportedTensor, UsageError
 from paceline.work import Work
 

@@ -32,8 +32,7 @@ from paceline.cluster.messages import Changed, Loss, Presence
 from paceline.cluster.notice import WaitNotice
 from paceline.cluster.rendezvous import AnyAgent
 from paceline.collectives.agreement import tell_all
-from paceline.collectives.mates import Mates
-from paceline.collectives.topology import Fabric
+from paceline.collectives.fabric import Fabric
 from paceline.config import JobEnv
 from paceline.elastic import parcel
 from paceline.elastic.protocol import Change, Parcel, Participant
@@ -58,7 +57,7 @@ class Elastic:
     """One worker's part in a job whose members change. In any other job it only passes through."""
 
     def __init__(
-        self, fabric: Fabric, agent: AnyAgent, env: JobEnv, mates: Mates | None = None
+        self, fabric: Fabric, agent: AnyAgent, env: JobEnv, mates: Fabric | None = None
     ) -> None:
         """`fabric` has the workers that hold the same state; `mates`: the unit, on a mesh."""
         self.is_on = env.is_elastic and env.role == "worker"
@@ -89,7 +88,7 @@ class Elastic:
             return
         self._control = fabric.worker_group("elastic")
         assert isinstance(agent, Agent), "an elastic job has a coordinator"
-        fabric.newest = lambda: agent.membership
+        fabric.listen(lambda: agent.membership)
         agent.on_presence = self._on_presence
         agent.on_changed = self._on_changed
 

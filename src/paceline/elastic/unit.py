@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from paceline.collectives.fabric import Fabric
 from paceline.collectives.group import Group
-from paceline.collectives.mates import Mates
 from paceline.errors import ProtocolError
 
 PASSED, FAILED, ADOPTED = range(3)
@@ -39,7 +39,7 @@ class Ballot(NamedTuple):
 class UnitVote:
     """One process's part in what its unit agrees on. Collective among the mates."""
 
-    def __init__(self, fabric: Mates) -> None:
+    def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
         self._group: Group | None = None
         self.newest = 0  # of what any of them had heard of when they last told each other

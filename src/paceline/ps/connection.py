@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.collectives.topology import Fabric
+from paceline.collectives.fabric import Fabric
 from paceline.errors import UsageError
 from paceline.ps.link import ServerLink
 from paceline.ps.remote_table import require_servers

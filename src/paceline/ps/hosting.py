@@ -30,8 +30,8 @@ from paceline.cluster.agent import Agent
 from paceline.cluster.local_agent import LocalAgent
 from paceline.cluster.member import Membership
 from paceline.cluster.messages import Changed, Presence
+from paceline.collectives.fabric import Fabric
 from paceline.collectives.group import Group
-from paceline.collectives.topology import Fabric
 from paceline.config import JobEnv
 from paceline.errors import PacelineError
 from paceline.ps import peer_messages as p

@@ -24,7 +24,7 @@ import torch
 from paceline import errors
 from paceline.cluster.member import Member
 from paceline.cluster.notice import WaitNotice
-from paceline.collectives.topology import Fabric
+from paceline.collectives.fabric import Fabric
 from paceline.ps import link as plain
 from paceline.ps import messages as m
 from paceline.ps.renewal import News, Renewal

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 
 from paceline.cluster.member import Membership
+from paceline.collectives.fabric import Fabric
 from paceline.collectives.group import Group
-from paceline.collectives.topology import Fabric
 
 # A worker may have to wait for others as long as those take, so no operation has a deadline here;
 # a server that is gone or stopped is noticed all the same.

@@ -20,7 +20,7 @@ import torch
 from paceline import errors
 from paceline.cluster.member import Member
 from paceline.cluster.notice import FIRST_S, WaitNotice
-from paceline.collectives.topology import Fabric
+from paceline.collectives.fabric import Fabric
 from paceline.ps import messages as m
 from paceline.ps.wire import Incoming, Into, Wire
 from paceline.work import Handle, Work

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from paceline.cluster.member import Membership
+from paceline.collectives.fabric import Fabric
 from paceline.collectives.group import Group
-from paceline.collectives.topology import Fabric
 from paceline.errors import PeerTimeout
 from paceline.ps import messages as m
 from paceline.ps import peer_messages as p

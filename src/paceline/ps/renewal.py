@@ -17,7 +17,7 @@ from typing import Protocol
 
 from paceline import errors
 from paceline.cluster.member import Member, Membership
-from paceline.collectives.topology import Fabric
+from paceline.collectives.fabric import Fabric
 from paceline.ps.primary import Connect, GiveUp, Post, course, post_of
 from paceline.ps.wire import Wire
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from paceline.cluster.member import Membership
-from paceline.collectives.topology import Fabric
+from paceline.collectives.fabric import Fabric
 from paceline.ps import messages as m
 from paceline.ps.line_group import SERVER, form_line
 from paceline.telemetry.trace import tracer

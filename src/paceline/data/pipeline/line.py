@@ -21,8 +21,8 @@ import torch
 
 from paceline.cluster.member import Member
 from paceline.cluster.notice import say
+from paceline.collectives.fabric import Fabric
 from paceline.collectives.group import Group
-from paceline.collectives.topology import Fabric
 from paceline.data.pipeline import messages as m
 from paceline.data.pipeline.parcel import Parcel
 from paceline.data.pipeline.slots import Slots
