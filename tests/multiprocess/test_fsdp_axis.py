@@ -18,9 +18,9 @@ from sharded_models import (
 )
 from torch import nn
 
+from paceline.model_parallel.blocks import recompute
 from paceline.model_parallel.materialize import Recipes, materialize
 from paceline.model_parallel.parts import Held, Holding, Part, Slice
-from paceline.model_parallel.recomputing import recompute
 from paceline.model_parallel.sharded import Sharded
 from support import run_ranks
 

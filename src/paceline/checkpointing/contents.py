@@ -86,7 +86,7 @@ def _mapped(saved: SavedModel, succession: Succession) -> SavedModel:
     made = meshed_by(succession)
     if made is None and "mesh" not in saved.plain:
         return saved
-    from paceline.model_parallel.remapping import as_part, as_whole
+    from paceline.model_parallel.picturing import as_part, as_whole
 
     return as_whole(saved) if made is None else as_part(saved, made)
 

@@ -4,13 +4,24 @@ A block is an element of an nn.ModuleList or nn.Sequential that has parameters: 
 transformer, the units of a residual network. Blocks are looked for from the outside, and what is
 inside one is not looked at, except in one that holds more than half of the model: that is rather
 the body of the model, and has blocks of its own.
+
+Recomputing keeps the inputs of blocks only, and computes a block again when backward reaches it.
+The memory of activations becomes that of one block and of the blocks' inputs, for one more forward
+pass. Random numbers (dropout) are the same in both passes. Names of parameters and modules stay as
+they are: only the block's `forward` changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import UsageError
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -39,3 +50,32 @@ def _blocks(module: nn.Module, prefix: str, num_all: int) -> Iterator[tuple[str,
             yield from _blocks(child, f"{path}.", num_all)
         if is_block:
             yield path, child
+
+
+def recompute(model: nn.Module, which: str = "blocks") -> list[str]:
+    """Let blocks compute again in backward; return their names. Before or behind any cut."""
+    if which != "blocks":
+        raise UsageError(f"recompute {which!r}: it is 'blocks' that can be recomputed")
+    blocks = blocks_of(model)
+    # A block around others is the body of the model: it is those that are recomputed.
+    found = set(blocks.values())
+    inner = {n: b for n, b in blocks.items() if not any(c in found for c in _below(b))}
+    if not inner:
+        raise UsageError(
+            f"recompute: {type(model).__name__} has no blocks (elements of an nn.ModuleList or"
+            " nn.Sequential that have parameters), so there is nothing to recompute; put its layers"
+            " into one, or leave activations as they are"
+        )
+    for block in inner.values():
+        block.forward = functools.partial(_forward, block.forward)
+    return list(inner)
+
+
+def _below(block: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in block.modules() if module is not block)
+
+
+def _forward(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=True, **options)

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.model_parallel.blocks import recompute
 from paceline.model_parallel.materialize import Recipes, materialize
-from paceline.model_parallel.parts import Held, Holding, Part
-from paceline.model_parallel.recomputing import recompute
-from paceline.model_parallel.skeleton import Skeleton, skeleton_of
+from paceline.model_parallel.parts import Held, Holding, Part, Skeleton, skeleton_of
 from paceline.model_parallel.unit import Unit
 from paceline.model_parallel.wishes import Wishes
 

@@ -14,7 +14,7 @@ from paceline.data_parallel.distribute import begin
 from paceline.errors import UsageError
 from paceline.job import Job, current
 from paceline.mesh import Mesh
-from paceline.model_parallel.recomputing import recompute
+from paceline.model_parallel.blocks import recompute
 from paceline.model_parallel.registry import meshed
 from paceline.model_parallel.train_step import Loss, TrainStep
 from paceline.model_parallel.wishes import Wishes

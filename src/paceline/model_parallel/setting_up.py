@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -16,9 +16,8 @@ from paceline.model_parallel.clipping import teach_torch
 from paceline.model_parallel.cutting import cut_model
 from paceline.model_parallel.materialize import return_freed_memory
 from paceline.model_parallel.meshed import Meshed
-from paceline.model_parallel.optimizer_parts import find_problem_with_cuts, use_parts
+from paceline.model_parallel.parts import find_problem_with_cuts, use_parts
 from paceline.model_parallel.registry import meshed
-from paceline.model_parallel.telling import describe
 from paceline.model_parallel.unit import Unit
 from paceline.model_parallel.wishes import Wishes
 
@@ -75,3 +74,18 @@ def _check(
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta and not job.elastic.is_candidate:
                 group.broadcast(tensor.detach())
+
+
+def describe(meshed: Meshed) -> Iterator[str]:
+    """Say how the model is cut, in lines."""
+    cut, mesh = meshed.cut, meshed.unit.mesh
+    here = sum(held.param.numel() for _, held in cut.holding)
+    whole = cut.num_elements
+    yield (
+        f"mesh {mesh}: the first process holds {here:,} of {whole:,} parameters"
+        f" ({100 * here / max(whole, 1):.0f} %)"
+    )
+    if cut.starts:
+        yield f"stages begin at {', '.join(['the inputs', *cut.starts])}"
+    if cut.plan is not None:
+        yield f"tensor plan\n{cut.plan.table()}"

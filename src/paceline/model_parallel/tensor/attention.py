@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from paceline.model_parallel.tensor.cut import CutTensor
 from paceline.model_parallel.tensor.layers import CutModule, share
-from paceline.model_parallel.tensor.randomness import own_randomness
+from paceline.model_parallel.tensor.rules import own_randomness
 
 
 def can_cut(module: nn.MultiheadAttention) -> bool:

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.model_parallel.tensor.cut import CutTensor, NoRule, cuts_in
-from paceline.model_parallel.tensor.randomness import own_randomness
 from paceline.model_parallel.tensor.rules import (
     Args,
     Func,
@@ -17,6 +16,7 @@ from paceline.model_parallel.tensor.rules import (
     enter_shared,
     from_end,
     localize,
+    own_randomness,
     rule,
 )
 

@@ -3,11 +3,19 @@
 Operands are aligned from the right, as broadcasting does it: `c` is the cut dimension counted from
 the end. A whole operand that needs a gradient enters the region: each process has only its pieces'
 share of that gradient.
+
+Random numbers for pieces differ on every process, and are reproducible. All processes of the tp
+axis have equal global generators, so whole tensors get the same dropout mask everywhere. For an
+operation on pieces each process draws one number from the generator (the generators stay equal),
+seeds with it and its own index, and puts the state back. It happens within one operation, so a
+recomputed region (activation checkpointing), which starts from the kept state, draws the same
+masks again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +30,6 @@ from paceline.model_parallel.tensor.cut import (
     is_in_place,
     mapped,
 )
-from paceline.model_parallel.tensor.randomness import own_randomness
 
 Func = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -135,3 +142,16 @@ def _random(func: Func, args: Args, kwargs: Kwargs) -> Any:
     with own_randomness(cut.axis.index):
         local = func(cut.local, *args[1:], **kwargs)
     return cut.like(local, cut.cut_dim)
+
+
+@contextlib.contextmanager
+def own_randomness(index: int) -> Iterator[None]:
+    """Let random numbers differ between the processes of the axis while in the block."""
+    generator = torch.default_generator
+    number = int(torch.randint(2**62, ()))
+    state = generator.get_state()
+    generator.manual_seed(number + index)
+    try:
+        yield
+    finally:
+        generator.set_state(state)

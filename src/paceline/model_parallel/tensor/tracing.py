@@ -11,14 +11,16 @@ find the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from paceline.model_parallel.tensor.attention import can_cut
+from paceline.model_parallel.tensor.axis import Simulated
 from paceline.model_parallel.tensor.cut import CutTensor, cuts_in
 from paceline.model_parallel.tensor.layers import (
     BATCH_NORMS,
@@ -30,7 +32,6 @@ from paceline.model_parallel.tensor.layers import (
 )
 from paceline.model_parallel.tensor.quiet import Calls, quiet
 from paceline.model_parallel.tensor.styles import Style, cut_class, cut_dims, indivisible
-from paceline.model_parallel.tensor.trial import Trial, WeightsOutside
 
 BLOCKS = (1, 3, 2)  # tried in this order
 VOCABULARY = 1024  # an output of at least so many features is one over a vocabulary
@@ -274,3 +275,67 @@ def _as_tree(output: Any) -> Any:
     return (
         vars(output) if hasattr(output, "__dict__") and not isinstance(output, Tensor) else output
     )
+
+
+class Trial(Simulated):
+    """The axis that the modules of the run cross, and what it hears."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.roles: dict[str, Style] = {}
+        self.order: dict[str, int] = {}  # of the first call
+        self.groups: list[frozenset[str]] = []
+        self.inputs: dict[int, tuple[Tensor, set[str]]] = {}
+        self.failed: dict[str, str] = {}  # as columns
+        self.banned: dict[str, str] = {}  # altogether
+        self.leaving: set[str] = set()
+        self.outside: set[str] = set()  # weights that other code uses
+
+    def on_gather(self, origins: frozenset[str], why: str) -> None:
+        for origin in origins:
+            self.failed.setdefault(origin, why)
+
+    def may_meet(self, one: frozenset[str], other: frozenset[str]) -> bool:
+        # Gates have the same input; with different ones it is a stream of residuals, which costs
+        # less if it is whole.
+        def inputs(origins: frozenset[str]) -> set[int]:
+            return {key for key, (_, names) in self.inputs.items() if names & origins}
+
+        return one == other or bool(inputs(one) & inputs(other))
+
+    def on_loss(self, origins: frozenset[str]) -> None:
+        self.leaving |= origins
+
+    def play(self, name: str, style: Style, origins: Iterable[str] = ()) -> None:
+        """Note the role of a module in this call."""
+        known = self.roles.setdefault(name, style)
+        if known != style:
+            self.banned[name] = f"it is called several times, as {known} and as {style}"
+        self.groups.append(frozenset([name, *origins]))
+
+
+_VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data")}
+
+
+class WeightsOutside(TorchFunctionMode):
+    """Notices parameters that are used by other code than their module's forward."""
+
+    def __init__(self, owners: dict[int, set[str]], running: list[str], run: Trial) -> None:
+        super().__init__()
+        self._owners, self._running, self._run = owners, running, run
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        if getattr(func, "__name__", "") != "__get__" or func in _VIEWS:
+            for arg in (*args, *(kwargs or {}).values()):
+                for one in arg if isinstance(arg, (tuple, list)) else (arg,):
+                    if isinstance(one, nn.Parameter):
+                        self._see(one)
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, param: nn.Parameter) -> None:
+        owners = self._owners.get(id(param), set())
+        if not owners & set(self._running):
+            self._run.outside |= owners
