@@ -22,12 +22,12 @@ from paceline.cluster.rendezvous import KeyValue, Rendezvous, establish, establi
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
 from paceline.config import EngineConfig, JobEnv, describe, job_env, natural_host_id, told_env
-from paceline.elastic.carried import Carried
 from paceline.errors import ConfigError, SetupError, UsageError
 from paceline.held_job import Job as Job
 from paceline.joining import form
 from paceline.place import PACELINE
 from paceline.ps import connection
+from paceline.state.carried import Carried
 from paceline.telemetry.stacks import show_on_request
 from paceline.telemetry.trace import tracer
 from paceline.torch_plugin import register as register_with_torch

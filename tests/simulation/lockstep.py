@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 Part = tuple[int, int, int]  # rank, point, cut
 
 
+class CutStatus(Status, frozen=True):
+    """A status with the cut of the point under way."""
+
+    cut: int = 0
+
+
 class LockstepWorker(SimMember):
     """A worker that trains with all others."""
 
@@ -208,14 +214,14 @@ class LockstepWorker(SimMember):
     def _status(self, membership: Membership) -> Status:
         workers = self.circle(self.settled) if self.settled is not None else ()
         gone = [rank for rank in workers if rank not in membership.ranks]
-        return Status(
+        return CutStatus(
             rank=self.rank,
             passed=len(self.log),
             adopted=self.settled.workers_since if self.settled is not None else 0,
             workers=workers,
             lost=tuple(self._losses[rank] for rank in gone if rank in self._losses),
             is_new=self._is_new,
-            told={"cut": self._cut},
+            cut=self._cut,
         )
 
     def _meet_on(self) -> None:
@@ -232,7 +238,7 @@ class LockstepWorker(SimMember):
                 return
             self._verdict = self.job.cores.judge([statuses[rank] for rank in self.circle(meeting)])
             # Whoever has begun the point has computed its part: the others follow that cut.
-            begun = [s.told["cut"] for s in statuses.values() if s.passed == self._verdict.passed]
+            begun = [s.cut for s in statuses.values() if s.passed == self._verdict.passed]
             self._next_cut = max(begun)
             if self._verdict.donor == self.rank:
                 for rank in self._verdict.receivers:

@@ -35,9 +35,9 @@ from paceline.checkpointing.objects import saved_models, saved_objects
 from paceline.checkpointing.teller import Teller
 from paceline.checkpointing.writer import Plan, Writer
 from paceline.data_parallel.succession import Succession
-from paceline.elastic.protocol import Change, Parcel
 from paceline.errors import UsageError
 from paceline.job import current
+from paceline.state.protocol import Change, State
 from paceline.stopping import PREEMPTED
 
 
@@ -285,16 +285,13 @@ class Checkpoint:
 
     # -- changes of the membership ------------------------------------------------------------
 
-    def tell(self) -> None:
-        """Nothing has to be known before a change is decided."""
-
-    def pack(self) -> Parcel:
+    def state(self) -> State:
         """Return how far it is."""
-        return [self._calls, self._num_saves, self._saved_at, self._due.pack()], ()
+        return State([self._calls, self._num_saves, self._saved_at, self._due.pack()])
 
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
+    def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
         """Take it over."""
-        self._calls, self._num_saves, self._saved_at, due = plain
+        self._calls, self._num_saves, self._saved_at, due = state.counts
         self._due.unpack(due)
 
     def resume(self, change: Change) -> None:

@@ -18,7 +18,7 @@ between workers) they have met since.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,8 +29,8 @@ from paceline.data.line import Line
 from paceline.data.loop import Loop
 from paceline.data.memory import Memory
 from paceline.data.passage import Passage, Turn
-from paceline.elastic.protocol import Change, Parcel
 from paceline.job import Job
+from paceline.state.protocol import Change, State
 
 OTHERS = "others"  # the line of whatever cannot be remembered
 
@@ -205,7 +205,7 @@ class Ledger:
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def saved(self) -> dict[str, Any]:
         """Return where this worker's script is between two steps, as plain data."""
         for key in [*self._saved_lines]:
             self._line(key)
@@ -242,10 +242,7 @@ class Ledger:
 
     # -- changes of the membership ------------------------------------------------------------
 
-    def tell(self) -> None:
-        """Nothing: whoever is behind gets the parcel of one who is not."""
-
-    def pack(self) -> Parcel:
+    def state(self) -> State:
         """Return everything that a newcomer, or one who is behind, must know."""
         self._settle()
         plain = {
@@ -255,11 +252,11 @@ class Ledger:
             "living": [key for key, memory in self._memories.items() if memory() is not None],
             "workers": list(self._workers.items()),
         }
-        return plain, []
+        return State(plain)
 
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
-        """Take over what a peer packed; again, if somebody was lost before all had theirs."""
-        is_replay = self._is_new
+    def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
+        """Take over what a peer has; again, if somebody was lost before all had theirs."""
+        plain, is_replay = state.counts, self._is_new
         self._has_heard = True
         self._workers = dict(plain["workers"])
         for key, told in plain["lines"].items():

@@ -28,7 +28,7 @@ def data_state(job: Job) -> dict[str, Any]:
     """Return where this worker's data is, as plain data (JSON). To be called between two steps: all
     batches that were handed out have counted. Not collective."""
     number, workers = job.env.number, len(job.fabric.membership.workers)
-    return {"format": FORMAT, "workers": workers, "number": number, **ledger_of(job).state()}
+    return {"format": FORMAT, "workers": workers, "number": number, **ledger_of(job).saved()}
 
 
 def resume_data(job: Job, states: Sequence[State], *, is_lockstep: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Parameters that all workers of a host write to, while workers come and go: a participant.
+"""Parameters that all workers of a host write to, while workers come and go: a part.
 
 Who is lost leaves the memory to the others: it lasts as long as anybody maps it. A newcomer cannot
 map what belongs to somebody who is gone; so when one comes, all move to memory of the first worker
@@ -11,13 +11,10 @@ together at the next change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-
+from paceline.collectives.agreement import tell_all
+from paceline.collectives.group import Group
 from paceline.data_parallel.housing import Housing
-from paceline.elastic.protocol import Change, Parcel
+from paceline.state.protocol import Change, State
 
 _OWN = -1  # of a newcomer, which nobody else maps
 
@@ -25,25 +22,21 @@ _OWN = -1  # of a newcomer, which nobody else maps
 class CommonMemory:
     """Keeps all workers in the same memory. Registered behind the state of the model."""
 
-    def __init__(self, name: str, housing: Housing, *, is_newcomer: bool) -> None:
-        self._name = name
+    def __init__(self, workers: Group, housing: Housing, *, is_newcomer: bool) -> None:
+        self._workers = workers
         self._housing = housing
         self._moved_at = _OWN if is_newcomer else 0  # a generation
 
-    def tell(self) -> int:
-        """Name the memory that this worker maps."""
-        return self._moved_at
+    def state(self) -> State:
+        """Nothing: values are those of the model's state."""
+        return State()
 
-    def pack(self) -> Parcel:
-        """Values are those of the model's state."""
-        return None, ()
-
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def load(self, state: State, change: Change | None) -> None:
         """Nothing has come."""
 
     def resume(self, change: Change) -> None:
         """Move, unless all map the same."""
-        told = change.told[self._name]
-        if any(one is None or one != told[0] for one in told):
+        told = tell_all(self._workers, self._moved_at)
+        if any(one != told[0] for one in told):
             self._housing.share_anew()
             self._moved_at = change.generation

@@ -18,24 +18,21 @@ from torch import nn
 
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
-from paceline.elastic.plain import put_together, take_apart
-from paceline.elastic.protocol import Parcel
 
-State = dict[torch.Tensor, dict[str, Any]]
-_OWN = ("params", "param_names")  # of a param group: not settings
+OptimizerState = dict[torch.Tensor, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Gathered:
     """What stands for all workers behind the last step at a pace."""
 
-    state: State  # of the optimizer
+    state: OptimizerState  # of the optimizer
     values: Sequence[torch.Tensor] = ()  # of the buckets, where parameters went apart
 
 
-def whole_state(optimizer: torch.optim.Optimizer) -> State:
+def whole_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
     """Return a copy of all of an optimizer's state, by parameter, wherever it is kept."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     told = optimizer.state_dict()["state"]
     return {
         params[number]: {key: _copy(value) for key, value in entries.items()}
@@ -44,18 +41,23 @@ def whole_state(optimizer: torch.optim.Optimizer) -> State:
     }
 
 
-def give_state(optimizer: torch.optim.Optimizer, state: State) -> None:
+def give_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
     """Let an optimizer have this state, and no other."""
     optimizer.state = defaultdict(dict, state)
 
 
-def average_state(optimizer: torch.optim.Optimizer, state: State, group: Group) -> None:
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters in the order in which `state_dict()` numbers them."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def average_state(optimizer: torch.optim.Optimizer, state: OptimizerState, group: Group) -> None:
     """Let all workers have the mean of what their optimizers remember: in `state`. Collective.
 
     Counts (a tensor with one value, such as Adam's step) are the largest of them. What only some
     workers have, because the others never had a gradient there, is zero on the others.
     """
-    params = [param for each in optimizer.param_groups for param in each["params"]]
+    params = params_of(optimizer)
     here = [
         [number, key, str(value.dtype).removeprefix("torch."), list(value.shape)]
         for number, param in enumerate(params)
@@ -85,30 +87,6 @@ def make_plain(model: nn.Module) -> None:
             param.data = param.detach().clone()
             if grad is not None:
                 param.grad = grad.clone()
-
-
-def pack_plain(
-    optimizer: torch.optim.Optimizer, state: State, values: Sequence[torch.Tensor]
-) -> Parcel:
-    """Return a plain model's values and its optimizer's state and settings, for another worker."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    told = {
-        "settings": [{k: v for k, v in g.items() if k not in _OWN} for g in optimizer.param_groups],
-        "state": {number: state[param] for number, param in enumerate(params) if param in state},
-        "values": list(values),
-    }
-    return take_apart(told, f"the optimizer {type(optimizer).__name__}")
-
-
-def unpack_plain(
-    optimizer: torch.optim.Optimizer, plain: Any, tensors: Sequence[torch.Tensor]
-) -> tuple[State, list[torch.Tensor]]:
-    """Take over the settings; return state and values."""
-    told = put_together(plain, tensors)
-    for group, settings in zip(optimizer.param_groups, told["settings"], strict=True):
-        group.update(settings)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return {params[number]: entries for number, entries in told["state"].items()}, told["values"]
 
 
 def add_once(left: Mapping[nn.Parameter, torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ from paceline.data_parallel.groundwork import Groundwork
 from paceline.data_parallel.housing import Housing
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.training_state import TrainingState
+from paceline.pace.method import PaceState
 
 _USES = ("", " pace", " memory", " codec")
 
@@ -46,12 +47,12 @@ def take_part(
     kept = TrainingState(ground.job, model, optimizer, buffers, not is_served)
     elastic.register(ground.name, kept)
     if ground.method is not None:
-        elastic.register(f"{ground.name} pace", ground.method)
+        elastic.register(f"{ground.name} pace", PaceState(ground.method))
     if isinstance(ground.exchange, Compressing) and ground.exchange.journeys is not None:
         elastic.register(f"{ground.name} codec", ground.exchange.journeys)
     if ground.is_common:
-        name, is_newcomer = f"{ground.name} memory", elastic.is_candidate
-        elastic.register(name, CommonMemory(name, housing, is_newcomer=is_newcomer))
+        memory = CommonMemory(ground.host, housing, is_newcomer=elastic.is_candidate)
+        elastic.register(f"{ground.name} memory", memory)
     return step
 
 

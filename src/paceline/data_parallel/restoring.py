@@ -20,6 +20,8 @@ from paceline.data_parallel.saving import Tensors, codec_of, layout_of, names_of
 from paceline.data_parallel.training import Training
 from paceline.elastic.written import read_back
 from paceline.errors import CheckpointMismatch
+from paceline.pace.method import PaceState
+from paceline.state.protocol import State
 
 _SHOWN = 5
 
@@ -80,7 +82,7 @@ class Restoring:
         self._load_model(saved, {})
         self._training.take_over_values()
         if self._training.method is not None:
-            self._training.method.begin_here()
+            self._training.method.begin()
 
     def _say(self, text: str) -> None:
         if text not in self.notices:
@@ -157,52 +159,52 @@ class Restoring:
             first += count
         return groups
 
-    # -- what a pace keeps --------------------------------------------------------------------
+    # -- what a pace and a codec keep ---------------------------------------------------------
 
     def _load_method(
         self, saved: SavedModel, rank: int, own: Tensors, *, is_same_pace: bool, goes_on: bool
     ) -> None:
         method = self._training.method
-        if method is None:
-            return
-        if not is_same_pace or "method" not in saved.plain:
+        if method is None or not is_same_pace or "method" not in saved.plain:
             return  # it has begun at the values that were loaded
         counts = _own(saved, rank)["method"] if goes_on else saved.plain["method"]
-        common = _under("pace/", saved.common)
-        with torch.no_grad():
-            method.load_common(common)
-            if goes_on:
-                _fill(method.own(), own, "pace/")
-        method.recount(counts)
-        if self._training.is_first:
-            method.send_common(common)
+        shared = _under("pace/", saved.common)
+        PaceState(method).load(State(counts, shared, own=_under("pace/", own)), None)
 
     def _load_codec(
         self, saved: SavedModel, rank: int, own: Tensors, *, fits: bool, goes_on: bool
     ) -> None:
         codec = codec_of(self._training)
         (_, first), *_ = saved.those_there
-        if codec is None or not any(True for _ in codec.own()) or "codec" not in first:
+        if codec is None or "codec" not in first:
+            return
+        state = codec.state()
+        kept = {**state.copied, **state.own}
+        if not kept:
             return
         is_same_codec = saved.plain["options"].get("compress") == str(
             self._training.options.compress
         )
         if not fits or not is_same_codec:
             self._say("what the codec had left out of gradients was dropped")
-            return
-        counts = _own(saved, rank)["codec"] if goes_on else first["codec"]
-        if goes_on:
-            with torch.no_grad():
-                _fill(codec.own(), own, "codec/")
+        elif goes_on:
+            codec.load(State(_own(saved, rank)["codec"], own=_under("codec/", own)), None)
         else:
             self._say("of what the codecs of the workers had left out, each begins with the mean")
             theirs = [_under("codec/", own) for own, _ in saved.those_there]
-            with torch.no_grad():
-                for number, mine in enumerate(codec.own()):
-                    found = [one[str(number)] for one in theirs if str(number) in one]
-                    if found and all(tensor.shape == mine.shape for tensor in found):
-                        mine.copy_(torch.stack(found).mean(0))
-        codec.recount(counts)
+            codec.load(State(first["codec"], own=_means_of(kept, theirs)), None)
+
+
+def _means_of(
+    mine: Mapping[str, torch.Tensor], theirs: Sequence[Mapping[str, torch.Tensor]]
+) -> Tensors:
+    """Return the mean of what the workers had, as far as it has the shape that it has here."""
+    means = Tensors()
+    for name, tensor in mine.items():
+        found = [one[name] for one in theirs if name in one]
+        if found and all(one.shape == tensor.shape for one in found):
+            means[name] = torch.stack(found).mean(0)
+    return means
 
 
 def _own(saved: SavedModel, rank: int) -> Mapping[str, Any]:
@@ -213,11 +215,6 @@ def _own(saved: SavedModel, rank: int) -> Mapping[str, Any]:
 
 def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-
-
-def _fill(mine: Any, theirs: Mapping[str, torch.Tensor], prefix: str) -> None:
-    for number, tensor in enumerate(mine):
-        tensor.copy_(theirs[f"{prefix}{number}"])
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -14,7 +14,7 @@ before the next step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,9 @@ from torch import nn
 from paceline.data_parallel.averaging import Compressing
 from paceline.data_parallel.training import Training
 from paceline.elastic.written import write_down
+from paceline.pace.method import PaceState
 from paceline.pace.server import ServerExchange
+from paceline.state.protocol import Change, Part, State
 
 Tensors = dict[str, torch.Tensor]
 _GROUP_OWN = ("params", "param_names")
@@ -67,7 +69,7 @@ def take_picture(training: Training, model: nn.Module, optimizer: torch.optim.Op
         else:
             written = write_down(value, f"extra/{name}", picture.common)
             picture.plain.setdefault("extra", {})[name] = written
-    own_optimizer = apart or (serving is not None and serving.state is None)
+    own_optimizer = apart or (serving is not None and serving.optimizer_state is None)
     if own_optimizer:
         picture.own.update(_optimizer_state(model, optimizer, picture.own_plain))
     elif is_first or is_shared:
@@ -96,7 +98,7 @@ def layout_of(training: Training) -> list[list[Any]]:
     ]
 
 
-def codec_of(training: Training) -> Any:
+def codec_of(training: Training) -> Part | None:
     """Return what keeps the residuals of gradients at this pace; None: nothing does."""
     exchange = training.exchange
     if isinstance(exchange, Compressing):
@@ -107,39 +109,45 @@ def codec_of(training: Training) -> Any:
 
 
 class _Tables:
-    """The packets of all tables, as one."""
+    """The packets of all tables, as one part."""
 
     def __init__(self, exchange: ServerExchange) -> None:
         self._packets = [table.packets for table in exchange.tables]
 
-    def own(self) -> Iterator[torch.Tensor]:
-        for packets in self._packets:
-            yield from packets.own()
+    def state(self) -> State:
+        kept = [tensor for packets in self._packets for tensor in packets.own()]
+        return State(
+            counts=[packets.counts() for packets in self._packets],
+            own={str(number): tensor for number, tensor in enumerate(kept)},
+        )
 
-    def counts(self) -> list[list[int]]:
-        return [packets.counts() for packets in self._packets]
-
-    def recount(self, counts: list[list[int]]) -> None:
-        for packets, theirs in zip(self._packets, counts, strict=True):
+    def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
+        self.state().fill(state)
+        for packets, theirs in zip(self._packets, state.counts, strict=True):
             packets.recount(theirs)
+
+    def resume(self, change: Change) -> None:
+        """Nothing is left to do: servers do not keep it."""
 
 
 def _add_pace(picture: Picture, training: Training, *, is_first: bool) -> None:
-    method, codec = training.method, codec_of(training)
-    if method is not None:
-        picture.own_plain["method"] = method.counts()
-        picture.plain["method"] = method.counts()
+    """Add what the pace and the codec have: what is kept for all is written by the first worker."""
+    if training.method is not None:
+        state = PaceState(training.method).state()
+        picture.own_plain["method"] = picture.plain["method"] = state.counts
+        picture.own.update(_named("pace", {**state.copied, **state.own}))
         if is_first:
-            kept = method.common()
-            picture.first.update({f"pace/{name}": tensor for name, tensor in kept.items()})
-        picture.own.update(_numbered("pace", method.own()))
+            fetched = {name: fetch() for name, fetch in state.served.items()}
+            picture.first.update(_named("pace", {**state.shared, **fetched}))
+    codec = codec_of(training)
     if codec is not None:
-        picture.own_plain["codec"] = codec.counts()
-        picture.own.update(_numbered("codec", codec.own()))
+        state = codec.state()
+        picture.own_plain["codec"] = state.counts
+        picture.own.update(_named("codec", {**state.copied, **state.own}))
 
 
-def _numbered(kind: str, tensors: Any) -> Tensors:
-    return {f"{kind}/{number}": tensor for number, tensor in enumerate(tensors)}
+def _named(kind: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    return {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import torch
@@ -30,7 +29,6 @@ from paceline.data_parallel.options import Options
 from paceline.data_parallel.ownership import is_elementwise
 from paceline.data_parallel.served import ServedUpdate, settings_of
 from paceline.data_parallel.served_state import ServedState
-from paceline.elastic.protocol import Change, Parcel
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.parse import PaceSpec
@@ -42,6 +40,7 @@ from paceline.ps.precision import kept_dtype
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule
 from paceline.ps.subscription import Subscription
+from paceline.state.protocol import Change, State
 
 
 class Serving:
@@ -91,7 +90,7 @@ class Serving:
             optimizer, self.exchange, job.fabric.me.number, self.rule, len(membership.servers)
         )
         self.update.position = lambda: job.elastic.passed
-        self.state = (
+        self.optimizer_state = (
             ServedState(optimizer, self.update.settle) if self.rule.push == "grad" else None
         )
         self.committed_steps = 0  # of this worker's number, when it took its seat
@@ -157,8 +156,8 @@ class Serving:
             self._set_up(table, len(buckets), is_first)
         self.exchange.add(buckets, table)
         self.update.add(buckets)
-        if self.state is not None:
-            self.state.add(table, buckets, is_first)
+        if self.optimizer_state is not None:
+            self.optimizer_state.add(table, buckets, is_first)
         self._workers.barrier()
 
     def _set_up(self, table: RemoteTable, num_items: int, is_first: bool) -> None:
@@ -182,15 +181,12 @@ class Serving:
         """Let go of model and optimizer."""
         self._job.elastic.unregister(f"{self._name} on servers")
         self.update.close()
-        if self.state is not None:
-            self.state.close()
+        if self.optimizer_state is not None:
+            self.optimizer_state.close()
 
     # -- workers that come --------------------------------------------------------------------
 
-    def tell(self) -> None:
-        """Nothing has to be known before a change is decided."""
-
-    def pack(self) -> Parcel:
+    def state(self) -> State:
         """Return who speaks for all about changes to averages, and which steps are behind all.
 
         A step that this worker has committed, but behind which not all have met yet, is not.
@@ -199,13 +195,12 @@ class Serving:
         settled = [
             table.clock - (self.update.committed_at == position) for table in self.exchange.tables
         ]
-        return [sorted(self.exchange.speakers), settled], ()
+        return State(passing={"speakers": sorted(self.exchange.speakers), "clocks": settled})
 
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
+    def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
         """Take it over."""
-        speakers, settled = plain
-        self.exchange.speakers = {int(number) for number in speakers}
-        self._settled = [int(clock) for clock in settled]
+        self.exchange.speakers = set(state.passing["speakers"])
+        self._settled = state.passing["clocks"]
 
     def resume(self, change: Change) -> None:
         """Take the seats of a newcomer; the servers have noticed who is gone by themselves."""

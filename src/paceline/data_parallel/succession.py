@@ -22,7 +22,7 @@ gets the plain model and goes on from there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +36,9 @@ from paceline.data_parallel.choice import Chosen, say
 from paceline.data_parallel.grad_scaler import bind
 from paceline.data_parallel.handover import (
     Gathered,
-    State,
+    OptimizerState,
     give_state,
-    pack_plain,
-    unpack_plain,
+    params_of,
 )
 from paceline.data_parallel.hooks import attach
 from paceline.data_parallel.options import Options
@@ -47,13 +46,14 @@ from paceline.data_parallel.restoring import Restoring, SavedModel
 from paceline.data_parallel.saving import Picture, take_picture
 from paceline.data_parallel.skipping import Skipping
 from paceline.data_parallel.training import Training
+from paceline.data_parallel.training_state import give_settings, settings_of
 from paceline.data_parallel.update import Step, bind_step
 from paceline.data_parallel.wishes import Wishes
-from paceline.elastic.protocol import Change, Parcel
 from paceline.errors import PacelineError, PeerError
 from paceline.job import Job
 from paceline.pace.parse import PaceSpec
 from paceline.ps.subscription import Subscription
+from paceline.state.protocol import Change, State
 
 Choose = Callable[[str], Chosen]  # what a pace comes to for this script; raises why it cannot be
 
@@ -73,7 +73,7 @@ class _UnderWay:
 
     chosen: Chosen
     before: PaceSpec
-    state: State  # of the plain optimizer
+    state: OptimizerState  # of the plain optimizer
     values: list[torch.Tensor]  # of the plain model's parameters, in order
     is_made: bool = False  # here the next training stands
 
@@ -81,7 +81,7 @@ class _UnderWay:
 class Succession:
     """What a distributed model and its optimizer are bound to for good.
 
-    It is a participant (elastic/protocol.py): a newcomer must be at the others' pace.
+    It is a part (state/protocol.py): a newcomer must be at the others' pace.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Succession:
         assert self._under_way is not None
         self._set_up(self._under_way)
 
-    def _begin(self, chosen: Chosen, state: State, steps: int, changes: int) -> None:
+    def _begin(self, chosen: Chosen, state: OptimizerState, steps: int, changes: int) -> None:
         """Note that a change is under way; the model is plain."""
         model, _ = self._own()
         values = [param.data for param in model.parameters()]
@@ -202,12 +202,12 @@ class Succession:
 
         def attempt() -> None:
             self._begin_again(change)
-            elastic.stage()
+            elastic.parts.stage()
             with elastic.raising():
                 self._attempt(change)
 
         elastic.point(attempt)
-        elastic.unstage()
+        elastic.parts.unstage()
         self._under_way = None
         if self._job.speaks:
             say(
@@ -295,43 +295,51 @@ class Succession:
             return None
         return msgspec.msgpack.decode(agent.store_get(self._key), type=_Now)
 
-    def tell(self) -> None:
-        """Nothing has to be known before a change is decided."""
-
-    def pack(self) -> Parcel:
-        place, change = [self._changes, self._generation, self.steps], self._under_way
+    def state(self) -> State:
+        """Return where the model is in its phases; in the middle of a change, the plain model."""
+        counts, change = [self._changes, self._generation, self.steps], self._under_way
         if change is None:
-            return [place, None], ()
+            return State(counts)
         _, optimizer = self._own()
-        plain, tensors = pack_plain(optimizer, change.state, change.values)
-        later = [[chosen.start, str(chosen.pace)] for chosen in self._later]
-        return [place, [str(self.pace), later, self._job.steps_done, plain]], tensors
+        plain = {
+            "pace": str(self.pace),
+            "later": [[chosen.start, str(chosen.pace)] for chosen in self._later],
+            "steps done": self._job.steps_done,
+            "settings": settings_of(optimizer),
+            "optimizer": {
+                number: change.state[param]
+                for number, param in enumerate(params_of(optimizer))
+                if param in change.state
+            },
+            "values": list(change.values),
+        }
+        what = f"the optimizer {type(optimizer).__name__}"
+        return State(counts, passing={"plain": plain}, what=what)
 
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
-        (changes, generation, steps), under_way = plain
-        if under_way is not None:
-            self._come_into(changes, steps, under_way, tensors)
+    def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
+        changes, generation, steps = state.counts
+        if "plain" in state.passing:
+            self._come_into(changes, steps, state.passing["plain"])
             return
         if (changes, generation) != (self._changes, self._generation):
             self._job.elastic.give_way("the others have changed to another pace meanwhile")
         self._steps_before = steps - self.training.steps
 
-    def _come_into(
-        self, changes: int, steps: int, told: Any, tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def _come_into(self, changes: int, steps: int, plain: Mapping[str, Any]) -> None:
         """Take over a plain model: the others are in the middle of a change."""
         if self._under_way is not None:
             return  # so is this worker, with the same
-        pace, later, steps_done, plain = told
         model, optimizer = self._own()
-        state, values = unpack_plain(optimizer, plain, tensors)
+        give_settings(optimizer, plain["settings"])
+        params = params_of(optimizer)
+        state = {params[number]: entries for number, entries in plain["optimizer"].items()}
         self.training.end(Gathered(state))
         with torch.no_grad():
-            for param, value in zip(model.parameters(), values, strict=True):
+            for param, value in zip(model.parameters(), plain["values"], strict=True):
                 param.copy_(value)
-        self._begin(self._choose(pace), state, steps, changes)
-        self._later = [Chosen(start, *self._wished(name)) for start, name in later]
-        self._heeds_after, self._job.reporter.steps_done = steps, steps_done
+        self._begin(self._choose(plain["pace"]), state, steps, changes)
+        self._later = [Chosen(start, *self._wished(name)) for start, name in plain["later"]]
+        self._heeds_after, self._job.reporter.steps_done = steps, plain["steps done"]
 
     def _wished(self, pace: str) -> tuple[PaceSpec, Options]:
         chosen = self._choose(pace)

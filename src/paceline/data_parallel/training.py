@@ -324,7 +324,7 @@ class Training:
             self.serving.finish()
         values = self._paced.gather() if self._paced is not None else []
         state = whole_state(optimizer)
-        if self.reducer.rests or (self.serving is not None and not self.serving.state):
+        if self.reducer.rests or (self.serving is not None and not self.serving.optimizer_state):
             average_state(optimizer, state, self._group)
         self._group.barrier()  # everybody has read what others hold
         return Gathered(state, values)

@@ -1,4 +1,4 @@
-"""What a worker that comes later must have of a training: the participant of one model.
+"""What a worker that comes later must have of a training: the part of one model.
 
 Parameters, the buffers that all agreed on last, the optimizer's state and settings, and the number
 of steps done. With parameter servers the first and the third are theirs; a newcomer reads them
@@ -8,21 +8,22 @@ there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.data_parallel.buffers import Buffers
-from paceline.elastic.plain import put_together, take_apart
-from paceline.elastic.protocol import Change, Parcel
 from paceline.errors import InconsistentRanks
 from paceline.job import Job
+from paceline.state.protocol import Change, State
+
+_NO_SETTINGS = ("params", "param_names")
 
 
 class TrainingState:
-    """Packs and unpacks the state of one distributed model."""
+    """The state of one distributed model, as a newcomer receives it."""
 
     def __init__(
         self,
@@ -38,66 +39,70 @@ class TrainingState:
         self._buffers = buffers
         self._is_local = is_local  # parameters and optimizer are the workers' own
 
-    def tell(self) -> None:
-        """Nothing has to be known before the change is decided."""
-
-    def pack(self) -> Parcel:
+    def state(self) -> State:
         """Return everything, as it was after the last step that all agreed on."""
-        model, optimizer = self._model(), self._optimizer()
-        assert model is not None and optimizer is not None, "whoever packs is in training"
-        named = list(model.named_parameters()) if self._is_local else []
-        state: dict[str, Any] = {"steps": self._job.steps_done, "settings": _settings(optimizer)}
+        model, optimizer = self._both()
+        shared: dict[str, Any] = {
+            "buffers": self._buffers.agreed,
+            "settings": settings_of(optimizer),
+        }
         if self._is_local:
-            state["optimizer"] = optimizer.state_dict()["state"]
-        plain, tensors = take_apart(state, f"the optimizer {type(optimizer).__name__}")
-        shapes = [[name, list(param.shape)] for name, param in named]
-        values = [param.detach() for _, param in named]
-        return [plain, shapes], [self._buffers.agreed, *values, *tensors]
+            shared["params"] = {name: p.detach() for name, p in model.named_parameters()}
+            shared["optimizer"] = optimizer.state_dict()["state"]
+        what = f"the optimizer {type(optimizer).__name__}"
+        return State(counts=self._job.steps_done, shared=shared, what=what)
 
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
         """Take over everything."""
-        model, optimizer = self._model(), self._optimizer()
-        assert model is not None and optimizer is not None, "whoever unpacks is in training"
-        told, shapes = plain
-        params = dict(model.named_parameters()) if self._is_local else {}
-        mine = [[name, list(param.shape)] for name, param in params.items()]
-        if mine != shapes:
-            raise _difference(mine, shapes)
-        if tensors[0].numel():
-            self._buffers.adopt(tensors[0])
-        count = len(shapes)
-        with torch.no_grad():
-            for (name, _), value in zip(shapes, tensors[1 : 1 + count], strict=True):
-                params[name].copy_(value)
-        state = put_together(told, tensors[1 + count :])
-        groups = [
-            {**settings, "params": group["params"]}
-            for settings, group in zip(state["settings"], _packed_groups(optimizer), strict=True)
-        ]
+        model, optimizer = self._both()
+        if state.shared["buffers"].numel():
+            self._buffers.adopt(state.shared["buffers"])
         if self._is_local:
-            loaded = {"state": state["optimizer"], "param_groups": groups}
-            optimizer.load_state_dict(loaded)
+            _load_params(dict(model.named_parameters()), state.shared["params"])
+            groups = zip(state.shared["settings"], _numbered(optimizer), strict=True)
+            numbered = [{**settings, "params": numbers} for settings, numbers in groups]
+            told = {"state": state.shared["optimizer"], "param_groups": numbered}
+            optimizer.load_state_dict(told)
         else:
-            for group, settings in zip(optimizer.param_groups, state["settings"], strict=True):
-                group.update(settings)
-        self._job.reporter.steps_done = state["steps"]
+            give_settings(optimizer, state.shared["settings"])
+        self._job.reporter.steps_done = state.counts
+
+    def _both(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer = self._model(), self._optimizer()
+        assert model is not None and optimizer is not None, "a worker that is asked is in training"
+        return model, optimizer
 
     def resume(self, change: Change) -> None:
         """Nothing is left to do: the groups follow by themselves."""
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    names = ("params", "param_names")
-    return [{k: v for k, v in g.items() if k not in names} for g in optimizer.param_groups]
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each param group: all but its parameters."""
+    return [{k: v for k, v in g.items() if k not in _NO_SETTINGS} for g in optimizer.param_groups]
 
 
-def _packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Number the parameters as `state_dict()` does."""
-    groups, first = [], 0
+def give_settings(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Let the param groups have these settings."""
+    for group, mine in zip(optimizer.param_groups, settings, strict=True):
+        group.update(mine)
+
+
+def _numbered(optimizer: torch.optim.Optimizer) -> Iterator[list[int]]:
+    """Yield the parameters of each group as numbers, as `state_dict()` counts them."""
+    first = 0
     for group in optimizer.param_groups:
-        groups.append({"params": list(range(first, first + len(group["params"])))})
+        yield list(range(first, first + len(group["params"])))
         first += len(group["params"])
-    return groups
+
+
+def _load_params(mine: dict[str, nn.Parameter], theirs: dict[str, torch.Tensor]) -> None:
+    here = [[name, list(param.shape)] for name, param in mine.items()]
+    there = [[name, list(value.shape)] for name, value in theirs.items()]
+    if here != there:
+        raise _difference(here, there)
+    with torch.no_grad():
+        for name, value in theirs.items():
+            mine[name].copy_(value)
 
 
 def _difference(mine: list[Any], theirs: list[Any]) -> InconsistentRanks:

@@ -11,46 +11,38 @@ somebody else is lost meanwhile, that begins again with the membership after it.
 On a mesh all of this happens among those who hold the same part of the model, in step with the
 other processes of the unit (unit.py).
 
-Threads: all of this runs on the main thread; the control thread only ends operations that wait for
-somebody who is lost (`Fabric.interrupt`).
+Threads: all of this runs on the main thread (news.py has what the control thread does).
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from paceline.cluster import units
 from paceline.cluster.agent import Agent
-from paceline.cluster.member import Member, Membership
-from paceline.cluster.messages import Changed, Loss, Presence
-from paceline.cluster.notice import WaitNotice
+from paceline.cluster.member import Membership
 from paceline.cluster.rendezvous import AnyAgent
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.fabric import Fabric
 from paceline.config import JobEnv
-from paceline.elastic import parcel
-from paceline.elastic.protocol import Change, Parcel, Participant
+from paceline.elastic.alone import Alone
+from paceline.elastic.news import News, Retired
+from paceline.elastic.parts import Parts
 from paceline.elastic.unit import ADOPTED, FAILED, PASSED, Ballot, UnitVote
 from paceline.elastic.verdict import Status, Verdict, judge
-from paceline.errors import Evicted, PeerError, PeerLost, PeerTimeout, ProtocolError, TooLate
-from paceline.telemetry.events import Note, Resumed
+from paceline.errors import Evicted, PeerError, PeerLost, ProtocolError, TooLate
+from paceline.state import transfer
+from paceline.state.protocol import Change, Part
+from paceline.telemetry.events import Resumed
 
 T = TypeVar("T")
 
-_SLICE_S = 0.25
-_ACCUSE_S = 0.5  # a peer that cannot be reached, but has not been missed by the coordinator
 _LAST_STEP_S = 35.0  # servers wait for the last step of one who is to leave, but not for ever
-_CUT_OFF_S = 20.0  # without the coordinator nobody knows who goes on: not us
-
-
-class Retired(SystemExit):
-    """This worker was asked to leave (`paceline scale`), and has: the others go on without it."""
 
 
 class Elastic:
@@ -75,50 +67,25 @@ class Elastic:
         self._unit = None if mates is None else UnitVote(mates)
         self._unit_size = 1 if mates is None else len(mates.membership.ranks)
         self._speaks = mates is None or mates.membership.ranks[0] == fabric.rank
-        self._participants: dict[str, Participant] = {}
-        self._staged: dict[str, Participant] | None = None  # see `stage`
+        self.parts = Parts()
         self._raises = False  # see `raising`
-        self._parcels: dict[str, Parcel] = {}  # for participants that are not there yet
         self._result: Any = None  # of the last point passed
-        self._losses: dict[int, Loss] = {}  # by rank: announced, and not adopted yet
         self._settled = fabric.membership  # the last one that was adopted whole
-        self._has_seen_farewell = False
         self._out_since_s = 0.0  # when this worker saw in a wait that it is to leave
         if not self.is_on:
             return
         self._control = fabric.worker_group("elastic")
         assert isinstance(agent, Agent), "an elastic job has a coordinator"
-        fabric.listen(lambda: agent.membership)
-        agent.on_presence = self._on_presence
-        agent.on_changed = self._on_changed
+        self._news = News(fabric, agent)
+        self._alone = Alone(fabric, agent, self.parts, self._news)
 
-    def register(self, name: str, participant: Participant) -> None:
+    def register(self, name: str, part: Part) -> None:
         """Let something take part in changes; under the same name on all workers."""
-        if self._staged is not None:
-            self._staged[name] = participant
-            return
-        self._participants[name] = participant
-        if name in self._parcels:
-            participant.unpack(*self._parcels.pop(name))
+        self.parts.register(name, part)
 
     def unregister(self, name: str) -> None:
         """Let something take part no more."""
-        self._participants.pop(name, None)
-        if self._staged is not None:
-            self._staged.pop(name, None)
-
-    def stage(self) -> None:
-        """Let what is registered from now on take part only when the point under way is passed.
-
-        Until then not everybody has it. If others have passed the point, and this worker has not,
-        it has all that they have, and takes part in that very change.
-        """
-        self._staged = {}
-
-    def unstage(self) -> None:
-        """Let what was staged take part."""
-        staged, self._staged = self._staged or {}, None
-        self._participants.update(staged)
+        self.parts.unregister(name)
 
     @contextmanager
     def raising(self) -> Iterator[None]:
@@ -129,21 +96,6 @@ class Elastic:
             yield
         finally:
             self._raises = False
-
-    # -- from the control thread --------------------------------------------------------------
-
-    def _on_presence(self, news: Presence) -> None:
-        self._has_seen_farewell = self._has_seen_farewell or news.state == "left"
-        if news.state == "lost":
-            text = f"rank {self._fabric.rank}: rank {news.rank} is lost: {news.detail}"
-            self._fabric.interrupt(news.rank, text)
-
-    def _on_changed(self, news: Changed) -> None:
-        for loss in news.lost:
-            self._losses[loss.rank] = loss
-            if loss.role == "worker":
-                text = f"rank {self._fabric.rank}: worker {loss.number} is lost: {loss.why}"
-                self._fabric.interrupt(loss.rank, text)
 
     # -- points -------------------------------------------------------------------------------
 
@@ -227,18 +179,17 @@ class Elastic:
         if self._fabric.rank not in newest.ranks:  # who is to leave does so behind its step
             self._out_since_s = self._out_since_s or time.monotonic()
             if time.monotonic() - self._out_since_s > _LAST_STEP_S:
-                self._retire()  # which nobody waits for any more
+                self._news.retire()  # which nobody waits for any more
             return
         if not self.is_lockstep:
             self._adopt_alone()
             return
         workers = self._fabric.membership.workers
-        lost = [rank for rank in workers if rank not in newest.ranks and rank in self._losses]
+        lost = [rank for rank in workers if rank not in newest.ranks and rank in self._news.losses]
         if lost and self._raises:
-            raise PeerLost(
-                f"rank {self._fabric.rank}: rank {lost[0]} is lost: {self._losses[lost[0]].why}",
-                rank=lost[0],
-            )
+            why = self._news.losses[lost[0]].why
+            text = f"rank {self._fabric.rank}: rank {lost[0]} is lost: {why}"
+            raise PeerLost(text, rank=lost[0])
         if lost:
             self._adopt(None)
 
@@ -248,7 +199,7 @@ class Elastic:
         """Go over to the next membership with the others; true if this worker was behind."""
         started_s, passed = time.monotonic(), self.passed
         while True:
-            membership = self._await_change(error)
+            membership = self._news.await_change(error)
             try:
                 self._enter(membership, started_s)
                 if self._is_together():
@@ -261,50 +212,9 @@ class Elastic:
         """Say whether the whole unit is where this process is; else others are further."""
         return self._unit is None or self._unit.is_together(self._ballot(ADOPTED))
 
-    def _await_change(self, error: PeerError | None) -> Membership:
-        """Wait for a membership with other workers than ours."""
-        started_s = accused_s = time.monotonic()
-        notice = WaitNotice(
-            f"rank {self._fabric.rank} waits for the job's next membership",
-            "a change of the membership",
-            [rank for rank in (getattr(error, "rank", None),) if rank is not None and rank >= 0],
-        )
-        agent, fabric = self._agent, self._fabric
-        assert isinstance(agent, Agent)
-        while True:
-            if agent.ending is not None:
-                raise agent.ending from error
-            newest = agent.membership
-            if newest is not None and newest.workers_since > fabric.membership.workers_since:
-                if fabric.rank not in newest.ranks:
-                    self._retire()
-                return newest
-            now_s = time.monotonic()
-            self._require_contact(now_s - started_s, error)
-            culprit = getattr(error, "rank", None)
-            if culprit is not None and culprit >= 0 and now_s - accused_s > _ACCUSE_S:
-                accused_s = now_s  # over and over: a coordinator that is restarted forgets it
-                agent.accuse(culprit, str(error)[:300])
-            agent.wait_for_generation(newest.generation if newest is not None else 0, _SLICE_S)
-            notice.check()
-
-    def _retire(self) -> NoReturn:
-        assert isinstance(self._agent, Agent)
-        self._agent.leave(is_finished=False)
-        raise Retired(0)
-
-    def _require_contact(self, waited_s: float, error: PeerError | None) -> None:
-        assert isinstance(self._agent, Agent)
-        if waited_s > _CUT_OFF_S and not self._agent.is_attached:
-            raise PeerTimeout(
-                f"rank {self._fabric.rank}: neither its peers nor the coordinator can be reached"
-                f" for {waited_s:.0f} s: this side of the network stops, so that only one goes on;"
-                " see whether this host still has its network"
-            ) from error
-
     def _enter(self, membership: Membership, started_s: float) -> None:
         """Meet the others in a membership."""
-        self._fabric.adopt(membership, self._vanished())
+        self._fabric.adopt(membership, self._news.vanished())
         membership = self._fabric.membership
         answers = tell_all(self._control, self._status(membership))
         statuses = [msgspec.convert(answer, Status) for answer in answers]
@@ -312,9 +222,7 @@ class Elastic:
             self._refuse_to_begin()
         verdict = judge(statuses)
         if self._fabric.rank in verdict.behind:
-            self.unstage()
-        self._transfer(verdict)
-        self._control.barrier()  # nobody goes on before everybody has what it needs
+            self.parts.unstage()
         change = Change(
             generation=membership.generation,
             before=verdict.before,
@@ -322,14 +230,11 @@ class Elastic:
             lost=verdict.lost,
             joined=verdict.newcomers,
             uncounted=bool(verdict.lost) and self.on_loss == "shrink",
-            told=_by_participant(statuses),
         )
+        self._transfer(verdict, change)
+        self._control.barrier()  # nobody goes on before everybody has what it needs
         self._settled = membership
         self._finish(change, verdict, started_s)
-
-    def _vanished(self) -> list[int]:
-        """Those that may only be stopped; who has left with its unit ends by itself."""
-        return [rank for rank, loss in self._losses.items() if units.LEFT not in loss.why]
 
     def _status(self, membership: Membership) -> Status:
         workers = self._settled.workers
@@ -339,41 +244,36 @@ class Elastic:
             passed=self.passed,
             adopted=self._settled.workers_since,
             workers=workers,
-            lost=tuple(self._losses[rank] for rank in gone if rank in self._losses),
+            lost=tuple(self._news.losses[rank] for rank in gone if rank in self._news.losses),
             is_new=self.is_candidate,
-            told={name: p.tell() for name, p in self._participants.items()},
         )
 
-    def _transfer(self, verdict: Verdict) -> None:
+    def _transfer(self, verdict: Verdict, change: Change) -> None:
         """Bring state from the donor to those who lack it."""
         group = self._control
         if self._fabric.rank == verdict.donor and verdict.receivers:
-            parcels = {name: p.pack() for name, p in self._participants.items()}
             receivers = [group.ranks.index(rank) for rank in verdict.receivers]
-            parcel.send(group, receivers, parcels, self._result)
+            transfer.send(group, receivers, self.parts.states(), self._result)
         elif self._fabric.rank in verdict.receivers:
-            self._take(parcel.receive(group, group.ranks.index(verdict.donor)))
+            states, self._result = transfer.receive(group, group.ranks.index(verdict.donor))
+            self.parts.load(states, change)
         self.passed = verdict.passed
-
-    def _take(self, shipment: parcel.Shipment) -> None:
-        self._result = shipment.result
-        for name, (plain, tensors) in shipment.parcels.items():
-            if name in self._participants:
-                self._participants[name].unpack(plain, tensors)
-            else:
-                self._parcels[name] = (plain, tensors)
 
     def _finish(self, change: Change, verdict: Verdict, started_s: float) -> None:
         was_candidate, self.is_candidate = self.is_candidate, False
-        for participant in self._participants.values():
-            participant.resume(change)
-        self.changes += 1
-        for rank in [rank for rank in self._losses if rank not in change.after]:
-            del self._losses[rank]
-        assert isinstance(self._agent, Agent)
-        self._agent.adopted(change.generation)
+        self._go_on(change)
+        self._news.settle(change.after)
         if self._fabric.rank == verdict.donor and not was_candidate and self._speaks:
             self._tell_resumed(tuple(loss.rank for loss in change.lost), started_s, repeats=True)
+
+    def _go_on(self, change: Change) -> None:
+        self.parts.resume(change)
+        self._note_adopted(change.generation)
+
+    def _note_adopted(self, generation: int) -> None:
+        self.changes += 1
+        assert isinstance(self._agent, Agent)
+        self._agent.adopted(generation)
 
     def _tell_resumed(self, lost: tuple[int, ...], started_s: float, *, repeats: bool) -> None:
         workers, took_s = self._fabric.membership.workers, time.monotonic() - started_s
@@ -401,7 +301,7 @@ class Elastic:
             self._come_in()
         except TooLate as error:  # nothing is wrong: there is nothing left to do
             sys.stderr.write(f"[paceline] rank {self._fabric.rank} is not needed: {error}\n")
-            self._retire()
+            self._news.retire()
         except Evicted as error:
             if self._unit is None:
                 raise
@@ -411,13 +311,13 @@ class Elastic:
     def give_way(self, why: str) -> NoReturn:
         """End as a newcomer that cannot come in as it is; another one takes its place."""
         sys.stderr.write(f"[paceline] rank {self._fabric.rank} makes way for another: {why}\n")
-        self._retire()
+        self._news.retire()
 
     def _refuse_to_begin(self) -> NoReturn:
         """Nobody is left who could send the state of the training: they have left, or are lost."""
-        if self._has_seen_farewell:
+        if self._news.has_seen_farewell:
             raise TooLate("the other workers have finished and left")
-        lost = [f"worker {loss.number}: {loss.why}" for loss in self._losses.values()]
+        lost = [f"worker {loss.number}: {loss.why}" for loss in self._news.losses.values()]
         raise ProtocolError(
             f"rank {self._fabric.rank}: every worker that had the state of the training is lost"
             f"{' (' + '; '.join(lost) + ')' if lost else ''} before it could be handed over; start"
@@ -433,92 +333,24 @@ class Elastic:
                 if self.is_lockstep:
                     self._enter(membership, started_s)
                 else:
-                    self._enter_alone(membership)
+                    change = self._alone.enter(membership)
+                    self.is_candidate = False
+                    self._go_on(change)
                 if self._is_together():
                     return
                 failure = None
             except PeerError as error:
                 failure = error
-            membership = self._await_change(failure)
+            membership = self._news.await_change(failure)
 
     # -- free-running: nobody waits for anybody -----------------------------------------------
 
     def _adopt_alone(self) -> None:
         """Take note of another membership; the first worker gives to those who come."""
-        newest, fabric = self._agent.membership, self._fabric
-        if newest is None or newest.generation <= fabric.membership.generation:
+        started_s = time.monotonic()
+        lost = self._alone.adopt()
+        if lost is None:
             return
-        if fabric.rank not in newest.ranks:
-            self._retire()
-        before, started_s = fabric.membership, time.monotonic()
-        fabric.adopt(newest, self._vanished())
-        newest = fabric.membership
-        joined = [rank for rank in newest.workers if rank not in before.workers]
-        if fabric.rank == _donor(newest, joined):
-            for rank in joined:
-                self._give(newest.member(rank))
-        gone = [rank for rank in before.ranks if self._losses.pop(rank, None) is not None]
-        lost = tuple(rank for rank in gone if rank in before.workers)
-        if lost and fabric.rank == newest.workers[0]:
+        if lost and self._fabric.rank == self._fabric.membership.workers[0]:
             self._tell_resumed(lost, started_s, repeats=False)
-        self.changes += 1
-        assert isinstance(self._agent, Agent)
-        self._agent.adopted(newest.generation)
-
-    def _give(self, newcomer: Member) -> None:
-        parcels = {name: p.pack() for name, p in self._participants.items()}
-        try:
-            group = self._pair(self._fabric.rank, newcomer.rank)
-            parcel.send(group, [1], parcels, None)
-            group.close()
-        except PeerError:
-            # It was lost again before it was in, which the next membership will say.
-            if newcomer.rank in (self._agent.membership or self._fabric.membership).ranks:
-                self._agent.report(
-                    Note(self._fabric.rank, f"worker {newcomer.number} left while it came in")
-                )
-
-    def _enter_alone(self, membership: Membership) -> None:
-        fabric = self._fabric
-        fabric.adopt(membership, self._vanished())
-        membership = fabric.membership
-        donor = _donor(membership, [fabric.rank])
-        if donor is None:
-            raise PeerLost(f"rank {fabric.rank}: no worker is left that could send its state")
-        group = self._pair(donor, fabric.rank)
-        self._take(parcel.receive(group, 0))
-        group.close()
-        self.is_candidate = False
-        change = Change(
-            generation=membership.generation,
-            before=tuple(rank for rank in membership.workers if rank != fabric.rank),
-            after=membership.workers,
-            lost=(),
-            joined=(fabric.rank,),
-            uncounted=False,
-            told={},
-        )
-        for participant in self._participants.values():
-            participant.resume(change)
-        self.changes += 1
-        assert isinstance(self._agent, Agent)
-        self._agent.adopted(membership.generation)
-
-    def _pair(self, donor: int, newcomer: int) -> Any:
-        from paceline.collectives.group import Group
-
-        other = newcomer if self._fabric.rank == donor else donor
-        self._fabric.link(self._fabric.membership.member(other))
-        name = f"gift {donor} {newcomer}"
-        return Group(self._fabric, (donor, newcomer), name=name, generation=1)
-
-
-def _donor(membership: Membership, joined: Sequence[int]) -> int | None:
-    return next((rank for rank in membership.workers if rank not in joined), None)
-
-
-def _by_participant(statuses: Sequence[Status]) -> dict[str, list[Any]]:
-    names = {name for status in statuses for name in status.told}
-    return {
-        name: [None if s.is_new else s.told.get(name) for s in statuses] for name in sorted(names)
-    }
+        self._note_adopted(self._fabric.membership.generation)

@@ -6,7 +6,6 @@ Pure: the simulation runs this very code.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -23,7 +22,6 @@ class Status(msgspec.Struct, frozen=True):
     workers: tuple[int, ...] = ()  # of that generation
     lost: tuple[Loss, ...] = ()  # since then
     is_new: bool = False
-    told: dict[str, Any] = {}  # by participant
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from paceline.elastic.plain import put_together, take_apart
 from paceline.errors import UsageError
+from paceline.state.plain import put_together, take_apart
 
 _BYTES, _FLOAT, _NAMED = "bytes", "float", "named"
 

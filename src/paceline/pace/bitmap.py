@@ -29,13 +29,13 @@ import torch
 
 from paceline.collectives.bits import Coin, Momentum, pack_corrected, pack_signs, pack_tracked
 from paceline.collectives.memory import zeros_in_large_pages
-from paceline.elastic.protocol import Change, Parcel
 from paceline.errors import UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.ballot import Ballot
 from paceline.pace.ballot_box import BallotBox, ServedBallot, mean_scales
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.method import Method, Setting
+from paceline.state.protocol import Change, State
 from paceline.work import Work
 
 
@@ -151,38 +151,32 @@ class Bitmap(Method):
         """All have the same values, to the bit; a mean of them could be rounded."""
         return bucket.params
 
-    # -- checkpoints --------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------
 
-    def own(self) -> Iterator[torch.Tensor]:
-        for voter in self.voters.values():
-            yield from voter.kept()
+    def state(self) -> State:
+        kept = [tensor for voter in self.voters.values() for tensor in voter.kept()]
+        return State(
+            counts=[[voter.scale for voter in self.voters.values()]],
+            own={str(number): tensor for number, tensor in enumerate(kept)},
+            passing={
+                "steps": self.steps,
+                "ending": [box.is_ending for box in self._all_boxes()],
+            },
+        )
 
-    def counts(self) -> Any:
-        return [*super().counts(), [voter.scale for voter in self.voters.values()]]
-
-    def recount(self, counts: Any) -> None:
-        *first, scales = counts
-        super().recount(first)
+    def load(self, state: State, change: Change | None) -> None:
+        super().load(state, change)
+        if change is not None:
+            self._ending = state.passing["ending"]
+            if state.passing["steps"] > self.steps:  # the step under way counts: others took it
+                self.before_step()
+            return
+        (scales,) = state.counts
         for voter, scale in zip(self.voters.values(), scales, strict=True):
             voter.scale = scale
 
-    # -- changes of the membership ------------------------------------------------------------
-
-    def pack(self) -> Parcel:
-        plain, tensors = super().pack()
-        return [*plain, [box.is_ending for box in self._all_boxes()]], tensors
-
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
-        *plain, self._ending = plain
-        was_at = self.steps
-        super().unpack(plain, tensors)
-        if self.steps > was_at:  # the step under way counts: the others have taken it
-            self.before_step()
-
     def resume(self, change: Change) -> None:
-        is_newcomer = change.is_new(self.workers.ranks[self.workers.rank])
-        super().resume(change)
-        if is_newcomer:
+        if change.is_new(self.workers.ranks[self.workers.rank]):
             for box, is_ending in zip(self._all_boxes(), self._ending, strict=False):
                 if is_ending:
                     box.repeat_end()

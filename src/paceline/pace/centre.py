@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from paceline.collectives.group import Group
-from paceline.elastic.protocol import Change
 from paceline.job import Job
 from paceline.pace.exchange import Bucket
 from paceline.ps import table_state
@@ -37,6 +36,7 @@ from paceline.ps.optimizer import StateEntry
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule
 from paceline.ps.together import Together
+from paceline.state.protocol import Change
 from paceline.work import Work
 
 _MOMENTUM = "momentum_buffer"  # as torch's SGD calls it

@@ -7,7 +7,7 @@ the order is that of the buckets again: when it can begin differs from worker to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from paceline.compress.codec import Allocate, Ground, make_codec
 from paceline.compress.journey import Journey
 from paceline.compress.layout import Layout, plan
 from paceline.compress.parse import CodecSpec
-from paceline.elastic.protocol import Change, Parcel
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.exchange import Bucket
+from paceline.state.protocol import Change, State
 from paceline.telemetry.compression import Account
 from paceline.work import Work
 
@@ -81,39 +81,26 @@ class Journeys:
         """Forget those under way: all are sent again."""
         self._waiting.clear()
 
-    # -- checkpoints: what a worker keeps of each journey ----------------------------------------
+    # -- state: what is left out is each worker's own ---------------------------------------------
 
-    def own(self) -> Iterator[torch.Tensor]:
-        """Yield it, in order."""
-        for journey in self._journeys.values():
-            yield from (*journey.common(), *journey.own())
+    def state(self) -> State:
+        """Return what is kept of each journey, by number, and how often each has travelled."""
+        journeys, kept = self._journeys.values(), list[tuple[bool, torch.Tensor]]()
+        for journey in journeys:
+            kept += [(True, tensor) for tensor in journey.common()]
+            kept += [(False, tensor) for tensor in journey.own()]
+        return State(
+            counts=[journey.steps for journey in journeys],
+            copied={str(n): tensor for n, (is_common, tensor) in enumerate(kept) if is_common},
+            own={str(n): tensor for n, (is_common, tensor) in enumerate(kept) if not is_common},
+        )
 
-    def counts(self) -> list[int]:
-        """Return how often each has travelled."""
-        return [journey.steps for journey in self._journeys.values()]
-
-    def recount(self, counts: Sequence[int]) -> None:
-        """Go on from there."""
-        for journey, steps in zip(self._journeys.values(), counts, strict=True):
+    def load(self, state: State, change: Change | None) -> None:
+        """Take over what is kept, and go on from those counts."""
+        del change
+        self.state().fill(state)
+        for journey, steps in zip(self._journeys.values(), state.counts, strict=True):
             journey.steps = steps
-
-    # -- changes of the membership: what is left out stays each worker's own ----------------------
-
-    def tell(self) -> None:
-        """Nothing has to be known before a change is decided."""
-
-    def pack(self) -> Parcel:
-        """Return what all workers have alike."""
-        journeys = self._journeys.values()
-        return [one.steps for one in journeys], [t for one in journeys for t in one.common()]
-
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Take it over."""
-        for journey, steps in zip(self._journeys.values(), plain, strict=True):
-            journey.steps = steps
-        mine = (tensor for one in self._journeys.values() for tensor in one.common())
-        for here, there in zip(mine, tensors, strict=True):
-            here.copy_(there)
 
     def resume(self, change: Change) -> None:
         """Nothing is left to do: the groups follow by themselves."""

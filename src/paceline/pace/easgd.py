@@ -21,18 +21,18 @@ The same d on both sides, whatever others have done to c between the read and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from paceline.elastic.protocol import Change
 from paceline.errors import UsageError
 from paceline.pace.centre import Centre, Place, outer_settings
 from paceline.pace.exchange import Bucket
 from paceline.pace.method import Method, Setting
 from paceline.ps.together import Together
+from paceline.state.protocol import Change, State
 from paceline.work import Work
 
 
@@ -154,28 +154,26 @@ class ElasticAveraging(Method):
                 part.bucket.params.sub_(part.before)
         self.rounds += 1
 
-    def resume(self, change: Change) -> None:
-        """Go on with other members; where nobody meets, a newcomer begins at the centre."""
-        super().resume(change)
-        if self.is_free:
-            for part in self._parts:
-                if self.workers.ranks[self.workers.rank] in change.joined:
-                    part.bucket.params.copy_(part.centre)
+    # -- state --------------------------------------------------------------------------------
 
-    # -- checkpoints --------------------------------------------------------------------------
-
-    def common(self) -> dict[str, torch.Tensor]:
-        return {f"centre.{number}": part.centre for number, part in enumerate(self._parts)}
-
-    def load_common(self, saved: Mapping[str, torch.Tensor]) -> None:
+    def state(self) -> State:
+        shared, passing = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for number, part in enumerate(self._parts):
-            part.centre.copy_(saved[f"centre.{number}"])
+            shared[f"centre.{number}"], passing[f"before.{number}"] = part.centre, part.before
+        return State(shared=shared, passing=passing)
 
-    def recount(self, counts: Any) -> None:
-        super().recount(counts)
-        self._assign_centre()
+    def load(self, state: State, change: Change | None) -> None:
+        super().load(state, change)
+        if change is None:
+            self._assign_centre()
 
-    def begin_here(self) -> None:
+    def resume(self, change: Change) -> None:
+        """Where nobody meets, a newcomer begins at the centre."""
+        if self.is_free and change.is_new(self.workers.ranks[self.workers.rank]):
+            for part in self._parts:
+                part.bucket.params.copy_(part.centre)
+
+    def begin(self) -> None:
         with torch.no_grad():
             for part in self._parts:
                 part.centre.copy_(part.bucket.params)
@@ -193,11 +191,6 @@ class ElasticAveraging(Method):
             if self.is_free and part.place is not None:
                 part.place.pull()
         self.workers.barrier()  # nobody gives before all have read
-
-    def kept(self) -> Iterator[torch.Tensor]:
-        for part in self._parts:
-            yield part.centre
-            yield part.before
 
 
 class ElasticAveragingWithMomentum(ElasticAveraging):

@@ -6,15 +6,15 @@ of the models is where it began, and the mean of that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from paceline.collectives.group import Group
-from paceline.elastic.protocol import Parcel
 from paceline.pace.compressed import Journeys
 from paceline.pace.exchange import Bucket
+from paceline.state.protocol import Change, State
 from paceline.work import Work
 
 
@@ -78,24 +78,11 @@ class Means:
         if self._journeys is not None:
             self._journeys.begin_again()
 
-    def own(self) -> Iterator[torch.Tensor]:
-        """Yield what this worker has left out, for a checkpoint."""
-        return iter(()) if self._journeys is None else self._journeys.own()
+    def state(self) -> State:
+        """Return what the codec keeps, and how often each bucket has travelled."""
+        return State([]) if self._journeys is None else self._journeys.state()
 
-    def counts(self) -> list[int]:
-        """Return how often each has travelled."""
-        return [] if self._journeys is None else self._journeys.counts()
-
-    def recount(self, counts: Sequence[int]) -> None:
-        """Go on from there."""
-        if self._journeys is not None:
-            self._journeys.recount(counts)
-
-    def pack(self) -> Parcel:
-        """Return what a newcomer must have."""
-        return ([], []) if self._journeys is None else self._journeys.pack()
-
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def load(self, state: State, change: Change | None) -> None:
         """Take it over."""
         if self._journeys is not None:
-            self._journeys.unpack(plain, tensors)
+            self._journeys.load(state, change)

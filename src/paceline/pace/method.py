@@ -12,27 +12,26 @@ nothing, so a pace is the few lines in which it differs; CONTRIBUTING.md has the
     meet()         what they exchange then; repeated when a worker is lost, so it only prepares
     conclude()     make use of it; not repeated, talks to nobody
 
-A checkpoint has what `common()` returns and, for as many workers again, the tensors of `own()`;
-`begin_here()` is for values that come from another pace.
+What it keeps between two steps is its state (state/protocol.py), for newcomers and for checkpoints:
 
-A method takes part in changes of the membership (elastic/protocol.py): `pack` and `unpack` carry
-what a newcomer must have, which by default are the tensors of `kept()`, and how many steps and
-meetings there were.
+    state()        what it has; how many steps and meetings there were is known without it
+    load()         take it over from a peer or a checkpoint; by default tensors, by their names
+    resume()       workers came or went; all that are left go on
+    begin()        values come from elsewhere (another pace, a checkpoint): stand there
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from paceline.collectives.group import Group
-from paceline.elastic.protocol import Change, Parcel
 from paceline.pace.centre import Centre
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.parse import PaceSpec
+from paceline.state.protocol import Change, State
 from paceline.telemetry.compression import Account
 
 
@@ -123,59 +122,53 @@ class Method:
         self.workers.all_reduce(bucket.params, "mean", out=mean)
         return mean
 
-    # -- checkpoints --------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------
 
-    def common(self) -> dict[str, torch.Tensor]:
-        """Return what the method keeps for all workers, by name, wherever it is; one worker calls,
-        and servers may be asked. Blocks."""
-        return {}
+    def state(self) -> State:
+        """Return what this worker keeps between two steps, and in what way (state/protocol.py)."""
+        return State()
 
-    def load_common(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Take it over, as far as it is kept here; on all workers, before `recount`."""
+    def load(self, state: State, change: Change | None) -> None:
+        """Take over the state of a peer, or (`change` is None) that of a checkpoint.
 
-    def send_common(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Let servers have what they keep of it; one worker calls, behind `recount`. Blocks."""
-
-    def own(self) -> Iterator[torch.Tensor]:
-        """Yield what is this worker's alone, in order: a newcomer begins with zeros there."""
-        return iter(())
-
-    def counts(self) -> Any:
-        """Return what numbers a worker needs besides, to go on in a new job: plain data."""
-        return [self.steps, self.rounds]
-
-    def recount(self, counts: Any) -> None:
-        """Take them over. Collective."""
-        self.steps, self.rounds = counts
-
-    def begin_here(self) -> None:
-        """Let what stands for all workers be the parameters, which are the same on all of them
-        now: they were loaded. Collective."""
-
-    # -- changes of the membership ------------------------------------------------------------
-
-    def kept(self) -> Iterator[torch.Tensor]:
-        """Yield what this worker keeps between two steps and a newcomer must have, in order."""
-        return iter(())
-
-    def tell(self) -> None:
-        """Nothing has to be known before a change is decided."""
-
-    def pack(self) -> Parcel:
-        """Return how far this worker is, and what it keeps."""
-        centre = self.setting.centre
-        settled = [] if centre is None else centre.settled()
-        return [self.steps, self.rounds, settled], list(self.kept())
-
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Take them over."""
-        self.steps, self.rounds, settled = plain
-        for mine, theirs in zip(self.kept(), tensors, strict=True):
-            mine.copy_(theirs)
-        if self.setting.centre is not None:
-            self.setting.centre.follow(settled)
+        From a peer: talk to nobody. From a checkpoint: collective, and `own` and `copied` are there
+        only if there are as many workers as there were.
+        """
+        del change
+        self.state().fill(state)
 
     def resume(self, change: Change) -> None:
         """Go on with other members; `workers` has followed already."""
-        if self.setting.centre is not None:
-            self.setting.centre.resume(change)
+
+    def begin(self) -> None:
+        """Let what stands for all workers be the parameters, which are the same on all of them
+        now: they were loaded. Collective."""
+
+
+class PaceState:
+    """A method as a part of the training: with its counts, and the clocks of its centre."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+
+    def state(self) -> State:
+        method, centre = self._method, self._method.setting.centre
+        found = method.state()
+        return replace(
+            found,
+            counts=[method.steps, method.rounds, *found.counts],
+            passing={"clocks": [] if centre is None else centre.settled(), **found.passing},
+        )
+
+    def load(self, state: State, change: Change | None) -> None:
+        method, centre = self._method, self._method.setting.centre
+        steps, rounds, *counts = state.counts
+        if centre is not None and change is not None:
+            centre.follow(state.passing["clocks"])
+        method.load(replace(state, counts=counts), change)
+        method.steps, method.rounds = steps, rounds
+
+    def resume(self, change: Change) -> None:
+        if self._method.setting.centre is not None:
+            self._method.setting.centre.resume(change)
+        self._method.resume(change)

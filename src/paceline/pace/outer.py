@@ -28,14 +28,13 @@ and D are theirs (centre.py): there torch's SGD makes the same step, of the mean
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from paceline.compress.parse import parse_codec
-from paceline.elastic.protocol import Parcel
 from paceline.errors import PeerError, UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.centre import Place, outer_settings
@@ -43,6 +42,7 @@ from paceline.pace.compressed import Journeys
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.means import Means
 from paceline.pace.method import Method, Setting
+from paceline.state.protocol import Change, State
 from paceline.work import Work
 
 _LEAST_MOMENTUM = 1e-30  # so small that it changes nothing
@@ -299,47 +299,34 @@ class OuterSteps(Method):
         assert part.begin is not None
         return part.begin.clone()
 
-    # -- checkpoints --------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------
 
-    def own(self) -> Iterator[torch.Tensor]:
-        return self._means.own()
+    def state(self) -> State:
+        shared, passing, served = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        for number, part in enumerate(self._parts):
+            if part.begin is not None:
+                shared[f"begin.{number}"] = part.begin
+            if part.momentum is not None:
+                shared[f"momentum.{number}"] = part.momentum
+            elif part.place is not None and not self._is_plain:
+                served[f"momentum.{number}"] = part.place.remembered
+            if part.sent is not None:
+                passing[f"sent.{number}"] = part.sent
+        means = self._means.state()
+        counts = [[part.met_at for part in self._parts], means.counts]
+        return State(counts, shared, means.copied, means.own, passing, served)
 
-    def counts(self) -> Any:
-        met_at = [part.met_at for part in self._parts]
-        return [*super().counts(), met_at, self._means.counts()]
-
-    def recount(self, counts: Any) -> None:
-        *first, met_at, journeys = counts
-        super().recount(first)
-        self._means.recount(journeys)
+    def load(self, state: State, change: Change | None) -> None:
+        met_at, journeys = state.counts
+        super().load(state, change)
+        self._means.load(replace(state, counts=journeys), change)
         for part, step in zip(self._parts, met_at, strict=True):
             part.met_at = step
-        self._assign_centre()
+        if change is None:
+            self._assign_centre()
+            self._send_momentum(state)
 
-    def common(self) -> dict[str, torch.Tensor]:
-        found = {}
-        for number, part in enumerate(self._parts):
-            if part.begin is not None:
-                found[f"begin.{number}"] = part.begin
-            if part.momentum is not None:
-                found[f"momentum.{number}"] = part.momentum
-            elif part.place is not None and not self._is_plain:
-                found[f"momentum.{number}"] = part.place.remembered()
-        return found
-
-    def load_common(self, saved: Mapping[str, torch.Tensor]) -> None:
-        for number, part in enumerate(self._parts):
-            if part.begin is not None:
-                part.begin.copy_(saved.get(f"begin.{number}", part.bucket.params))
-            if part.momentum is not None:
-                part.momentum.copy_(saved[f"momentum.{number}"])
-
-    def send_common(self, saved: Mapping[str, torch.Tensor]) -> None:
-        for number, part in enumerate(self._parts):
-            if part.place is not None and not self._is_plain:
-                part.place.remember(saved[f"momentum.{number}"])
-
-    def begin_here(self) -> None:
+    def begin(self) -> None:
         with torch.no_grad():
             for part in self._parts:
                 part.met_at = self.steps
@@ -357,24 +344,14 @@ class OuterSteps(Method):
         if self.setting.centre is not None:
             self.workers.barrier()  # nobody pushes before all have said so
 
-    # -- changes of the membership ------------------------------------------------------------
-
-    def kept(self) -> Iterator[torch.Tensor]:
-        for part in self._parts:
-            yield from (t for t in (part.begin, part.momentum, part.sent) if t is not None)
-
-    def pack(self) -> Parcel:
-        plain, tensors = super().pack()
-        told, more = self._means.pack()
-        return [*plain, told, [part.met_at for part in self._parts]], [*tensors, *more]
-
-    def unpack(self, plain: Any, tensors: Sequence[torch.Tensor]) -> None:
-        *counts, told, met_at = plain
-        count = len(list(self.kept()))
-        super().unpack(counts, tensors[:count])
-        self._means.unpack(told, tensors[count:])
-        for part, step in zip(self._parts, met_at, strict=True):
-            part.met_at = step
+    def _send_momentum(self, state: State) -> None:
+        """Let the servers have what they keep of a checkpoint; the first worker does."""
+        if self.workers.rank != 0 or self._is_plain:
+            return
+        for number, part in enumerate(self._parts):
+            found = state.shared.get(f"momentum.{number}")
+            if part.place is not None and found is not None:
+                part.place.remember(found)
 
 
 class _TogetherFirst(AllReduce):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from paceline.errors import UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.method import Method, Setting
+from paceline.state.protocol import State
 from paceline.work import Work
 
 
@@ -86,12 +87,9 @@ class Partial(Method):
             else:
                 carried.add_(bucket.grads)
 
-    def own(self) -> Iterator[torch.Tensor]:
-        return iter(self.carried)
-
-    def kept(self) -> Iterator[torch.Tensor]:
+    def state(self) -> State:
         """What is carried over is each worker's own: a newcomer begins with nothing."""
-        return iter(())
+        return State(own={str(number): tensor for number, tensor in enumerate(self.carried)})
 
 
 class _Chosen(AllReduce):

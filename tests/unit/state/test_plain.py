@@ -6,9 +6,9 @@ import msgspec
 import pytest
 import torch
 
-from paceline.elastic.carried import Carried
-from paceline.elastic.plain import put_together, take_apart
 from paceline.errors import UsageError
+from paceline.state.carried import Carried
+from paceline.state.plain import put_together, take_apart
 
 
 def there_and_back(value):
@@ -33,8 +33,7 @@ def test_a_scheduler_goes_on_where_another_was():
     for _ in range(3):
         optimizer.step()
         old.step()
-    plain, tensors = Carried("scheduler", old).pack()
-    Carried("scheduler", new).unpack(plain, tensors)
+    Carried("scheduler", new).load(Carried("scheduler", old).state(), None)
     assert new.last_epoch == 3 and new.get_last_lr() == old.get_last_lr()
 
 

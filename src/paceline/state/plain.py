@@ -16,9 +16,14 @@ from paceline.errors import UsageError
 _TUPLE, _TENSOR, _DICT = "tuple", "tensor", "dict"
 
 
-def take_apart(value: Any, what: str) -> tuple[Any, list[torch.Tensor]]:
-    """Return (plain, tensors); UsageError names `what` if something in it is neither."""
-    tensors: list[torch.Tensor] = []
+def take_apart(
+    value: Any, what: str, tensors: list[torch.Tensor] | None = None
+) -> tuple[Any, list[torch.Tensor]]:
+    """Return (plain, tensors); UsageError names `what` if something in it is neither.
+
+    The tensors are added to those given.
+    """
+    tensors = [] if tensors is None else tensors
 
     def walk(thing: Any) -> Any:
         if thing is None or isinstance(thing, bool | int | float | str | bytes):

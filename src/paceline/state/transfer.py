@@ -1,0 +1,78 @@
+"""The carrier of states to a peer: one message with everything plain, then the tensors.
+
+The source takes the states once and sends them to each receiver; memory for the tensors is made on
+arrival, from dtypes and shapes in the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from paceline.collectives.group import Group
+from paceline.errors import ProtocolError
+from paceline.state.plain import put_together, take_apart
+from paceline.state.protocol import State
+
+_HEAD, _BODY, _TENSOR = 1, 2, 16  # tags
+
+
+class _Content(msgspec.Struct, frozen=True):
+    """Everything but the numbers in tensors."""
+
+    counts: dict[str, Any]  # by part
+    entries: dict[str, Any]  # by part: [shared, copied, passing], taken apart
+    tensors: list[tuple[str, list[int]]]  # dtype and shape
+    result: Any
+
+
+def send(group: Group, receivers: Sequence[int], states: Mapping[str, State], result: Any) -> None:
+    """Send states by part, and a result that is plain data, to these ranks of the group. Blocks."""
+    entries, tensors = dict[str, Any](), list[torch.Tensor]()
+    for name, state in states.items():
+        sent = [dict(kind) for kind in (state.shared, state.copied, state.passing)]
+        entries[name], _ = take_apart(sent, state.what or name, tensors)
+    content = _Content(
+        counts={name: state.counts for name, state in states.items()},
+        entries=entries,
+        tensors=[(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors],
+        result=result,
+    )
+    body = torch.frombuffer(bytearray(msgspec.msgpack.encode(content)), dtype=torch.uint8)
+    every = [tensor.contiguous() for tensor in tensors]
+    for receiver in receivers:
+        group.send(torch.tensor([body.numel()]), receiver, tag=_HEAD)
+        group.send(body, receiver, tag=_BODY)
+        for number, tensor in enumerate(every):
+            if tensor.numel():
+                group.send(tensor, receiver, tag=_TENSOR + number)
+
+
+def receive(group: Group, source: int) -> tuple[dict[str, State], Any]:
+    """Return the states by part and the result that a rank of the group sends. Blocks."""
+    size = torch.zeros(1, dtype=torch.int64)
+    group.recv(size, source, tag=_HEAD)
+    body = torch.empty(int(size), dtype=torch.uint8)
+    group.recv(body, source, tag=_BODY)
+    content = msgspec.msgpack.decode(body.numpy().tobytes(), type=_Content)
+    tensors = [torch.empty(shape, dtype=_dtype(dtype)) for dtype, shape in content.tensors]
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            group.recv(tensor, source, tag=_TENSOR + number)
+    states = {}
+    for name, entries in content.entries.items():
+        shared, copied, passing = put_together(entries, tensors)
+        states[name] = State(content.counts[name], shared, copied, passing=passing)
+    return states, content.result
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ProtocolError(
+            f"a peer sent a tensor of dtype {name!r:.40}, which torch does not have"
+        )
+    return found
