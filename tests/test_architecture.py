@@ -118,6 +118,35 @@ def test_nothing_is_unpickled_evaluated_or_given_to_a_shell():
                 assert not any(k.arg == "shell" for k in node.keywords), f"{path}: shell="
 
 
+# Everything else that a person reads goes through paceline/console.py.
+MAY_NAME_STDERR = {
+    "console.py": "the one place that writes there",
+    "launcher/display.py": "asks whether it is a terminal; the display thread owns it",
+    "launcher/forked.py": "flushes it before a fork and before os._exit",
+    "cli/main.py": "the last words of a command, which no application redirects",
+}
+MAY_PRINT = {
+    "cli/main.py": "the last words of a command",
+    "launcher/selftest.py": "the output of a program of its own",
+}
+
+
+def test_one_function_prints_to_a_person():
+    names_stderr, prints = set(), set()
+    for path in python_files():
+        name = str(path.relative_to(SOURCE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in (
+                "sys.stderr",
+                "sys.__stderr__",
+            ):
+                names_stderr.add(name)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+                prints.add(name)
+    assert names_stderr == set(MAY_NAME_STDERR)
+    assert prints == set(MAY_PRINT)
+
+
 def test_errors_are_drawn_as_they_are():
     errors = (SOURCE / "errors.py").read_text()
     classes = {node.name for node in ast.walk(ast.parse(errors)) if isinstance(node, ast.ClassDef)}

@@ -25,6 +25,7 @@ from paceline.cluster.fork import close_in_children
 from paceline.cluster.journal import Journal
 from paceline.cluster.policy import Policy
 from paceline.cluster.secret_file import load_secret
+from paceline.console import set_prefix, warn
 from paceline.errors import ConfigError, PacelineError
 
 _PR_SET_PDEATHSIG = 1
@@ -33,14 +34,15 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM."""
     options = _options(arguments)
-    logging.basicConfig(format="coordinator: %(message)s", level=logging.WARNING)
+    set_prefix("coordinator: ")
+    logging.basicConfig(format="coordinator: %(message)s", level=logging.WARNING)  # of asyncio
     if not options.detached:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher
     try:
         return asyncio.run(_serve(options))
     except PacelineError as error:
-        sys.stderr.write(f"coordinator: {type(error).__name__}: {error}\n")
+        warn(f"{type(error).__name__}: {error}")
         return 1
 
 
@@ -99,8 +101,7 @@ async def _serve(options: argparse.Namespace) -> int:
 
 def _end(why: str) -> None:
     """End here and now: the next coordinator begins with what is written."""
-    sys.stderr.write(f"coordinator: {why}; free some space there\n")
-    sys.stderr.flush()
+    warn(f"{why}; free some space there")
     os._exit(1)
 
 

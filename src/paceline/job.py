@@ -22,6 +22,7 @@ from paceline.cluster.rendezvous import KeyValue, Rendezvous, establish, establi
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
 from paceline.config import EngineConfig, JobEnv, describe, job_env, natural_host_id, told_env
+from paceline.console import say
 from paceline.errors import ConfigError, SetupError, UsageError
 from paceline.held_job import Job as Job
 from paceline.joining import form
@@ -108,8 +109,7 @@ def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: Engi
                     " shows this machine's limits"
                 ) from error
             if env.rank == 0 and env.source != "alone":
-                sys.stderr.write(f"[paceline] {describe(env)}\n")
-                sys.stderr.flush()
+                say(describe(env))
         return _job
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 
 import msgspec
 
@@ -18,6 +17,7 @@ from paceline.collectives.endpoint import Endpoint
 from paceline.collectives.fabric import Fabric, WholeJob
 from paceline.collectives.group import Group
 from paceline.config import EngineConfig, JobEnv, natural_host_id, times_steps
+from paceline.console import warn
 from paceline.elastic.session import Elastic
 from paceline.held_job import Job, mates_of, open_column, worker_group
 from paceline.mesh import Mesh
@@ -94,9 +94,9 @@ def _plan_trace(env: JobEnv, agent: AnyAgent) -> None:
     if env.source == PACELINE.name:
         tracer.plan(steps, env.rank, agent.report)
     elif env.rank == 0:
-        sys.stderr.write(
-            f"[paceline] PACELINE_TRACE={steps}: no trace of a job that {env.source} started; use"
-            f" `paceline run --trace {steps} ...`\n"
+        warn(
+            f"PACELINE_TRACE={steps}: no trace of a job that {env.source} started; use"
+            f" `paceline run --trace {steps} ...`"
         )
 
 

@@ -7,6 +7,7 @@ import sys
 import torch
 
 from paceline import _core, job
+from paceline.console import say
 from paceline.errors import TooLate, UsageError
 from paceline.ps.grains import use_threads
 from paceline.ps.hosting import Host
@@ -29,7 +30,7 @@ def main() -> int:
         try:
             mine.fabric.adopt(mine.rendezvous.agent.ready(mine.fabric.me))
         except TooLate as error:  # nothing is wrong: there is nothing left to serve
-            sys.stderr.write(f"[paceline] server {mine.env.number} is not needed: {error}\n")
+            say(f"server {mine.env.number} is not needed: {error}")
             job.shutdown()
             return 0
     Host(mine.fabric, mine.env, mine.rendezvous.agent).run()

@@ -225,7 +225,7 @@ def test_a_long_wait_says_on_whom(hosts) -> None:
     assert all(o.error is None for o in outcomes)
     for rank in (0, 2):
         output = outcomes[rank].output
-        assert f"[paceline] rank {rank}: all_reduce #1 sum float32[10] has waited" in output, output
+        assert f"paceline: rank {rank}: all_reduce #1 sum float32[10] has waited" in output, output
     assert any("rank 1" in outcomes[r].output.partition("has waited")[2] for r in (0, 2))
     assert "has waited" not in outcomes[1].output
 

@@ -62,7 +62,7 @@ def test_the_numbers_are_what_was_handed_out() -> None:
     assert [event.dropped for event in told] == [0, 2, 0, 0, 0, 0]
     assert [event.loader for event in told] == [*(f"loader {i}" for i in range(5)), "others"]
     assert handed[0] == [14, 1] and handed[1] == [12, 0] and handed[2] == [6, 0]
-    assert "[paceline] epoch 0: 14 samples, each once; 1 padded with weight 0\n" in said
+    assert "paceline: epoch 0: 14 samples, each once; 1 padded with weight 0\n" in said
     assert "epoch 0 (loader 1): 12 samples, each once; 2 dropped (drop_last)\n" in said
     assert "epoch 0 (loader 2): 6 draws of the sampler, each once\n" in said
     assert said.count("epoch 0") == 6 and "epoch" not in others
@@ -89,7 +89,7 @@ def test_many_epochs_are_summed_up() -> None:
     first = [line for line in said if "loader 1" not in line and "more" not in line]
     assert len(first) == 4  # three, and the one that differs
     assert first[-1].endswith("epoch 40: 12 samples, each once")
-    assert "[paceline] epochs 3 to 44: 41 more, 270 samples in all" in said
+    assert "paceline: epochs 3 to 44: 41 more, 270 samples in all" in said
     slow = [line for line in said if "loader 1" in line]
     assert len(slow) == 4 and "epoch 4 (loader 1)" in slow[-1]
 

@@ -270,6 +270,6 @@ def test_the_last_step_is_even_weighted_and_mentioned_once() -> None:
 
     with started(3, battery) as ranks:
         ranks.values()
-        said = ranks.output(0).count("[paceline] shard: a global batch has too few samples")
+        said = ranks.output(0).count("paceline: shard: a global batch has too few samples")
         assert said == 1
         assert "shard:" not in ranks.output(1)

@@ -37,7 +37,7 @@ void Group::check_waiting(Operation& operation, double now) {
   if (operation.next_warning_s == 0) operation.next_warning_s = limits.warn_s;
   if (age > operation.next_warning_s && !on.empty()) {
     operation.next_warning_s *= 3;
-    fprintf(stderr, "[paceline] rank %d: %s has waited %.0f s for %s\n", limits.rank, operation.describe().c_str(), age,
+    fprintf(stderr, "paceline: rank %d: %s has waited %.0f s for %s\n", limits.rank, operation.describe().c_str(), age,
             on.c_str());
   }
 }

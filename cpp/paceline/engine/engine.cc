@@ -180,7 +180,7 @@ Fd Engine::expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t
     if (try_expect(rank, kind, id, extra, bytes, fd)) return fd;
     if (now_s() > warning) {
       warning = start + 3 * (warning - start);
-      fprintf(stderr, "[paceline] rank %d: forming a group has waited %.0f s for rank %d\n", config_.rank,
+      fprintf(stderr, "paceline: rank %d: forming a group has waited %.0f s for rank %d\n", config_.rank,
               now_s() - start, rank);
     }
     if (!l || l->lost() || now_s() > deadline)

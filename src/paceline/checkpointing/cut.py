@@ -19,7 +19,6 @@ Words go through the job's store. A thread listens for the next call, so that a 
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from typing import Any
 import msgspec
 
 from paceline.cluster.notice import WaitNotice
+from paceline.console import warn
 from paceline.errors import PacelineError
 from paceline.job import Job
 
@@ -133,9 +133,9 @@ class Cut:
         come = [one for one in here if self._agent.store_check([self._key(f"arrived/{one}")])]
         late = ", ".join(str(one) for one in here if one not in come)
         what = "saved without it" if call.stops else "this save is given up, and training goes on"
-        sys.stderr.write(
-            f"[paceline] rank {late} did not come to save within {_PATIENCE_S:.0f} s (its steps are"
-            f" done, or it is busy with something else): {what}\n"
+        warn(
+            f"rank {late} did not come to save within {_PATIENCE_S:.0f} s (its steps are"
+            f" done, or it is busy with something else): {what}"
         )
         return come if call.stops else []
 

@@ -5,13 +5,13 @@ Threads: `on_end` is called on the thread that writes, everything else on the ma
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.checkpoint.reading import Loaded
 from paceline.checkpointing.writer import Outcome
+from paceline.console import say, warn
 from paceline.job import Job
 from paceline.telemetry.events import Preemptible
 
@@ -39,7 +39,7 @@ class Teller:
         if not self._is_first:
             return
         mapped = "".join(f"; {notice}" for notice in notices)
-        self._say(f"goes on from {self._shown(loaded.path)}, behind step {steps}{mapped}")
+        say(f"goes on from {self._shown(loaded.path)}, behind step {steps}{mapped}")
 
     def on_stall(self, stalled_s: float) -> None:
         """Note how long training stood still."""
@@ -50,7 +50,7 @@ class Teller:
         now_s = time.monotonic()
         if outcome.error is not None and self._is_first:  # else the first one has heard of it
             self._num_failed += 1
-            self._say(
+            warn(
                 f"checkpoint behind step {outcome.step} FAILED: {outcome.error}; training goes on,"
                 f" {self._what_stays()}"
             )
@@ -60,7 +60,7 @@ class Teller:
         self._last = outcome
         if self._num_saved <= _ALWAYS or now_s - self._told_s >= _EVERY_S:
             self._told_s = now_s
-            self._say(
+            say(
                 f"saved {self._shown(outcome.path)}: {_size(outcome.num_bytes)} in"
                 f" {outcome.took_s:.1f} s, training stalled for {_ms(outcome.stalled_s)}"
             )
@@ -68,7 +68,7 @@ class Teller:
     def on_preemption(self, steps: int) -> None:
         """Say that the job ends here for now."""
         if self._is_first:
-            self._say(f"stops behind step {steps}, as asked: saved; start it again to go on")
+            say(f"stops behind step {steps}, as asked: saved; start it again to go on")
 
     def close(self) -> None:
         """Say what all saves came to, if there were more than have been told."""
@@ -76,7 +76,7 @@ class Teller:
             return
         stalls = sorted(self._stalls_s)
         failed = f", {self._num_failed} failed" if self._num_failed else ""
-        self._say(
+        say(
             f"{self._num_saved} checkpoints saved{failed}, the last behind step {self._last.step};"
             f" training stalled for {_ms(stalls[len(stalls) // 2])} each (median), at most"
             f" {_ms(stalls[-1])}"
@@ -88,11 +88,6 @@ class Teller:
 
     def _shown(self, path: Path) -> str:
         return f"{self._root.name}/{path.name}"
-
-    @staticmethod
-    def _say(text: str) -> None:
-        sys.stderr.write(f"[paceline] {text}\n")
-        sys.stderr.flush()
 
 
 def _size(num_bytes: int) -> str:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.config import inherited_environ, process_start
+from paceline.console import say
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.launcher.display import Display
 from paceline.launcher.elastic.facts import FoundJob, find_job, job_name
@@ -44,9 +45,8 @@ def detach(spec: RunSpec, job_id: str) -> int:
         lambda: begin_record(spec, environ),
         lambda display: DetachedJob(spec, environ, display, job_id),
     )
-    say = sys.stderr.write
-    say(f"paceline: job {name} runs in the background; its output is in {spec.log_dir}\n")
-    say(f"paceline: follow it with: paceline attach {name}\n")
+    say(f"job {name} runs in the background; its output is in {spec.log_dir}")
+    say(f"follow it with: paceline attach {name}")
     sys.stdout.write(f"{name}\n")
     return 0
 
@@ -152,7 +152,7 @@ def attach(name: str | None) -> int:
     try:
         return _follow(found)
     except KeyboardInterrupt:
-        sys.stderr.write(f"\npaceline: no longer attached; job {facts.name} goes on\n")
+        say(f"no longer attached; job {facts.name} goes on")
         return 0
 
 
@@ -166,7 +166,7 @@ def resume(found: FoundJob) -> None:
         lambda: begin_record(spec, facts.environ, is_resumed=True),
         lambda display: ResumedJob(found, spec, display),
     )
-    sys.stderr.write(f"paceline: the keeper of job {facts.name} was gone; another has taken over\n")
+    say(f"the keeper of job {facts.name} was gone; another has taken over")
 
 
 def _follow(found: FoundJob) -> int:

@@ -7,13 +7,13 @@ newcomer. On another host, the coordinator's address and a copy of the secret fi
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from paceline.cluster.operator import Operator
 from paceline.cluster.policy import Policy
 from paceline.cluster.secret_file import load_secret
 from paceline.config import inherited_environ
+from paceline.console import say
 from paceline.errors import UsageError
 from paceline.launcher.elastic.facts import find_job, jobs
 from paceline.launcher.elastic.plan import ElasticPlan
@@ -51,8 +51,7 @@ def join(
     environ.update({name: text for name, text in told.items() if text})
     seat = Seat(place.rank, place.number, is_newcomer=True)
     environ = process_environ(environ, spec, seat, where, cores=usable_cores())
-    sys.stderr.write(f"paceline: joining job {where.job_id} as worker {place.number}\n")
-    sys.stderr.flush()
+    say(f"joining job {where.job_id} as worker {place.number}")
     argv = spec.argv(seat)
     os.execve(argv[0], argv, environ)
 

@@ -44,10 +44,10 @@ _LOGGERS = ("paceline", "asyncio")
 
 
 class _DisplayHandler(logging.Handler):
-    """Passes warnings on to the display, so that nothing writes beside it."""
+    """Passes lines on to the display, so that nothing writes beside it."""
 
     def __init__(self, display: Display) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._display = display
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -74,8 +74,9 @@ def supervise(spec: RunSpec, recorder: Recorder | None, make: Callable[[Display]
     """Run a job in this process, which shows and records it, and return its exit code."""
     display = Display(choose_screen(), recorder)
     handler = _DisplayHandler(display)
+    before = {name: logging.getLogger(name).handlers for name in _LOGGERS}
     for name in _LOGGERS:
-        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).handlers = [handler]
     patience_s: float | None = _PATIENCE_S
     try:
         job, outcome = _run_to_its_end(make, display)
@@ -84,15 +85,15 @@ def supervise(spec: RunSpec, recorder: Recorder | None, make: Callable[[Display]
             if not job.may_start_again(outcome):
                 break
             display.say(_start_again(outcome, f"restart {count} of {most}"))
-            before = job
+            former = job
             job, outcome = _run_to_its_end(make, display)
-            job.take_over_trace(before)
+            job.take_over_trace(former)
         _tell(job, outcome, display, spec, recorder)
         if outcome.interrupted_by is None:
             patience_s = None  # a slow reader gets every line, as from any other program
     finally:
-        for name in _LOGGERS:
-            logging.getLogger(name).removeHandler(handler)
+        for name, handlers in before.items():
+            logging.getLogger(name).handlers = handlers
         if recorder is not None:
             recorder.close(patience_s=_PATIENCE_S)  # unless that was done: the job did not start
         was_shown = _close(display, patience_s)

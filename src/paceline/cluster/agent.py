@@ -30,9 +30,9 @@ from paceline.cluster import timekeeping, units
 from paceline.cluster.contact import Contact, Identity
 from paceline.cluster.loop_thread import LoopThread
 from paceline.cluster.member import Member, Membership
-from paceline.cluster.notice import say
 from paceline.cluster.pool_calls import PoolCalls
 from paceline.cluster.store_calls import ANSWER_S, StoreCalls, expect
+from paceline.console import warn
 from paceline.errors import Evicted, PacelineError
 from paceline.telemetry.events import Event
 
@@ -265,7 +265,7 @@ class Agent(StoreCalls, PoolCalls):
         elif isinstance(message, m.Missing):
             whom = _names(message.ranks, self.num_workers, self.num_servers)
             so_far = f"({message.waited_s:.0f} s so far)"
-            say(f"rank {self._rank} waits for {whom} to join {so_far}")
+            warn(f"rank {self._rank} waits for {whom} to join {so_far}")
             self._missing = message
 
     def _on_pace_news(self, news: PaceNews) -> None:

@@ -177,7 +177,7 @@ class Contact(Generic[M]):
                 if not self._is_lasting or self.gone is not None:
                     break
                 self._away_s = time.monotonic()
-                log.info("%s: coordinator %s: %s; trying again", self.name, self.address, why)
+                log.debug("%s: coordinator %s: %s; trying again", self.name, self.address, why)
                 await self._come_back()
             if self.gone is None:
                 self.give_up(self._lost(why))

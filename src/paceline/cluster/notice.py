@@ -6,11 +6,12 @@ holds them: a function that waits has its notice in a variable, and lets go of i
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+
+from paceline.console import warn
 
 FIRST_S = 2.0
 EVERY_S = 10.0
@@ -48,7 +49,7 @@ class WaitNotice:
             return False
         self._due_s = now_s + EVERY_S
         if self._text:
-            say(f"{self._text} ({now_s - self._start_s:.0f} s so far)")
+            warn(f"{self._text} ({now_s - self._start_s:.0f} s so far)")
         return True
 
 
@@ -57,9 +58,3 @@ def present_waits() -> list[tuple[str, float, Sequence[int]]]:
     with _mu:
         held = list(_held)
     return [(notice.operation, notice.waited_s, notice.ranks) for notice in held if notice.ranks]
-
-
-def say(text: str) -> None:
-    """Write one line to stderr in one piece, so that the lines of several ranks do not mix."""
-    sys.stderr.write(f"paceline: {text}\n")
-    sys.stderr.flush()

@@ -1,6 +1,6 @@
 """The line at the end of an epoch: how many samples there were, and how often each of them counted.
 
-    [paceline] epoch 3: 60,000 samples, each once; 64 re-issued
+    paceline: epoch 3: 60,000 samples, each once; 64 re-issued
 
 Said by the first worker, for every pass of a loader for training (pad=True) that came to its end,
 and told as an event to whoever watches the job; on a mesh, by one of those that get the same
@@ -13,10 +13,10 @@ the process ends. A process alone says nothing unless something came twice.
 from __future__ import annotations
 
 import atexit
-import sys
 import time
 from dataclasses import dataclass, field
 
+from paceline import console
 from paceline.data.consensus import group_of
 from paceline.data.elastic_pass import ElasticPass
 from paceline.data.passage import Passage
@@ -54,7 +54,7 @@ def tell_epoch(entry: ElasticPass, passage: Passage, name: str, began_s: float) 
     said.last = text
     if is_news or said.lines < limit:
         said.lines += 1
-        _write(f"epoch {event.epoch}{_which(entry, name)}: {text}")
+        console.say(f"epoch {event.epoch}{_which(entry, name)}: {text}")
     else:
         if not said.unsaid:
             atexit.register(_sum_up, said.unsaid)
@@ -109,9 +109,4 @@ def _sum_up(unsaid: list[EpochEnded]) -> None:
     first, last = unsaid[0], unsaid[-1]
     samples = sum(event.samples for event in unsaid)
     epochs = f"epochs {first.epoch} to {last.epoch}" if len(unsaid) > 1 else f"epoch {first.epoch}"
-    _write(f"{epochs}: {len(unsaid)} more, {samples:,} samples in all")
-
-
-def _write(text: str) -> None:
-    sys.stderr.write(f"[paceline] {text}\n")
-    sys.stderr.flush()
+    console.say(f"{epochs}: {len(unsaid)} more, {samples:,} samples in all")

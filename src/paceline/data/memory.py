@@ -6,12 +6,12 @@ this memory: in a cycle, its processes would be ended by the garbage collector, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from paceline import console
 from paceline.collectives.group import Group
 
 Made = TypeVar("Made")
@@ -41,8 +41,7 @@ def say_once(said: set[str], group: Group, text: str) -> None:
     """Write one line for the person who started the job, unless it was said already."""
     if group.rank == 0 and text not in said:
         said.add(text)
-        sys.stderr.write(f"[paceline] {text}\n")
-        sys.stderr.flush()
+        console.say(text)
 
 
 _memories: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()

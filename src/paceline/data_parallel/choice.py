@@ -7,7 +7,6 @@ every pace that has such an option.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import nn
 from paceline.compress.codec import make_codec
 from paceline.compress.parse import parse_codec
 from paceline.config import requested_pace, requested_precision
+from paceline.console import say
 from paceline.data_parallel.checks import find_problem_with_servers
 from paceline.data_parallel.mixed_precision import find_problem_with_precision
 from paceline.data_parallel.options import Options, fits
@@ -233,9 +233,3 @@ def _do_without_servers(job: Job, asked: PaceSpec) -> None:
             f" `paceline run -n {job.world.size} -s 1 --pace {asked.name} ...` (or -s colocated)"
         )
     say(f"pace {asked}: one worker and no servers, so the optimizer runs here, step by step")
-
-
-def say(text: str) -> None:
-    """Write a line for the person who watches, in one piece."""
-    sys.stderr.write(f"[paceline] {text}\n")
-    sys.stderr.flush()

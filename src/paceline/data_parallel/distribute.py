@@ -16,8 +16,9 @@ from torch import nn
 
 from paceline import _core
 from paceline.collectives.agreement import refuse_problems, tell_all
+from paceline.console import say
 from paceline.data_parallel.checks import find_problem, require_same_model
-from paceline.data_parallel.choice import Choice, Chosen, say
+from paceline.data_parallel.choice import Choice, Chosen
 from paceline.data_parallel.succession import Succession
 from paceline.data_parallel.wishes import wishes_of
 from paceline.errors import PacelineError

@@ -32,7 +32,8 @@ import torch
 from torch import nn
 
 from paceline.collectives.group import Group
-from paceline.data_parallel.choice import Chosen, say
+from paceline.console import say
+from paceline.data_parallel.choice import Chosen
 from paceline.data_parallel.grad_scaler import bind
 from paceline.data_parallel.handover import (
     Gathered,

@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.collectives.group import Group
+from paceline.console import say
 from paceline.data_parallel import loss_scaling
 from paceline.data_parallel.averaging import left_out
 from paceline.data_parallel.batchnorm import use_global_statistics, use_own_statistics
 from paceline.data_parallel.buffers import Buffers
-from paceline.data_parallel.choice import say
 from paceline.data_parallel.direct import compute_as_usual
 from paceline.data_parallel.grad_scaler import TorchScaler, choose_skipping
 from paceline.data_parallel.groundwork import Groundwork

@@ -16,7 +16,6 @@ Threads: all of this runs on the main thread (news.py has what the control threa
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from paceline import console
 from paceline.cluster.agent import Agent
 from paceline.cluster.member import Membership
 from paceline.cluster.rendezvous import AnyAgent
@@ -300,17 +300,17 @@ class Elastic:
         try:
             self._come_in()
         except TooLate as error:  # nothing is wrong: there is nothing left to do
-            sys.stderr.write(f"[paceline] rank {self._fabric.rank} is not needed: {error}\n")
+            console.say(f"rank {self._fabric.rank} is not needed: {error}")
             self._news.retire()
         except Evicted as error:
             if self._unit is None:
                 raise
-            sys.stderr.write(f"[paceline] {error}\n")  # a newcomer without its unit
+            console.say(str(error))  # a newcomer without its unit
             raise Retired(0) from None
 
     def give_way(self, why: str) -> NoReturn:
         """End as a newcomer that cannot come in as it is; another one takes its place."""
-        sys.stderr.write(f"[paceline] rank {self._fabric.rank} makes way for another: {why}\n")
+        console.say(f"rank {self._fabric.rank} makes way for another: {why}")
         self._news.retire()
 
     def _refuse_to_begin(self) -> NoReturn:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline.config import requested_mesh
-from paceline.data_parallel.choice import say
+from paceline.console import say
 from paceline.data_parallel.distribute import begin
 from paceline.errors import UsageError
 from paceline.job import Job, current

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.data_parallel.choice import say
+from paceline.console import say
 from paceline.data_parallel.consistency import parts
 from paceline.data_parallel.hooks import attach
 from paceline.data_parallel.mixed_precision import compute_in

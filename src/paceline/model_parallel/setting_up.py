@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from paceline.collectives.agreement import refuse_problems, tell_all
+from paceline.console import say
 from paceline.data_parallel.checks import find_problem, require_same_model
-from paceline.data_parallel.choice import say
 from paceline.data_parallel.distribute import begin
 from paceline.job import Job
 from paceline.model_parallel.clipping import teach_torch

@@ -21,10 +21,10 @@ so do on_step_begin and on_step_end.
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from paceline.console import warn
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _call(callback: Any, name: str, hook: Any, arguments: tuple[Any, ...]) -> No
         if hasattr(error, "add_note"):
             error.add_note(where)
         else:  # Python 3.10
-            sys.stderr.write(f"[paceline] {type(error).__name__} {where}\n")
+            warn(f"{type(error).__name__} {where}")
         raise
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from paceline.cluster.notice import say
+from paceline.console import say
 from paceline.data.pipeline import messages as m
 from paceline.data.pipeline.parcel import unpack
 from paceline.data.pipeline.randomness import kept_random_state

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from paceline.cluster.member import Member
-from paceline.cluster.notice import say
 from paceline.collectives.fabric import Fabric
 from paceline.collectives.group import Group
+from paceline.console import say
 from paceline.data.pipeline import messages as m
 from paceline.data.pipeline.parcel import Parcel
 from paceline.data.pipeline.slots import Slots

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 from paceline import _core
 from paceline.cluster.member import Member
-from paceline.cluster.notice import say
 from paceline.collectives.group import Group
+from paceline.console import say
 from paceline.data.pipeline import messages as m
 from paceline.data.pipeline.line import MakingLine, form
 from paceline.data.pipeline.parcel import pack, unpack

@@ -23,9 +23,10 @@ import torch
 
 from paceline import _core
 from paceline.cluster.member import Member
-from paceline.cluster.notice import FIRST_S, WaitNotice, say
+from paceline.cluster.notice import FIRST_S, WaitNotice
 from paceline.cluster.rendezvous import AnyAgent
 from paceline.collectives.fabric import Fabric
+from paceline.console import say
 from paceline.data.pipeline import messages as m
 from paceline.data.pipeline.line import AskingLine, Incoming, form
 from paceline.errors import PacelineError, PeerError, PeerLost
