@@ -116,7 +116,7 @@ def test_who_died_meanwhile_is_found_out(coordination):
     job.kill()
     agents.pop(1).thread.stop()
     agents.pop(2).thread.stop()
-    operator.report_end(1, "killed by signal 9", by_signal=True)  # nobody hears it
+    operator.report_end(1, "killed by signal 9", m.LossKind.KILLED)  # nobody hears it
     job.start()
     eventually(lambda: agents[0].membership.workers == (0,))
 

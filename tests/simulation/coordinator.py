@@ -162,7 +162,7 @@ class SimCoordinator(Process):
         if missed.changed is not None:
             end.send(("changed", missed.changed))
         for loss in self.roster.state.vacant:
-            end.send(("presence", m.Presence(loss.rank, "lost", loss.why)))
+            end.send(("presence", m.Presence(loss.rank, "lost", loss.why, loss.where, loss.kind)))
         end.send(("joined", membership))
         if self.roster.state.over:  # decided, but perhaps not told before a restart
             self.oracle.over(self.roster.state.over)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from paceline.cluster import messages as m
 from paceline.cluster.decisions import State
 from paceline.cluster.member import Membership
-from paceline.cluster.units import RETIRED
 from paceline.ps.replication import Role
 from simulation.world import Violation
 from support.history import History, Sight, find_stale, find_violations
@@ -77,7 +76,7 @@ class Oracle:
             self.counted["primaries changed"] += sum(a[0] != b[0] for a, b in moved)
         for partition, holders in enumerate(now.partitions):
             self.require(bool(holders), "partition {} is without a holder, but goes on", partition)
-        causes = [loss for loss in changed.lost if not loss.why.startswith(RETIRED)]
+        causes = [loss for loss in changed.lost if loss.kind.is_own]
         for loss in causes or changed.lost:
             self._explain(loss)
         self._check_units(changed)

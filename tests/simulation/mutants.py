@@ -10,6 +10,7 @@ import msgspec
 
 from paceline.cluster.leases import UNBEARABLE, Finding, Leases
 from paceline.cluster.member import Membership
+from paceline.cluster.messages import LossKind
 from paceline.cluster.roster import Roster
 from paceline.elastic.verdict import Status, Verdict, judge
 from paceline.ps.replication import Entry, FillStart, Message, Replica
@@ -143,7 +144,7 @@ class _Voters(Leases):
             return []
         votes = {rank: sum(of == rank for _, of in standing) for pair in standing for rank in pair}
         worst = max(votes, key=lambda r: (cost(r) < UNBEARABLE, votes[r], -cost(r), r))
-        return [Finding(worst, "lost", "it is accused most")]
+        return [Finding(worst, "lost", "it is accused most", LossKind.UNREACHABLE)]
 
 
 class CountsAccusers(Roster):

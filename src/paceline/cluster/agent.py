@@ -26,7 +26,7 @@ import msgspec
 
 from paceline import errors
 from paceline.cluster import messages as m
-from paceline.cluster import timekeeping, units
+from paceline.cluster import timekeeping
 from paceline.cluster.contact import Contact, Identity
 from paceline.cluster.loop_thread import LoopThread
 from paceline.cluster.member import Member, Membership
@@ -276,7 +276,7 @@ class Agent(StoreCalls, PoolCalls):
 
     def _on_presence(self, message: m.Presence) -> None:
         if message.rank == self._rank:
-            self._evict(message.detail)
+            self._evict(message.detail, message.kind)
             return
         self.presence[message.rank] = message
         if self.on_presence is not None:
@@ -285,7 +285,7 @@ class Agent(StoreCalls, PoolCalls):
     def _on_changed(self, message: m.Changed) -> None:
         mine = [loss for loss in message.lost if loss.rank == self._rank]
         if mine:
-            self._evict(mine[0].why)
+            self._evict(mine[0].why, mine[0].kind)
         elif self._is_news(message.membership):
             if self.on_changed is not None:  # first: whoever sees the membership knows who is lost
                 self.on_changed(message)
@@ -304,15 +304,14 @@ class Agent(StoreCalls, PoolCalls):
             self._in_sync = {claim for claim in self._in_sync if claim[0] not in listed}
             self._news.notify_all()
 
-    def _evict(self, why: str) -> None:
-        if units.RETIRED in why:
-            text = f"rank {self._rank} is {why[why.index(units.RETIRED) :]}"
-            self._end(text, Evicted(text, rank=self._rank))
-            return
-        text = (
-            f"rank {self._rank} was taken for lost, and the others go on without it: {why};"
-            " start it again, as a newcomer"
-        )
+    def _evict(self, why: str, kind: m.LossKind | None) -> None:
+        if kind is not None and not kind.is_own:
+            text = f"rank {self._rank} is {why}"
+        else:
+            text = (
+                f"rank {self._rank} was taken for lost, and the others go on without it: {why};"
+                " start it again, as a newcomer"
+            )
         self._end(text, Evicted(text, rank=self._rank))
 
     def _end(self, why: str, error: PacelineError) -> None:

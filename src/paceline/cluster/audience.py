@@ -62,13 +62,13 @@ class Audience:
     def tell(self, presence: m.Presence) -> None:
         """Tell everybody how a member is; one that is lost hears it too, and is cut off."""
         about = presence.rank
-        self.states[about] = f"{presence.state}: {presence.detail}"
+        self.states[about] = f"{presence.state}: {presence.words}"
         if presence.state == "back":
             self.states.pop(about)
         elif presence.state == "left":
             self.left.add(about)
         elif presence.state == "lost":
-            self.lost[about] = presence.detail
+            self.lost[about] = presence.words
         for rank, peer in self:
             if rank != about:
                 peer.tell(presence)

@@ -100,7 +100,7 @@ def verdict(policy: Policy, state: State, after: Next | None) -> str:
     membership = _membership(state) if after is None else after.changed.membership
     vacant = state.vacant if after is None else after.vacant
     losses = (*(after.changed.lost if after else ()), *vacant)
-    if not any(units.is_cause(loss.why) for loss in losses):
+    if not any(loss.kind.is_cause for loss in losses):
         return ""  # nobody, or their scripts have failed: the launcher ends the job
     gone = "; ".join(_reasons(losses))
     nobodys = layout_of(membership).lost
@@ -137,7 +137,7 @@ def _what_helps(policy: Policy, alive: int) -> str:
 def _reasons(losses: Iterable[m.Loss]) -> list[str]:
     """Name those who are lost by themselves; their mates only if nobody was."""
     losses = list(losses)
-    causes = [loss for loss in losses if not loss.why.startswith(units.RETIRED)]
+    causes = [loss for loss in losses if loss.kind.is_own]
     words = [f"{name_of(loss)} lost: {loss.why}" for loss in causes or losses]
     mates = len(losses) - len(causes)
     if causes and mates:

@@ -186,8 +186,8 @@ class Coordinator:
             is_finished = peer.farewell.is_finished
             self.carry_out(self.roster.left(rank, now_s, is_finished=is_finished))
         else:
-            why = self._desk.words_about(rank) or reason
-            self.carry_out(self.roster.lost(rank, why, now_s))
+            why, kind = self._desk.seen_end(rank) or (reason, m.LossKind.ENDED)
+            self.carry_out(self.roster.lost(rank, why, now_s, kind))
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class Coordinator:
         if missed.changed is not None:
             peer.tell(missed.changed)
         for loss in self.roster.state.vacant:
-            peer.tell(m.Presence(loss.rank, "lost", f"{loss.where}: {loss.why}"))
+            peer.tell(m.Presence(loss.rank, "lost", loss.why, loss.where, loss.kind))
         peer.tell(m.Joined(request.id, membership))
         if self.roster.state.over:
             peer.tell(m.Over(self.roster.state.over))

@@ -121,10 +121,10 @@ class Desk:
             if visitor.is_watching and visitor.hears(event):
                 visitor.tell(o.Happened(event))
 
-    def words_about(self, rank: int) -> str | None:
+    def seen_end(self, rank: int) -> tuple[str, m.LossKind] | None:
         """Return what the launcher saw of a process whose connection has just ended."""
         seen = self._ends.pop(rank, None)
-        return None if seen is None else seen.text
+        return None if seen is None else (seen.text, seen.kind or m.LossKind.ENDED)
 
     def _broadcast(self, news: o.News) -> None:
         for visitor in self._visitors:
@@ -185,8 +185,8 @@ class Desk:
             return
         if roster.membership is None:
             roster.withdraw(rank)
-        elif end.by_signal:
-            self._carry_out(roster.lost(rank, end.text, now_s))
+        elif end.kind is not None:
+            self._carry_out(roster.lost(rank, end.text, now_s, end.kind))
         else:  # it left in good order while nobody could hear it say so
             self._carry_out(roster.left(rank, now_s))
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from paceline.cluster.messages import LossKind
 from paceline.cluster.policy import Policy
 
 _GAP_S = 1.0  # a longer pause between two checks was our own
@@ -50,6 +51,7 @@ class Finding:
     rank: int
     state: str
     detail: str
+    kind: LossKind | None = None  # of a loss
 
 
 class Leases:
@@ -115,7 +117,7 @@ class Leases:
         for rank, lease in self._leases.items():
             why = self._verdict(lease, now_s)
             if why is not None:
-                found.append(Finding(rank, "lost", why))
+                found.append(Finding(rank, "lost", why, LossKind.SILENT))
             elif not lease.is_silent and now_s - lease.heard_s > self._policy.silent_s:
                 lease.is_silent = True
                 text = f"no heartbeat for {now_s - lease.heard_s:.1f} s"
@@ -180,10 +182,12 @@ class Leases:
             key=lambda r: (-_unbearable(cost(r)), len(trouble[r]), -cost(r), votes[r], r),
         )
         accusers = sorted(by for by, of in heard if of == worst)
-        if not accusers:
-            return [Finding(worst, "lost", f"it cannot reach {_ranks(trouble[worst])}")]
-        why = self._accusations[accusers[0], worst][1]
-        return [Finding(worst, "lost", f"{_ranks(accusers)} cannot reach it: {why}")]
+        if accusers:
+            why = self._accusations[accusers[0], worst][1]
+            text = f"{_ranks(accusers)} cannot reach it: {why}"
+        else:
+            text = f"it cannot reach {_ranks(trouble[worst])}"
+        return [Finding(worst, "lost", text, LossKind.UNREACHABLE)]
 
     def _is_heard(self, pair: tuple[int, int], now_s: float) -> bool:
         return all(

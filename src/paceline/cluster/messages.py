@@ -7,6 +7,7 @@ classes.
 
 from __future__ import annotations
 
+import enum
 from typing import TypeAlias
 
 import msgspec
@@ -208,14 +209,43 @@ class Missing(FromCoordinator, frozen=True):
     waited_s: float
 
 
+class LossKind(enum.Enum):
+    """How a member came to be lost: others decide by this, never by the words for people."""
+
+    ENDED = "ended"  # its connection or process ended; nobody saw how
+    KILLED = "killed"  # its process was ended by a signal
+    CRASHED = "crashed"  # its process ended with an error
+    SILENT = "silent"  # no sign of life: it is stopped, stuck or cut off, and may wake up
+    UNREACHABLE = "unreachable"  # it is alive, but other members cannot reach it
+    LEFT = "left"  # it left before its work was done, and ends by itself
+    RETIRED = "retired"  # a mate of its unit was lost
+    RELEASED = "released"  # a mate of its unit left; it ends by itself, like that one
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the reason lies with the member itself, and not with a mate."""
+        return self not in (LossKind.RETIRED, LossKind.RELEASED)
+
+    @property
+    def is_willing(self) -> bool:
+        """Whether the process ends by itself: it may finish what it says, and is not stopped."""
+        return self in (LossKind.LEFT, LossKind.RELEASED)
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether the member is lost for a reason of its own, and against its will."""
+        return self.is_own and not self.is_willing
+
+
 class Loss(msgspec.Struct, frozen=True):
-    """Somebody who is not in the job any more, and why."""
+    """A member that is not in the job any more, and why."""
 
     rank: int
     number: int
     role: str
     where: str
     why: str
+    kind: LossKind = LossKind.ENDED  # the default: a journal of a version without kinds
 
 
 class Changed(FromCoordinator, frozen=True):
@@ -254,6 +284,22 @@ class Presence(FromCoordinator, frozen=True):
     rank: int
     state: str
     detail: str
+    where: str = ""  # its host and pid
+    kind: LossKind | None = None  # of a loss; None: it is there, or has ended in good order
+
+    @property
+    def is_gone(self) -> bool:
+        return self.state in ("lost", "left")
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether it left in good order, and nobody misses it."""
+        return self.state == "left" and self.kind is None
+
+    @property
+    def words(self) -> str:
+        """The detail, with the place of the process."""
+        return f"{self.where}: {self.detail}" if self.where else self.detail
 
 
 MemberMessage: TypeAlias = (

@@ -96,12 +96,12 @@ class Operator:
         answer = self._ask(lambda n: o.Reserve(n, role, number), timeout_s)
         return expect(answer, o.Placed).place
 
-    def report_end(self, rank: int, text: str, *, by_signal: bool) -> None:
-        """Tell that a process has ended, and how, in words for people.
+    def report_end(self, rank: int, text: str, kind: m.LossKind | None) -> None:
+        """Report that a process has ended, and how: by its kind, and in words for people.
 
-        Without `by_signal` it has ended in good order, whether or not it could say so itself.
+        `kind` None: it has ended in good order, whether or not it could say so itself.
         """
-        self._ended[rank] = o.Ended(rank, text, by_signal)
+        self._ended[rank] = o.Ended(rank, text, kind)
         self._seen.pop(rank, None)
         self._thread.post(self._contact.tell, self._ended[rank])
 

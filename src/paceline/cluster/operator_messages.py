@@ -66,7 +66,7 @@ class Ended(FromOperator, frozen=True):
 
     rank: int
     text: str
-    by_signal: bool  # else it ended in good order
+    kind: m.LossKind | None  # how it is lost; None: it ended in good order
 
 
 class Seen(FromOperator, frozen=True):

@@ -54,6 +54,7 @@ from paceline.cluster.decisions import (
 )
 from paceline.cluster.leases import Finding, Leases
 from paceline.cluster.member import Member, Membership
+from paceline.cluster.messages import LossKind
 from paceline.cluster.partitions import spread
 from paceline.cluster.policy import Policy
 from paceline.errors import Evicted, RendezvousError, TooLate
@@ -177,28 +178,31 @@ class Roster:
 
     # -- going -------------------------------------------------------------------------------
 
-    def lost(self, rank: int, why: str, now_s: float) -> list[Decision]:
+    def lost(
+        self, rank: int, why: str, now_s: float, kind: LossKind = LossKind.ENDED
+    ) -> list[Decision]:
         """Take in that a process or its connection ended without a word."""
         told = self._give_up(rank, why)
         if not self.is_here(rank):
             return [*told, *self._settle(now_s)]
         assert self.membership is not None
         member = self.membership.member(rank)
-        told += [self._lose(member, why), *self._lose_mates(member, why)]
+        told += [self._lose(member, why, kind), *self._lose_mates(member, why, kind)]
         return [*told, *self._settle(now_s)]
 
-    def _lose(self, member: Member, why: str, state: str = "lost") -> Decision:
+    def _lose(self, member: Member, why: str, kind: LossKind) -> Decision:
         """Take note of a loss, which the next change is about."""
-        loss = m.Loss(member.rank, member.number, member.role, member.where, why)
+        loss = m.Loss(member.rank, member.number, member.role, member.where, why, kind)
         self._leases.end(member.rank)
         if self.policy.is_elastic:
             if changes.is_held_open(self.policy, self.state, loss):
                 self._remember(vacant=(*self.state.vacant, loss))
             else:
                 self._losses[member.rank] = loss
-        return Tell(m.Presence(member.rank, state, f"{member.where}: {why}"))
+        state = "left" if kind.is_willing else "lost"
+        return Tell(m.Presence(member.rank, state, why, member.where, kind))
 
-    def _lose_mates(self, lost: Member, why: str, state: str = "lost") -> list[Decision]:
+    def _lose_mates(self, lost: Member, why: str, kind: LossKind) -> list[Decision]:
         """Give up the rest of a lost worker's unit: it cannot go on without it.
 
         When workers are finishing, what the others have still to do they do by themselves.
@@ -210,7 +214,7 @@ class Roster:
         numbers = units.unit(self.policy, lost.number)
         reason = units.because_of(who(lost), why)
         return [
-            self._lose(one, reason, state)
+            self._lose(one, reason, units.kind_of_mate(kind))
             for one in self.membership.members
             if one.role == "worker" and one.number in numbers and self.is_here(one.rank)
         ]
@@ -223,8 +227,9 @@ class Roster:
         assert self.membership is not None
         member = self.membership.member(rank)
         if self._breaks_its_unit(member, is_finished=is_finished):
-            told += [self._lose(member, units.LEFT, "left")]
-            told += self._lose_mates(member, units.LEFT, "left")
+            why = "it left before its work was done"
+            told += [self._lose(member, why, LossKind.LEFT)]
+            told += self._lose_mates(member, why, LossKind.LEFT)
             return [*told, *self._settle(now_s)]
         self._leases.end(rank)
         told.append(Tell(m.Presence(rank, "left", "it ended in good order")))
@@ -306,10 +311,10 @@ class Roster:
             found = self._leases.check(
                 now_s, lambda rank: changes.cost(self.policy, self.state, rank)
             )
-            decisions += self._tell(f for f in found if f.state != "lost")
+            decisions += self._tell(f for f in found if f.kind is None)
             for finding in found:
-                if finding.state == "lost":
-                    decisions += self.lost(finding.rank, finding.detail, now_s)
+                if finding.kind is not None:
+                    decisions += self.lost(finding.rank, finding.detail, now_s, finding.kind)
         for rank, until_s in list(self._expiry_s.items()):
             if now_s >= until_s and rank not in self._candidates:
                 decisions += self._give_up(rank, "nobody came for its place")
@@ -430,7 +435,11 @@ class Roster:
         reason = units.because_of(f"{first.role} {first.number}", why)
         for place in (first, *mates):
             self._release(place.rank)
-        return [Tell(m.Presence(one.rank, "lost", reason)) for one in mates if not one.is_open]
+        return [
+            Tell(m.Presence(one.rank, "lost", reason, kind=LossKind.RETIRED))
+            for one in mates
+            if not one.is_open
+        ]
 
     def _tell(self, found: Iterable[Finding]) -> list[Decision]:
         return [Tell(m.Presence(f.rank, f.state, f.detail)) for f in found]

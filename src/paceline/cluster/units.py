@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from paceline.cluster.member import Member
+from paceline.cluster.messages import LossKind
 from paceline.cluster.policy import Policy
-
-RETIRED = "retired with its unit"  # how the reason begins for which a mate is lost
-LEFT = "it left before its work was done"
 
 
 def unit(policy: Policy, number: int) -> Sequence[int]:
@@ -35,14 +33,14 @@ def whole(policy: Policy, members: Iterable[Member]) -> list[Member]:
     ]
 
 
-def is_cause(why: str) -> bool:
-    """Say whether somebody was lost for a reason of its own, and against its will."""
-    return not why.startswith((RETIRED, LEFT))
-
-
 def because_of(name: str, why: str) -> str:
-    """Say why a mate of a lost worker is lost too."""
-    return f"{RETIRED}: {name}: {why}"
+    """Return the words for why a mate of a lost worker is lost too."""
+    return f"retired with its unit: {name}: {why}"
+
+
+def kind_of_mate(kind: LossKind) -> LossKind:
+    """Return how the mates of a member are lost that is lost in this way."""
+    return LossKind.RELEASED if kind.is_willing else LossKind.RETIRED
 
 
 def free_unit(policy: Policy, taken: Collection[int]) -> Sequence[int]:

@@ -205,7 +205,7 @@ class Endpoint:
         # Those who left because somebody was lost are not the ones to be named.
         for presence in sorted(gone, key=lambda presence: presence.state != "lost"):
             raise PeerLost(
-                f"rank {self.rank}: rank {presence.rank} is gone: {presence.detail}; a group with"
+                f"rank {self.rank}: rank {presence.rank} is gone: {presence.words}; a group with"
                 " it cannot be formed",
                 rank=presence.rank,
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from typing import NoReturn
 
-from paceline.cluster import units
 from paceline.cluster.agent import Agent
 from paceline.cluster.member import Membership
 from paceline.cluster.messages import Changed, Loss, Presence
@@ -43,7 +42,7 @@ class News:
     def _on_presence(self, news: Presence) -> None:
         self.has_seen_farewell = self.has_seen_farewell or news.state == "left"
         if news.state == "lost":
-            text = f"rank {self._fabric.rank}: rank {news.rank} is lost: {news.detail}"
+            text = f"rank {self._fabric.rank}: rank {news.rank} is lost: {news.words}"
             self._fabric.interrupt(news.rank, text)
 
     def _on_changed(self, news: Changed) -> None:
@@ -57,7 +56,7 @@ class News:
 
     def vanished(self) -> list[int]:
         """Return ranks that may only be stopped; one that has left with its unit ends by itself."""
-        return [rank for rank, loss in self.losses.items() if units.LEFT not in loss.why]
+        return [rank for rank, loss in self.losses.items() if not loss.kind.is_willing]
 
     def settle(self, ranks: tuple[int, ...]) -> None:
         """Forget losses of workers that are not among these: the change is adopted."""

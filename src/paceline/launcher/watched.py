@@ -53,7 +53,7 @@ class Watched:
                 for member in news.membership.members:
                     self._seat(member)
             elif isinstance(news, m.Presence):
-                self._mark(news.rank, _STATES.get(news.state, news.state), news.detail)
+                self._mark(news.rank, _STATES.get(news.state, news.state), news.words)
             elif isinstance(news, m.Over):
                 self._over = news.why
 

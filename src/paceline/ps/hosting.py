@@ -25,7 +25,6 @@ import msgspec
 import torch
 
 from paceline import _core
-from paceline.cluster import units
 from paceline.cluster.agent import Agent
 from paceline.cluster.local_agent import LocalAgent
 from paceline.cluster.member import Membership
@@ -203,7 +202,7 @@ class Host:
             changed = self._changes.popleft()
             lost = tuple(loss.rank for loss in changed.lost)
             # Who has left with its unit is not stopped: it ends by itself, with what it has to say.
-            self._leaving.update(loss.rank for loss in changed.lost if units.LEFT in loss.why)
+            self._leaving.update(loss.rank for loss in changed.lost if loss.kind.is_willing)
             if changed.membership.generation > self._membership.generation:
                 self._adopt(changed.membership, lost)
         newest = self._agent.membership
@@ -262,7 +261,7 @@ class Host:
     def why_gone(self, rank: int) -> str | None:
         presence = self._fabric.presence.get(rank)
         if presence is not None and presence.state in ("lost", "left"):
-            return presence.detail if presence.state == "lost" else LEFT
+            return presence.words if presence.state == "lost" else LEFT
         is_here = rank in self._ranks or rank in self._retiring
         return None if is_here else "it is out of the job"
 

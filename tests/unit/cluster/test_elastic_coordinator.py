@@ -248,15 +248,17 @@ def test_silence_is_lost_after_the_lease_unless_the_launcher_sees_it_run(job, ev
 
 def test_the_launchers_words_about_an_end_are_told(job, eventually):
     job = job(3)
-    job.operator.report_end(1, "killed by signal 9, memory cgroup limit reached", by_signal=True)
+    why = "killed by signal 9, memory cgroup limit reached"
+    job.operator.report_end(1, why, m.LossKind.KILLED)
     eventually(lambda: job.membership.workers == (0, 2))
     eventually(lambda: job.heard(m.Changed))
-    assert job.heard(m.Changed)[0].lost[0].why == "killed by signal 9, memory cgroup limit reached"
+    (loss,) = job.heard(m.Changed)[0].lost
+    assert (loss.why, loss.kind) == (why, m.LossKind.KILLED)
 
 
 def test_a_last_word_that_was_not_read_yet_is_no_loss(job, eventually):
     job = job(3)
-    job.operator.report_end(1, "exited with code 0", by_signal=False)
+    job.operator.report_end(1, "exited with code 0", None)
     job.agents[1].leave()
     eventually(lambda: job.membership.workers == (0, 2))
     eventually(lambda: 1 in job.agents[0].presence)

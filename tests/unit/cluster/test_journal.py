@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 
+import msgspec
 import pytest
 
 from paceline.cluster import messages as m
@@ -59,6 +60,14 @@ def test_what_was_written_is_there_again(tmp_path):
     journal.close()
     assert entries_of(path) == SOME
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_loss_of_a_journal_without_kinds_is_understood():
+    loss = m.Loss(1, 1, "worker", "h", "killed", m.LossKind.KILLED)
+    written = msgspec.to_builtins(loss)
+    del written["kind"]
+    assert msgspec.convert(written, m.Loss).kind is m.LossKind.ENDED
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(loss), type=m.Loss) == loss
 
 
 def test_a_torn_tail_is_cut_at_every_byte(tmp_path):

@@ -24,7 +24,7 @@ def test_a_lost_worker_goes_at_once_and_its_place_is_wanted():
     story = Story(3)
     story.lose(1)
     told, announce, wanted = story.decisions
-    assert told == Tell(m.Presence(1, "lost", "h:1001: killed by signal 9"))
+    assert told == Tell(m.Presence(1, "lost", "killed by signal 9", "h:1001", m.LossKind.ENDED))
     assert announce.changed.membership.workers == (0, 2)
     assert announce.changed.lost == (m.Loss(1, 1, "worker", "h:1001", "killed by signal 9"),)
     assert wanted == Wanted("worker", 1)
@@ -230,7 +230,8 @@ def test_a_job_that_is_not_elastic_never_changes():
     (announce,) = roster.join(member(1), 0.0)
     assert announce.changed.membership.partitions == ()
     before = roster.state
-    assert roster.lost(1, "killed", 1.0) == [Tell(m.Presence(1, "lost", "h:1001: killed"))]
+    lost = m.Presence(1, "lost", "killed", "h:1001", m.LossKind.KILLED)
+    assert roster.lost(1, "killed", 1.0, m.LossKind.KILLED) == [Tell(lost)]
     assert roster.left(0, 1.0) == [Tell(m.Presence(0, "left", "it ended in good order"))]
     assert roster.state == before
     for attempt in (lambda: roster.reserve("worker", 0.0), lambda: roster.scale(1, 0.0)):

@@ -6,6 +6,7 @@ import pytest
 from roster_story import Story, member
 
 from paceline.cluster.decisions import Announce, Tell, Wanted
+from paceline.cluster.messages import LossKind
 from paceline.cluster.roster import Roster
 from paceline.errors import Evicted
 
@@ -47,6 +48,7 @@ def test_the_launchers_word_outweighs_silence():
     assert story.now.generation == 1, "starved, not lost"
     wait(11)
     assert "its process runs, but is stuck" in story.changed.lost[0].why
+    assert story.changed.lost[0].kind is LossKind.SILENT
 
 
 def test_a_stopped_process_is_lost_after_its_lease_and_not_before():
@@ -101,6 +103,7 @@ def test_a_worker_goes_rather_than_the_last_copy():
     story.wait(2)
     assert story.now.ranks == (0, 2)
     assert story.changed.lost[0].why == "it cannot reach rank 2"
+    assert story.changed.lost[0].kind is LossKind.UNREACHABLE
 
 
 def test_a_worker_that_is_cut_off_takes_no_server_with_it():

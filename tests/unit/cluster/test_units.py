@@ -6,6 +6,7 @@ import pytest
 
 from paceline.cluster.decisions import Announce, End, Tell, Wanted
 from paceline.cluster.member import Member
+from paceline.cluster.messages import LossKind
 from paceline.cluster.policy import Policy
 from paceline.cluster.roster import Roster
 from paceline.errors import RendezvousError, UsageError
@@ -42,7 +43,7 @@ class Story:
         return self.roster.membership
 
     def lose(self, rank: int, why: str = "killed by signal 9") -> None:
-        self.note(self.roster.lost(rank, why, self.now_s))
+        self.note(self.roster.lost(rank, why, self.now_s, LossKind.KILLED))
 
     def adopt(self) -> None:
         told = []
@@ -72,9 +73,9 @@ def test_a_loss_takes_its_unit_in_one_change():
     story.lose(2)
     (changed,) = story.changes
     assert story.now.workers == (0, 1)
-    assert [(loss.rank, loss.why) for loss in changed.lost] == [
-        (2, "killed by signal 9"),
-        (3, "retired with its unit: worker 2 (h:1002): killed by signal 9"),
+    assert [(loss.rank, loss.kind, loss.why) for loss in changed.lost] == [
+        (2, LossKind.KILLED, "killed by signal 9"),
+        (3, LossKind.RETIRED, "retired with its unit: worker 2 (h:1002): killed by signal 9"),
     ]
     assert changed.why == "worker 2 (h:1002) lost: killed by signal 9, and 1 worker with its unit"
     assert [told.presence.rank for told in story.of(Tell)] == [2, 3]
@@ -218,7 +219,8 @@ def test_with_replace_one_that_left_early_is_replaced_with_its_unit():
     story = Story(on_loss="replace")
     story.note(story.roster.left(2, story.now_s, is_finished=False))
     assert [told.presence.state for told in story.of(Tell)] == ["left", "left"]
-    assert [loss.rank for loss in story.roster.state.vacant] == [2, 3]
+    kinds = [(loss.rank, loss.kind) for loss in story.roster.state.vacant]
+    assert kinds == [(2, LossKind.LEFT), (3, LossKind.RELEASED)]
     for number in (2, 3):
         story.ready(*story.reserve(number))
     assert story.now.workers == (0, 1, 4, 5)

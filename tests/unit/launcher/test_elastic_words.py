@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.cli.steering import describe, server_table
 from paceline.cluster.decisions import Place, Wanted
 from paceline.cluster.member import Member, Membership
-from paceline.cluster.messages import Presence
+from paceline.cluster.messages import LossKind, Presence
 from paceline.cluster.operator_messages import Status
 from paceline.cluster.policy import Policy
 from paceline.launcher.board import Board
@@ -50,9 +50,9 @@ def test_what_follows_from_a_loss_is_told_as_it_happens_and_whole_at_the_end() -
     chronicle = _chronicle()
     chronicle.progressed(412, 9.0)
     why = "killed by signal 9, memory cgroup limit 2.0 GB reached"
-    line = _text(chronicle.lost(3, why, 10.0))
+    line = _text(chronicle.lost(3, why, LossKind.KILLED, 10.0))
     assert line == f"worker 3 (host b, pid 4003) lost: {why}; 3 workers go on"
-    assert chronicle.lost(3, "its connection ended", 10.1) is None, "once is enough"
+    assert chronicle.lost(3, "its connection ended", LossKind.ENDED, 10.1) is None, "once is enough"
     again = _text(chronicle.resumed(Resumed(0, 412, 3, (3,), 0.11, True)))
     assert again == "step 412 exchanged again with 3 workers (0.1 s)"
     chronicle.progressed(412, 10.2)  # another worker's report of the same step
@@ -73,13 +73,17 @@ def test_what_follows_from_a_loss_is_told_as_it_happens_and_whole_at_the_end() -
 
 def test_what_follows_is_said_only_where_it_is_certain() -> None:
     replace = _chronicle(on_loss="replace")
-    assert "the others hold their step until" in _text(replace.lost(1, "x", 0.0))
+    assert "the others hold their step until" in _text(replace.lost(1, "x", LossKind.ENDED, 0.0))
     shrink = _chronicle()
-    assert _text(shrink.lost(4, "x", 0.0)).endswith("; others have copies of its tables")
-    assert _text(shrink.lost(5, "x", 0.0)).endswith("lost: x"), "it had the last copy"
+    assert _text(shrink.lost(4, "x", LossKind.ENDED, 0.0)).endswith(
+        "; others have copies of its tables"
+    )
+    assert _text(shrink.lost(5, "x", LossKind.ENDED, 0.0)).endswith("lost: x"), (
+        "it had the last copy"
+    )
     for rank in (0, 1):
-        assert "go on" in _text(shrink.lost(rank, "x", 0.0))
-    assert _text(shrink.lost(2, "x", 0.0)).endswith("lost: x"), "fewer than --min"
+        assert "go on" in _text(shrink.lost(rank, "x", LossKind.ENDED, 0.0))
+    assert _text(shrink.lost(2, "x", LossKind.ENDED, 0.0)).endswith("lost: x"), "fewer than --min"
     assert shrink.summary()[0].startswith("paceline: 5 losses (server 0, server 1, worker 0, worke")
 
 
@@ -194,8 +198,8 @@ def test_a_job_that_could_not_go_on_shows_its_last_loss() -> None:
 
 def test_a_unit_is_lost_and_replaced_in_the_words_of_one_loss() -> None:
     chronicle = _chronicle(unit_size=2)
-    assert chronicle.lost(0, "retired with its unit: worker 1 (b:4001): killed", 10.0) is None
-    text = _text(chronicle.lost(1, "killed by signal 9", 10.0))
+    assert chronicle.lost(0, "a mate was killed", LossKind.RETIRED, 10.0) is None
+    text = _text(chronicle.lost(1, "killed by signal 9", LossKind.KILLED, 10.0))
     assert text == (
         "worker 1 (host b, pid 4001) lost: killed by signal 9; worker 0 of its unit goes with it;"
         " 2 workers go on"

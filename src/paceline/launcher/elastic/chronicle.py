@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.cluster import units
 from paceline.cluster.member import Member, Membership
-from paceline.cluster.messages import Presence
+from paceline.cluster.messages import LossKind, Presence
 from paceline.launcher.elastic.plan import ElasticPlan
 from paceline.telemetry.events import Filled, Happening, Moved, Promoted, Resumed
 
@@ -59,7 +58,7 @@ class Chronicle:
         member = self.members[rank]
         return place_words(member.role, member.number, member.where)
 
-    def lost(self, rank: int, why: str, now_s: float) -> str | None:
+    def lost(self, rank: int, why: str, kind: LossKind, now_s: float) -> str | None:
         """Tell of a member's loss and what becomes of the job; None when that was told before.
 
         Those who are only retired with their unit are told with the one who was lost.
@@ -68,7 +67,7 @@ class Chronicle:
             return None
         member = self.members[rank]
         self.gone.add(rank)
-        if why.startswith(units.RETIRED):
+        if not kind.is_own:
             return None
         mates = self._mates(member)
         self.gone.update(mate.rank for mate in mates)
@@ -148,7 +147,7 @@ class Chronicle:
 
     def presence(self, news: Presence) -> str:
         """Tell that a member is silent, or back."""
-        return stamped(f"{self.name(news.rank)} is {news.state}: {news.detail}")
+        return stamped(f"{self.name(news.rank)} is {news.state}: {news.words}")
 
     def progressed(self, step: int, now_s: float) -> None:
         """Note that a worker has finished a step."""

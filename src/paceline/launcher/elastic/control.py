@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable
 
 from paceline.cluster.decisions import Place
+from paceline.cluster.messages import LossKind
 from paceline.cluster.operator import Operator
 from paceline.cluster.operator_messages import News, Status
 from paceline.cluster.policy import Policy
@@ -91,9 +92,9 @@ class Control:
         assert self._operator is not None
         return await asyncio.to_thread(self._operator.reserve, role, number)
 
-    def report_end(self, rank: int, text: str, *, by_signal: bool) -> None:
+    def report_end(self, rank: int, text: str, kind: LossKind | None) -> None:
         if self._operator is not None:
-            self._operator.report_end(rank, text, by_signal=by_signal)
+            self._operator.report_end(rank, text, kind)
 
     def report_seen(self, rank: int, stopped_for_s: float | None) -> None:
         """Tell whether a process runs (None), or for how long it has been stopped."""

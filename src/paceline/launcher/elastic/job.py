@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from paceline.cluster import messages as m
-from paceline.cluster import units
 from paceline.cluster.decisions import Remark, Unwanted, Wanted
+from paceline.cluster.messages import LossKind
 from paceline.cluster.operator_messages import Happened, News
 from paceline.config import process_start
 from paceline.launcher.display import Display
@@ -40,6 +40,7 @@ from paceline.launcher.seat import Seat
 from paceline.launcher.spec import RunSpec
 from paceline.telemetry.events import Event, Happening, Progress, Resumed
 
+_RETIRED = "retired with its unit"  # the state of a process that ends with its unit
 _SETTLED_S = 5.0  # after they have met, workers of a script without reports are busy as usual
 _LEAVE_S = 30.0  # for one that is out of the job to end by itself, on a busy machine
 _STUCK_S = 8.0  # silent for so long: not for lack of processor time alone
@@ -59,7 +60,7 @@ class ElasticJob(SupervisedJob):
         self._nursery.unit_size = self._unit_size
         self._chronicle = Chronicle(self._plan, self._unit_size)
         self._culprits: set[int] = set()  # ranks that were lost for reasons of their own
-        self._evicted: dict[int, str] = {}  # ranks of ours that we kill, and why
+        self._evicted: dict[int, tuple[str, LossKind]] = {}  # ranks of ours that we kill, and why
         self._given_up: set[int] = set()  # ranks of ours that are lost, and may not have ended yet
         self._dismissed: dict[int, float] = {}  # no longer in the job: when to insist
         self._parting: dict[int, float] = {}  # left before their work was done: the same
@@ -199,7 +200,7 @@ class ElasticJob(SupervisedJob):
     async def _settle_finished(self, process: RankProcess) -> None:
         assert self._control is not None
         rank = process.seat.rank
-        self._control.report_end(rank, "finished", by_signal=False)
+        self._control.report_end(rank, "finished", None)
         if rank in self._dismissed:
             await self._crew.drained([process.seat])
             self._retire(process)
@@ -231,23 +232,23 @@ class ElasticJob(SupervisedJob):
         why = self._lookout.diagnosis(process)
         if seat.rank in self._stuck:
             why = f"stuck without a heartbeat, then {why}"
-        self._control.report_end(seat.rank, why, by_signal=True)
+        kind = LossKind.CRASHED if process.status.signal is None else LossKind.KILLED
+        self._control.report_end(seat.rank, why, kind)
         if process.status.signal is None and self._lost_mate(seat):
-            self._evicted.setdefault(seat.rank, units.RETIRED)
-        why = self._evicted.get(seat.rank, why)
-        is_retired = why.startswith(units.RETIRED)
-        if is_retired:
-            self._board.set_state(seat.rank, units.RETIRED)
-        else:
+            self._evicted.setdefault(seat.rank, (_RETIRED, LossKind.RETIRED))
+        why, kind = self._evicted.get(seat.rank, (why, kind))
+        if kind.is_own:
             self._culprits.add(seat.rank)
+        else:
+            self._board.set_state(seat.rank, _RETIRED)
         if self._was_in(seat.rank):
-            self._tell_loss(seat.rank, why)
+            self._tell_loss(seat.rank, why, kind)
         await self._crew.drained([seat])
         result = self._retire(process)
-        if not is_retired:
+        if kind.is_own:
             self._losses.append(result)
         if not self._was_in(seat.rank):
-            if not is_retired:
+            if kind.is_own:
                 self._on_failed_start(seat, why)
         elif not self._crew.workers:
             await self._await_verdict()
@@ -256,7 +257,7 @@ class ElasticJob(SupervisedJob):
         assert self._control is not None
         self._tell(f"{seat.role} {seat.number} ended before it had joined: {why}")
         if seat.rank >= 0:
-            self._control.report_end(seat.rank, why, by_signal=True)
+            self._control.report_end(seat.rank, why, LossKind.ENDED)
         if not self._nursery.failed(seat.place):
             return
         text = f"{MAX_FAILED_STARTS} newcomers in a row ended before they had joined as"
@@ -291,9 +292,9 @@ class ElasticJob(SupervisedJob):
         self._lookout.forget(process)
         return self._crew.retire(process, self._guard)
 
-    def _tell_loss(self, rank: int, why: str) -> None:
+    def _tell_loss(self, rank: int, why: str, kind: LossKind) -> None:
         self._silent_s.pop(rank, None)
-        line = self._chronicle.lost(rank, why, time.monotonic())
+        line = self._chronicle.lost(rank, why, kind, time.monotonic())
         if line is not None:
             self._show(line)
 
@@ -340,7 +341,7 @@ class ElasticJob(SupervisedJob):
             if loss.rank in self._left:  # it ends by itself, and says why
                 self._parting[loss.rank] = time.monotonic() + _LEAVE_S
             else:
-                self._evict(loss.rank, loss.why)
+                self._evict(loss.rank, loss.why, loss.kind)
         for rank in news.joined:
             self._nursery.joined(self._seats[rank].place)
             self._board.seat(self._seats[rank])
@@ -349,15 +350,15 @@ class ElasticJob(SupervisedJob):
     def _on_presence(self, news: m.Presence) -> None:
         if not self._was_in(news.rank):
             if news.state == "lost" and self._crew.find(news.rank) is not None:
-                self._evict(news.rank, news.detail)  # it waited with its unit, which is gone
+                # It waited with its unit, which is gone.
+                self._evict(news.rank, news.detail, news.kind or LossKind.ENDED)
             return
-        why = news.detail.removeprefix(f"{self._chronicle.members[news.rank].where}: ")
         if news.state == "lost":
-            self._evict(news.rank, why)
+            self._evict(news.rank, news.detail, news.kind or LossKind.ENDED)
         elif news.state == "left":
             self._left.add(news.rank)
-            if why.startswith(units.RETIRED):  # its neighbours may end it before it does so itself
-                self._evicted.setdefault(news.rank, why)
+            if news.kind is LossKind.RELEASED:  # its mates may end it before it does so itself
+                self._evicted.setdefault(news.rank, (news.detail, news.kind))
         else:
             self._on_silence(news)
 
@@ -385,13 +386,13 @@ class ElasticJob(SupervisedJob):
                 if process is not None:
                     process.ask_for_stacks()
 
-    def _evict(self, rank: int, why: str) -> None:
+    def _evict(self, rank: int, why: str, kind: LossKind) -> None:
         """End a process that the job has given up; its line comes with its diagnosis."""
         process = self._crew.find(rank)
         if process is None:  # of another host, or long gone
-            self._tell_loss(rank, why)
+            self._tell_loss(rank, why, kind)
         elif process.is_running:
             self._given_up.add(rank)
             if not process.is_exiting:
-                self._evicted[rank] = why
+                self._evicted[rank] = (why, kind)
                 process.signal_group(signal.SIGKILL)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from paceline.cluster.messages import LossKind
 from paceline.cluster.sockets import split_address
 from paceline.launcher.display import Display
 from paceline.launcher.elastic.facts import FoundJob, JobFacts, Record, recorded
@@ -106,7 +107,7 @@ class ResumedJob(DetachedJob):
         assert self._control is not None
         for rank in self._gone:
             if self._was_in(rank):
-                self._control.report_end(rank, "it ended while nobody watched", by_signal=True)
+                self._control.report_end(rank, "it ended while nobody watched", LossKind.ENDED)
 
     def _on_end(self, process: RankProcess) -> None:
         if process.status != UNKNOWN:
