@@ -1,4 +1,8 @@
-"""What paces and codecs have in common as texts: numbers of some kind, and words that were meant.
+"""The options of paces, servers and codecs: what one may be, and how its text is read.
+
+An OPTION is declared once, with its name, its kind, its default and one line of help. Reading it
+from a text ("key=value"), refusing another value, the lists of `paceline paces` and the tables in
+the guides follow from that. They are declared in options.py, pace/known.py and compress/known.py.
 
 No torch: the command line imports this.
 """
@@ -8,32 +12,102 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-
-# These stand for the allowed values of options that are numbers.
-ABOVE_0 = ("a number above 0",)
-FROM_0 = ("a number, 0 or more",)
-WHOLE = ("a whole number above 0",)
-COUNT = ("a whole number, 0 or more",)
-SHARE = ("a number above 0, up to 1",)
-NUMBERS = (ABOVE_0, FROM_0, WHOLE, COUNT, SHARE)
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 
 
-def is_allowed(value: float, kind: tuple[str, ...]) -> bool:
-    """Say whether a finite number >= 0 is of a kind."""
-    if kind in (WHOLE, COUNT) and value != int(value):
-        return False
-    if kind is SHARE and value > 1:
-        return False
-    return value > 0 or kind in (FROM_0, COUNT)
+@dataclass(frozen=True)
+class Number:
+    """A kind of number, none of them below 0; `words` describe it in messages."""
+
+    words: str
+    has_zero: bool = False
+    is_whole: bool = False
+    most: float = math.inf
+
+    def has(self, value: float) -> bool:
+        """Return whether a number is of this kind."""
+        if not 0 <= value <= self.most or math.isinf(value):
+            return False
+        return (value > 0 or self.has_zero) and (not self.is_whole or value == int(value))
+
+    def read(self, text: str) -> float | None:
+        """Return the number that a text is, or None for anything else."""
+        value = float(text) if _NUMBER.fullmatch(text) else math.inf
+        return value if self.has(value) else None
 
 
-def read_number(text: str, kind: tuple[str, ...]) -> float | None:
-    """Return a finite number of a kind, or None for anything else."""
-    value = float(text) if _NUMBER.fullmatch(text) else math.inf
-    return value if math.isfinite(value) and is_allowed(value, kind) else None
+@dataclass(frozen=True)
+class Text:
+    """A text with a grammar of its own; `read` returns its one form, or raises UsageError."""
+
+    default: str
+    read: Callable[[object], str]
+
+
+ABOVE_0 = Number("a number above 0")
+FROM_0 = Number("a number, 0 or more", has_zero=True)
+WHOLE = Number("a whole number above 0", is_whole=True)
+COUNT = Number("a whole number, 0 or more", has_zero=True, is_whole=True)
+SHARE = Number("a number above 0, up to 1", most=1)
+
+Kind: TypeAlias = Number | Text | tuple[str, ...]  # some words: one of them, the first by default
+
+
+@dataclass(frozen=True)
+class Option:
+    """What may be chosen about a pace or a codec: `name=value`."""
+
+    name: str
+    kind: Kind
+    help: str  # one line; Markdown
+    default: float | None = None  # of a number; None: nothing, or what `otherwise` describes
+    otherwise: str = ""  # the default in words, where it is not a value
+
+    @property
+    def default_text(self) -> str | None:
+        """The default as it would be written; None: there is none."""
+        if isinstance(self.kind, Number):
+            return None if self.default is None else number_text(self.default)
+        return self.kind.default if isinstance(self.kind, Text) else self.kind[0]
+
+    def read(self, text: str, wrong: Callable[[str], Exception]) -> str:
+        """Return a value that was written, in its one form; `wrong` makes the error otherwise."""
+        if isinstance(self.kind, Text):
+            return self.kind.read(text)
+        if isinstance(self.kind, Number):
+            number = self.kind.read(text)
+            if number is None:
+                raise wrong(
+                    f"{self.name}={text[:40]!r}: expected {self.kind.words}, such as {self.name}=1"
+                )
+            return number_text(number)
+        if text not in self.kind:
+            hint = near(text, self.kind)
+            raise wrong(f"{self.name}={text[:40]!r}{hint}; allowed: {', '.join(self.kind)}")
+        return text
+
+    def find_problem(self, value: object) -> str:
+        """Return why a value of Python is none of this option, or ""; a Text raises its own."""
+        if isinstance(self.kind, Text):
+            self.kind.read(value)
+            return ""
+        if isinstance(self.kind, Number):
+            is_fine = isinstance(value, int | float) and self.kind.has(value)
+            return "" if is_fine else f"{self.name}={value!r:.80} must be {self.kind.words}"
+        if value in self.kind:
+            return ""
+        hint, choices = near(str(value), self.kind), ", ".join(self.kind)
+        return f"{self.name}={value!r:.80} is unknown{hint}; choose one of {choices}"
+
+    def value_of(self, text: str) -> str | float:
+        """Return what a text in its one form stands for: a number, or itself."""
+        if isinstance(self.kind, Number):
+            return int(float(text)) if self.kind.is_whole else float(text)
+        return text
 
 
 def number_text(value: float) -> str:
@@ -42,13 +116,10 @@ def number_text(value: float) -> str:
 
 
 def read_options(
-    items: Iterable[str],
-    name: str,
-    known: Mapping[str, tuple[str, ...]],
-    wrong: Callable[[str], Exception],
-    read: Callable[[str, str, tuple[str, ...]], str],
+    items: Iterable[str], name: str, options: Iterable[Option], wrong: Callable[[str], Exception]
 ) -> dict[str, str]:
-    """Read "key=value" for each item; `wrong` makes the error of what is not one of those known."""
+    """Read "key=value" for each item; `wrong` makes the error of what `name` does not have."""
+    known = {option.name: option for option in options}
     found: dict[str, str] = {}
     for item in items:
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -61,23 +132,8 @@ def read_options(
             )
         if key in found:
             raise wrong(f"option {key} is given twice")
-        found[key] = read(key, value, known[key])
+        found[key] = known[key].read(value, wrong)
     return found
-
-
-def read_value(
-    key: str, value: str, allowed: tuple[str, ...], wrong: Callable[[str], Exception]
-) -> str:
-    """Return an option's value in its one form: a word among those allowed, or a number."""
-    if allowed not in NUMBERS:
-        if value not in allowed:
-            hint = near(value, allowed)
-            raise wrong(f"{key}={value[:40]!r}{hint}; allowed: {', '.join(allowed)}")
-        return value
-    number = read_number(value, allowed)
-    if number is None:
-        raise wrong(f"{key}={value[:40]!r}: expected {allowed[0]}, such as {key}=1")
-    return number_text(number)
 
 
 def near(word: str, words: Iterable[str]) -> str:

@@ -40,8 +40,9 @@ class Way:
     def distribute(self, model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> None:
         """Hand a model over, with those of the options that the pace has; `plain` leaves it."""
         if self.pace != "plain":
-            known = KNOWN[parse(self.pace).name].options
-            asked = {key: value for key, value in more.items() if value in known.get(key, ())}
+            kinds = {one.name: one.kind for one in KNOWN[parse(self.pace).name].options}
+            words = {key: kind for key, kind in kinds.items() if isinstance(kind, tuple)}
+            asked = {key: value for key, value in more.items() if value in words.get(key, ())}
             pl.distribute(model, optimizer, pace=self.pace, **{**self._options, **asked})
 
     def settle(self, model: nn.Module) -> None:

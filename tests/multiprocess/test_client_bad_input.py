@@ -122,7 +122,7 @@ def wrong_paces(group):
         refused(UsageError, "a client's pace is ps, async, ssp or ssp:3", make(pace))
     refused(UsageError, "a client has no option 'nonfinit'; it has unit, ", make("ps", nonfinit=1))
     client = pl.ps.Client("async", nonfinite="never")
-    wrong = "table 'w': nonfinite must be one of ignore, raise, skip, quarantine .got 'never'"
+    wrong = "table 'w': nonfinite='never' is unknown; choose one of ignore, raise, skip, quarantine"
     refused(UsageError, wrong, lambda: client.init("w", ONES))
 
 

@@ -143,7 +143,7 @@ def run(
             metavar="PACE",
             help="How the workers agree, such as allreduce, 'allreduce[update=sharded]', or with"
             " servers ps, async, ssp:3; also a schedule, 'allreduce@0, local:8@500'; wins over the"
-            " script's own.",
+            " script's own. `paceline paces` lists them with their options.",
         ),
     ] = None,
     precision: Annotated[
@@ -385,6 +385,18 @@ def report(
     from paceline.cli import report as verb
 
     raise typer.Exit(verb.report(directory, output))
+
+
+@app.command(help="List the paces and codecs, each with its options, their defaults and meaning.")
+def paces(
+    word: Annotated[
+        str | None,
+        typer.Argument(metavar="[PACE|CODEC]", help="One of them, such as ssp or topk."),
+    ] = None,
+) -> None:
+    from paceline.cli import paces as verb
+
+    raise typer.Exit(verb.paces(word))
 
 
 @app.command(help="Report on this machine and installation; paste it into a bug report.")

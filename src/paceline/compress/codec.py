@@ -54,7 +54,7 @@ class Codec:
     def __init__(self, spec: CodecSpec) -> None:
         self.spec = spec
         self.has_feedback = spec.is_chosen("feedback")
-        self.seed = int(spec.option("seed", 0))
+        self.seed = int(spec.option("seed"))
 
     def num_bytes(self, count: int) -> int:
         """Return how many bytes so many numbers become."""

@@ -34,9 +34,9 @@ class DeepGradient(TopK):
 
     def __init__(self, spec: CodecSpec) -> None:
         super().__init__(spec)
-        self.momentum = spec.option("momentum", 0.9)
-        self.warmup = int(spec.option("warmup", 500))
-        self.clip = spec.option("clip", 0.0)
+        self.momentum = spec.option("momentum")
+        self.warmup = int(spec.option("warmup"))
+        self.clip = spec.option("clip")
         self.has_feedback = True
         self.share = self.share_at(0)
 

@@ -26,8 +26,6 @@ from paceline.compress.journey import Journey
 from paceline.compress.layout import Layout, Span
 from paceline.work import Work
 
-_RATE = 2.0
-
 
 class PowerSGD(Codec):
     """Knows the rank."""
@@ -45,7 +43,7 @@ class PowerSGD(Codec):
         if len(size) < 2:
             return None
         n, m = size[0], size.numel() // size[0]
-        rate = self.spec.option("rate", _RATE)
+        rate = self.spec.option("rate")
         return (n, m) if (n + m) * self.rank * rate < n * m else None
 
 

@@ -14,7 +14,7 @@ from functools import partial
 
 from paceline.compress.known import CODECS, VALUE_CODECS, Row
 from paceline.errors import UsageError
-from paceline.grammar import near, number_text, read_number, read_options, read_value
+from paceline.grammar import Text, near, number_text, read_options
 
 _FORM = re.compile(r"([^:()+]*)(?::([^()+]*))?(?:\(([^()]*)\))?(?:\+(.*))?")
 
@@ -59,19 +59,24 @@ class CodecSpec:
         """The number behind the colon, or its default."""
         return float(self.number if self.number is not None else self.row.default)
 
-    def option(self, name: str, default: float) -> float:
-        """Return an option that is a number."""
-        return float(self.options.get(name, default))
+    def text(self, name: str) -> str:
+        """Return an option as text; "": it has none of that name, or no value for it."""
+        option = self.row.option(name)
+        default = None if option is None else option.default_text
+        return self.options.get(name, default or "")
+
+    def option(self, name: str) -> float:
+        """Return an option that is a number; 0: it has none of that name, or no value for it."""
+        return float(self.text(name) or 0.0)
 
     def is_chosen(self, name: str) -> bool:
         """Return an option that is yes or no."""
-        allowed = self.row.options.get(name, ("no",))
-        return self.options.get(name, allowed[0]) == "yes"
+        return self.text(name) == "yes"
 
     @property
     def min_elements(self) -> int:
         """Tensors with fewer of them stay as they are."""
-        return int(self.option("min", self.row.min_elements))
+        return int(self.option("min"))
 
 
 def parse_codec(text: object) -> CodecSpec:
@@ -98,20 +103,18 @@ def parse_codec(text: object) -> CodecSpec:
 def _read_number(text: object, name: str, row: Row, number: str) -> float:
     if not row.number:
         raise _wrong(text, f"{name} takes no number; leave out {':' + number[:40]!r}")
-    value = read_number(number, row.kind)
+    value = row.kind.read(number)
     if value is None:
         raise _wrong(
             text,
-            f"{row.number} must be {row.kind[0]} (got {number[:40]!r}); write for example"
+            f"{row.number} must be {row.kind.words} (got {number[:40]!r}); write for example"
             f" {name}:{row.default}",
         )
     return value
 
 
 def _read_options(text: object, name: str, row: Row, options: str) -> dict[str, str]:
-    wrong = partial(_wrong, text)
-    read = partial(read_value, wrong=wrong)
-    return read_options(options.split(","), name, row.options, wrong, read)
+    return read_options(options.split(","), name, row.options, partial(_wrong, text))
 
 
 def _read_values(text: object, name: str, row: Row, values: str) -> str:
@@ -137,3 +140,7 @@ def _list() -> str:
 def _wrong(text: object, why: str) -> UsageError:
     shown = repr(text) if len(repr(text)) <= 80 else repr(text)[:77] + "..."
     return UsageError(f"codec {shown}: {why}")
+
+
+# The kind of the options of a pace that are codecs.
+CODEC = Text("auto", lambda text: str(parse_codec(text)))

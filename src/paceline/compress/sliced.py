@@ -58,7 +58,7 @@ class Blocks(Codec):
         kernels.mean(self.format.name, payloads, out)
 
     def journey(self, ground: Ground) -> Journey:
-        if self.spec.options.get("scales") == "shared":
+        if self.spec.text("scales") == "shared":
             from paceline.compress.shared_scales import SharedScales
 
             return SharedScales(self, ground)

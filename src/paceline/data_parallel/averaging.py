@@ -11,11 +11,10 @@ from paceline.collectives.group import Group
 from paceline.compress.codec import Allocate
 from paceline.compress.parse import CodecSpec, parse_codec
 from paceline.data_parallel.bucket import Bucket
-from paceline.data_parallel.options import Options
 from paceline.job import Job
+from paceline.options import Options, wire_dtype
 from paceline.pace.compressed import CompressedAllReduce, Journeys
 from paceline.pace.host_first import HostFirst
-from paceline.pace.precision import wire_dtype
 from paceline.pace.server import ServerExchange
 
 Compressing = CompressedAllReduce | HostFirst

@@ -20,10 +20,11 @@ from paceline.config import requested_pace, requested_precision
 from paceline.console import say
 from paceline.data_parallel.checks import find_problem_with_servers
 from paceline.data_parallel.mixed_precision import find_problem_with_precision
-from paceline.data_parallel.options import Options, fits
 from paceline.errors import UsageError
+from paceline.grammar import Text, number_text
 from paceline.job import Job
-from paceline.pace.known import find, needs_servers
+from paceline.options import Options, wire_dtype
+from paceline.pace.known import KNOWN, Pace, find, needs_servers
 from paceline.pace.parse import PaceSpec, find_problem_with_backups, find_problem_with_codec
 from paceline.pace.schedule import Phase, Schedule, notices_of, parse_schedule
 
@@ -96,7 +97,7 @@ class Choice:
 
     def _choose(self, phase: Phase, asked: Schedule) -> Chosen:
         full, given = self._complete(phase.pace, asked)
-        chosen = Chosen(phase.start, phase.pace, Options.of(full, given))
+        chosen = Chosen(phase.start, phase.pace, options_of(full, given))
         self._check(full, chosen.options)
         return chosen
 
@@ -108,8 +109,8 @@ class Choice:
         same = [phase.pace for phase in mine.phases if phase.pace.name == pace.name]
         written = (same[0] if same else mine.first).options
         if len(asked.phases) > 1 or asked.first.name != mine.first.name:
-            given = {key: value for key, value in given.items() if fits(pace, key, value)}
-            written = {key: value for key, value in written.items() if fits(pace, key, value)}
+            given = {key: value for key, value in given.items() if _fits(pace, key, value)}
+            written = {key: value for key, value in written.items() if _fits(pace, key, value)}
         told = requested_precision()
         if told is not None:  # wherever else it may stand
             given = {**given, "precision": told}
@@ -119,10 +120,9 @@ class Choice:
         return PaceSpec(pace.name, pace.number, {**written, **pace.options}), given
 
     def _refuse_unknown_options(self, schedule: Schedule) -> None:
-        rows = [find(phase.pace.name) for phase in schedule.phases]
-        known = {name for row in rows if row is not None for name in row.options}
+        rows = [_row(phase.pace) for phase in schedule.phases]
         for name in self._given:
-            if name not in known:
+            if not any(row.option(name) for row in rows):
                 raise UsageError(f"none of the paces of {schedule} has an option {name!r}")
 
     def _check(self, pace: PaceSpec, options: Options) -> None:
@@ -168,6 +168,52 @@ class Choice:
         if problem is not None or not (needs_servers(pace.name) and self._job.servers):
             return problem
         return find_problem_with_servers(model, optimizer, options.push)
+
+
+def options_of(pace: PaceSpec, given: Mapping[str, object]) -> Options:
+    """Return what the keywords of a script and the text of a pace, which wins, choose together."""
+    row = _row(pace)
+    written = {**{name: _checked(row, pace, name, given[name]) for name in given}, **pace.options}
+    chosen = {one.name: one.default_text for one in row.options} | written
+    if row.option("wire") and "wire" not in written:
+        chosen["wire"] = wire_dtype(str(chosen["precision"]))
+    texts = {name: text for name, text in chosen.items() if text is not None}
+    fields = set(Options.__struct_fields__) - {"own"}
+    values = {one.name: one.value_of(texts[one.name]) for one in row.options if one.name in texts}
+    # A method has its own, also where another pace has an option of the same name.
+    own = {name: text for name, text in texts.items() if row.method or name not in fields}
+    return Options(
+        own=own,
+        **{name: value for name, value in values.items() if name in fields},  # type: ignore[arg-type]
+    )
+
+
+def _row(pace: PaceSpec) -> Pace:
+    row = find(pace.name)
+    assert row is not None, "a pace that was read is known"
+    return row
+
+
+def _checked(row: Pace, pace: PaceSpec, name: str, value: object) -> str:
+    """Return a keyword's value as text; UsageError for one that the pace does not have."""
+    option = row.option(name)
+    if option is None:
+        others = [other for other, one in KNOWN.items() if one.option(name)]
+        where = f"; it belongs to {', '.join(others)}" if others else ""
+        names = ", ".join(one.name for one in row.options)
+        raise UsageError(f"pace {pace.name} has no option {name!r}{where}; its options: {names}")
+    if isinstance(option.kind, Text):
+        return option.kind.read(value)
+    problem = option.find_problem(value)
+    if problem:
+        raise UsageError(problem)
+    return number_text(float(value)) if isinstance(value, int | float) else str(value)
+
+
+def _fits(pace: PaceSpec, name: str, value: object) -> bool:
+    """Return whether a pace has an option that can have this value."""
+    option = _row(pace).option(name)
+    return option is not None and (not isinstance(option.kind, tuple) or value in option.kind)
 
 
 def _refuse_free_running(asked: Schedule) -> None:

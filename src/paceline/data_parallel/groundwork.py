@@ -15,11 +15,11 @@ from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
 from paceline.data_parallel.averaging import choose_codec, compressed_average
 from paceline.data_parallel.housing import Housing
-from paceline.data_parallel.options import Options
 from paceline.data_parallel.ownership import is_elementwise
 from paceline.data_parallel.paced import make_method
 from paceline.data_parallel.serving import Serving
 from paceline.job import Job
+from paceline.options import Options
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.centre import Centre
 from paceline.pace.exchange import Exchange

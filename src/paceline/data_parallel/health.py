@@ -14,10 +14,10 @@ import torch
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
 from paceline.data_parallel.finite import all_finite
-from paceline.data_parallel.options import Options
 from paceline.data_parallel.reducer import Reducer
 from paceline.elastic.session import Elastic
 from paceline.errors import NonFiniteGradient, UsageError
+from paceline.options import Options
 
 _SHOWN = 5
 

@@ -25,19 +25,20 @@ from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.checks import not_in_optimizer
 from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.local_optimizer import LocalOptimizer
-from paceline.data_parallel.options import Options
 from paceline.data_parallel.ownership import is_elementwise
 from paceline.data_parallel.served import ServedUpdate, settings_of
 from paceline.data_parallel.served_state import ServedState
 from paceline.errors import UsageError
 from paceline.job import Job
+from paceline.options import Options
 from paceline.pace.parse import PaceSpec
-from paceline.pace.server import ServerExchange, rule_of
+from paceline.pace.server import ServerExchange
 from paceline.ps.items import Held, Item
 from paceline.ps.means import mean_codec_of
 from paceline.ps.packing import Packing
 from paceline.ps.precision import kept_dtype
 from paceline.ps.remote_table import RemoteTable
+from paceline.ps.rule import rule_of
 from paceline.ps.spec import OptimizerSpec, Rule
 from paceline.ps.subscription import Subscription
 from paceline.state.protocol import Change, State
@@ -64,7 +65,7 @@ class Serving:
         self._optimizer = optimizer
         self._wire = options.wire
         self._name = f"model {label}"
-        self.rule = _rule(pace, options, all_speak=job.elastic.is_on)
+        self.rule = _rule(pace, options, is_elastic=job.elastic.is_on)
         can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
         self.shares_memory = (
             can_see_edits
@@ -276,21 +277,8 @@ class Serving:
         return Held(slot.name, group, slot.place.start, slot.place.count, shape)
 
 
-def _rule(pace: PaceSpec, options: Options, *, all_speak: bool) -> Rule:
-    rule = rule_of(
-        pace,
-        unit=options.unit,
-        push=options.push,
-        compensate=options.compensate,
-        dc_lambda=options.dc_lambda,
-        lr=options.lr,
-        softsync=int(options.softsync),
-        max_staleness=int(options.max_staleness) or None,
-        nonfinite=options.nonfinite,
-        server_dtype=options.server_dtype,
-        seed=int(options.seed),
-        all_speak=all_speak,
-    )
+def _rule(pace: PaceSpec, options: Options, *, is_elastic: bool) -> Rule:
+    rule = rule_of(pace.name, int(pace.value), options, is_elastic=is_elastic)
     codec = parse_codec(options.compress)
     if rule.aggregate and codec.is_on:
         rule = msgspec.structs.replace(rule, mean_codec=mean_codec_of(codec))

@@ -42,7 +42,6 @@ from paceline.data_parallel.handover import (
     params_of,
 )
 from paceline.data_parallel.hooks import attach
-from paceline.data_parallel.options import Options
 from paceline.data_parallel.restoring import Restoring, SavedModel
 from paceline.data_parallel.saving import Picture, take_picture
 from paceline.data_parallel.skipping import Skipping
@@ -52,6 +51,7 @@ from paceline.data_parallel.update import Step, bind_step
 from paceline.data_parallel.wishes import Wishes
 from paceline.errors import PacelineError, PeerError
 from paceline.job import Job
+from paceline.options import Options
 from paceline.pace.parse import PaceSpec
 from paceline.ps.subscription import Subscription
 from paceline.state.protocol import Change, State

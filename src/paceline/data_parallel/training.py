@@ -40,7 +40,6 @@ from paceline.data_parallel.hooks import cut_off
 from paceline.data_parallel.intake import Intake
 from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.mixed_precision import compute_in, compute_in_full
-from paceline.data_parallel.options import Options
 from paceline.data_parallel.paced import Paced
 from paceline.data_parallel.participation import leave, take_part
 from paceline.data_parallel.reducer import Reducer
@@ -49,6 +48,7 @@ from paceline.data_parallel.skipping import step_with_nothing
 from paceline.data_parallel.update import ReplicatedUpdate, Step, Update
 from paceline.errors import PeerError, UsageError
 from paceline.job import Job
+from paceline.options import Options
 from paceline.pace.parse import PaceSpec
 from paceline.ps.subscription import Subscription
 from paceline.telemetry.events import LEARNING_RATE, STALENESS

@@ -26,7 +26,7 @@ from paceline.launcher.elastic.plan import MAX_WORKERS, ElasticPlan
 from paceline.launcher.seat import Seat, seats
 from paceline.launcher.servers import ServerPlan
 from paceline.mesh import Mesh
-from paceline.pace.precision import require_precision
+from paceline.options import require_precision
 from paceline.pace.schedule import Schedule, parse_schedule
 from paceline.telemetry.trace import TracedSteps
 

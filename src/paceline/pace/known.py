@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 
-from paceline.compress.known import CODEC
 from paceline.errors import UsageError
-from paceline.grammar import ABOVE_0, COUNT, FROM_0, NUMBERS, SHARE, WHOLE
-from paceline.pace.precision import PRECISIONS
+from paceline.grammar import ABOVE_0, COUNT, FROM_0, SHARE, WHOLE, Number, Option
+from paceline.options import PRECISION, options_at
 
 ENTRY_POINTS = "paceline.paces"
 
@@ -24,10 +23,9 @@ ENTRY_POINTS = "paceline.paces"
 class Pace:
     """What may follow the word of a pace, and what it is."""
 
-    # Of each option the allowed values; the first is the default, or the kind of number (above).
-    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    number: str = ""  # what comes behind the colon, if something may
-    kind: tuple[str, ...] = COUNT  # of that number; or the words that may stand there
+    options: tuple[Option, ...] = ()
+    number: str = ""  # what comes after the colon, if something may
+    kind: Number | tuple[str, ...] = COUNT  # of that number; or the words that may stand there
     default: str = ""  # what it is if it is left out
     needs_servers: bool = False
     is_free_running: bool = False  # workers do not take the same steps together
@@ -42,71 +40,66 @@ class Pace:
 
     @property
     def has_words(self) -> bool:
-        """Whether a word, not a number, stands behind the colon."""
-        return bool(self.number) and self.kind not in NUMBERS
+        """Whether a word, not a number, stands after the colon."""
+        return bool(self.number) and isinstance(self.kind, tuple)
+
+    def option(self, name: str) -> Option | None:
+        """Return an option; None: it has none of that name."""
+        return next((option for option in self.options if option.name == name), None)
 
 
-_PRECISION = {"precision": PRECISIONS}
-_EVERYWHERE = {"bucket_mb": ABOVE_0, **_PRECISION}
-_BACKWARD = {
-    "buffers": ("broadcast", "average", "local"),
-    "batchnorm": ("local", "global"),
-    "unused": ("warn", "error", "ignore"),
-    **_EVERYWHERE,
-}
-_RESIZES = {"resize_lr": ("keep", "linear", "sqrt")}
-_ON_SERVERS = {
-    "nonfinite": ("ignore", "raise", "skip", "quarantine"),
-    "server_dtype": ("fp32", "bf16", "fp16"),
-    "wire": ("fp32", "bf16", "fp16"),
-    "seed": WHOLE,
-    "compress": CODEC,
-}
-_FREE_RUNNING = {
-    **_ON_SERVERS,
-    "push": ("grad", "delta", "params"),
-    "compensate": ("none", "dc"),
-    "dc_lambda": ABOVE_0,
-    "lr": ("plain", "staleness"),
-    "max_staleness": WHOLE,
-    "buffers": ("local",),
-    **_EVERYWHERE,
-}
-_LOCALLY = {"buffers": ("average", "broadcast", "local"), **_EVERYWHERE}
-_LATE = {"delay": COUNT, "merge": FROM_0, "late": ("replace", "shift")}
-_COMPRESSED = {"compress": CODEC}
-_OUTER = {**_LOCALLY, **_COMPRESSED, "fragments": WHOLE, **_LATE}
+# Options of methods only; those that training and servers read are in options.py.
+_OUTER = (
+    Option(
+        "fragments",
+        WHOLE,
+        "bring the model together in so many parts, one after the other: H must be a multiple of"
+        " it",
+        1,
+    ),
+    Option(
+        "delay",
+        COUNT,
+        "put a mean to use so many steps after it was sent; it travels while they compute",
+        0,
+    ),
+    Option("merge", FROM_0, "how much of its own value a worker then keeps, 0 to 1", 0),
+    Option(
+        "late",
+        ("replace", "shift"),
+        "`shift`: keep all steps that were taken during the delay: the worker moves by what the"
+        " others have brought",
+    ),
+)
+_KEPT = "what is kept of the last change"
+_OUTER_LR = "the outer learning rate"
+_NESTEROV = Option("nesterov", ("yes", "no"), "look ahead (for `bmuf`: NBM; with `no` CBM)")
+_AFTER = "so many steps are first taken together, gradients averaged"
+_ELASTIC = (
+    Option(
+        "alpha",
+        FROM_0,
+        "how far a worker moves towards the centre; 0: the workers go alone",
+        otherwise="`beta` / number of workers, at least 2",
+    ),
+    Option("beta", ABOVE_0, "how far the centre moves towards the mean of all workers", 0.9),
+    Option(
+        "mode",
+        ("sync", "async"),
+        "`async`: each worker by itself, and nobody waits (it needs servers)",
+    ),
+)
+_COINS = Option("seed", COUNT, "of the coins", 0)
+_DRAWN = Option("seed", COUNT, "of what is drawn by chance, the same on all workers", 0)
 _STEPS = "the number of local steps"
-_ELASTIC = {**_LOCALLY, "alpha": FROM_0, "beta": ABOVE_0, "mode": ("sync", "async")}
 _FREE = {"mode": "async"}
 
-KNOWN: dict[str, Pace] = {
-    "allreduce": Pace(
-        {
-            "update": ("auto", "replicated", "sharded"),
-            **_BACKWARD,
-            **_RESIZES,
-            "nonfinite": ("ignore", "raise", "skip"),
-            **_COMPRESSED,
-        }
-    ),
-    "ps": Pace(
-        {**_BACKWARD, **_RESIZES, **_ON_SERVERS, "wait": ("step", "layer")}, needs_servers=True
-    ),
-    "backup": Pace(
-        {**_ON_SERVERS, "buffers": ("local",), "unused": ("ignore",), **_EVERYWHERE},
-        number="the number of backup workers",
-        default="1",
-        needs_servers=True,
-    ),
-    "async": Pace({**_FREE_RUNNING, "softsync": WHOLE}, needs_servers=True, is_free_running=True),
-    "ssp": Pace(
-        {**_FREE_RUNNING, "unit": ("clock", "version")},
-        number="the staleness",
-        default="3",
-        needs_servers=True,
-        is_free_running=True,
-    ),
+_ROWS = {
+    "allreduce": Pace(),
+    "ps": Pace(needs_servers=True),
+    "backup": Pace(number="the number of backup workers", default="1", needs_servers=True),
+    "async": Pace(needs_servers=True, is_free_running=True),
+    "ssp": Pace(number="the staleness", default="3", needs_servers=True, is_free_running=True),
     "local": Pace(
         _OUTER,
         number=_STEPS,
@@ -116,7 +109,7 @@ KNOWN: dict[str, Pace] = {
         uses_servers=True,
     ),
     "post_local": Pace(
-        {**_OUTER, "after": COUNT},
+        (*_OUTER, Option("after", COUNT, _AFTER, 1000)),
         number=_STEPS,
         kind=WHOLE,
         default="8",
@@ -124,14 +117,19 @@ KNOWN: dict[str, Pace] = {
         uses_servers=True,
     ),
     "bmuf": Pace(
-        {
-            **_OUTER,
-            "momentum": FROM_0,
-            "outer_lr": ABOVE_0,
-            "nesterov": ("yes", "no"),
-            "after": COUNT,
-            "compat": ("paper", "fairseq"),
-        },
+        (
+            Option("outer_lr", ABOVE_0, _OUTER_LR, 1),
+            Option("momentum", FROM_0, _KEPT, otherwise="1 - 1 / number of workers"),
+            _NESTEROV,
+            Option("after", COUNT, _AFTER, 500),
+            Option(
+                "compat",
+                ("paper", "fairseq"),
+                "`fairseq`: as fairseq has it: G counts (1 - momentum) times, and the look-ahead"
+                " stays in the point at which the next block begins",
+            ),
+            *_OUTER,
+        ),
         number="the number of steps in a block",
         kind=WHOLE,
         default="10",
@@ -139,7 +137,12 @@ KNOWN: dict[str, Pace] = {
         uses_servers=True,
     ),
     "diloco": Pace(
-        {**_OUTER, "momentum": FROM_0, "outer_lr": ABOVE_0, "nesterov": ("yes", "no")},
+        (
+            Option("outer_lr", ABOVE_0, _OUTER_LR, 0.7),
+            Option("momentum", FROM_0, _KEPT, 0.9),
+            _NESTEROV,
+            *_OUTER,
+        ),
         number="the number of inner steps",
         kind=WHOLE,
         default="500",
@@ -156,7 +159,10 @@ KNOWN: dict[str, Pace] = {
         needs_servers_with=_FREE,
     ),
     "eamsgd": Pace(
-        {**_ELASTIC, "momentum": ABOVE_0},
+        (
+            *_ELASTIC,
+            Option("momentum", ABOVE_0, "Nesterov momentum for SGD that has none", 0.9),
+        ),
         number=_STEPS,
         kind=WHOLE,
         default="10",
@@ -165,13 +171,20 @@ KNOWN: dict[str, Pace] = {
         needs_servers_with=_FREE,
     ),
     "partial": Pace(
-        {
-            **_BACKWARD,
-            "select": ("random", "round_robin"),
-            "skip_compute": ("no", "yes"),
-            "carry": ("no", "yes"),
-            "seed": COUNT,
-        },
+        (
+            Option("select", ("random", "round_robin"), "`round_robin`: the workers take turns"),
+            Option(
+                "skip_compute",
+                ("no", "yes"),
+                "`yes`: a worker that does not take part computes no gradients",
+            ),
+            Option(
+                "carry",
+                ("no", "yes"),
+                "`yes`: what a worker computed and nobody counted is added to what it sends next",
+            ),
+            _DRAWN,
+        ),
         number="the fraction of workers",
         kind=SHARE,
         default="0.5",
@@ -185,7 +198,24 @@ KNOWN: dict[str, Pace] = {
         " for the elastic force to a centre use easgd",
     ),
     "bitmap": Pace(
-        {**_BACKWARD, "momentum": FROM_0, "feedback": ("no", "yes"), "seed": COUNT},
+        (
+            Option(
+                "momentum",
+                FROM_0,
+                "vote with the signs of m <- momentum * m + (1 - momentum) * g (Signum); 0: with"
+                " those of the gradients (signSGD)",
+                0.9,
+            ),
+            Option(
+                "feedback",
+                ("no", "yes"),
+                "`yes`: vote with the signs of v = m + e, and carry over what the vote has left"
+                " out: e <- v - s * sign(v), where s is the mean of \\|v\\| in the bucket;"
+                " gradients are then plus and minus the mean of all workers' s, and learning rates"
+                " the usual ones",
+            ),
+            _COINS,
+        ),
         method="paceline.pace.bitmap:Bitmap",
         uses_servers=True,
     ),
@@ -195,7 +225,7 @@ KNOWN: dict[str, Pace] = {
         " model-update filtering use bmuf",
     ),
     "gossip": Pace(
-        {"buffers": ("local", "average", "broadcast"), **_EVERYWHERE, "seed": COUNT},
+        (_DRAWN,),
         number="who speaks with whom",
         kind=("ring", "exponential", "random"),
         default="ring",
@@ -203,8 +233,21 @@ KNOWN: dict[str, Pace] = {
         no_servers="its workers speak with their neighbours only, so there is no centre",
     ),
     "hogwild": Pace(
-        {**_LOCALLY, "agree": WHOLE}, on_one_host=True, method="paceline.pace.hogwild:Hogwild"
+        (
+            Option(
+                "agree",
+                WHOLE,
+                "so many steps from one agreement (buffers, stopping) to the next",
+                16,
+            ),
+        ),
+        on_one_host=True,
+        method="paceline.pace.hogwild:Hogwild",
     ),
+}
+
+KNOWN = {
+    name: replace(row, options=(*row.options, *options_at(name))) for name, row in _ROWS.items()
 }
 
 
@@ -226,7 +269,7 @@ def register(name: str, pace: Pace) -> None:
         raise UsageError(f"the name of a pace is one word of letters, not {name[:40]!r}")
     if not isinstance(pace, Pace) or not pace.method:
         raise UsageError(f"pace {name}: expected a Pace with a method, 'module:Class'")
-    pace = replace(pace, options={**pace.options, **_PRECISION})
+    pace = replace(pace, options=(*pace.options, PRECISION))
     if name in KNOWN and KNOWN[name] != pace:
         raise UsageError(f"there is a pace {name} already; choose another word")
     KNOWN[name] = pace

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from paceline.compress.known import CODEC, CODECS
+from paceline.compress.known import CODECS
 from paceline.compress.parse import CodecSpec, parse_codec
 from paceline.errors import UsageError
-from paceline.grammar import near, number_text, read_number, read_options, read_value
+from paceline.grammar import Number, near, number_text, read_options
 from paceline.pace.known import KNOWN, Pace, find
 
 _FORM = re.compile(r"([^:\[\]]*)(?::([^\[\]]*))?(?:\[([^\[\]]*)\])?")
@@ -40,9 +40,9 @@ class PaceSpec:
 
     @property
     def value(self) -> float:
-        """The number behind the colon, or its default."""
+        """The number after the colon, or its default; 0: the pace has none."""
         row = find(self.name)
-        return float(self.number if self.number is not None else row.default if row else 0)
+        return float(self.number if self.number is not None else (row and row.default) or 0)
 
     @property
     def needs_servers(self) -> bool:
@@ -146,35 +146,26 @@ def find_problem_with_codec(pace: PaceSpec, options: Mapping[str, str]) -> str:
 def _read_number(text: str, name: str, known: Pace, number: str) -> float | str:
     if not known.number:
         raise _wrong(text, f"{name} takes no number; leave out {':' + number[:40]!r}")
-    example = f"{name}:{known.default}"
-    if known.has_words:
-        word = number.strip()
-        if word not in known.kind:
-            choices = ", ".join(known.kind)
+    kind = known.kind
+    if isinstance(kind, Number):
+        value = kind.read(number)
+        if value is None:
             raise _wrong(
-                text, f"{known.number}: {word[:40]!r}{near(word, known.kind)}; choose {choices}"
+                text,
+                f"{known.number} must be {kind.words} (got {number[:40]!r}); write for example"
+                f" {name}:{known.default}",
             )
-        return word
-    value = read_number(number, known.kind)
-    if value is None:
-        raise _wrong(
-            text,
-            f"{known.number} must be {known.kind[0]} (got {number[:40]!r}); write for example"
-            f" {example}",
-        )
-    return value
+        return value
+    word = number.strip()
+    if word not in kind:
+        choices = ", ".join(kind)
+        raise _wrong(text, f"{known.number}: {word[:40]!r}{near(word, kind)}; choose {choices}")
+    return word
 
 
 def _read_options(text: str, name: str, known: Pace, options: str) -> dict[str, str]:
     """Read what is between the brackets; spaces around keys and values do not count."""
-    wrong = partial(_wrong, text)
-
-    def read(key: str, value: str, allowed: tuple[str, ...]) -> str:
-        if allowed == CODEC:
-            return str(parse_codec(value))
-        return read_value(key, value, allowed, wrong)
-
-    return read_options(_COMMA.split(options), name, known.options, wrong, read)
+    return read_options(_COMMA.split(options), name, known.options, partial(_wrong, text))
 
 
 def _unknown(name: str) -> str:

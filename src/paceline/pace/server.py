@@ -15,28 +15,12 @@ import torch
 
 from paceline.cluster.member import Membership
 from paceline.pace.exchange import Bucket
-from paceline.pace.parse import PaceSpec
 from paceline.ps import messages as m
 from paceline.ps.packing import Packing
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import Rule
 from paceline.ps.together import Together
 from paceline.work import Work
-
-
-def rule_of(pace: PaceSpec, **options: Any) -> Rule:
-    """Return the rule of a server pace; ssp:0 and backup:0 are `ps`: all wait for all."""
-    if pace.name == "backup" and pace.value:
-        # Nobody is bound to the clock of the slowest; and the first worker may be that one.
-        options["is_elastic"] = options.get("all_speak", False)
-        options["all_speak"] = True
-        return Rule(bound=None, aggregate=True, backup=int(pace.value), **options)
-    is_lockstep = pace.name == "ssp" and pace.number == 0 and options.get("unit") != "version"
-    if pace.name in ("ps", "backup") or is_lockstep:
-        return Rule(bound=0, aggregate=True, **options)
-    if pace.name == "async":
-        return Rule(bound=None, **options)
-    return Rule(bound=int(pace.value), **options)
 
 
 class ServerExchange:

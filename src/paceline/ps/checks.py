@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from paceline.errors import ShapeMismatch, UsageError
+from paceline.options import ServerOptions, server_options
 from paceline.ps.means import can_send_means
 from paceline.ps.optimizer import optimizer_class
-from paceline.ps.precision import FLOATING, SERVER_DTYPES
+from paceline.ps.precision import FLOATING
 from paceline.ps.spec import Rule, ShardSpec, TableSpec
 
-_CHOICES: dict[str, Sequence[str]] = {
-    "push": ("grad", "delta", "params"),
-    "compensate": ("none", "dc"),
-    "lr": ("plain", "staleness"),
-    "nonfinite": ("ignore", "raise", "skip", "quarantine"),
-    "server_dtype": tuple(SERVER_DTYPES),
-}
+_DEFAULTS = ServerOptions()
 
 
 def check_table(spec: TableSpec) -> None:
@@ -43,14 +37,12 @@ def check_table(spec: TableSpec) -> None:
 
 
 def _check_rule(rule: Rule) -> None:
-    for option, choices in _CHOICES.items():
-        value = getattr(rule, option)
-        if value not in choices:
-            raise UsageError(f"{option} must be one of {', '.join(choices)} (got {value!r})")
-    for option in ("softsync", "max_staleness", "dc_lambda"):
-        value = getattr(rule, option)
-        if value is not None and not 0 <= value < math.inf:
-            raise UsageError(f"{option} must be a number >= 0 (got {value!r})")
+    for option in server_options():
+        value = getattr(rule, option.name)
+        is_default = value == getattr(_DEFAULTS, option.name)  # "none of it" is one, maybe
+        problem = "" if is_default else option.find_problem(value)
+        if problem:
+            raise UsageError(problem)
     if rule.mean_codec and not (rule.aggregate and can_send_means(rule.mean_codec)):
         raise UsageError(f"mean_codec={rule.mean_codec[:80]!r} is not one that averages go through")
     if rule.compensate == "dc" and rule.push != "grad":

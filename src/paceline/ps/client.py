@@ -33,7 +33,7 @@ from paceline.ps.key import Key, Receipt
 from paceline.ps.operation import Operation
 from paceline.ps.optimizer import optimizer_class
 from paceline.ps.remote_array import RemoteArray, find, known_keys
-from paceline.ps.rule import rule_of
+from paceline.ps.rule import client_rule
 from paceline.ps.spec import OptimizerSpec
 from paceline.ps.subscription import Subscription
 from paceline.work import Work
@@ -49,7 +49,7 @@ class Client:
     """
 
     def __init__(self, pace: str = "async", **options: Any) -> None:
-        self.rule = rule_of(pace, options)
+        self.rule = client_rule(pace, options)
         self._joined = connection.current()
         self._mu = threading.Lock()
         self._started: list[Operation] = []  # not all over yet; guarded by: _mu

@@ -12,6 +12,8 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
+from paceline.options import ServerOptions
+
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
 
@@ -43,21 +45,14 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     groups: tuple[dict[str, Any], ...]
 
 
-class Rule(msgspec.Struct, frozen=True):
-    """When a push is applied and when a worker may read; see clock.py and docs/consistency.md."""
+class Rule(ServerOptions, frozen=True):
+    """When a push is applied and when a worker may read; see clock.py and docs/consistency.md.
+
+    What a person can choose of it are the fields of `ServerOptions` (options.py).
+    """
 
     bound: int | None  # None: nobody waits
-    unit: str = "clock"
     aggregate: bool = False  # synchronous: the workers' mean is applied, once per step
-    push: str = "grad"
-    compensate: str = "none"
-    dc_lambda: float = 0.04
-    lr: str = "plain"
-    softsync: int = 0
-    max_staleness: int | None = None
-    nonfinite: str = "ignore"
-    server_dtype: str = "fp32"
-    seed: int = 0
     backup: int = 0  # synchronous: so many workers are not waited for
     votes: bool = False  # the average is the majority of signs, as bits; nothing is applied
     mean_codec: str = ""  # synchronous: averages go to the workers through it, if that is less

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline.compress.known import CODECS, VALUE_CODECS, register
 from paceline.compress.parse import CodecSpec, parse_codec
 from paceline.errors import UsageError
-from paceline.grammar import COUNT, NUMBERS, SHARE, WHOLE, number_text
+from paceline.grammar import COUNT, SHARE, WHOLE, Number, number_text
 
 _NUMBERS = {
     SHARE: st.floats(0, 1, exclude_min=True),
@@ -21,8 +21,10 @@ _NUMBERS = {
 def _specs(name: str) -> st.SearchStrategy[CodecSpec]:
     row = CODECS[name]
     options = {
-        key: st.integers(1, 9).map(number_text) if allowed in NUMBERS else st.sampled_from(allowed)
-        for key, allowed in row.options.items()
+        one.name: st.integers(1, 9).map(number_text)
+        if isinstance(one.kind, Number)
+        else st.sampled_from(one.kind)
+        for one in row.options
     }
     number = st.none() | _NUMBERS[row.kind] if row.number else st.none()
     values = st.sampled_from(("", *VALUE_CODECS)) if row.has_values else st.just("")

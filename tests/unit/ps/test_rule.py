@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.options import ServerOptions
 from paceline.pace.parse import parse
-from paceline.pace.server import rule_of as rule_of_pace
 from paceline.ps.array_spec import ArraySpec
-from paceline.ps.rule import rule_of
+from paceline.ps.rule import client_rule, rule_of
 from paceline.ps.spec import OptimizerSpec
 
 
 @pytest.mark.parametrize("pace", ["ps", "async", "ssp", "ssp:0", "ssp:7"])
 @pytest.mark.parametrize("options", [{}, {"unit": "version"}, {"nonfinite": "skip", "seed": 3}])
 def test_words_mean_the_same_everywhere(pace, options):
-    assert rule_of(pace, options) == rule_of_pace(parse(pace), **options)
+    read = parse(pace)
+    assert client_rule(pace, options) == rule_of(
+        read.name, int(read.value), ServerOptions(**options)
+    )
 
 
 def array_spec(name: str, optimizer: str, count: int) -> ArraySpec:
     chosen = OptimizerSpec(optimizer, ({"lr": 0.1},))
-    return ArraySpec(name, (count,), "float32", (0,), chosen, rule_of("async", {}))
+    return ArraySpec(name, (count,), "float32", (0,), chosen, client_rule("async", {}))
 
 
 def test_large_arrays_are_cut_unless_the_optimizer_wants_them_whole():

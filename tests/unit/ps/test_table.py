@@ -143,11 +143,20 @@ def test_an_optimizer_must_accept_its_settings_and_pieces():
 @pytest.mark.parametrize(
     ("rule", "reason"),
     [
-        (Rule(bound=None, push="weights"), "push must be one of grad, delta, params"),
-        (Rule(bound=None, server_dtype="int8"), "server_dtype must be one of fp32, bf16, fp16"),
-        (Rule(bound=None, nonfinite="zero"), "nonfinite must be one of ignore, raise, skip"),
-        (Rule(bound=None, max_staleness=-1), "max_staleness must be a number >= 0"),
-        (Rule(bound=None, dc_lambda=float("nan")), "dc_lambda must be a number >= 0"),
+        (
+            Rule(bound=None, push="weights"),
+            "push='weights' is unknown; choose one of grad, delta, params",
+        ),
+        (
+            Rule(bound=None, server_dtype="int8"),
+            "server_dtype='int8' is unknown; choose one of fp32, bf16, fp16",
+        ),
+        (
+            Rule(bound=None, nonfinite="zero"),
+            "nonfinite='zero' is unknown; choose one of ignore, raise, skip",
+        ),
+        (Rule(bound=None, max_staleness=-1), "max_staleness=-1 must be a whole number, 0 or more"),
+        (Rule(bound=None, dc_lambda=float("nan")), "dc_lambda=nan must be a number, 0 or more"),
         (Rule(bound=None, push="delta", compensate="dc"), "use push=grad"),
         (Rule(bound=0, aggregate=True, softsync=2), "which a synchronous table does not have"),
         (Rule(bound=-1), "bound"),

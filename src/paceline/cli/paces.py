@@ -1,0 +1,61 @@
+"""`paceline paces`: what there is to choose from, as it is declared."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+
+from paceline.compress.known import CODECS, Row
+from paceline.errors import UsageError
+from paceline.grammar import Number, Option, near
+from paceline.pace.known import KNOWN, Pace, find
+
+_WIDTH = 100
+_LINK = re.compile(r"\[([^]]+)]\([^)]*\)")  # of Markdown
+
+
+def paces(word: str | None) -> int:
+    """Print all paces and codecs with their options, or one of them; UsageError: it is none."""
+    if word is None:
+        names = [name for name, row in KNOWN.items() if not row.stands_for]
+        listed = [*names, *(name for name, row in CODECS.items() if row.make)]
+    elif find(word) or word in CODECS:
+        listed = [word]
+    else:
+        every = [*KNOWN, *CODECS]
+        raise UsageError(
+            f"there is no pace or codec {word[:40]!r}{near(word, every)}; there are:"
+            f" {', '.join(every)}"
+        )
+    for name in listed:
+        pace = find(name)
+        lines = _about(name, CODECS[name] if pace is None else pace)
+        sys.stdout.write("\n".join([*lines, "", ""]))
+    return 0
+
+
+def _about(name: str, row: Pace | Row) -> Iterator[str]:
+    title = f"{name}:{row.default}" if row.number else name
+    notes = [row.number] if row.number else []
+    if isinstance(row, Pace) and row.needs_servers:
+        notes.append("needs servers")
+    word = "pace" if isinstance(row, Pace) else "codec"
+    yield f"{word} {title}" + (f" ({', '.join(notes)})" if notes else "")
+    for option in row.options:
+        yield f"  {option.name}={_values(option)}"
+        yield textwrap.fill(
+            _plain(option.help), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
+        )
+
+
+def _values(option: Option) -> str:
+    kind, default = option.kind, _plain(option.otherwise) or option.default_text
+    words = kind.words if isinstance(kind, Number) else "a codec"
+    values = "|".join(kind) if isinstance(kind, tuple) else f"<{words}>"
+    return values if default is None else f"{values}  (default: {default})"
+
+
+def _plain(markdown: str) -> str:
+    return _LINK.sub(r"\1", markdown).replace("`", "").replace("\\", "")
