@@ -19,6 +19,8 @@ PUBLIC = {
     *("init", "shutdown", "rank", "world_size", "local_rank", "world", "new_group", "empty"),
     *(
         "is_data_worker",
+        "data_rank",
+        "data_world_size",
         "report",
         "should_stop",
         "carry",

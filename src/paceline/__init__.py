@@ -18,6 +18,8 @@ _HOME = {
     "rank": "paceline.job",
     "world_size": "paceline.job",
     "local_rank": "paceline.job",
+    "data_rank": "paceline.job",
+    "data_world_size": "paceline.job",
     "is_data_worker": "paceline.job",
     "world": "paceline.job",
     "new_group": "paceline.job",
@@ -83,6 +85,8 @@ if TYPE_CHECKING:
     from paceline.data_parallel.gradual_warmup import GradualWarmup as GradualWarmup
     from paceline.errors import PacelineError as PacelineError
     from paceline.job import carry as carry
+    from paceline.job import data_rank as data_rank
+    from paceline.job import data_world_size as data_world_size
     from paceline.job import empty as empty
     from paceline.job import init as init
     from paceline.job import is_data_worker as is_data_worker

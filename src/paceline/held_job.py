@@ -45,7 +45,7 @@ class Job:
     mesh: Mesh | None = None  # how the workers share data and model; None: each has a whole model
     # On a mesh: of each of these notes, whether anybody has it who holds a part of the same model.
     ask_unit: Callable[[list[bool]], list[bool]] = lambda notes: notes
-    has_shared_data: bool = False  # pl.shard was called: who gets which batches is settled
+    has_shared_data: bool = False  # who gets which batches is settled: pl.shard, pl.data_rank
     mates: Fabric | None = None  # this process's unit, when it is known
     _views: dict[str, Job] = field(default_factory=dict)
     _whole: Job | None = None  # of a view: what it is a view of
@@ -73,9 +73,9 @@ class Job:
             )
         if self.has_shared_data and mesh.unit_size > 1:
             raise UsageError(
-                f"mesh {mesh}: pl.shard was called before pl.distribute(..., mesh=...), when every"
-                " worker was to get batches of its own; call it behind, or start the job with"
-                f" --mesh {mesh}"
+                f"mesh {mesh}: pl.shard or pl.data_rank was called before pl.distribute(...,"
+                " mesh=...), when every worker was to get batches of its own; call it afterwards,"
+                f" or start the job with --mesh {mesh}"
             )
         self.mesh = mesh
 
@@ -134,6 +134,11 @@ class Job:
         """Whether this worker speaks for its batches: on a mesh several get the same ones."""
         mesh, number = self.mesh, self.env.number
         return mesh is None or all(mesh.index(number, axis) == 0 for axis in ("pp", "tp"))
+
+    @property
+    def data_number(self) -> int:
+        """This worker's number for what is drawn at random: on a mesh that of its batches."""
+        return self.env.number if self.mesh is None else self.mesh.data_index(self.env.number)
 
     @property
     def unit(self) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from paceline.console import say
 from paceline.errors import ConfigError, SetupError, UsageError
 from paceline.held_job import Job as Job
 from paceline.joining import form
+from paceline.mesh import Mesh
 from paceline.place import PACELINE
 from paceline.ps import connection
 from paceline.state.carried import Carried
@@ -184,6 +185,39 @@ def world_size() -> int:
     if job.env.is_data_worker:
         return job.env.world_size
     return len(job.fabric.membership.workers) + 1 if job.elastic.is_candidate else job.world.size
+
+
+def data_rank() -> int:
+    """Return which part of the data is this process's: 0 to data_world_size() - 1. Without a mesh
+    it is rank(); the processes of `tp` and `pp`, which train on one batch, have the same. For
+    scripts that share out data themselves, without pl.shard.
+
+    >>> list(range(10))[pl.data_rank() :: pl.data_world_size()]
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+    mesh = _mesh_of_data()
+    return rank() if mesh is None else mesh.data_index(rank())
+
+
+def data_world_size() -> int:
+    """Return how many parts the data has: the number of workers, on a mesh divided by `tp` and
+    `pp`. In an elastic job it may change.
+
+    >>> pl.data_world_size()
+    1
+    """
+    mesh = _mesh_of_data()
+    if mesh is None:
+        return world_size()
+    job = current()
+    coming = mesh.unit_size if job.elastic.is_candidate else 0
+    return (len(job.fabric.membership.workers) + coming) // (mesh.pp * mesh.tp)
+
+
+def _mesh_of_data() -> Mesh | None:
+    job = current()
+    job.has_shared_data = True  # another mesh would make it wrong
+    return job.mesh
 
 
 def is_data_worker() -> bool:

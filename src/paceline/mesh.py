@@ -118,6 +118,11 @@ class Mesh:
         """Return the numbers of those who hold the same part of the model."""
         return range(self.place_of(number), self.num_workers, self.unit_size)
 
+    def data_index(self, number: int) -> int:
+        """Return a worker's place among those who have batches of their own: the processes of `tp`
+        and `pp` have the same."""
+        return self.unit_of(number) * self.fsdp + self.index(number, "fsdp")
+
     def sharers(self, number: int) -> Sequence[int]:
         """Return the numbers of those who have batches of their own, one of them this worker."""
         step = self.tp

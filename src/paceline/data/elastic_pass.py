@@ -71,7 +71,7 @@ class ElasticPass:
     @property
     def making(self) -> Seeds:
         """Random numbers by place, for the dataset."""
-        return Seeds(self.seed, self.job.env.number, self.epoch)
+        return Seeds(self.seed, self.job.data_number, self.epoch)
 
     def open(self, course: AnyCourse, order: KeptOrder | None = None) -> Passage:
         """Begin the pass, or come into it where the others are."""

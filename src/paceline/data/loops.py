@@ -70,7 +70,7 @@ class Rounds:
                 headway.begin(entered, index)
                 ledger.begin_item(loop, index)
                 if repeats:
-                    seed_step(ledger.script_seed, job.env.number, index)
+                    seed_step(ledger.script_seed, job.data_number, index)
                 yield index
         finally:
             headway.leave(entered)

@@ -143,7 +143,7 @@ class Recut:
             course, elastic.seat, first, pad=elastic.pad, seeds=self._making, say=self._say
         )
         # Each worker augments its samples with other random numbers.
-        numbers = (elastic.seed, elastic.epoch, 1 + elastic.job.env.number)
+        numbers = (elastic.seed, elastic.epoch, 1 + elastic.job.data_number)
         batches = self._loader.begin(parts, mixed(*numbers, first) if first else mixed(*numbers))
         while True:
             batch = next(batches, self)

@@ -67,7 +67,7 @@ class Replicated:
             raise UsageError(
                 "mode='replicate' goes over the data in another order on each worker, but this"
                 " loader has shuffle=False, and all would compute the same; pass shuffle=True, or a"
-                " sampler that differs by pl.rank()"
+                " sampler that differs by pl.data_rank()"
             )
         self._loader, self._plan = loader, made
         self.length = made.num_steps(1, 0, pad=True)
@@ -91,8 +91,8 @@ class Replicated:
         if self._plan.told is not None:
             this.say(
                 f"shard: mode='replicate': each worker iterates its own"
-                f" {type(self._plan.told).__name__}; let it differ by pl.rank(), or all workers"
-                " compute the same"
+                f" {type(self._plan.told).__name__}; let it differ by pl.data_rank(), or all"
+                " workers compute the same"
             )
         assert self.length is not None, "the plan has a length"
         parts = WholeParts(self._grouped(self._units(this)), self.length, rank)

@@ -213,7 +213,7 @@ class Stream:
             this.say(
                 f"shard: each of the {group.size} workers reads the whole stream of"
                 f" {type(self._loader.dataset).__name__} and keeps one sample in {group.size}; a"
-                " dataset that reads only its worker's part (by pl.rank()) avoids that, with"
+                " dataset that reads only its worker's part (by pl.data_rank()) avoids that, with"
                 " pl.shard(..., presharded=True)"
             )
         set_epoch([self._loader.dataset], this.epoch)
@@ -267,7 +267,7 @@ class Items:
             this.say(
                 f"shard: each of the {size} workers reads all batches of this"
                 f" {type(self._items).__name__} and keeps one in {size}; pass one that makes only"
-                " its worker's batches (by pl.rank()) and presharded=True to avoid that"
+                " its worker's batches (by pl.data_rank()) and presharded=True to avoid that"
             )
         too_few = f"there must be a batch for each of the {size} workers, or pass pad=False"
         too_few += _hint(self._items)

@@ -30,6 +30,7 @@ from paceline.model_parallel.clipping import clip
 from paceline.model_parallel.cutting import Cut
 from paceline.model_parallel.parts import Part
 from paceline.model_parallel.replicas import Replicas, can_part
+from paceline.model_parallel.same_inputs import SameInputs
 from paceline.model_parallel.train_step import Loss, as_inputs, backward
 from paceline.model_parallel.unit import Unit
 from paceline.model_parallel.whole import Piece, assemble
@@ -55,6 +56,7 @@ class Meshed:
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         self._loss, self._max_norm = loss, max_norm
         self._is_exchanged = False  # the gradients are those of the column
+        self._inputs, self._is_compared = SameInputs(job, unit), False
         self._keys = list(model.state_dict())
         self._replicas = Replicas(unit, cut.holding)
         self._precision = succession.training.options.precision
@@ -84,6 +86,8 @@ class Meshed:
             object.__setattr__(model, name, getattr(self, name))
         if self.cut.pipeline is not None:
             object.__setattr__(model, "forward", self._evaluate)
+        else:
+            model.register_forward_pre_hook(self._compare_inputs, with_kwargs=True)
         if self.cut.sharded is not None:
             model.register_forward_hook(self._weigh)
         bind_step(optimizer, self._around_step)
@@ -112,12 +116,21 @@ class Meshed:
         """Compute the gradients of one batch, and return its loss; several batches add up."""
         model, pipeline = self._own(), self.cut.pipeline
         self._is_exchanged = False
+        self._inputs.compare(inputs=inputs, targets=targets)
         if pipeline is not None:
             self.succession.before_forward()
             self._follow_mode()
             with self.succession.no_sync(), self._autocast():
                 return pipeline.forward_backward(as_inputs(inputs), targets, self._weight)
-        return self._mean_loss(backward(model, self._loss, inputs, targets))
+        self._is_compared = True
+        try:
+            return self._mean_loss(backward(model, self._loss, inputs, targets))
+        finally:
+            self._is_compared = False
+
+    def _compare_inputs(self, _model: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and not self._is_compared:
+            self._inputs.compare(inputs=inputs, **named)
 
     @property
     def _weight(self) -> float:

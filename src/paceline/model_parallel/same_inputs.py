@@ -1,0 +1,120 @@
+"""Do the processes of a unit train on the same batch? Compared in the first steps, then rarely.
+
+The processes of `tp` and `pp` compute one batch together. A script that shares out data by
+`pl.rank()` gives each of them another one, and the unit would train on a mixture of both without a
+word. So each process describes its batch in a few lines, one for each tensor (dtype, shape and a
+hash), and the unit compares them. Processes along `fsdp` have batches of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from paceline.collectives.agreement import tell_all
+from paceline.errors import InconsistentRanks
+from paceline.job import Job
+from paceline.model_parallel.unit import Unit
+
+_FIRST, _EVERY = 3, 100  # the first steps are compared, then one in so many
+_ALL_BYTES = 1 << 18  # of a larger tensor some elements are hashed
+_ELEMENTS = 1 << 12
+
+Described = list[list[str]]  # of each tensor: where it is, its type, a hash of its values
+
+
+class SameInputs:
+    """Compares the batches of one model within a unit."""
+
+    def __init__(self, job: Job, unit: Unit) -> None:
+        self._unit, self._waiting = unit, job.reporter.waiting
+        self._is_needed = unit.mesh.pp * unit.mesh.tp > 1
+        self._steps = 0
+
+    def compare(self, **given: Any) -> None:
+        """Raise InconsistentRanks on all processes of the unit when what they were given differs.
+        What is None is not compared. Collective in some steps, the same ones on all processes."""
+        if not self._is_needed:
+            return
+        self._steps += 1
+        if self._steps > _FIRST and self._steps % _EVERY:
+            return
+        with self._waiting:
+            told = tell_all(self._unit.group, [self._unit.index("fsdp"), describe(given)])
+        for shard in range(self._unit.mesh.fsdp):
+            described = {
+                rank: theirs
+                for rank, (index, theirs) in zip(self._unit.group.ranks, told, strict=True)
+                if index == shard
+            }
+            require_same(described, str(self._unit.mesh))
+
+
+def describe(given: dict[str, Any]) -> Described:
+    """Return a line for each tensor or number in what a process was given."""
+    named = {name: value for name, value in given.items() if value is not None}
+    leaves, _ = tree_flatten_with_path(named)
+    return [[_name(path), *_described(leaf)] for path, leaf in leaves]
+
+
+def _name(path: Sequence[Any]) -> str:
+    return str(path[0].key) + keystr(tuple(path[1:]))
+
+
+def _described(leaf: Any) -> Iterator[str]:
+    if not isinstance(leaf, torch.Tensor):
+        yield type(leaf).__name__
+        yield repr(leaf) if isinstance(leaf, bool | int | float | str) else ""
+        return
+    yield f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+    yield _hash(leaf.detach()) if _has_values(leaf) else ""
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether the values can be read, and are the whole tensor's: a DTensor has a part of them."""
+    is_part = isinstance(tensor, torch.distributed.tensor.DTensor)
+    return tensor.layout is torch.strided and not (tensor.is_meta or is_part)
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    flat = tensor.reshape(-1)
+    if tensor.nbytes > _ALL_BYTES:
+        flat = flat[:: max(1, flat.numel() // _ELEMENTS)]
+    values = flat.resolve_conj().resolve_neg().cpu().contiguous().view(torch.uint8)
+    return hashlib.blake2b(values.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def require_same(described: dict[int, Described], mesh: str) -> None:
+    """Raise InconsistentRanks for the first difference between the descriptions by rank."""
+    first, *others = described
+    for rank in others:
+        mine = {name: rest for name, *rest in described[first]}
+        theirs = {name: rest for name, *rest in described[rank]}
+        common = [name for name in mine if name in theirs]
+        named = next((name for name in common if mine[name] != theirs[name]), None)
+        if named is None:
+            continue
+        here, there = mine[named][0], theirs[named][0]
+        found = f"{named} has other values on rank {rank} than on rank {first}"
+        if here != there:
+            found = f"{named} is {there} on rank {rank}, {here} on rank {first}"
+        raise InconsistentRanks(
+            f"mesh {mesh}: the processes of a unit train on one batch, but {found}; let pl.shard"
+            " share out the data, or do so by pl.data_rank() and pl.data_world_size() instead of"
+            " pl.rank() and pl.world_size(), and seed alike what is drawn at random",
+            name=named,
+            sides=_sides(described, named),
+        )
+
+
+def _sides(described: dict[int, Described], named: str) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks that agree with each other; the side with most ranks first."""
+    sides: dict[tuple[str, ...], list[int]] = {}
+    for rank, lines in described.items():
+        value = next((tuple(rest) for name, *rest in lines if name == named), ())
+        sides.setdefault(value, []).append(rank)
+    return tuple(sorted(map(tuple, sides.values()), key=len, reverse=True))
