@@ -7,8 +7,8 @@ lost silently unless nobody asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 Result = TypeVar("Result")
 
@@ -53,3 +53,25 @@ class Work(Generic[Result]):
     def error(self) -> Exception | None:
         """Return the operation's error; None while it is under way and when it went well."""
         return self._handle.error()
+
+
+class Together:
+    """Several Works as one; their results as a list."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+        self.results: list[Any] = []
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self.results:
+            self.results = [work.wait(timeout_s) for work in self._works]
+
+    def error(self) -> Exception | None:
+        found = (work.error() for work in self._works)
+        return next((error for error in found if error is not None), None)
+
+    def work(self) -> Work[Any]:
+        return Work(self, lambda: self.results, self._works)

@@ -15,8 +15,8 @@ from ps_tables import Books, remote_table, wait_for
 from paceline import job
 from paceline.collectives.group import Group
 from paceline.errors import ProtocolError, SharedMemoryError, UsageError
+from paceline.ps import line as framed
 from paceline.ps import messages as m
-from paceline.ps.line_group import SERVER
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule, TableSpec
 from support import run_ranks, started, tell
@@ -135,10 +135,10 @@ def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 def send_raw(link, frame: bytes) -> None:
     """Send a frame as it is; it counts as a request."""
-    padded = np.frombuffer(frame.ljust(m.FRAME_BYTES, b"\0"), dtype=np.uint8)
+    padded = np.frombuffer(frame.ljust(framed.FRAME_BYTES, b"\0"), dtype=np.uint8)
     with link._mu:
         link._seq += 1
-        link._wire.group.send(padded, SERVER, tag=m.REQUEST)
+        link._wire.pair.send(padded, framed.REQUEST).wait()
 
 
 BAD_FRAMES = {

@@ -20,9 +20,10 @@ from paceline import job
 from paceline.cluster.member import Membership
 from paceline.collectives.group import Group
 from paceline.errors import PacelineError, PeerTimeout, ServerLost, UsageError
+from paceline.ps import line as framed
 from paceline.ps import messages as m
 from paceline.ps.lasting import LastingLink
-from paceline.ps.line_group import WORKER, form_line
+from paceline.ps.line import form_line
 from paceline.work import Work
 from support import RanksFailed, hear, run_ranks, started, tell
 
@@ -73,27 +74,25 @@ class Script:
 
     def __init__(self, number: int) -> None:
         fabric = job.current().fabric
-        self.group = form_line(fabric, memberships()[number], 0, CLIENT, fabric.rank)
+        self.pair = form_line(fabric, memberships()[number], 0, CLIENT, fabric.rank)
         self.sent: list[Work[None]] = []  # tensors, which the worker takes when it likes
 
     def read(self) -> m.AnyRequest:
-        frame, rest = np.empty(m.FRAME_BYTES, np.uint8), None
-        self.group.recv(frame, WORKER, tag=m.REQUEST)
-        if size := m.rest_bytes(frame):
+        frame, rest = np.empty(framed.FRAME_BYTES, np.uint8), None
+        self.pair.receive_frame(frame, framed.REQUEST).wait()
+        if size := framed.rest_bytes(frame):
             rest = np.empty(size, np.uint8)
-            self.group.recv(rest, WORKER, tag=m.REQUEST_REST)
-        return m.read_request(frame, rest)
+            self.pair.receive_frame(rest, framed.REQUEST_REST).wait()
+        return framed.read_request(frame, rest)
 
     def answer(self, seq: int, *tensors: torch.Tensor, **fields: object) -> None:
         reply = m.Reply(seq, delivers=bool(tensors), **fields)
-        frame, rest = m.to_frames(reply)
-        self.group.send(frame, WORKER, tag=m.reply_tag(seq))
+        frame, rest = framed.to_frames(reply)
+        self.pair.send(frame, framed.reply_tag(seq)).wait()
         if rest is not None:
-            self.group.send(rest, WORKER, tag=m.reply_rest_tag(seq))
+            self.pair.send(rest, framed.reply_rest_tag(seq)).wait()
         for number, tensor in enumerate(tensors):
-            self.sent.append(
-                self.group.send(tensor, WORKER, tag=m.delivery_tag(seq, number), async_op=True)
-            )
+            self.sent.append(self.pair.send(tensor, framed.delivery_tag(seq, number)))
 
 
 def die() -> None:
@@ -148,7 +147,7 @@ def second() -> list[object]:
         tensors = []
         if isinstance(request, m.Push) and request.where is None:
             tensors = [torch.empty(5000)]
-            line.group.recv(tensors[0], WORKER, tag=m.payload_tag(request.seq))
+            line.pair.receive(tensors[0], framed.payload_tag(request.seq)).wait()
         came.append((request.seq, type(request).__name__, [t.mean().item() for t in tensors]))
         if isinstance(request, m.Push) and request.seq == 4:
             line.answer(4, torch.full((5000,), 7.0), version=24)

@@ -12,8 +12,8 @@ import torch
 
 import paceline as pl
 from paceline.ps import connection
+from paceline.ps import line as framed
 from paceline.ps import messages as m
-from paceline.ps.line_group import SERVER
 from support import run_ranks
 
 
@@ -24,9 +24,9 @@ def send(link, request: m.AnyRequest) -> None:
 def answers(link, seq: int, count: int) -> list[m.Reply]:
     replies = []
     for _ in range(count):
-        frame = np.empty(m.FRAME_BYTES, dtype=np.uint8)
-        link._wire.group.recv(frame, SERVER, tag=m.reply_tag(seq))
-        replies.append(m.read_reply(frame, None))
+        frame = np.empty(framed.FRAME_BYTES, dtype=np.uint8)
+        link._wire.pair.receive_frame(frame, framed.reply_tag(seq)).wait()
+        replies.append(framed.read_reply(frame, None))
     return replies
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cluster import messages as m
 from paceline.cluster.decisions import State
 from paceline.cluster.member import Membership
-from paceline.ps.replication import Role
+from paceline.ps.chain import Role
 from simulation.world import Violation
 from support.history import History, Sight, find_stale, find_violations
 

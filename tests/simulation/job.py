@@ -19,7 +19,8 @@ from paceline.cluster.decisions import Place
 from paceline.cluster.policy import Policy
 from paceline.cluster.roster import Roster
 from paceline.elastic.verdict import judge
-from paceline.ps.replication import Replica, Role
+from paceline.ps.chain import Role
+from paceline.ps.replication import Replica
 from paceline.ps.unanswered import Unanswered
 from simulation.coordinator import SimCoordinator
 from simulation.faults import Fault, Nemesis, draw

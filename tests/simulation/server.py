@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.member import Membership
+from paceline.ps.chain import Entry, Message
 from paceline.ps.primary import Post, post_of
-from paceline.ps.replication import Entry, Message
 from simulation.member import RETRY_S, SimMember
 from simulation.network import End
 from simulation.table import PARTS, Table
@@ -40,12 +40,12 @@ class Copy:
     def apply(self, entry: Entry) -> None:
         if entry.again:
             self.server.oracle.counted["answers repeated"] += 1
-            remembered = self.replica.remembered(entry.rank, entry.seq)
-            self.table.again(entry.rank, entry.seq, remembered, self.replica.answer)
+            remembered = self.replica.applied.answer(entry.rank, entry.seq)
+            self.table.again(entry.rank, entry.seq, remembered, self.answer)
         else:
-            self.table.apply(entry.rank, entry.seq, entry.op, self.replica.answer)
+            self.table.apply(entry.rank, entry.seq, entry.op, self.answer)
             if entry.op[0] == "gone":
-                self.replica.forget(entry.rank)
+                self.replica.applied.forget(entry.rank)
 
     def deliver(self, rank: int, seq: int, answer: Any, extra: Any) -> None:
         generation = self.replica.generation
@@ -93,11 +93,27 @@ class Copy:
     # -- requests -----------------------------------------------------------------------------
 
     def take_requests(self) -> None:
-        """Submit what has come, if this copy answers now."""
+        """Take what has come, if this copy answers now."""
         while self.waiting and self.replica.is_open:
             rank, seq, op = self.waiting.pop(0)
             if rank in self.lines:
-                self.replica.submit(rank, seq, op)
+                self.take(rank, seq, op)
+
+    def take(self, rank: int, seq: int, op: Any) -> None:
+        """Apply a new request if this copy is alone, else submit it; as ps/server.py does."""
+        if self.replica.is_alone and self.replica.applied.take(rank, seq):
+            self.server.oracle.counted["requests taken alone"] += 1
+            self.table.apply(rank, seq, op, self.answer)
+        else:
+            self.replica.submit(rank, seq, op)
+
+    def answer(self, rank: int, seq: int, answer: Any, extra: Any = None) -> None:
+        """Answer a request, at once if this copy is alone."""
+        if self.replica.is_alone:
+            self.replica.applied.keep(rank, seq, answer)
+            self.deliver(rank, seq, answer, extra)
+        else:
+            self.replica.answer(rank, seq, answer, extra)
 
     def forget_lines(self) -> None:
         """End the lines of an older post."""

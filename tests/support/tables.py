@@ -105,11 +105,13 @@ def push(
     clock = table.clocks.clock(worker) + 1 if clock is None else clock
     for number, part in enumerate(parts(table, grad)):
         table.push(worker, number, clock, part, absent)
+    table.note_waits()
 
 
 def commit(table: Table, worker: int, settings: Any = None) -> None:
     """End a worker's step."""
     table.commit(worker, table.clocks.clock(worker) + 1, settings)
+    table.note_waits()
 
 
 def step(table: Table, worker: int, grad: torch.Tensor, settings: Any = None) -> None:
@@ -123,6 +125,7 @@ def read(table: Table, worker: int, dtype: torch.dtype = torch.float32) -> torch
     outs = [torch.empty(shard.count, dtype=dtype) for shard in table.spec.shards]
     for number, out in enumerate(outs):
         table.read(worker, number, out)
+    table.note_waits()
     return torch.cat(outs)
 
 

@@ -24,13 +24,15 @@ class WaitNotice:
     """Says after 2 s, then every 10 s, that somebody still waits; `check` is called meanwhile.
 
     Without text it only is there. `operation`: what it waits in, in few words. `ranks`: for whom,
-    and may be set anew.
+    and may be set anew. `waited_s`: for so long it has waited already.
     """
 
-    def __init__(self, text: str, operation: str = "", ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self, text: str, operation: str = "", ranks: Sequence[int] = (), waited_s: float = 0.0
+    ) -> None:
         self.operation, self.ranks = operation, tuple(ranks)
         self._text = text
-        self._start_s = time.monotonic()
+        self._start_s = time.monotonic() - waited_s
         self._due_s = self._start_s + FIRST_S
         self._is_known = not operation
 

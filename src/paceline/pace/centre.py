@@ -35,9 +35,8 @@ from paceline.ps.items import Held, Item
 from paceline.ps.optimizer import StateEntry
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule
-from paceline.ps.together import Together
 from paceline.state.protocol import Change
-from paceline.work import Work
+from paceline.work import Together, Work
 
 _MOMENTUM = "momentum_buffer"  # as torch's SGD calls it
 

@@ -8,8 +8,7 @@ import torch
 
 from paceline.cluster.member import Membership
 from paceline.pace.exchange import Bucket
-from paceline.ps.together import Together
-from paceline.work import Work
+from paceline.work import Together, Work
 
 
 class OwnGradients:

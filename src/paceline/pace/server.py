@@ -19,8 +19,7 @@ from paceline.ps import messages as m
 from paceline.ps.packing import Packing
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import Rule
-from paceline.ps.together import Together
-from paceline.work import Work
+from paceline.work import Together, Work
 
 
 class ServerExchange:

@@ -10,8 +10,8 @@ import math
 import zlib
 from dataclasses import dataclass, replace
 
-from paceline.ps.hosted import dtype_of
 from paceline.ps.placement import ELEMENTWISE, Part, place
+from paceline.ps.seats import dtype_of
 from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
 
 

@@ -28,7 +28,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.ps import health
-from paceline.ps.ledger import Ledger, Push, common
+from paceline.ps.ledger import Ledger, Push
 from paceline.ps.precision import Scratch
 from paceline.ps.shard import Shard
 from paceline.ps.snapshot_form import BarrierForm
@@ -60,10 +60,9 @@ class Barrier:
 
     # -- a step -------------------------------------------------------------------------------
 
-    def next_clock(self, worker: int) -> int:
-        """Return the number of the step that a worker has not ended yet."""
-        has_ended = worker in self._committed and worker not in self._inherited
-        return self._clocks.clock(worker) + 1 + has_ended
+    def has_ended(self, worker: int) -> bool:
+        """Return whether a worker has ended the step that its clock is in."""
+        return worker in self._committed and worker not in self._inherited
 
     def push(self, worker: int, number: int, push: Push) -> bool:
         """Take a worker's part of an average; true: it waits for that."""
@@ -308,7 +307,7 @@ class Barrier:
         shard, grads = self._shards[number], [push.grad for push in pushes.values()]
         votes = self._spec.rule.votes
         average = shard.elect(grads, self._last_clock) if votes else shard.reduce(grads)
-        return Push(average, common(pushes.values()))
+        return Push(average, frozenset.intersection(*(push.absent for push in pushes.values())))
 
     # -- the end of a step --------------------------------------------------------------------
 

@@ -67,12 +67,11 @@ class Clocks:
         self.bound = bound
         self.unit = unit
         self.version = 0
-        self._live = {worker: WorkerClock(clock=0, read=0) for worker in sorted(workers)}
+        self._settle({worker: WorkerClock(clock=0, read=0) for worker in workers})
 
-    @property
-    def workers(self) -> tuple[int, ...]:
-        """The live workers, in order."""
-        return tuple(self._live)
+    def _settle(self, live: dict[int, WorkerClock]) -> None:
+        self.live = dict(sorted(live.items()))
+        self.workers = tuple(self.live)  # the live ones, in order
 
     def clock(self, worker: int) -> int:
         """Return how many steps a worker has finished."""
@@ -87,7 +86,7 @@ class Clocks:
         if self.bound is None:
             return True
         least = self._of(worker).clock + 1 - self.bound
-        others = (other for rank, other in self._live.items() if rank != worker)
+        others = (other for rank, other in self.live.items() if rank != worker)
         return self.unit == "clock" and all(other.clock >= least for other in others)
 
     def blockers(self, worker: int) -> tuple[int, ...]:
@@ -97,7 +96,7 @@ class Clocks:
             return ()
         if self.unit == "clock":
             least = reader.clock - self.bound
-            return tuple(rank for rank, other in self._live.items() if other.clock < least)
+            return tuple(rank for rank, other in self.live.items() if other.clock < least)
         others = self._outstanding(apart_from=worker)
         # The reader's own limit is len(others), no more than anybody's: it needs no check.
         furthest = self.version + len(others)
@@ -151,36 +150,36 @@ class Clocks:
 
     def leave(self, worker: int) -> None:
         """Forget a worker: nobody waits for it any more. Leaving twice does no harm."""
-        self._live.pop(worker, None)
+        self._settle({other: clock for other, clock in self.live.items() if other != worker})
 
     def join(self, worker: int, clock: int | None = None) -> None:
         """Take in a worker, by default with the slowest one's clock: nobody waits because of it."""
-        if worker in self._live:
+        if worker in self.live:
             raise UsageError(f"worker {worker} joins, but it is there already; let it leave first")
         if clock is None:
-            clock = min((other.clock for other in self._live.values()), default=0)
-        self._live[worker] = WorkerClock(clock, read=self.version)
-        self._live = dict(sorted(self._live.items()))
+            clock = min((other.clock for other in self.live.values()), default=0)
+        self._settle({**self.live, worker: WorkerClock(clock, read=self.version)})
 
     def outline(self) -> dict[int, WorkerClock]:
         """Return the clocks, for another copy of the table; the version goes with them."""
-        return dict(self._live)
+        return dict(self.live)
 
     def restore(self, version: int, live: dict[int, WorkerClock]) -> None:
         """Take over the clocks of another copy."""
-        self.version, self._live = version, dict(sorted(live.items()))
+        self.version = version
+        self._settle(live)
 
     def _outstanding(self, apart_from: int) -> dict[int, WorkerClock]:
         return {
             rank: other
-            for rank, other in self._live.items()
+            for rank, other in self.live.items()
             if other.is_outstanding and rank != apart_from
         }
 
     def _of(self, worker: int) -> WorkerClock:
-        if worker not in self._live:
+        if worker not in self.live:
             raise UsageError(
                 f"worker {worker} has no clock here: it never joined, or has left; "
-                f"the live workers are {list(self._live)}"
+                f"the live workers are {list(self.live)}"
             )
-        return self._live[worker]
+        return self.live[worker]

@@ -1,34 +1,29 @@
-"""A table on a server, together with the workers' memory and with who waits for what of it.
+"""A table on a server: the requests of a step, and who waits for what.
 
-The table itself knows no sockets and no processes; this is where its values meet the memory of the
-workers: those of this host are read and written in place, others get copies that follow replies.
+A worker PUSHES, COMMITS and reads; a request that cannot be answered yet is PARKED, and whoever's
+request changes that answers it. The table itself (table.py) knows no sockets and no processes;
+where its values meet the workers' memory is seats.py.
 
-A backup does all that the primary does, except that it brings values to nobody (`brings`).
+Backups run the same requests in the same order, so nothing here may depend on time, or on what has
+arrived (accounts and notices excepted).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from paceline import _core
-from paceline.collectives.memory import allocate
-from paceline.errors import UsageError
+from paceline.errors import PacelineError
 from paceline.ps import messages as m
 from paceline.ps.caller import Caller
-from paceline.ps.packing import Unpacking, unpack
-from paceline.ps.spec import ShardSpec
+from paceline.ps.ledger import Outcome
+from paceline.ps.line import Landing
+from paceline.ps.seats import DTYPES, Seats, Tensorful
 from paceline.ps.table import Table
-
-_DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 @dataclass
@@ -44,240 +39,179 @@ class Parked:
     follower: int = 0
 
 
+class Answer(Protocol):
+    """Answers a request; tensors follow if the worker is on another host."""
+
+    def __call__(
+        self, caller: Caller, seq: int, deliveries: Sequence[torch.Tensor] = (), **fields: Any
+    ) -> None: ...
+
+
 @dataclass
 class Hosted:
     """One table, its workers' seats, and the requests that wait."""
 
     number: int
     table: Table
-    engine: _core.Engine
-    has_homes: bool
+    seats: Seats
     maker: int  # the worker that gives it its first values
-    brings: bool = True  # values to workers; a backup does not
-    seats: dict[int, m.Open] = field(default_factory=dict)  # by worker
+    answer: Answer
+    keeps_origins: bool  # for another copy
     occupants: dict[int, int] = field(default_factory=dict)  # by worker: the rank that joined
     # Where what was pushed or replaced lies, by ("push" or "replace", worker, shard).
     origins: dict[tuple[str, int, int], m.Where | None] = field(default_factory=dict)
     pushes: dict[int, list[Parked]] = field(default_factory=dict)  # by shard: for its average
     readers: list[Parked] = field(default_factory=list)  # for fresh values
     followers: list[Parked] = field(default_factory=list)
-    brought: dict[int, Collection[int]] = field(default_factory=dict)  # by worker: since its commit
     refusals: dict[int, Exception] = field(default_factory=dict)  # by worker: of its pushes
-    unpacking: Unpacking = field(default_factory=Unpacking)
-    _staging: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
-    _views: dict[tuple[str, int, int], tuple[m.Where, torch.dtype, torch.Tensor]] = field(
-        default_factory=dict
-    )
 
-    def spec_of(self, shard: int) -> ShardSpec:
-        """Return what a shard is."""
-        shards = self.table.spec.shards
-        if not 0 <= shard < len(shards):
-            raise UsageError(
-                f"table {self.table.spec.name!r} has {len(shards)} shards here, not {shard + 1}"
+    # -- the requests of a step ---------------------------------------------------------------
+
+    def landing(self, caller: Caller, request: Tensorful, *, is_sent: bool) -> Landing:
+        """Return where the tensor of a request is; most often it is where it was last time."""
+        if isinstance(request, m.Push) and not (is_sent or request.codec):
+            known = self.seats.views.get(("push", caller.worker, request.shard))
+            if known is not None and known[:2] == (request.where, DTYPES.get(request.dtype)):
+                return Landing(known[2:])
+        return self.seats.landing(caller, request, is_sent=is_sent)
+
+    def on_push(self, caller: Caller, request: m.Push, given: Sequence[torch.Tensor]) -> None:
+        table, grad, where = self.table, given[0], request.where
+        if request.codec:
+            grad, where = self.seats.unpack(caller, request, grad), None
+        counts = table.push(caller.worker, request.shard, request.clock, grad, request.absent)
+        if self.keeps_origins:
+            self.origins["push", caller.worker, request.shard] = where
+        if not table.spec.rule.aggregate:
+            return
+        if counts:
+            parked = Parked(caller, request.seq, time.monotonic())
+            self.pushes.setdefault(request.shard, []).append(parked)
+        else:  # a step that was applied, or is too late; the last average is still there
+            self._tell_average(
+                caller, request.seq, request.shard, *table.last_average(request.shard)
             )
-        return shards[shard]
+        self.release_averages()  # what else it waits for may have been dropped as well
 
-    def assign(self, shard: int, values: torch.Tensor, params: Sequence[int]) -> None:
-        """Set a shard's values, or only those of some parameters."""
-        if params:
-            merged = torch.empty_like(values)
-            self.table.shards[shard].copy_to(merged)
-            for piece in self.spec_of(shard).pieces:
-                if piece.param in params:
-                    merged[piece.start :][: piece.count] = values[piece.start :][: piece.count]
-            values = merged
-        self.table.assign(shard, values)
+    def on_replace(self, caller: Caller, request: m.Replace, given: Sequence[torch.Tensor]) -> None:
+        does_not_count = self.table.is_repeating(caller.worker)
+        if not (does_not_count or self.table.has_dropped(caller.worker)):
+            self.table.replace_average(request.shard, given[0], request.absent)
+            if self.keeps_origins:
+                self.origins["replace", 0, request.shard] = request.where
+        self.answer(caller, request.seq)
 
-    def take_seat(self, caller: Caller, opened: m.Open) -> None:
-        """Let a worker read and push, from and to these places."""
-        self._require_places(opened.seats)
-        for number, (seat, spec) in enumerate(
-            zip(opened.seats, self.table.spec.shards, strict=True)
-        ):
-            wire_dtype(opened, spec.dtype)
-            for use, where in (("params", seat.params), ("average", seat.average)):
-                if where is not None and caller.is_here:
-                    self.view(use, caller, number, where, dtype_of(spec.dtype))
-        self.seats[caller.worker] = opened
-
-    def packet(self, caller: Caller, push: m.Push, is_sent: bool) -> torch.Tensor:
-        """Return where the packet of a push is, or is to be received if it is sent."""
-        contents = self.unpacking.contents(push.shard, self.spec_of(push.shard), push)
-        words = contents.num_bytes // 4  # so that it begins where a number may
-        if push.where is not None and not is_sent:
-            seen = self.view("packet", caller, push.shard, push.where, torch.float32, words)
+    def on_commit(self, caller: Caller, request: m.Commit, _: Sequence[torch.Tensor]) -> None:
+        refusal = self.refusals.pop(caller.worker, None)
+        if refusal is not None:
+            self.table.discard(caller.worker)
+            raise refusal
+        if not request.counts:
+            self.table.discard(caller.worker)
+        self.seats.commit(caller, request)
+        if request.reads or self.table.spec.rule.aggregate:
+            now_s = time.monotonic()
+            self.readers.append(Parked(caller, request.seq, now_s, request.reads, request.into))
         else:
-            seen = self.staging("packet", caller.worker, push.shard, torch.float32, words)
-        return seen.view(torch.uint8)
+            self.answer(caller, request.seq, **_ending(self.table.outcome(caller.worker)))
+        if self.table.spec.rule.backup:  # somebody who waits for an average may be let go
+            self.release_averages()
+        self.release()
 
-    def unpack(self, caller: Caller, push: m.Push, payload: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of a packet, in memory of this server's own."""
-        spec = self.spec_of(push.shard)
-        out = self.staging("push", caller.worker, push.shard, torch.float32)
-        return unpack(self.unpacking.contents(push.shard, spec, push), spec, push, payload, out)
+    def on_pull(self, caller: Caller, request: m.Pull, _: Sequence[torch.Tensor]) -> None:
+        if request.in_turn:
+            parked = Parked(caller, request.seq, time.monotonic(), into=request.into)
+            self.readers.append(parked)
+            self.release()
+            return
+        following = self.seats.values_for(caller, request.into)
+        self.answer(caller, request.seq, following, version=self.table.version)
 
-    def view(
-        self,
-        use: str,
-        caller: Caller,
-        shard: int,
-        where: m.Where,
-        dtype: torch.dtype,
-        count: int | None = None,
-    ) -> torch.Tensor:
-        """Return a worker's memory for a shard, on this host, as a flat tensor.
+    # -- what follows from a change -----------------------------------------------------------
 
-        It is kept for the next time, which is most often about the same place; it then outlives the
-        worker, which may be gone before a backup has come to what it asked.
-        """
-        key = (use, caller.worker, shard)
-        known = self._views.get(key)
-        count = self.table.spec.shards[shard].count if count is None else count
-        if known is not None and known[:2] == (where, dtype) and known[2].numel() == count:
-            return known[2]
-        seen = view(self.engine, caller.rank, where, count, dtype)
-        self._views[key] = (where, dtype, seen)
-        return seen
-
-    def staging(
-        self, use: str, worker: int, shard: int, dtype: torch.dtype, count: int | None = None
-    ) -> torch.Tensor:
-        """Return memory of this server's own for a worker's part in a shard; always the same."""
-        key = (use, worker, shard, dtype)
-        count = self.table.spec.shards[shard].count if count is None else count
-        if key not in self._staging or self._staging[key].numel() != count:
-            self._staging[key] = allocate(self.engine, (count,), dtype)
-        return self._staging[key]
-
-    def average_for(self, caller: Caller, shard: int) -> tuple[Sequence[torch.Tensor], str]:
-        """Bring an average to a worker; return what has to follow the reply, and its codec."""
-        opened = self._seat_of(caller.worker)
-        if self.has_homes or not opened.wants_average or not self.brings:
-            return (), ""
-        average, where = self.table.shards[shard].average, opened.seats[shard].average
-        assert average is not None
-        if where is not None and caller.is_here:
-            self.view("average", caller, shard, where, average.dtype).copy_(average)
-            return (), ""
-        packed = self.table.shards[shard].packet()
-        if packed is not None:
-            return (packed[1],), packed[0]
-        return (self._on_the_wire("average", caller.worker, shard, average),), ""
-
-    def values_for(self, caller: Caller, into: Sequence[m.Where] = ()) -> Sequence[torch.Tensor]:
-        """Bring all values to a worker; return what has to follow the reply."""
-        worker = caller.worker
-        wheres, following = self._wheres(caller, into), list[torch.Tensor]()
-        brought = self.brought.pop(worker, ())
-        for number in reversed(range(len(self.table.shards))):  # the first layers are last in line
-            if self.has_homes or not self.brings:
-                self.table.read(worker, number, None)
+    def release_averages(self) -> None:
+        """Answer those who wait for an average that is known now."""
+        for shard in [shard for shard, waiting in self.pushes.items() if waiting]:
+            if not self.table.is_reduced(shard):
+                self._let_go(shard)
                 continue
-            out = self._place_for(caller, number, wheres[number])
-            self.table.read(worker, number, None if number in brought else out)
-            if wheres[number] is None:
-                following.append(out)
-        return following
+            absent, notice = self.table.absent(shard), self.table.verdict(shard)
+            for parked in self.pushes.pop(shard):
+                self._tell_average(parked.caller, parked.seq, shard, absent, notice)
 
-    def commit(self, caller: Caller, request: m.Commit) -> None:
-        """End a worker's step; fresh values are brought to it on the way if it may have them."""
-        wheres = self._wheres(caller, request.into)
+    def _let_go(self, shard: int) -> None:
+        """Answer those who wait for an average that will not have their part."""
+        waiting = self.pushes[shard]
+        for parked in [one for one in waiting if self.table.has_dropped(one.caller.worker)]:
+            waiting.remove(parked)
+            last = self.table.last_average(shard)
+            self._tell_average(parked.caller, parked.seq, shard, *last)
 
-        def place(number: int) -> torch.Tensor:
-            return self._place_for(caller, number, wheres[number])
-
-        outs = place if request.reads and not self.has_homes and self.brings else None
-        self.brought[caller.worker] = self.table.commit(
-            caller.worker, request.clock, request.settings, outs, stops=request.stops
+    def _tell_average(
+        self, caller: Caller, seq: int, shard: int, absent: tuple[int, ...], notice: str
+    ) -> None:
+        following: Sequence[torch.Tensor] = ()
+        speaker, codec = self.table.clocks.workers[0], ""
+        if not self.seats.has_homes or caller.worker not in self.seats.opened:
+            following, codec = self.seats.average_for(caller, shard)
+        self.answer(
+            caller, seq, following, absent=absent, codec=codec, speaker=speaker, notice=notice
         )
 
-    def _wheres(self, caller: Caller, into: Sequence[m.Where]) -> Sequence[m.Where | None]:
-        """Return where a worker wants the values of each shard; None: they are sent to it."""
-        seats = self._seat_of(caller.worker).seats
-        wheres: Sequence[m.Where | None] = into or [seat.params for seat in seats]
-        self._require_places(wheres)
-        return wheres if caller.is_here else [None] * len(wheres)
-
-    def _place_for(self, caller: Caller, number: int, where: m.Where | None) -> torch.Tensor:
-        """Return where a shard's values are put for a worker: its own memory, or ours."""
-        spec = self.table.spec.shards[number]
-        if where is not None:
-            return self.view("params", caller, number, where, dtype_of(spec.dtype))
-        dtype = wire_dtype(self._seat_of(caller.worker), spec.dtype)
-        return self.staging("params", caller.worker, number, dtype)
-
-    def look(self, caller: Caller, into: Sequence[m.Where]) -> Sequence[torch.Tensor]:
-        """Show all values to anybody; return what has to follow the reply."""
-        following = []
-        if into:
-            self._require_places(into)
-        for number in reversed(range(len(self.table.shards))):
-            shard, spec = self.table.shards[number], self.table.spec.shards[number]
-            shard.require_values()
-            if not self.brings:
+    def release(self) -> None:
+        """Answer the commits of whoever may read now, and whoever follows the version."""
+        table = self.table
+        for parked in list(self.readers):  # first come, first served
+            if not table.may_read(parked.caller.worker):  # each read may take another's turn
                 continue
-            if into and caller.is_here:
-                out = self.view("peek", caller, number, into[number], dtype_of(spec.dtype))
-            else:
-                out = self.staging("peek", caller.worker, number, dtype_of(spec.dtype))
-                following.append(out)
-            shard.copy_to(out)
-        return following
+            self.readers.remove(parked)
+            self._end_wait(parked)
+        can_change = bool(table.clocks.workers)
+        if self.followers and (table.is_ready or not can_change):
+            self.end_follow(lambda one: table.version > one.after or not can_change)
 
-    def _seat_of(self, worker: int) -> m.Open:
-        if worker not in self.seats:
-            raise UsageError(
-                f"worker {worker} has no seat at table {self.table.spec.name!r}: open it first"
-            )
-        return self.seats[worker]
+    def _end_wait(self, parked: Parked) -> None:
+        """Bring values to a reader; if its own places are wrong, that concerns nobody else."""
+        caller, outcome = parked.caller, self.table.outcome(parked.caller.worker)
+        try:
+            following = self.seats.values_for(caller, parked.into) if parked.reads else ()
+        except PacelineError as error:
+            self.answer(caller, parked.seq, error=type(error).__name__, text=str(error))
+            return
+        # Nobody receives what follows an error.
+        self.answer(caller, parked.seq, () if outcome.error else following, **_ending(outcome))
 
-    def _require_places(self, wheres: Sequence[m.Where | m.Seat | None]) -> None:
-        if len(wheres) != len(self.table.shards):
-            raise UsageError(
-                f"table {self.table.spec.name!r} has {len(self.table.shards)} shards here, but the"
-                f" request has places for {len(wheres)}"
-            )
-
-    def _on_the_wire(self, use: str, worker: int, shard: int, values: torch.Tensor) -> torch.Tensor:
-        dtype = wire_dtype(self.seats[worker], self.table.spec.shards[shard].dtype)
-        return self.staging(use, worker, shard, dtype).copy_(values)
+    def end_follow(self, is_over: Callable[[Parked], bool]) -> None:
+        """Tell followers the version."""
+        for parked in [one for one in self.followers if is_over(one)]:
+            self.followers.remove(parked)
+            self.answer(parked.caller, parked.seq, version=self.table.version)
 
     def forget(self, caller: Caller) -> None:
         """Drop everything that a worker waits for; it is gone."""
-        worker = caller.worker
         self.readers = [one for one in self.readers if one.caller is not caller]
-        self.refusals.pop(worker, None)
-        self.brought.pop(worker, None)
+        self.followers = [one for one in self.followers if one.caller is not caller]
         for parked in self.pushes.values():
             parked[:] = [one for one in parked if one.caller is not caller]
-        self.followers = [one for one in self.followers if one.caller is not caller]
-        self._staging = {key: value for key, value in self._staging.items() if key[1] != worker}
-        self._views = {key: value for key, value in self._views.items() if key[1] != worker}
+        self.refusals.pop(caller.worker, None)
+        self.seats.forget(caller.worker)
 
 
-def wire_dtype(opened: m.Open, dtype: str) -> torch.dtype:
-    """The dtype in which a worker's tensors travel between hosts."""
-    return dtype_of(opened.wire or dtype)
+def _ending(outcome: Outcome) -> dict[str, Any]:
+    """Return how a step ended, as fields of a reply."""
+    return {
+        "error": outcome.error,
+        "text": outcome.text,
+        "notice": outcome.notice,
+        "version": outcome.version,
+        "staleness": outcome.staleness,
+        "stops": outcome.stops,
+    }
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """Return torch's dtype of that name, one of those that a server can hold."""
-    if name not in _DTYPES:
-        raise UsageError(f"dtype {name[:40]!r} cannot be on a server; one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def view(
-    engine: _core.Engine, rank: int, where: m.Where, count: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return memory of a worker of this host as a flat tensor."""
-    if where.rank != rank or where.offset % dtype.itemsize:
-        raise UsageError(
-            f"rank {rank} names a place at offset {where.offset} in the memory of rank"
-            f" {where.rank}; it must be its own, and whole {dtype}s"
-        )
-    size = count * dtype.itemsize
-    memory: Any = engine.memory_of_peer(where.rank, where.segment, where.offset, size)
-    flat: torch.Tensor = torch.from_numpy(memory).view(dtype)
-    return flat
+STEP: Mapping[type, Callable[[Hosted, Caller, Any, Sequence[torch.Tensor]], None]] = {
+    m.Push: Hosted.on_push,
+    m.Replace: Hosted.on_replace,
+    m.Commit: Hosted.on_commit,
+    m.Pull: Hosted.on_pull,
+}

@@ -30,22 +30,19 @@ from paceline.cluster.local_agent import LocalAgent
 from paceline.cluster.member import Membership
 from paceline.cluster.messages import Changed, Presence
 from paceline.collectives.fabric import Fabric
-from paceline.collectives.group import Group
 from paceline.config import JobEnv
 from paceline.errors import PacelineError
 from paceline.ps import peer_messages as p
-from paceline.ps.line import Line
-from paceline.ps.line_group import form_line
-from paceline.ps.load import Load
+from paceline.ps.chain import Role
+from paceline.ps.line import Line, Pair, form_line
 from paceline.ps.meeting import Meetings
 from paceline.ps.partition import LEFT, Partition
 from paceline.ps.peer_line import form_peer_line
 from paceline.ps.peers import Peers
-from paceline.ps.replication import Role
+from paceline.ps.watching import Complaints, Load, long_waits
 from paceline.telemetry.events import Note, ServerLoad
 from paceline.telemetry.trace import tracer
 from paceline.telemetry.waiting import WaitTeller
-from paceline.work import Work
 
 _TICK_S = 0.25  # how soon a worker's end is noticed
 _WAITS_S = 0.5  # how often the launcher hears who waits for whom, if that changes
@@ -68,7 +65,7 @@ class Host:
         self._membership = fabric.membership
         self._peers = Peers(self._on_broken)
         self._forgettable: list[tuple[float, set[int]]] = []  # when, whom
-        self._meetings = Meetings()
+        self._meetings: Meetings[Pair] = Meetings()
         self._met: set[Hashable] = set()  # what is formed, or about to be
         self._retry: list[tuple[float, Hashable]] = []
         self._changes: deque[Changed] = deque()  # from the control thread
@@ -82,6 +79,7 @@ class Host:
         self._reported_s = time.monotonic()
         self._load = Load()  # told so far
         self._waits, self._told_waits_s = WaitTeller(agent.report), 0.0
+        self._complaints = Complaints()
         self._queued = 0  # most requests that one turn has found, since then
 
     # -- the loop -----------------------------------------------------------------------------
@@ -94,19 +92,19 @@ class Host:
         self._adopt(self._membership, ())
         self._see()
         while not self._is_over():
-            self._wait([work.handle for work in self._works()])
+            self._wait(self._works())
             self._turn()
         self._send_reports()
         self._peers.close()
 
-    def _wait(self, handles: list[Any]) -> None:
-        if handles:
-            _core.wait_any(handles, self._tick_s())
+    def _wait(self, works: list[_core.Work]) -> None:
+        if works:
+            _core.wait_any(works, self._tick_s())
         else:  # nobody is met yet
             time.sleep(self._tick_s())
 
-    def _works(self) -> list[Work[Any]]:
-        works = [work for one in self.partitions.values() for work in one.works()]
+    def _works(self) -> list[_core.Work]:
+        works = [work for one in self.partitions.values() for work in one.server.works()]
         works.extend(self._peers.works())
         return works
 
@@ -121,7 +119,9 @@ class Host:
             self._hear(peer, message, tensors)
         before = self._num_requests()
         for partition in self.partitions.values():
-            partition.serve()
+            partition.server.serve()
+            if partition.server.broken:
+                partition.drop_broken()
         # What has come during one turn is what the next one finds waiting.
         self._queued = max(self._queued, self._num_requests() - before)
         self._look_around()
@@ -148,7 +148,7 @@ class Host:
 
     def _is_over(self) -> bool:
         if not self.is_elastic:
-            return not any(partition.lines for partition in self.partitions.values())
+            return not any(partition.server.lines for partition in self.partitions.values())
         ending = getattr(self._agent, "ending", None)
         if ending is not None:
             raise ending
@@ -163,7 +163,7 @@ class Host:
             self._take_lines(now_s)
         self._see()
         for partition in self.partitions.values():
-            partition.server.complain(now_s)
+            self._complaints.check(partition.server, now_s)
         if now_s - self._told_waits_s >= _WAITS_S:
             self._told_waits_s = now_s
             self._tell_waits(now_s)
@@ -276,8 +276,8 @@ class Host:
                 if self.is_elastic:
                     self._meet(("worker", index, membership.primary_since(index), rank))
                 else:
-                    group = form_line(self._fabric, membership, index, rank, self.rank)
-                    partition.lines[rank] = Line(group, rank)
+                    pair = form_line(self._fabric, membership, index, rank, self.rank)
+                    partition.server.lines[rank] = Line(pair, rank)
         if self.is_elastic:
             for rank in membership.servers:
                 if rank != self.rank:
@@ -291,18 +291,18 @@ class Host:
         if key in self._met or rank not in membership.ranks or self.why_gone(rank) is not None:
             return
         self._met.add(key)
-        form: Callable[[], Group | None]
+        form: Callable[[], Pair | None]
         if key[0] == "link":
 
             def form() -> None:
                 self._fabric.link(membership.member(rank))
         elif key[0] == "server":
 
-            def form() -> Group:
+            def form() -> Pair:
                 return form_peer_line(self._fabric, membership, rank)
         else:
 
-            def form() -> Group:
+            def form() -> Pair:
                 return form_line(self._fabric, membership, key[1], rank, self.rank)
 
         self._meetings.arrange(rank, key, form)
@@ -319,13 +319,13 @@ class Host:
             self._met.discard(key)
             self._meet(key)  # type: ignore[arg-type]
 
-    def _take_line(self, key: Any, group: Group | None) -> None:
-        if group is None:
+    def _take_line(self, key: Any, pair: Pair | None) -> None:
+        if pair is None:
             self._on_linked(key[1])
         elif key[-1] not in self._membership.ranks:
-            group.close()
+            pair.close()
         elif key[0] == "server":
-            self._peers.add(key[1], group)
+            self._peers.add(key[1], pair)
             self._tell_sight([key[1]])
             for partition in self.partitions.values():
                 partition.replica.connected(key[1])
@@ -333,9 +333,9 @@ class Host:
             _, index, since, rank = key
             is_current = self._membership.primary_since(index) == since
             if is_current and self._membership.holders[index][:1] == (self.rank,):
-                self.partitions[index].lines[rank] = Line(group, rank)
+                self.partitions[index].server.lines[rank] = Line(pair, rank)
             else:
-                group.close()
+                pair.close()
 
     def _on_linked(self, rank: int) -> None:
         """A worker's memory can be seen from now on."""
@@ -351,8 +351,9 @@ class Host:
 
     def _hang_up(self, index: int) -> None:
         """End the lines of a partition that has another primary, or the same one anew."""
-        for rank in list(self.partitions[index].lines):
-            self.partitions[index].hang_up(rank)
+        server = self.partitions[index].server
+        for rank in list(server.lines):
+            server.hang_up(rank)
 
     def _on_broken(self, peer: int, why: str) -> None:
         self.say(f"the line to rank {peer} is broken: {why}")
@@ -384,15 +385,15 @@ class Host:
         self._agent.report(Note(self.rank, f"server {self.number}: {text}"))
 
     def _num_requests(self) -> int:
-        return sum(partition.load.requests for partition in self.partitions.values())
+        return sum(partition.server.load.requests for partition in self.partitions.values())
 
     def _tell_waits(self, now_s: float) -> None:
         """Tell the launcher which workers wait for which others in the tables that are here."""
-        found = [w for p in self.partitions.values() for w in p.server.long_waits(now_s)]
+        found = [w for p in self.partitions.values() for w in long_waits(p.server, now_s)]
         self._waits.tell(msgspec.structs.replace(wait, told_by=self.rank) for wait in found)
 
     def _report_load(self, seconds: float) -> None:
-        total = sum((partition.load for partition in self.partitions.values()), Load())
+        total = sum((partition.server.load for partition in self.partitions.values()), Load())
         lately, self._load = total - self._load, total
         queued, self._queued = self._queued, 0
         self._agent.report(

@@ -25,9 +25,9 @@ from paceline.ps import messages as m
 from paceline.ps.arrays import Array
 from paceline.ps.connection import Connection
 from paceline.ps.health import is_finite
-from paceline.ps.hosted import dtype_of
 from paceline.ps.operation import Operation
 from paceline.ps.remote_array import RemoteArray
+from paceline.ps.seats import dtype_of
 from paceline.work import Work
 
 

@@ -19,17 +19,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
-
 from paceline import errors
 from paceline.cluster.member import Member
 from paceline.cluster.notice import WaitNotice
 from paceline.collectives.fabric import Fabric
+from paceline.ps import line as framed
 from paceline.ps import link as plain
 from paceline.ps import messages as m
+from paceline.ps.link import Incoming, Into, Wire
 from paceline.ps.renewal import News, Renewal
 from paceline.ps.unanswered import Numbered, Unanswered
-from paceline.ps.wire import Incoming, Into, Wire
 from paceline.work import Work
 
 SLICE_S = 0.05  # how often a waiting thread looks around
@@ -70,6 +69,7 @@ class LastingLink(plain.ServerLink):
         self.holds: list[str] = []
         # Called in long waits on the main thread: other workers may need this one meanwhile.
         self.on_wait: Callable[[], None] | None = None
+        self.worker, self._engine = fabric.rank, fabric.engine
         self._fabric, self._news = fabric, news
         self._lock = threading.RLock()
         self._unanswered: Unanswered[_Question] = Unanswered()  # guarded by: _lock
@@ -105,12 +105,6 @@ class LastingLink(plain.ServerLink):
             if server is None:
                 raise self._loss()
             return server
-
-    def locate(self, tensor: torch.Tensor) -> m.Where | None:
-        if not self.is_local:
-            return None
-        size = tensor.numel() * tensor.element_size()
-        return m.Where(self.worker, *self._fabric.engine.locate(tensor.data_ptr(), size))
 
     # -- asking -------------------------------------------------------------------------------
 
@@ -195,7 +189,7 @@ class LastingLink(plain.ServerLink):
         for asked in self._unanswered:
             incoming = asked.content.incoming
             if incoming is not None and incoming.is_whole:
-                asked.content.reply = m.read_reply(incoming.frame, None)
+                asked.content.reply = framed.read_reply(incoming.frame, None)
                 self._unanswered.answered(asked.seq)
 
     def _loss(self) -> errors.ServerLost:

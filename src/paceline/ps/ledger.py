@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -63,8 +63,3 @@ class Ledger:
         if blockers != self._waits.get(worker, ()):
             self.accounts.began_waiting(worker, blockers, self.now())
             self._waits[worker] = blockers
-
-
-def common(pushes: Collection[Push]) -> frozenset[int]:
-    """Return the parameters that no push has a gradient for."""
-    return frozenset.intersection(*(push.absent for push in pushes)) if pushes else frozenset()

@@ -1,35 +1,230 @@
-"""The server's end of the line to one worker: what has arrived, in order, and what is answered.
+"""The line between a worker and the server that answers for a partition: a group of two.
 
-A receive for the next request is always posted; nothing here ever waits, because other workers want
-to be served meanwhile. Tensors that follow a request from another host are received where the
-server wants them while later requests may already be there; requests are handed out in order, each
-with its tensors complete. A worker that dies before that takes its half with it. What is sent again
-is handed out again: replication.py knows what was answered.
+Both ends form it alone, each when it comes to it: the engine's group is named after the partition
+and the two processes, and is of the generation in which that server became the partition's primary,
+so that a server that becomes it again later cannot take up an old line. The server is the first
+member: on one host it never waits for a worker here, only workers for it.
 
-A worker that sends without end, or never reads its answers, must not fill the server's memory: the
-first is not listened to while it is too far ahead, the second is dropped. One that sends what
-cannot be read is MUTED: whatever it says from then on, it is told why nobody listens.
+Messages travel as FRAMES of a fixed size, because a receive is posted before anybody knows what
+will come; what does not fit follows as the REST. TAGS say what else belongs to which request.
+
+Here are the frames, the pair that both ends share (`Pair`), and the server's end (`Line`); the
+worker's end is link.py.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
-from paceline.collectives.group import Group
-from paceline.errors import PacelineError, PeerTimeout
+from paceline import _core
+from paceline.cluster.member import Membership
+from paceline.collectives.fabric import Fabric, identity
+from paceline.collectives.tensors import Buffer
+from paceline.errors import BadFrame, PacelineError, PeerTimeout
 from paceline.ps import messages as m
-from paceline.ps.line_group import WORKER
-from paceline.work import Work
+
+FRAME_BYTES = 1024
+_HEAD_BYTES = 8  # length of the message; the frame's own format
+_VERSION = 1
+_MAX_BYTES = 256 << 20
+
+# Tags of point-to-point messages: the kind of traffic, then the request it belongs to.
+REQUEST, REQUEST_REST = 1, 2
+_PAYLOAD, _REPLY, _REPLY_REST, _DELIVERY = 1, 2, 3, 4
+_MAX_SHARDS = 1 << 14
+
+# A worker may have to wait for others as long as those take, so no operation has a deadline here;
+# a server that is gone or stopped is noticed all the same.
+PATIENCE_S = math.inf
+SERVER, WORKER = 0, 1  # their ranks in the group
+ANY = -1
 
 _AHEAD = 1024  # requests whose tensors have not come yet
 _TURN = 64  # requests that are taken before others have their turn
 _UNREAD = 4096  # messages that a worker has not taken
+
+_UINT8 = _core.DTYPES.index("uint8")
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(m.AnyRequest)
+_replies = msgspec.msgpack.Decoder(m.Reply)
+
+
+def payload_tag(seq: int, shard: int = 0) -> int:
+    """Return the tag of a tensor that follows a request."""
+    return _PAYLOAD << 58 | seq * _MAX_SHARDS + shard
+
+
+def delivery_tag(seq: int, shard: int = 0) -> int:
+    """Return the tag of a tensor that follows a reply."""
+    return _DELIVERY << 58 | seq * _MAX_SHARDS + shard
+
+
+def reply_tag(seq: int) -> int:
+    return _REPLY << 58 | seq
+
+
+def reply_rest_tag(seq: int) -> int:
+    return _REPLY_REST << 58 | seq
+
+
+# -- frames -----------------------------------------------------------------------------------
+
+
+def to_frames(message: msgspec.Struct) -> tuple[np.ndarray, np.ndarray | None]:
+    """Encode a message: the frame, and the rest if it does not fit."""
+    data = _encoder.encode(message)
+    room, frame = FRAME_BYTES - _HEAD_BYTES, bytearray(FRAME_BYTES)
+    frame[:4] = len(data).to_bytes(4, "little")
+    frame[4] = _VERSION
+    head = data[:room]
+    frame[_HEAD_BYTES : _HEAD_BYTES + len(head)] = head
+    rest = np.frombuffer(data[room:], dtype=np.uint8) if len(data) > room else None
+    return np.frombuffer(frame, dtype=np.uint8), rest
+
+
+def rest_bytes(frame: np.ndarray) -> int:
+    """Return how much of the message follows its frame; BadFrame for one that cannot be ours."""
+    length = int.from_bytes(frame[:4].tobytes(), "little")
+    if frame[4] != _VERSION or not 0 < length <= _MAX_BYTES:
+        raise BadFrame(f"a frame of version {int(frame[4])} and {length} bytes is not ours")
+    return max(length - (FRAME_BYTES - _HEAD_BYTES), 0)
+
+
+def read_request(frame: np.ndarray, rest: np.ndarray | None) -> m.AnyRequest:
+    return decode(_requests, frame, rest)  # type: ignore[no-any-return]
+
+
+def read_reply(frame: np.ndarray, rest: np.ndarray | None) -> m.Reply:
+    return decode(_replies, frame, rest)  # type: ignore[no-any-return]
+
+
+def decode(decoder: Any, frame: np.ndarray, rest: np.ndarray | None) -> Any:
+    """Decode with this decoder; BadFrame if it cannot."""
+    length = int.from_bytes(frame[:4].tobytes(), "little")
+    data = frame[_HEAD_BYTES : _HEAD_BYTES + length].tobytes()
+    if rest is not None:
+        data += rest.tobytes()
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadFrame(f"a message of {length} bytes cannot be read: {error}") from error
+
+
+# -- both ends --------------------------------------------------------------------------------
+
+
+def form_line(
+    fabric: Fabric, membership: Membership, partition: int, worker: int, server: int
+) -> Pair:
+    """Form this process's end of a line. Blocks until the other end is there, on the worker."""
+    for rank in (worker, server):
+        fabric.link(membership.member(rank))
+    core = fabric.create_group(
+        identity(f"line {partition} {worker} {server}"),
+        membership.primary_since(partition),
+        membership,
+        (server, worker),
+        PATIENCE_S,
+    )
+    # The server hears "any" of one: a worker that is stopped or busy for long is no error to it.
+    return Pair(core, SERVER, SERVER) if fabric.rank == worker else Pair(core, WORKER, ANY)
+
+
+class Pair:
+    """One end of a group of two; keeps the memory of what is under way. Threads: any."""
+
+    def __init__(self, core: _core.Group, to: int, source: int) -> None:
+        self._core, self._to, self._source = core, to, source
+        self._mu = threading.Lock()
+        self._sent: deque[tuple[_core.Work, object]] = deque()  # guarded by: _mu, as the next
+        self._posted: deque[tuple[_core.Work, object]] = deque()
+
+    def tell(self, message: msgspec.Struct, tag: int, rest_tag: int) -> None:
+        """Send a message: its frame, and the rest if it does not fit."""
+        frame, rest = to_frames(message)
+        self._send(frame, frame.ctypes.data, frame.size, _UINT8, tag)
+        if rest is not None:
+            self._send(rest, rest.ctypes.data, rest.size, _UINT8, rest_tag)
+
+    def send(self, tensor: torch.Tensor | np.ndarray, tag: int) -> _core.Work:
+        """Send a tensor, which must stay as it is until the other end has it."""
+        source = Buffer(tensor)
+        return self._send(source, source.address, source.count, source.dtype, tag)
+
+    def receive_frame(self, frame: np.ndarray, tag: int, *, background: bool = False) -> _core.Work:
+        """Get ready for a frame, or the rest of one."""
+        return self._receive(frame, frame.ctypes.data, frame.size, _UINT8, tag, background)
+
+    def receive(self, tensor: torch.Tensor, tag: int, *, background: bool = True) -> _core.Work:
+        """Get ready for a tensor, which has to be contiguous."""
+        to = Buffer(tensor)
+        return self._receive(to, to.address, to.count, to.dtype, tag, background)
+
+    @property
+    def backlog(self) -> int:
+        """How many frames and tensors the other end has not taken yet."""
+        with self._mu:
+            return len(_under_way(self._sent))
+
+    def close(self) -> None:
+        """Give up the line; whoever waits for something on it gets GenerationChanged."""
+        self._core.close()
+
+    def _send(self, memory: object, address: int, count: int, dtype: int, tag: int) -> _core.Work:
+        work = self._core.start_send(self._to, tag, address, count, dtype, True)
+        with self._mu:
+            _under_way(self._sent).append((work, memory))
+        return work
+
+    def _receive(
+        self, memory: object, address: int, count: int, dtype: int, tag: int, background: bool
+    ) -> _core.Work:
+        work = self._core.start_receive(self._source, tag, address, count, dtype, background)
+        with self._mu:
+            _under_way(self._posted).append((work, memory))
+        return work
+
+
+def _under_way(works: deque[tuple[_core.Work, object]]) -> deque[tuple[_core.Work, object]]:
+    while works and works[0][0].done():
+        works.popleft()
+    return works
+
+
+class Inbox:
+    """Messages that come one after the other: a receive for the next one is always posted."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._rest: np.ndarray | None = None  # of the message in `_frame`, when it is to come
+        self.post()
+
+    def post(self) -> None:
+        """Get ready for the next message."""
+        self._rest = None
+        self._frame = np.empty(FRAME_BYTES, dtype=np.uint8)
+        self.work = self._pair.receive_frame(self._frame, REQUEST)
+
+    def take(self) -> tuple[np.ndarray, np.ndarray | None] | None:
+        """Return what has come, frame and rest; None: not all of it has. `post` comes next."""
+        self.work.wait()
+        if self._rest is None and (size := rest_bytes(self._frame)):
+            self._rest = np.empty(size, dtype=np.uint8)
+            self.work = self._pair.receive_frame(self._rest, REQUEST_REST)
+            return None
+        return self._frame, self._rest
+
+
+# -- the server's end -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -49,30 +244,39 @@ class Arrival:
 
     request: m.AnyRequest
     tensors: Sequence[torch.Tensor] = ()
-    receiving: list[Work[Any]] = field(default_factory=list)
+    receiving: list[_core.Work] = field(default_factory=list)
     refusal: PacelineError | None = None  # why its tensors cannot be received
 
+    @property
     def is_complete(self) -> bool:
         return all(work.done() for work in self.receiving)
 
 
 class Line:
-    """One worker, as the server sees it. Used by the server's loop only."""
+    """One worker, as the server sees it. Used by the server's loop only.
 
-    def __init__(self, group: Group, rank: int) -> None:
+    Nothing here ever waits, because other workers want to be served meanwhile. Tensors that follow
+    a request from another host are received where the server wants them while later requests may
+    already be there; requests are handed out in order, each with its tensors complete. A worker
+    that dies before that takes its half with it. What is sent again is handed out again.
+
+    A worker that sends without end, or never reads its answers, must not fill the server's memory:
+    the first is not listened to while it is too far ahead, the second is dropped. One that sends
+    what cannot be read is MUTED: whatever it says from then on, it is told why nobody listens.
+    """
+
+    def __init__(self, pair: Pair, rank: int) -> None:
         self.rank = rank
-        self._group = group
+        self._pair = pair
+        self._inbox = Inbox(pair)
         self._arrivals: deque[Arrival] = deque()
         self._last_seq = 0
-        self._unread: deque[Work[Any]] = deque()
-        self._reading: tuple[np.ndarray, np.ndarray] | None = None  # a frame, and its rest to come
         self._reproach = ""  # muted: why
-        self._post()
 
-    def works(self) -> Iterator[Work[Any]]:
-        """What this line waits for."""
+    def works(self) -> Iterator[_core.Work]:
+        """Yield what this line waits for."""
         if len(self._arrivals) < _AHEAD:
-            yield self._receive
+            yield self._inbox.work
         for arrival in self._arrivals:
             for work in arrival.receiving:
                 if not work.done():
@@ -84,10 +288,10 @@ class Line:
         PeerError: the line is of no use any more. BadFrame: the worker has to be muted.
         """
         for _ in range(_TURN):
-            if not self._receive.done() or len(self._arrivals) >= _AHEAD:
+            if not self._inbox.work.done() or len(self._arrivals) >= _AHEAD:
                 break
             self._take(find_landing)
-        while self._arrivals and self._arrivals[0].is_complete():
+        while self._arrivals and self._arrivals[0].is_complete:
             arrival = self._arrivals.popleft()
             for work in arrival.receiving:
                 work.wait()
@@ -95,48 +299,36 @@ class Line:
 
     def reply(self, reply: m.Reply, deliveries: Sequence[torch.Tensor] = ()) -> None:
         """Answer a request; the deliveries must not change before they are sent."""
-        self._send(reply)
+        self._pair.tell(reply, reply_tag(reply.seq), reply_rest_tag(reply.seq))
         for number, tensor in enumerate(deliveries):
-            self._put(tensor, m.delivery_tag(reply.seq, number))
+            self._pair.send(tensor, delivery_tag(reply.seq, number))
+        if self._pair.backlog > _UNREAD:
+            raise PeerTimeout(
+                f"rank {self.rank} asks, but has not taken {_UNREAD} messages", rank=self.rank
+            )
 
     def mute(self, reproach: str) -> None:
         """Listen no more; the request that could not be read is the first that is told so."""
         self._reproach = reproach
         self._arrivals.clear()
-        self._reading = None
-        self._post()
+        self._inbox.post()
         self._answer_muted()
 
     def close(self) -> None:
-        self._group.close()
-
-    def _post(self) -> None:
-        self._frame = np.empty(m.FRAME_BYTES, dtype=np.uint8)
-        self._receive = self._get(self._frame, m.REQUEST)
-
-    def _get(
-        self, target: np.ndarray | torch.Tensor, tag: int, *, background: bool = False
-    ) -> Work[int]:
-        # From "any" of one: a worker that is stopped or busy for long is no error to the server.
-        receive = self._group.recv(target, None, tag=tag, async_op=True, background=background)
-        assert isinstance(receive, Work)
-        return receive
+        self._pair.close()
 
     def _take(self, find_landing: FindLanding) -> None:
         """Read what has come, and get ready for what follows it."""
-        self._receive.wait()
         if self._reproach:
-            self._post()
+            self._inbox.work.wait()
+            self._inbox.post()
             self._answer_muted()
             return
-        frame, rest = self._reading or (self._frame, None)
-        if rest is None and (size := m.rest_bytes(frame)):
-            self._reading = (frame, np.empty(size, dtype=np.uint8))
-            self._receive = self._get(self._reading[1], m.REQUEST_REST)
+        taken = self._inbox.take()
+        if taken is None:
             return
-        request = m.read_request(frame, rest)
-        self._reading = None
-        self._post()
+        request = read_request(*taken)
+        self._inbox.post()
         self._last_seq = max(self._last_seq, request.seq)
         self._arrivals.append(self._receive_tensors(request, find_landing))
 
@@ -148,27 +340,11 @@ class Line:
         arrival = Arrival(request, landing.tensors)
         if landing.follow:
             for number, tensor in enumerate(landing.tensors):
-                tag = m.payload_tag(request.seq, number)
-                arrival.receiving.append(self._get(tensor, tag, background=True))
+                tag = payload_tag(request.seq, number)
+                arrival.receiving.append(self._pair.receive(tensor, tag))
         return arrival
-
-    def _send(self, reply: m.Reply) -> None:
-        frame, rest = m.to_frames(reply)
-        self._put(frame, m.reply_tag(reply.seq))
-        if rest is not None:
-            self._put(rest, m.reply_rest_tag(reply.seq))
 
     def _answer_muted(self) -> None:
         self._last_seq += 1  # a frame for each request, also when nobody can read it
-        self._send(m.Reply(self._last_seq, error="ProtocolError", text=self._reproach))
-
-    def _put(self, tensor: np.ndarray | torch.Tensor, tag: int) -> None:
-        work = self._group.send(tensor, WORKER, tag=tag, async_op=True)
-        assert isinstance(work, Work)
-        while self._unread and self._unread[0].done():
-            self._unread.popleft()
-        self._unread.append(work)
-        if len(self._unread) > _UNREAD:
-            raise PeerTimeout(
-                f"rank {self.rank} asks, but has not taken {_UNREAD} messages", rank=self.rank
-            )
+        reproach = m.Reply(self._last_seq, error="ProtocolError", text=self._reproach)
+        self.reply(reproach)

@@ -8,20 +8,22 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
-from paceline.collectives.group import Group
 from paceline.errors import PacelineError
 
+Formed = TypeVar("Formed")
 
-class Meetings:
+
+class Meetings(Generic[Formed]):
     """Lines that are being formed, by whatever key the loop knows them."""
 
     def __init__(self) -> None:
         self._mu = threading.Lock()
-        self._queues: dict[int, deque[tuple[Hashable, Callable[[], Group | None]]]] = {}  # by rank
-        self._ready: deque[tuple[Hashable, Group | None | PacelineError]] = deque()
+        self._queues: dict[int, deque[tuple[Hashable, Callable[[], Formed | None]]]] = {}  # by rank
+        self._ready: deque[tuple[Hashable, Formed | None | PacelineError]] = deque()
 
-    def arrange(self, rank: int, key: Hashable, form: Callable[[], Group | None]) -> None:
+    def arrange(self, rank: int, key: Hashable, form: Callable[[], Formed | None]) -> None:
         """Form a line to a process, or only link it; for one process one after the other."""
         with self._mu:
             queue = self._queues.get(rank)
@@ -32,14 +34,14 @@ class Meetings:
         name = f"paceline-meet-{rank}"
         threading.Thread(target=self._meet, args=(rank, queue), name=name, daemon=True).start()
 
-    def take(self) -> list[tuple[Hashable, Group | None | PacelineError]]:
+    def take(self) -> list[tuple[Hashable, Formed | None | PacelineError]]:
         """Return what has been formed since the last time, or why it could not be."""
         taken = []
         while self._ready:
             taken.append(self._ready.popleft())
         return taken
 
-    def _meet(self, rank: int, queue: deque[tuple[Hashable, Callable[[], Group | None]]]) -> None:
+    def _meet(self, rank: int, queue: deque[tuple[Hashable, Callable[[], Formed | None]]]) -> None:
         while True:
             with self._mu:
                 if not queue:

@@ -1,10 +1,9 @@
-"""What workers and servers say to each other, as typed values, and their frames.
+"""What workers and servers say to each other, as typed values; line.py has their frames.
 
 A REQUEST carries a sequence number, which its REPLY repeats; (worker, sequence) names it, so that
-one that is sent again is answered, not applied. Messages travel as frames of a fixed size, because
-a receive is posted before anybody knows what will come; what does not fit follows as the REST.
-Tensors do not travel in messages: on one host a message says where they lie (`Where`), between
-hosts they follow as PAYLOAD, straight from and into the memory where they belong.
+one that is sent again is answered, not applied. Tensors do not travel in messages: on one host a
+message says where they lie (`Where`), between hosts they follow as PAYLOAD, straight from and into
+the memory where they belong.
 
 Encoded with msgpack by msgspec: decoding checks every type and can only ever produce these classes.
 """
@@ -14,43 +13,14 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
-import numpy as np
 
-from paceline.errors import BadFrame
 from paceline.ps.spec import Count, TableSpec
 
-FRAME_BYTES = 1024
-_HEAD_BYTES = 8  # length of the message; the frame's own format
-_VERSION = 1
-_MAX_BYTES = 256 << 20
-
-# Tags of point-to-point messages: the kind of traffic, then the request it belongs to.
-REQUEST, REQUEST_REST = 1, 2
-_PAYLOAD, _REPLY, _REPLY_REST, _DELIVERY = 1, 2, 3, 4
-_MAX_SHARDS = 1 << 14
-_MAX_SEQ = 1 << 43  # so that tags fit
+_MAX_SEQ = 1 << 43  # so that the tags of what belongs to a request fit
 
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_SEQ)]
-
-
-def payload_tag(seq: int, shard: int = 0) -> int:
-    """Tag of a tensor that follows a request."""
-    return _PAYLOAD << 58 | seq * _MAX_SHARDS + shard
-
-
-def delivery_tag(seq: int, shard: int = 0) -> int:
-    """Tag of a tensor that follows a reply."""
-    return _DELIVERY << 58 | seq * _MAX_SHARDS + shard
-
-
-def reply_tag(seq: int) -> int:
-    return _REPLY << 58 | seq
-
-
-def reply_rest_tag(seq: int) -> int:
-    return _REPLY_REST << 58 | seq
 
 
 class Where(msgspec.Struct, frozen=True, array_like=True):
@@ -260,46 +230,3 @@ AnyRequest: TypeAlias = (
     | Stats
     | Leave
 )
-_encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(AnyRequest)
-_replies = msgspec.msgpack.Decoder(Reply)
-
-
-def to_frames(message: msgspec.Struct) -> tuple[np.ndarray, np.ndarray | None]:
-    """Encode a message: the frame, and the rest if it does not fit."""
-    data = _encoder.encode(message)
-    frame = np.zeros(FRAME_BYTES, dtype=np.uint8)
-    frame[:4] = np.frombuffer(len(data).to_bytes(4, "little"), dtype=np.uint8)
-    frame[4] = _VERSION
-    room = FRAME_BYTES - _HEAD_BYTES
-    head = np.frombuffer(data[:room], dtype=np.uint8)
-    frame[_HEAD_BYTES : _HEAD_BYTES + head.size] = head
-    return frame, np.frombuffer(data[room:], dtype=np.uint8) if len(data) > room else None
-
-
-def rest_bytes(frame: np.ndarray) -> int:
-    """Return how much of the message follows its frame; BadFrame for one that cannot be ours."""
-    length = int.from_bytes(frame[:4].tobytes(), "little")
-    if frame[4] != _VERSION or not 0 < length <= _MAX_BYTES:
-        raise BadFrame(f"a frame of version {int(frame[4])} and {length} bytes is not ours")
-    return max(length - (FRAME_BYTES - _HEAD_BYTES), 0)
-
-
-def read_request(frame: np.ndarray, rest: np.ndarray | None) -> AnyRequest:
-    return decode(_requests, frame, rest)  # type: ignore[no-any-return]
-
-
-def read_reply(frame: np.ndarray, rest: np.ndarray | None) -> Reply:
-    return decode(_replies, frame, rest)  # type: ignore[no-any-return]
-
-
-def decode(decoder: Any, frame: np.ndarray, rest: np.ndarray | None) -> Any:
-    """Decode with this decoder; BadFrame if it cannot."""
-    length = int.from_bytes(frame[:4].tobytes(), "little")
-    data = frame[_HEAD_BYTES : _HEAD_BYTES + length].tobytes()
-    if rest is not None:
-        data += rest.tobytes()
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadFrame(f"a message of {length} bytes cannot be read: {error}") from error

@@ -1,7 +1,8 @@
-"""One partition in this process: a copy of its tables, its lines, and its place among the copies.
+"""One partition in this process: its server, and its place among the copies.
 
-Here requests that come on lines become entries of the replicated log, and answers that may leave
-become frames. Everything between the two is the state of `Server`, the same on all copies.
+A request for all copies becomes an entry of the replicated log here, and an entry changes the
+state of the server; answers that may leave go to its lines. While the server is alone none of
+this is needed for the requests of workers (server.py).
 
 Threads: none; the loop of the process (hosting.py) calls.
 """
@@ -9,24 +10,21 @@ Threads: none; the loop of the process (hosting.py) calls.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-import msgspec
 import torch
 
 from paceline.cluster.member import Membership
-from paceline.errors import BadFrame, PeerError, ProtocolError
+from paceline.ps import chain as r
 from paceline.ps import messages as m
 from paceline.ps import peer_messages as p
 from paceline.ps import peer_wire
-from paceline.ps import replication as r
-from paceline.ps.line import Arrival, Landing, Line
-from paceline.ps.load import Load
+from paceline.ps.handlers import again
+from paceline.ps.replication import Replica
 from paceline.ps.server import Asked, Server, Surroundings
 from paceline.ps.snapshot import Filler, restore
 from paceline.ps.snapshot_form import Outline
-from paceline.work import Work
 
 LEFT = "it left"  # why a worker is gone that said so
 
@@ -58,30 +56,13 @@ class Partition:
 
     def __init__(self, house: House, index: int) -> None:
         self.index = index
-        self.lines: dict[int, Line] = {}  # by the worker's rank
-        self.load = Load()
         self.seen: tuple[int, bool] | None = None  # the state of things that it last looked at
         self._house = house
-        self.replica = r.Replica(house.rank, self)
-        self.server = Server(index, house, self.replica.answer)
+        self.replica = Replica(house.rank, self)
+        self.server = Server(index, house, self.replica, self.submit)
         self._filler: Filler | None = None
-        self._broken: list[tuple[Line, PeerError]] = []
-        self._leaving: dict[int, int] = {}  # by rank: the number of its Leave
 
     # -- the loop -----------------------------------------------------------------------------
-
-    def works(self) -> Iterator[Work[Any]]:
-        """What this partition waits for."""
-        if self.replica.is_open:
-            for line in self.lines.values():
-                yield from line.works()
-
-    def serve(self) -> None:
-        """Handle what has come from workers."""
-        if self.replica.is_open:
-            for line in list(self.lines.values()):
-                self._serve(line)
-        self._drop_broken()
 
     def hear(self, sender: int, message: p.AnyMessage, tensors: Sequence[torch.Tensor]) -> None:
         """Take what another server says about this partition."""
@@ -91,6 +72,8 @@ class Partition:
     def flush(self) -> None:
         """Everything that has come is handled: acknowledge it, and go on filling."""
         self.replica.flush()
+        for hosted in self.server.hosted:
+            hosted.table.note_waits()
         filler, now_s = self._filler, time.monotonic()
         if filler is not None and filler.is_due(now_s, self._house.backlog(filler.peer)):
             filler.send_some(now_s)
@@ -101,72 +84,34 @@ class Partition:
         """Whether another copy is being filled from this one."""
         return self._filler is not None
 
-    # -- requests -----------------------------------------------------------------------------
+    # -- requests for all copies --------------------------------------------------------------
 
-    def _serve(self, line: Line) -> None:
-        try:
-            for arrival in line.arrivals(self._find_landing):
-                self._take(line, arrival)
-                if self.lines.get(line.rank) is not line:
-                    return
-        except BadFrame as error:
-            self._mute(line, error)
-        except PeerError as error:
-            self._broken.append((line, error))
+    def submit(self, rank: int, op: Asked | p.Event) -> None:
+        """Let all copies apply a request, or an event."""
+        if isinstance(op, Asked):
+            if self.replica.downstream is not None and isinstance(op.request, m.Commit):
+                op.late = self._pushed_in_place(rank, op.request)
+            self.replica.submit(rank, op.request.seq, op)
+        else:
+            self.replica.submit(rank, 0, op)
 
-    def _take(self, line: Line, arrival: Arrival) -> None:
-        started_s, request = time.perf_counter(), arrival.request
-        caller = self.server.callers.get(line.rank)
-        if caller is None:  # it was dropped; a Leave may still come
-            refused = "" if isinstance(request, m.Leave) else ProtocolError.__name__
-            line.reply(m.Reply(request.seq, error=refused, text="this worker counts as gone"))
-            return
-        asked = Asked(request, arrival.tensors, arrival.refusal)
-        if self.replica.downstream is not None and isinstance(request, m.Commit):
-            asked.late = self._pushed_in_place(caller.worker, request)
-        self.replica.submit(line.rank, request.seq, asked)
-        self.load.requests += 1
-        for tensor in arrival.tensors:
-            self.load.num_bytes += tensor.nbytes
-        self.load.busy_s += time.perf_counter() - started_s
-
-    def _pushed_in_place(self, worker: int, request: m.Commit) -> list[tuple[int, torch.Tensor]]:
+    def _pushed_in_place(self, rank: int, request: m.Commit) -> list[tuple[int, torch.Tensor]]:
         if not 0 <= request.table < len(self.server.hosted):
             return []
-        hosted = self.server.hosted[request.table]
+        hosted, worker = self.server.hosted[request.table], self.server.callers[rank].worker
         pushed = hosted.table.pending(worker).items()
         return [(n, grad) for n, grad in pushed if hosted.origins.get(("push", worker, n))]
 
-    def _mute(self, line: Line, error: BadFrame) -> None:
-        """Go on without a worker that says what cannot be read: nobody knows what it wanted."""
-        caller = self.server.callers.get(line.rank)
-        who = line.rank if caller is None else caller.worker
-        said = f"has stopped listening to worker {who}: {error}"
-        self._house.say(said)
-        if caller is not None:
-            self.replica.submit(line.rank, 0, p.Gone(line.rank))
-        try:
-            line.mute(
-                f"server {self.index} {said}. Do all processes run the same version of Paceline?"
-            )
-        except PeerError as lost:
-            self._broken.append((line, lost))
-
-    def _drop_broken(self) -> None:
-        while self._broken:
-            line, error = self._broken.pop()
-            if self.lines.get(line.rank) is not line:
+    def drop_broken(self) -> None:
+        """Go on without the lines that are of no use any more."""
+        while self.server.broken:
+            line, error = self.server.broken.pop()
+            if self.server.lines.get(line.rank) is not line:
                 continue
             if self._house.is_elastic:  # the membership says who is gone
-                self.hang_up(line.rank)
+                self.server.hang_up(line.rank)
             else:
                 self._lose(line.rank, str(error), vacates=False)
-
-    def _find_landing(self, line: Line, request: m.AnyRequest) -> Landing:
-        caller = self.server.callers.get(line.rank)
-        if caller is None:
-            return Landing()
-        return self.server.find_landing(caller, request, is_sent=False)
 
     def find_peer_landing(self, message: p.AnyMessage) -> Sequence[torch.Tensor]:
         """Say where the tensors belong that follow a message of another server."""
@@ -179,7 +124,7 @@ class Partition:
         filling = membership.filling[self.index] if membership.filling else ()
         self.replica.adopt(membership.generation, membership.holders[self.index], filling)
         if self.replica.role is r.Role.NONE:
-            self.server = Server(self.index, self._house, self.replica.answer)
+            self.server.clear()
             self._filler = None
         self.server.bring(self.replica.is_open)
 
@@ -188,21 +133,20 @@ class Partition:
         if not self.replica.is_open:
             return
         numbers = membership.worker_numbers
-        for rank in sorted(
-            {*self.server.callers, *self.lines}
-        ):  # one that was muted has only a line
+        lines = self.server.lines
+        for rank in sorted({*self.server.callers, *lines}):  # one that was muted has only a line
             why = self._house.why_gone(rank)
             if why is not None:
-                if rank in self.lines:
-                    self._serve(self.lines[rank])  # what it said before its end
+                if rank in lines:
+                    self.server.serve_line(lines[rank])  # what it said before its end
                 self._lose(rank, why, vacates=self._is_kept(rank, why, numbers))
         for rank in membership.workers:
             is_known = rank in self.server.callers or rank in self.server.gone
             if not is_known and self._house.why_gone(rank) is None:
                 number = membership.member(rank).number
-                self.replica.submit(rank, 0, p.Entered(rank, number))
+                self.submit(rank, p.Entered(rank, number))
         for number in sorted(self.server.vacant - set(numbers)):
-            self.replica.submit(self._house.rank, 0, p.Closed(number))
+            self.submit(self._house.rank, p.Closed(number))
 
     def _is_kept(self, rank: int, why: str, numbers: Sequence[int]) -> bool:
         """Say whether a worker's place waits for another one."""
@@ -213,17 +157,10 @@ class Partition:
     def _lose(self, rank: int, why: str, *, vacates: bool) -> None:
         caller = self.server.callers.get(rank)
         if caller is not None:
-            self.replica.submit(rank, 0, p.Gone(rank, vacates))
+            self.submit(rank, p.Gone(rank, vacates))
             if why != LEFT and not self._house.is_elastic:  # else the membership tells
                 self._house.say(f"worker {caller.worker} is gone: {why}")
-        self.hang_up(rank)
-
-    def hang_up(self, rank: int) -> None:
-        """End the line to a worker."""
-        line = self.lines.pop(rank, None)
-        self._leaving.pop(rank, None)
-        if line is not None:
-            line.close()
+        self.server.hang_up(rank)
 
     # -- what the replica asks for ------------------------------------------------------------
 
@@ -233,34 +170,20 @@ class Partition:
             caller = server.callers[entry.rank]
             server.find_tensors(caller, op)
             if entry.again:
-                known = self.replica.remembered(entry.rank, entry.seq)
-                server.handle_again(caller, op, known)
-                return
-            if isinstance(op.request, m.Leave):
-                self._leaving[entry.rank] = entry.seq
-            server.handle(caller, op)
-            if isinstance(op.request, m.Leave):
-                self.replica.forget(entry.rank)
+                known = self.replica.applied.answer(entry.rank, entry.seq)
+                again(server, caller, op.request, known)
+            else:
+                server.apply(caller, op)
         elif isinstance(op, p.Entered):
             server.enter(op.rank, op.worker)
         elif isinstance(op, p.Gone):
             server.drop(server.callers[op.rank], vacates=op.vacates)
-            self.replica.forget(op.rank)
+            self.replica.applied.forget(op.rank)
         elif isinstance(op, p.Closed):
             server.close(op.worker)
 
     def deliver(self, rank: int, seq: int, answer: Any, extra: Any) -> None:
-        line = self.lines.get(rank)
-        if line is None:
-            return
-        if extra:
-            answer = msgspec.structs.replace(answer, delivers=True)
-        try:
-            line.reply(answer, extra or ())
-        except PeerError as error:
-            self._broken.append((line, error))
-        if self._leaving.get(rank) == seq:
-            self.hang_up(rank)
+        self.server.deliver(rank, seq, answer, extra or ())
 
     def send(self, peer: int, message: r.Message) -> None:
         worker = message.entry.rank if isinstance(message, r.Forward) else peer
@@ -281,7 +204,7 @@ class Partition:
     def restore(self, content: Any) -> None:
         part, tensors = content
         if isinstance(part, Outline):
-            self.server = Server(self.index, self._house, self.replica.answer)
+            self.server.clear()
             self.server.bring(False)
         restore(self.server, part, tensors)
 

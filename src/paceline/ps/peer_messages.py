@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from paceline.ps import messages as m
+from paceline.ps.line import decode
 from paceline.ps.snapshot_form import Part, Shapes
 
 
@@ -106,4 +107,4 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 def read(frame: np.ndarray, rest: np.ndarray | None) -> AnyMessage:
     """Decode a message; BadFrame if it is none."""
-    return m.decode(_decoder, frame, rest)  # type: ignore[no-any-return]
+    return decode(_decoder, frame, rest)  # type: ignore[no-any-return]

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from paceline import errors
+from paceline.ps import chain as r
 from paceline.ps import messages as m
 from paceline.ps import peer_messages as p
-from paceline.ps import replication as r
 from paceline.ps.server import Asked, Server
 from paceline.ps.snapshot_form import Shapes
 

@@ -6,15 +6,14 @@ Threads: none; the loop of the process (hosting.py) calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
-from paceline.collectives.group import Group
+from paceline import _core
 from paceline.errors import BadFrame, PacelineError, PeerError
 from paceline.ps import peer_messages as p
+from paceline.ps.line import Pair
 from paceline.ps.peer_line import FindLanding, PeerLine
-from paceline.work import Work
 
 _ACCUSE_S = 0.5  # how often the coordinator is told of a server that cannot be reached
 
@@ -34,9 +33,9 @@ class Peers:
     def __iter__(self) -> Iterator[int]:
         return iter(list(self._lines))
 
-    def add(self, rank: int, group: Group) -> None:
+    def add(self, rank: int, pair: Pair) -> None:
         """Use a line that was formed."""
-        self._lines[rank] = PeerLine(group, rank)
+        self._lines[rank] = PeerLine(pair, rank)
 
     def remove(self, rank: int) -> None:
         """End a line."""
@@ -46,7 +45,7 @@ class Peers:
         for line in self._lines.values():
             line.close()
 
-    def works(self) -> Iterator[Work[Any]]:
+    def works(self) -> Iterator[_core.Work]:
         """What the lines wait for."""
         for line in self._lines.values():
             yield from line.works()

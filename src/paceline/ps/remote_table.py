@@ -19,15 +19,13 @@ from paceline.errors import UsageError
 from paceline.ps import messages as m
 from paceline.ps.health import is_finite
 from paceline.ps.items import Item, ShardOf, dtype_name, homes_of, seat_of, spec_of
-from paceline.ps.link import ServerLink, no_landing
+from paceline.ps.link import Into, ServerLink, no_landing
 from paceline.ps.packets import Packets
 from paceline.ps.packing import Packing
 from paceline.ps.placement import Part, balance, place
 from paceline.ps.spec import OptimizerSpec, Rule, ShardSpec, TableSpec
-from paceline.ps.together import Landed, Together
-from paceline.ps.transit import Incoming, Outgoing, Staging
-from paceline.ps.wire import Into
-from paceline.work import Work
+from paceline.ps.transit import Incoming, Landed, Outgoing, Staging
+from paceline.work import Together, Work
 
 MakeAbout = Callable[[int, int, m.Where | None], m.AnyRequest]  # number, table, place
 
@@ -76,6 +74,8 @@ class RemoteTable:
             if self._on[link.index]
         }
         self.packets = Packets(self._staging, packing, rule.mean_codec)
+        self._is_plain = packing is None and not rule.mean_codec and not self._staging.dtype
+        self._dtypes = {item.grads.dtype: dtype_name(item.grads.dtype) for item in items}
         for shard in itertools.chain(*self._shards):
             first = sum(sizes[: shard.part.item]) + shard.part.start
             self.packets.add(shard, self._spec_of(shard), first)
@@ -150,6 +150,10 @@ class RemoteTable:
         where workers average.
         """
         item, works, clock = self.items[number], list[Any](), self.clock + 1
+        if self._is_plain:
+            for shard in self._shards[number]:
+                works += self._push_plain(shard, item, tuple(absent))
+            return Together(works).work()
         if not self.rule.aggregate:
             key = clock  # a step is packed once, when it ends
         for shard in self._shards[number]:
@@ -178,8 +182,27 @@ class RemoteTable:
                 works += self._tell(grad, make)
                 continue
             incoming = self.packets.incoming_mean(shard, item.average)
-            works.append(Landed(self._ask(grad, make, incoming), incoming.settle))
+            works.append(Landed(self._ask(grad, make, incoming), incoming))
         return Together(works).work()
+
+    def _push_plain(self, shard: ShardOf, item: Item, absent: tuple[int, ...]) -> list[Work[Any]]:
+        """Push a shard as it is: nothing is packed, or converted on its way."""
+        link, part, clock = shard.link, shard.part, self.clock + 1
+        grad, table = item.grads[part.start : part.stop], self._numbers[shard.link.index]
+
+        def make(seq: int) -> m.Push:
+            where = link.hand_over(grad)
+            return m.Push(seq, table, shard.number, clock, where, self._dtypes[grad.dtype], absent)
+
+        def payload() -> Sequence[torch.Tensor]:
+            return () if link.is_local else (grad,)
+
+        def into(_: m.Reply) -> Sequence[torch.Tensor]:
+            return () if item.average is None else (item.average[part.start : part.stop],)
+
+        if self.rule.aggregate:
+            return [link.ask(make, payload, into)]
+        return list(link.tell(make, payload))
 
     def left_out(self, number: int) -> torch.Tensor | None:
         """Return what of an item's gradients has not been sent yet; None: nothing."""
@@ -318,7 +341,7 @@ class RemoteTable:
                 lambda seq, number=number, index=index: make(seq, number, index),  # type: ignore[misc]
                 into=incoming,
             )
-            works.append(Landed(work, incoming.settle))
+            works.append(Landed(work, incoming))
             if self._takes_turns:
                 works[-1].wait()
         return Together(works).work()

@@ -18,8 +18,8 @@ from typing import Protocol
 from paceline import errors
 from paceline.cluster.member import Member, Membership
 from paceline.collectives.fabric import Fabric
+from paceline.ps.link import Wire
 from paceline.ps.primary import Connect, GiveUp, Post, course, post_of
-from paceline.ps.wire import Wire
 
 _ACCUSE_S = 0.5  # how long the coordinator may take to miss a server by itself
 _CUT_OFF_S = 20.0  # without the coordinator nobody knows who answers

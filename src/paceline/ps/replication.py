@@ -28,10 +28,12 @@ FENCING. Whoever is not this copy's upstream is not listened to, and what a newe
 waits until that generation is adopted here. A deposed primary therefore gets no acknowledgement
 and can answer nothing: its successor was downstream of it, and has another upstream or none.
 
-EXACTLY ONCE. (rank, seq) names a request; a client numbers them upwards and sends again, in order,
-those without an answer. One that is not above the last is not applied again: its answer is in the
-replicated state, and is made `again`. The newest REMEMBERED answers of a client are kept, so it
-must have fewer requests under way.
+What was applied and answered is in applied.py, which all copies have alike.
+
+ALONE. A primary without a downstream has nobody to wait for: its owner applies new requests by
+itself (`applied.take`, then `applied.keep` for answers) and calls neither `submit` nor `answer`.
+Requests that come again, and events, are submitted as always. `is_alone` can only change in
+`adopt`, `receive` and `disconnected`, never while an entry is applied.
 
 Interface: `adopt` every membership in turn; `connected` and `disconnected` when a line to another
 copy comes up or breaks (between the two, messages arrive in order and none is left out); `receive`
@@ -46,118 +48,26 @@ Threads: none; the loop of the server calls.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
-import msgspec
-
-EMPTY = -1  # the index of a copy that has nothing
-REMEMBERED = 1024  # answers of one client
-HANDOVER = "handover"  # the op of the entry after which the order is another
-
-
-class Role(Enum):
-    """What the membership makes of a server for a partition."""
-
-    NONE = "none"
-    PRIMARY = "primary"
-    BACKUP = "backup"
-    FILLING = "filling"
-    LOST = "lost"  # it has to be the first, and does not have everything: nobody has
-
-
-class Entry(msgspec.Struct, frozen=True):
-    """One operation, at its place in the order of all."""
-
-    index: int
-    rank: int  # whose
-    seq: int  # its number there; 0: an event, which is not asked and not answered
-    op: Any  # the owner's
-    again: bool = False  # it was applied before: only the answer is wanted, made anew
-
-
-class Begin(msgspec.Struct, frozen=True):
-    """Upstream: I pass entries on to you from now on, and am that far."""
-
-    generation: int
-    index: int
-
-
-class Standing(msgspec.Struct, frozen=True):
-    """Downstream, to Begin: I am that far; EMPTY: I have nothing."""
-
-    generation: int
-    index: int
-
-
-class Forward(msgspec.Struct, frozen=True):
-    generation: int
-    entry: Entry
-
-
-class Ack(msgspec.Struct, frozen=True):
-    """Downstream: this copy and all behind it have applied everything up to the index."""
-
-    generation: int
-    index: int
-
-
-Clients: TypeAlias = dict[int, tuple[int, list[tuple[int, Any]]]]  # rank: last seq, (seq, answer)
-
-
-class FillStart(msgspec.Struct, frozen=True):
-    """Upstream: forget what you have; state as of the index follows, then entries behind it."""
-
-    generation: int
-    index: int
-    clients: Clients
-
-
-class FillPart(msgspec.Struct, frozen=True):
-    """Upstream: a part of the state, as it is after all entries that came before this."""
-
-    generation: int
-    content: Any  # the owner's
-
-
-class FillEnd(msgspec.Struct, frozen=True):
-    """Upstream: you have everything, and I wait for you with every answer."""
-
-    generation: int
-
-
-Message: TypeAlias = Begin | Standing | Forward | Ack | FillStart | FillPart | FillEnd
-
-
-class Owner(Protocol):
-    """What a copy asks of whoever runs it."""
-
-    def send(self, peer: int, message: Message) -> None:
-        """Send to another server, in order; lost if the line to it is broken."""
-
-    def apply(self, entry: Entry) -> None:
-        """Do it, the same on every copy; calls `answer`, for this request or parked ones."""
-
-    def deliver(self, rank: int, seq: int, answer: Any, extra: Any) -> None:
-        """Let an answer go to a client, if there is a line to it."""
-
-    def fill(self, peer: int) -> None:
-        """Begin to send the state, with `send_part`; call `filled` when all of it was sent."""
-
-    def restore(self, content: Any) -> None:
-        """Take a part of the state, which the upstream's owner has sent."""
-
-    def in_sync(self, generation: int) -> None:
-        """Tell the coordinator that this copy has everything since that generation."""
-
-
-@dataclass
-class _Client:
-    last: int = 0
-    answers: OrderedDict[int, Any] = field(default_factory=OrderedDict)
+from paceline.ps.applied import EMPTY, Applied
+from paceline.ps.chain import (
+    HANDOVER,
+    Ack,
+    Begin,
+    Entry,
+    FillEnd,
+    FillPart,
+    FillStart,
+    Forward,
+    Message,
+    Owner,
+    Role,
+    Standing,
+)
 
 
 class _Down(Enum):
@@ -176,7 +86,8 @@ class Replica:
         self.me = me
         self.role = Role.NONE
         self.generation = 0
-        self.index = EMPTY
+        self.applied = Applied()
+        self.is_alone = False  # see ALONE above
         self.refused = 0  # messages of those who are not upstream
         self.upstream: int | None = None
         self.downstream: int | None = None
@@ -194,7 +105,6 @@ class Replica:
         self._is_told = False  # it may have told the coordinator that it has everything
         self._acked = EMPTY  # by the downstream
         self._kept: deque[Entry] = deque()  # applied, not acknowledged
-        self._clients: dict[int, _Client] = {}
         self._deferred: deque[tuple[int, int, int, Any, Any]] = deque()  # index, rank, seq, ...
 
     # -- membership ---------------------------------------------------------------------------
@@ -210,6 +120,7 @@ class Replica:
         self._order = self._order_after(before)
         self._take_role(filling, is_fresh)
         self._link(before)
+        self.is_alone = self.is_open and self.downstream is None
         if self._down is _Down.FOLLOWS and self.downstream not in self._holders:
             self._send_down(FillEnd(generation))
         self._settle()
@@ -219,6 +130,11 @@ class Replica:
         early, self._early = self._early, []
         for sender, message in early:
             self.receive(sender, message)
+
+    @property
+    def index(self) -> int:
+        """The newest entry that this copy has applied."""
+        return self.applied.index
 
     @property
     def is_open(self) -> bool:
@@ -260,7 +176,7 @@ class Replica:
         elif self.me in self._holders:
             self.role = Role.PRIMARY if self.me == self._holders[0] else Role.BACKUP
             if is_fresh:
-                self.index = 0  # nothing has happened yet
+                self.applied.index = 0  # nothing has happened yet
         if self._is_partial and self._order[:1] == (self.me,):
             self.role = Role.LOST
         if self.role is not Role.PRIMARY:
@@ -270,11 +186,10 @@ class Replica:
             self._order = self._target = ()
 
     def _forget_all(self) -> None:
-        self.index = EMPTY
+        self.applied.clear()
         self._is_partial = False
         self._switch_at = None
         self._kept.clear()
-        self._clients.clear()
 
     def _link(self, before: tuple[int, ...]) -> None:
         """Know the neighbours in the order that is in effect; `before`, it was another."""
@@ -310,6 +225,7 @@ class Replica:
         self.flush()  # whoever was upstream waits for this as well
         before, self._switch_at, self._order = self._order, None, self._target
         self._link(before)
+        self.is_alone = self.is_open and self.downstream is None
         self._settle()
 
     # -- requests, on the primary -------------------------------------------------------------
@@ -319,37 +235,22 @@ class Replica:
         assert self.is_open, (self.role, self._order)
         again = False
         if seq:
-            client = self._clients.setdefault(rank, _Client())
-            again = seq <= client.last
-            if again and (seq not in client.answers or self._is_deferred(rank, seq)):
+            again = self.applied.has(rank, seq)
+            is_answered = self.applied.is_answered(rank, seq)
+            if again and (not is_answered or self._is_deferred(rank, seq)):
                 return False
         self._append(Entry(self.index + 1, rank, seq, op, again))
         return True
 
     def answer(self, rank: int, seq: int, answer: Any, extra: Any = None) -> None:
         """Give the answer to a request; it leaves when every copy has what led to it."""
-        client = self._clients.setdefault(rank, _Client())
-        client.answers[seq] = answer
-        if len(client.answers) > REMEMBERED:
-            client.answers.popitem(last=False)
+        self.applied.keep(rank, seq, answer)
         if not self.is_open:
             return
         if self._settled >= self.index and not self._deferred:
             self._owner.deliver(rank, seq, answer, extra)
         else:
             self._deferred.append((self.index, rank, seq, answer, extra))
-
-    def remembered(self, rank: int, seq: int) -> Any:
-        """Return the answer that a request was given."""
-        return self._clients[rank].answers[seq]
-
-    def last_seq(self, rank: int) -> int:
-        """Return the number of the newest request of a client that was taken."""
-        return self._clients[rank].last if rank in self._clients else 0
-
-    def forget(self, rank: int) -> None:
-        """Drop what is remembered of a client that is gone; while an entry is applied."""
-        self._clients.pop(rank, None)
 
     def _is_deferred(self, rank: int, seq: int) -> bool:
         return any(one[1:3] == (rank, seq) for one in self._deferred)
@@ -404,9 +305,8 @@ class Replica:
                 self._append(message.entry)
         elif isinstance(message, FillStart):
             self._forget_all()
-            self.index, self._is_partial = message.index, True
-            for rank, (last, answers) in message.clients.items():
-                self._clients[rank] = _Client(last, OrderedDict(answers))
+            self._is_partial = True
+            self.applied.restore(message.index, message.clients)
         elif isinstance(message, FillPart):
             if self._is_partial:
                 self._owner.restore(message.content)
@@ -444,18 +344,14 @@ class Replica:
             self._down, self._acked = _Down.FILLING, self.index
             self._is_told = self.downstream in self._holders
             self._kept.clear()
-            clients = {r: (c.last, list(c.answers.items())) for r, c in self._clients.items()}
-            self._send_down(FillStart(self.generation, self.index, clients))
+            self._send_down(FillStart(self.generation, self.index, self.applied.outline()))
             self._owner.fill(self.downstream)
         self._settle()
 
     # -- entries ------------------------------------------------------------------------------
 
     def _append(self, entry: Entry) -> None:
-        self.index = entry.index
-        if entry.seq:
-            client = self._clients.setdefault(entry.rank, _Client())
-            client.last = max(client.last, entry.seq)
+        self.applied.note(entry.index, entry.rank, entry.seq)
         if self._counts:
             self._kept.append(entry)
             if self._down is not _Down.GREETED:

@@ -47,6 +47,7 @@ class Shard:
         self.average = (
             memory(number, "average", spec.count, self.own_dtype) if rule.aggregate else None
         )
+        self._reduced = Buffer(self.average) if self.average is not None else None
         self._packets = MeanPackets(spec, rule.mean_codec) if rule.mean_codec else None
         self._packet: tuple[str, torch.Tensor] | None = None
         self._num_unpacked = 0  # workers that the average is of, if it can still be packed
@@ -94,9 +95,8 @@ class Shard:
 
     def reduce(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """Average in the given order, with the kernel of the collectives; return the average."""
-        assert self.average is not None
-        to = Buffer(self.average)
-        inputs = [grad.data_ptr() for grad in grads]
+        assert self.average is not None and self._reduced is not None
+        to, inputs = self._reduced, [grad.data_ptr() for grad in grads]
         _core.reduce_mean(inputs, to.address, to.count, to.dtype)
         self._packet, self._num_unpacked = None, len(grads)
         if self._packets is not None and not self._packets.is_exact:

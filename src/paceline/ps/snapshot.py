@@ -14,12 +14,14 @@ import torch
 from paceline import errors
 from paceline.errors import ProtocolError
 from paceline.ps import messages as m
-from paceline.ps.hosted import Hosted, Parked, dtype_of
+from paceline.ps.hosted import Hosted, Parked
 from paceline.ps.ledger import Push
+from paceline.ps.opening import host_copy
 from paceline.ps.optimizer import StateEntry
 from paceline.ps.peer_wire import shapes_of
 from paceline.ps.placement import ELEMENTWISE
 from paceline.ps.replication import Replica
+from paceline.ps.seats import dtype_of
 from paceline.ps.server import Server
 from paceline.ps.snapshot_form import HostedForm, Outline, ParkedForm, Part, PushForm, Range
 from paceline.ps.spec import TableSpec
@@ -94,7 +96,7 @@ class Filler:
             states,
             self._server.by_name.get(table.spec.name) is hosted,
             hosted.maker,
-            hosted.seats,
+            hosted.seats.opened,
             hosted.occupants,
             {worker: (type(e).__name__, str(e)) for worker, e in hosted.refusals.items()},
             pushes,
@@ -141,13 +143,13 @@ def _restore_range(server: Server, part: Range, tensors: Sequence[torch.Tensor])
 
 
 def _restore_hosted(server: Server, form: HostedForm, following: Iterator[torch.Tensor]) -> None:
-    hosted = server.host_copy(form.table.spec, form.maker, is_named=form.is_named)
+    hosted = host_copy(server, form.table.spec, form.maker, is_named=form.is_named)
     table = hosted.table
     table.restore(form.table)
     for shard, entries in zip(table.shards, form.states, strict=True):
         if entries:
             shard.load_state([_state_of(entry, following) for entry in entries])
-    hosted.seats, hosted.occupants = dict(form.seats), dict(form.occupants)
+    hosted.seats.opened, hosted.occupants = dict(form.seats), dict(form.occupants)
     hosted.refusals = {w: errors.named(*refusal) for w, refusal in form.refusals.items()}
     for one in form.pushes:
         grad = _gradient(server, hosted, "push", one, following)
@@ -168,7 +170,7 @@ def _gradient(
         return next(following)
     assert form.where is not None
     caller = server.callers[form.where.rank]
-    return hosted.view(use, caller, form.shard, form.where, dtype_of(form.dtype))
+    return hosted.seats.view(use, caller, form.shard, form.where, dtype_of(form.dtype))
 
 
 def _parked(server: Server, forms: Sequence[ParkedForm]) -> list[Parked]:

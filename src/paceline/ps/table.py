@@ -62,6 +62,7 @@ class Table:
         self._being_read: dict[int, set[int]] = {}  # by worker: shards of the read under way
         self.vacant: set[int] = set()
         self._left_at: dict[int, int] = {}  # the clocks of workers that are gone
+        self._has_moved = False  # perhaps others wait, or for others, than when it was last noted
         self._may_repeat: set[int] = set()  # those who took over a number, before their first step
         self._repeating: set[int] = set()  # those who do so
 
@@ -96,7 +97,7 @@ class Table:
         target = self._shard(shard)
         target.require_values()
         counts = self._way.push(worker, shard, Push(target.checked(grad), frozenset(absent)))
-        self._note_waits()
+        self._has_moved = True
         return counts
 
     def commit(
@@ -126,7 +127,7 @@ class Table:
             self._ledger.stopping.add(worker)
         brought = self._way.commit(worker, outs)
         self._unread.add(worker)
-        self._note_waits()
+        self._has_moved = True
         return brought
 
     def discard(self, worker: int) -> None:
@@ -159,7 +160,7 @@ class Table:
         self._left_at[worker] = self.clocks.clock(worker)
         self.clocks.leave(worker)
         self._way.leave(worker)
-        self._note_waits()
+        self._has_moved = True
 
     def vacate(self, worker: int) -> None:
         """Keep the place of a worker that is gone until another one takes it over.
@@ -171,7 +172,7 @@ class Table:
         self._forget(worker)
         self.vacant.add(worker)
         self._way.vacate(worker)
-        self._note_waits()
+        self._has_moved = True
 
     def join(self, worker: int) -> int:
         """Take in a worker, or let it take over; return the clock that it begins at."""
@@ -278,16 +279,19 @@ class Table:
             return self._way.blockers(worker)
         return self._way.push_blockers(worker)
 
-    def _note_waits(self) -> None:
-        for worker in self.clocks.workers:
-            self._ledger.note_wait(worker, self.awaited(worker))
+    def note_waits(self) -> None:
+        """Note who waits for whom, when all that has come is handled and answered."""
+        if self._has_moved:
+            self._has_moved = False
+            for worker in self.clocks.workers:
+                self._ledger.note_wait(worker, self.awaited(worker))
 
     def _begin_read(self, worker: int) -> None:
         self._being_read[worker].clear()
         if self._way.may_read(worker):
             self.clocks.read(worker)
             self._unread.discard(worker)
-            self._note_waits()
+            self._has_moved = True
 
     # -- the optimizer's state, and the books -------------------------------------------------
 
@@ -365,7 +369,9 @@ class Table:
         return self.shards[number]
 
     def _require_next(self, operation: str, worker: int, clock: int) -> None:
-        expected = self._way.next_clock(worker)
+        live = self.clocks.live.get(worker)
+        ended = live.clock if live is not None else self.clocks.clock(worker)  # which says why not
+        expected = ended + 1 + self._way.has_ended(worker)
         if clock != expected:
             raise UsageError(
                 f"table {self.spec.name!r}: worker {worker} wants to {operation} at clock {clock},"

@@ -16,6 +16,7 @@ from paceline.compress.packet import Contents, Packet
 from paceline.ps import messages as m
 from paceline.ps.items import ShardOf, dtype_name
 from paceline.ps.means import MeanPackets
+from paceline.work import Work
 
 WIRE = {"fp32": "", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -118,3 +119,18 @@ class IncomingMean(Incoming):
         if self._packet is not None:
             contents, packet = self._packet
             contents.read(packet, self._target)
+
+
+class Landed:
+    """A Work after which tensors are brought from where they landed to where they belong."""
+
+    def __init__(self, work: Work[m.Reply], incoming: Incoming) -> None:
+        self._work, self._incoming, self._is_settled = work, incoming, False
+        self.done, self.error = work.done, work.error
+
+    def wait(self, timeout_s: float | None = None) -> m.Reply:
+        reply = self._work.wait(timeout_s)
+        if not self._is_settled:
+            self._is_settled = True
+            self._incoming.settle()
+        return reply

@@ -15,6 +15,7 @@ import torch
 import paceline as pl
 from paceline import job
 from paceline.cluster.member import Member, Membership
+from paceline.ps import line as framed
 from paceline.ps import messages as m
 from paceline.ps import peer_messages as p
 from paceline.ps import snapshot
@@ -46,7 +47,7 @@ class House:
     def say(self, _text: str) -> None: ...
 
     def post(self, peer: int, message: Any, tensors: Sequence[torch.Tensor]) -> None:
-        frames = m.to_frames(message)
+        frames = framed.to_frames(message)
         sent = [tensor.clone() for tensor in tensors]
         self.net.lines.setdefault((self.rank, peer), deque()).append((frames, sent))
 
@@ -108,11 +109,10 @@ class Net:
     def ask(self, worker: int, make: Any, *tensors: torch.Tensor) -> None:
         self.seqs[worker] += 1
         asked = Asked(make(self.seqs[worker]), [tensor.clone() for tensor in tensors])
-        self.primary.replica.submit(worker, self.seqs[worker], asked)
+        self.primary.server.take(worker, asked)
 
-    def answers(self, rank: int) -> dict[int, m.Reply]:
-        clients = self.houses[rank].partition.replica._clients
-        return {(who, seq): a for who, c in clients.items() for seq, a in c.answers.items()}
+    def answers(self, rank: int) -> dict[tuple[int, int], m.Reply]:
+        return self.houses[rank].partition.replica.applied.answers()
 
 
 def _member(rank: int, role: str) -> Member:

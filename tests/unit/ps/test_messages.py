@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import BadFrame
+from paceline.ps import line as framed
 from paceline.ps import messages as m
 from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
 
@@ -40,23 +41,23 @@ REQUESTS = [
 
 def read(frame: np.ndarray, rest: np.ndarray | None) -> m.AnyRequest:
     """Read as a server does: the rest is as long as the frame says."""
-    size = m.rest_bytes(frame)
-    return m.read_request(frame, None if rest is None else np.resize(rest, size))
+    size = framed.rest_bytes(frame)
+    return framed.read_request(frame, None if rest is None else np.resize(rest, size))
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda one: type(one).__name__)
 def test_a_request_survives_its_frames(request_: m.AnyRequest) -> None:
-    assert read(*m.to_frames(request_)) == request_
+    assert read(*framed.to_frames(request_)) == request_
 
 
 def test_a_long_request_survives_its_frames() -> None:
     long = m.Push(4, 0, 0, 1, None, "float32", tuple(range(10_000)))
-    frame, rest = m.to_frames(long)
-    assert rest is not None and m.rest_bytes(frame) == rest.size
+    frame, rest = framed.to_frames(long)
+    assert rest is not None and framed.rest_bytes(frame) == rest.size
     assert read(frame, rest) == long
 
 
-@given(st.binary(min_size=m.FRAME_BYTES, max_size=m.FRAME_BYTES), st.binary(max_size=200))
+@given(st.binary(min_size=framed.FRAME_BYTES, max_size=framed.FRAME_BYTES), st.binary(max_size=200))
 def test_any_bytes_are_a_request_or_a_bad_frame(head: bytes, rest: bytes) -> None:
     frame = np.frombuffer(head, dtype=np.uint8).copy()
     frame[2:4] = 0  # a length that could be
@@ -75,7 +76,7 @@ def test_any_bytes_are_a_request_or_a_bad_frame(head: bytes, rest: bytes) -> Non
 def test_damaged_requests_are_other_requests_or_bad_frames(
     request_: m.AnyRequest, damage: list[tuple[int, int]]
 ) -> None:
-    frame, rest = m.to_frames(request_)
+    frame, rest = framed.to_frames(request_)
     for place, value in damage:
         frame[place] = value
     try:
@@ -86,12 +87,12 @@ def test_damaged_requests_are_other_requests_or_bad_frames(
     assert all(where.offset >= 0 for where in getattr(found, "into", ()))
 
 
-@given(st.binary(min_size=m.FRAME_BYTES, max_size=m.FRAME_BYTES))
+@given(st.binary(min_size=framed.FRAME_BYTES, max_size=framed.FRAME_BYTES))
 def test_any_bytes_are_a_reply_or_a_bad_frame(head: bytes) -> None:
     frame = np.frombuffer(head, dtype=np.uint8).copy()
     try:
-        m.rest_bytes(frame)
-        reply = m.read_reply(frame, None)
+        framed.rest_bytes(frame)
+        reply = framed.read_reply(frame, None)
     except BadFrame:
         return
     assert isinstance(reply, m.Reply)
@@ -114,32 +115,33 @@ def test_any_bytes_are_a_reply_or_a_bad_frame(head: bytes) -> None:
 )
 def test_numbers_that_cannot_be_places_are_bad_frames(wrong: m.AnyRequest) -> None:
     with pytest.raises(BadFrame, match="Expected `int`"):
-        read(*m.to_frames(wrong))
+        read(*framed.to_frames(wrong))
 
 
 def raw(data: bytes) -> tuple[np.ndarray, np.ndarray | None]:
     """Return frames of a message that is already encoded."""
     head = len(data).to_bytes(4, "little") + b"\1\0\0\0"
-    frame = np.frombuffer((head + data).ljust(m.FRAME_BYTES, b"\0")[: m.FRAME_BYTES], np.uint8)
-    rest = (head + data)[m.FRAME_BYTES :]
+    whole = head + data
+    frame = np.frombuffer(whole[: framed.FRAME_BYTES].ljust(framed.FRAME_BYTES, b"\0"), np.uint8)
+    rest = whole[framed.FRAME_BYTES :]
     return frame, np.frombuffer(rest, np.uint8) if rest else None
 
 
 def test_text_that_is_no_text_is_a_bad_frame() -> None:
-    frame, _ = m.to_frames(m.Find(1, "XX"))
+    frame, _ = framed.to_frames(m.Find(1, "XX"))
     with pytest.raises(BadFrame, match="utf-8"):
         read(*raw(frame[8:].tobytes().rstrip(b"\0").replace(b"XX", b"\x80\x80")))
 
 
 def test_settings_without_a_bottom_are_a_bad_frame() -> None:
-    data = m._encoder.encode(m.Commit(1, 0, 1, ({"lr": "XX"},)))
+    data = framed._encoder.encode(m.Commit(1, 0, 1, ({"lr": "XX"},)))
     with pytest.raises(BadFrame, match="recursion"):
         read(*raw(data.replace(b"\xa2XX", b"\x91" * 100_000 + b"\xc0")))
 
 
 @pytest.mark.parametrize("length", [0, (256 << 20) + 1, (1 << 32) - 1])
 def test_lengths_that_cannot_be_ours(length: int) -> None:
-    frame, _ = m.to_frames(m.Keys(1))
+    frame, _ = framed.to_frames(m.Keys(1))
     frame[:4] = np.frombuffer(length.to_bytes(4, "little"), dtype=np.uint8)
     with pytest.raises(BadFrame, match=f"{length} bytes"):
-        m.rest_bytes(frame)
+        framed.rest_bytes(frame)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.ps.replication import EMPTY, Ack, Entry, Forward, Message, Replica, Role
+from paceline.ps.applied import EMPTY
+from paceline.ps.chain import Ack, Entry, Forward, Message, Role
+from paceline.ps.replication import Replica
 
 CLIENT = 7
 
@@ -28,7 +30,7 @@ class Copy:
 
     def apply(self, entry: Entry) -> None:
         if entry.again:
-            known = self.replica.remembered(entry.rank, entry.seq)
+            known = self.replica.applied.answer(entry.rank, entry.seq)
             self.replica.answer(entry.rank, entry.seq, known)
             return
         self.state.append(entry.op)
@@ -48,7 +50,14 @@ class Copy:
         self.synced.append(generation)
 
     def ask(self, seq: int, op: str) -> bool:
-        return self.replica.submit(CLIENT, seq, op)
+        """Ask as a server does: what is new is applied at once by a copy that is alone."""
+        applied = self.replica.applied
+        if not (self.replica.is_alone and applied.take(CLIENT, seq)):
+            return self.replica.submit(CLIENT, seq, op)
+        self.state.append(op)
+        applied.keep(CLIENT, seq, len(self.state))
+        self.deliver(CLIENT, seq, len(self.state), None)
+        return True
 
 
 class Net:
@@ -83,6 +92,42 @@ def test_alone_it_answers_at_once() -> None:
     one.replica.adopt(1, (0,))
     assert one.ask(1, "a")
     assert one.delivered == [(1, 1)]
+
+
+def test_what_one_applied_alone_is_not_applied_again_when_it_has_a_backup() -> None:
+    net = Net(2)
+    primary, backup = net.copies
+    primary.replica.adopt(1, (0,))
+    primary.ask(1, "a")
+    assert primary.replica.is_alone and primary.state == ["a"]
+    net.adopt(2, (0,), 1)
+    assert not primary.replica.is_alone
+    net.run()
+    primary.replica.filled(1)
+    net.adopt(3, (0, 1))
+    primary.ask(1, "a")
+    primary.ask(2, "b")
+    net.run()
+    assert primary.state == backup.state == ["a", "b"]
+    assert primary.delivered == [(1, 1), (1, 1), (2, 2)]
+    net.adopt(4, (1,))
+    backup.ask(1, "a")
+    assert backup.replica.is_alone and backup.delivered == [(1, 1)]
+
+
+def test_a_copy_that_missed_what_one_applied_alone_does_not_count_as_complete() -> None:
+    net = Net(2)
+    primary, backup = net.copies
+    net.adopt(1, (0, 1))
+    primary.ask(1, "a")
+    net.run()
+    primary.replica.adopt(2, (0,))  # the other one does not hear of this generation
+    primary.ask(2, "b")
+    net.adopt(3, (0,), 1)
+    net.run()
+    primary.replica.filled(1)
+    net.run()
+    assert backup.state == ["a", "b"]
 
 
 def test_an_answer_waits_for_the_backup() -> None:

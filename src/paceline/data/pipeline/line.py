@@ -27,7 +27,7 @@ from paceline.data.pipeline import messages as m
 from paceline.data.pipeline.parcel import Parcel
 from paceline.data.pipeline.slots import Slots
 from paceline.errors import SharedMemoryError
-from paceline.ps.messages import FRAME_BYTES, rest_bytes, to_frames
+from paceline.ps.line import FRAME_BYTES, rest_bytes, to_frames
 from paceline.work import Work
 
 _MAKER, _ASKER = 0, 1  # their ranks in the group

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.ps.messages import decode
+from paceline.ps.line import decode
 
 ORDER, ORDER_REST = 0, 1
 _REPLY, _REST, _PAYLOAD, _TAIL = range(4)

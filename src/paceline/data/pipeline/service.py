@@ -61,7 +61,7 @@ class Service:
             agent = job.rendezvous.agent
             self._supply = Supply(job.fabric, agent, makers, reads=self._stage == 1)
         self._lines: list[MakingLine] = []
-        self._meetings = Meetings()
+        self._meetings: Meetings[Group] = Meetings()
         self._meeting: dict[int, Member] = {}
         self._asked: list[tuple[MakingLine, Pending]] = []  # of the stage before
         self._ready: deque[tuple[MakingLine, m.Order, Any]] = deque()  # with the samples, or None
