@@ -84,7 +84,7 @@ def calm(
     if layout.holders:
         hosts = {one.rank: one.host_id for one in servers(members)}
         leaving = {one.rank for one in servers(members) if not is_wished(state, one)}
-        layout = relieved(layout, policy.replicas, hosts, leaving)
+        layout = relieved(layout, policy.replicas, hosts, leaving, len(state.servers))
     if layout != before:
         why.append("partitions move")
     if not why:

@@ -91,16 +91,24 @@ def filled(layout: Layout, replicas: int, hosts: Mapping[int, str]) -> Layout:
 
 
 def relieved(
-    layout: Layout, replicas: int, hosts: Mapping[int, str], leaving: Collection[int] = ()
+    layout: Layout,
+    replicas: int,
+    hosts: Mapping[int, str],
+    leaving: Collection[int] = (),
+    wanted: int = 0,
 ) -> Layout:
     """Return the layout after the next steps; the same one when there is nothing to do.
 
     To be called only when everybody works with `layout`. `hosts` has all servers, also those that
-    are `leaving`.
+    are `leaving`; `wanted`: how many the job is to have. While one is awaited that copies are
+    missing for, nothing is moved for balance: copies are refilled first.
     """
     staying = {rank: host for rank, host in hosts.items() if rank not in leaving}
     after = _shed(layout, replicas, leaving)
     after = filled(after, replicas, staying or hosts)
+    fewest = min(len(layout.copies(partition)) for partition in range(len(layout.holders)))
+    if fewest < min(replicas, wanted):
+        return after
     if after == layout and not any(layout.filling):
         after = _move_one(layout, staying)
     if after == layout and not any(layout.filling):

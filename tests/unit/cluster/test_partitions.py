@@ -80,6 +80,15 @@ def test_two_servers_with_two_copies_share_the_primaries_again():
     assert [set(ranks) for ranks in layout.holders] == [{1, 7}, {1, 7}]
 
 
+def test_nothing_moves_for_balance_while_a_server_is_awaited_that_copies_lack():
+    layout = Layout(((1, 2), (1, 2), (1, 2)), ((), (), ()))
+    hosts = {1: "a", 2: "b"}
+    assert relieved(layout, 3, hosts, wanted=3) == layout
+    joined = relieved(layout, 3, {**hosts, 3: "c"}, wanted=3)
+    assert joined.holders == layout.holders and joined.filling == ((3,), (3,), (3,))
+    assert relieved(layout, 3, hosts, wanted=2) != layout  # there will be no more copies
+
+
 def test_a_move_is_fill_then_hand_over_then_drop():
     hosts = {1: "a", 2: "a"}
     layout = Layout(((1,),), ((),))

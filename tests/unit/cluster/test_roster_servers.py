@@ -23,6 +23,33 @@ def test_a_lost_server_promotes_its_backup_at_once():
     assert sorted(story.now.partitions) == [(3, newcomer), (newcomer, 3)]
 
 
+def test_copies_are_refilled_before_anything_moves_for_balance():
+    story = Story(1, 3, replicas=3, num_partitions=6)
+    story.lose(1)
+    story.lose(2)
+    before = story.now.partitions
+    assert before == ((3,),) * 6
+    first = story.come("server", 0)
+    story.adopt(first)
+    assert story.now.filling == ((first,),) * 6 and story.now.partitions == before
+    story.sync()
+    # One copy is missing still, and its server is awaited: the primaries stay where they are.
+    assert story.now.partitions == ((3, first),) * 6
+    second = story.come("server", 1)
+    story.adopt(second)
+    assert story.now.filling == ((second,),) * 6
+    story.sync()
+    assert {len(holders) for holders in story.now.partitions} == {3}
+    assert sorted(holders[0] for holders in story.now.partitions) == [
+        3,
+        3,
+        first,
+        first,
+        second,
+        second,
+    ]
+
+
 def test_both_copies_lost_end_the_job_and_name_the_partition():
     story = Story(1, 3, replicas=2)
     story.lose(1)
