@@ -46,17 +46,19 @@ def give_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
     optimizer.state = defaultdict(dict, state)
 
 
-def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return the parameters in the order in which `state_dict()` numbers them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def average_state(optimizer: torch.optim.Optimizer, state: OptimizerState, group: Group) -> None:
-    """Let all workers have the mean of what their optimizers remember: in `state`. Collective.
+# -- the mean of what several optimizers remember ---------------------------------------------
+#
+# Counts (a number, or a tensor with one value, such as Adam's step) are the largest of them. What
+# only some workers have, because the others never had a gradient there, is zero on the others.
 
-    Counts (a tensor with one value, such as Adam's step) are the largest of them. What only some
-    workers have, because the others never had a gradient there, is zero on the others.
-    """
+
+def average_state(optimizer: torch.optim.Optimizer, state: OptimizerState, group: Group) -> None:
+    """Let all workers have the mean of what their optimizers remember: in `state`. Collective."""
     params = params_of(optimizer)
     here = [
         [number, key, str(value.dtype).removeprefix("torch."), list(value.shape)]
@@ -73,9 +75,34 @@ def average_state(optimizer: torch.optim.Optimizer, state: OptimizerState, group
             entries[key] = torch.zeros(shape, dtype=getattr(torch, dtype))
         value = entries[key]
         flat = value.detach().contiguous()
-        group.all_reduce(flat, "max" if value.numel() == 1 else "mean")
+        group.all_reduce(flat, "max" if _is_count(value) else "mean")
         if flat.data_ptr() != value.data_ptr():
             value.copy_(flat)
+
+
+Named = Mapping[str, Mapping[str, Any]]  # an optimizer's state, by the names of parameters
+
+
+def mean_state(states: Sequence[Named]) -> dict[str, dict[str, Any]]:
+    """Return the mean of what several optimizers remembered."""
+    pairs = ((param, key) for state in states for param, its in state.items() for key in its)
+    mean: dict[str, dict[str, Any]] = {}
+    for param, key in dict.fromkeys(pairs):
+        found = [state[param][key] for state in states if key in state.get(param, {})]
+        mean.setdefault(param, {})[key] = _mean_value(found, len(states))
+    return mean
+
+
+def _mean_value(found: Sequence[Any], count: int) -> Any:
+    first = found[0]
+    if isinstance(first, torch.Tensor):
+        every = torch.stack(list(found))
+        return every.amax(0) if _is_count(first) else every.sum(0).div_(count)
+    return max(found) if isinstance(first, int | float) else first
+
+
+def _is_count(value: torch.Tensor) -> bool:
+    return value.numel() == 1 or not value.is_floating_point()
 
 
 def make_plain(model: nn.Module) -> None:

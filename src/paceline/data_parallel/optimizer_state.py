@@ -1,10 +1,16 @@
-"""The optimizer's state when its parameters are shared out among the workers of a host.
+"""The optimizer's state where it is not all on this worker: to the script it looks whole and local.
 
-Each worker holds the state of its own pieces. To the script it must look whole: `state_dict()`
-gives every parameter's state in the parameter's shape, `load_state_dict()` takes it, also on one
-worker alone, when the others are not asked. So state tensors lie in engine memory, which all
-workers of the host can read; whenever new ones appear (as a rule in the first step), their owners
-tell the others where. Nobody changes them outside of `step()`, which no worker enters alone.
+`state_dict()` gives every parameter's state in the parameter's shape, `load_state_dict()` takes it.
+
+HostState: the parameters are shared out among the workers of a host, and each worker holds the
+state of its own pieces. One worker alone may call, when the others are not asked. So state tensors
+lie in engine memory, which all workers of the host can read; whenever new ones appear (as a rule in
+the first step), their owners tell the others where. Nobody changes them outside of `step()`, which
+no worker enters alone.
+
+ServedState: servers run the optimizer. `state_dict()` fetches it from them; any one worker may call
+it, whenever it likes. `load_state_dict()` sends it to them: call it on all workers, or on one while
+the others wait.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,27 +26,25 @@ import torch
 from paceline import _core
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
+from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.ownership import Range
 from paceline.data_parallel.update import replace_method, restore_method
+from paceline.ps import table_state
+from paceline.ps.optimizer import StateEntry
+from paceline.ps.placement import Part
+from paceline.ps.remote_table import RemoteTable
+from paceline.ps.spec import Piece, ShardSpec
 
 _ALIGNMENT = 64
 
 Pieces = Sequence[tuple[torch.nn.Parameter, Range, torch.nn.Parameter]]
 
 
-class HostState:
-    """All workers' optimizer state on this host, as seen by one of them."""
+class WholeState:
+    """Lets an optimizer show all of its state, wherever that is, and take it over again."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, host: Group, engine: _core.Engine) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._host = host
-        self._engine = engine
-        self._pieces: list[tuple[torch.nn.Parameter, Range, torch.nn.Parameter]] = []
-        self._told: dict[int, dict[str, Any]] = defaultdict(dict)  # by the owner of piece i, by key
-        self._shared: dict[tuple[int, str], torch.Tensor] = {}  # own tensors in engine memory
-        self._values: dict[tuple[int, str], Any] = {}  # own entries that are not tensors, as told
-        self._news: list[tuple[int, str, Any]] = []
-        self._loaded: dict[torch.nn.Parameter, dict[str, Any]] = {}  # until the next step
         inner = replace_method(optimizer, "state_dict", lambda _: self._state_dict(inner))
         load = replace_method(
             optimizer, "load_state_dict", lambda _, state: self._load_state_dict(load, state)
@@ -51,6 +55,43 @@ class HostState:
         """Let the optimizer have its own methods again."""
         for name, old in self._replaced.items():
             restore_method(self._opt, name, old)
+
+    @property
+    def _opt(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    def _state_dict(self, state_dict: Any) -> dict[str, Any]:
+        optimizer = self._opt
+        mine = optimizer.state
+        optimizer.state = self._whole(mine)
+        try:
+            return state_dict()  # type: ignore[no-any-return]
+        finally:
+            optimizer.state = mine
+
+    def _load_state_dict(self, load_state_dict: Any, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _whole(self, mine: dict[Any, Any]) -> defaultdict[torch.Tensor, Any]:
+        """Return every parameter's state in its own shape; `mine` is what the optimizer has."""
+        raise NotImplementedError
+
+
+class HostState(WholeState):
+    """All workers' optimizer state on this host, as seen by one of them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, host: Group, engine: _core.Engine) -> None:
+        super().__init__(optimizer)
+        self._host = host
+        self._engine = engine
+        self._pieces: list[tuple[torch.nn.Parameter, Range, torch.nn.Parameter]] = []
+        self._told: dict[int, dict[str, Any]] = defaultdict(dict)  # by the owner of piece i, by key
+        self._shared: dict[tuple[int, str], torch.Tensor] = {}  # own tensors in engine memory
+        self._values: dict[tuple[int, str], Any] = {}  # own entries that are not tensors, as told
+        self._news: list[tuple[int, str, Any]] = []
+        self._loaded: dict[torch.nn.Parameter, dict[str, Any]] = {}  # until the next step
 
     def add(self, pieces: Pieces) -> None:
         """Take over the state of more parameters; what there is already is shared out."""
@@ -113,21 +154,6 @@ class HostState:
 
     # -- what the script sees -----------------------------------------------------------------
 
-    @property
-    def _opt(self) -> torch.optim.Optimizer:
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        return optimizer
-
-    def _state_dict(self, state_dict: Any) -> dict[str, Any]:
-        optimizer = self._opt
-        mine = optimizer.state
-        optimizer.state = self._whole(mine)
-        try:
-            return state_dict()  # type: ignore[no-any-return]
-        finally:
-            optimizer.state = mine
-
     def _load_state_dict(self, load_state_dict: Any, state_dict: dict[str, Any]) -> None:
         load_state_dict(state_dict)
         for known in (self._told, self._shared, self._values, self._loaded):
@@ -148,7 +174,6 @@ class HostState:
             state.pop(param, None)
 
     def _whole(self, mine: dict[Any, Any]) -> defaultdict[torch.Tensor, Any]:
-        """Return every parameter's state in its own shape."""
         cut = {id(tensor) for _, _, tensor in self._pieces}
         whole: defaultdict[torch.Tensor, Any] = defaultdict(
             dict, {key: value for key, value in mine.items() if id(key) not in cut}
@@ -180,6 +205,78 @@ class HostState:
         rank = self._host.ranks[owner]
         memory = self._engine.memory_of_peer(rank, segment, offset, count * dtype.itemsize)
         return torch.from_numpy(memory).view(dtype).as_strided(entry["shape"], entry["stride"])
+
+
+class ServedState(WholeState):
+    """The servers' optimizer state of one model, as the script sees it."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        settle: Callable[[], None],
+    ) -> None:
+        super().__init__(optimizer)
+        self._settle = settle  # waits until the servers have ended the last step
+        self._buckets: list[tuple[RemoteTable, Sequence[Bucket]]] = []
+
+    def add(self, table: RemoteTable, buckets: Sequence[Bucket], is_first: bool) -> None:
+        """Keep the state of these buckets too; the first worker brings what there is already."""
+        self._buckets.append((table, buckets))
+        state = self._opt.state
+        if is_first and any(slot.param in state for bucket in buckets for slot in bucket.slots):
+            self._send(table, buckets)
+        self._forget(buckets)
+
+    def _load_state_dict(self, load_state_dict: Any, state_dict: dict[str, Any]) -> None:
+        self._settle()
+        load_state_dict(state_dict)
+        for table, buckets in self._buckets:
+            self._send(table, buckets)
+            self._forget(buckets)
+
+    def _forget(self, buckets: Sequence[Bucket]) -> None:
+        """Drop what the servers have now."""
+        for bucket in buckets:
+            for slot in bucket.slots:
+                self._opt.state.pop(slot.param, None)
+
+    def _whole(self, mine: dict[Any, Any]) -> defaultdict[torch.Tensor, Any]:
+        self._settle()
+        parts: dict[Slot, list[tuple[Range, torch.Size, dict[str, Any]]]] = defaultdict(list)
+        for table, buckets in self._buckets:
+            for part, spec, entries in table_state.fetch(table):
+                self._collect(parts, buckets[part.item], spec, part, entries)
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict, mine)
+        for slot, pieces in parts.items():
+            pieces.sort(key=lambda piece: piece[0].start)
+            if pieces[0][2]:
+                state[slot.param] = join_parts(slot.param, pieces)
+        return state
+
+    def _collect(
+        self, parts: Any, bucket: Bucket, spec: ShardSpec, part: Part, entries: Any
+    ) -> None:
+        of_piece: dict[int, dict[str, Any]] = defaultdict(dict)
+        for entry in entries:
+            of_piece[entry.piece][entry.key] = entry.value
+        for number, piece in enumerate(spec.pieces):
+            slot = bucket.slots[piece.param]
+            which = _range(slot, piece, part)
+            parts[slot].append((which, torch.Size(piece.shape), of_piece[number]))
+
+    def _send(self, table: RemoteTable, buckets: Sequence[Bucket]) -> None:
+        def entries_of(part: Part, spec: ShardSpec) -> list[StateEntry]:
+            entries: list[StateEntry] = []
+            for index, piece in enumerate(spec.pieces):
+                slot = buckets[part.item].slots[piece.param]
+                is_flat = piece.shape != tuple(slot.param.shape)
+                for key, value in self._opt.state.get(slot.param, {}).items():
+                    mine = part_of(value, slot.param, _range(slot, piece, part), is_flat=is_flat)
+                    if mine is not None:
+                        entries.append(StateEntry(index, key, mine))
+            return entries
+
+        table_state.send(table, entries_of)
 
 
 _Entries = tuple[Range, torch.Size, dict[str, Any]]  # of one piece: which, its shape, its state
@@ -218,3 +315,9 @@ def join_parts(param: torch.nn.Parameter, pieces: Sequence[_Entries]) -> dict[st
             flat[part.start : part.stop] = entries[key]
         joined[key] = flat.as_strided(param.size(), param.stride())
     return joined
+
+
+def _range(slot: Slot, piece: Piece, part: Part) -> Range:
+    """Which elements of its parameter a piece is."""
+    start = part.start + piece.start - slot.place.start
+    return Range(slot.index, start, start + piece.count, owner=part.server)

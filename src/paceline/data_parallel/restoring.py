@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.data_parallel.handover import mean_state, params_of
 from paceline.data_parallel.saving import Tensors, codec_of, layout_of, names_of
 from paceline.data_parallel.training import Training
+from paceline.data_parallel.training_state import numbered_groups
 from paceline.elastic.written import read_back
 from paceline.errors import CheckpointMismatch
 from paceline.pace.method import PaceState
@@ -121,7 +123,7 @@ class Restoring:
                 " pl.Checkpoint(..., resume='weights')"
             )
         entries = self._entries(saved, rank, own)
-        numbers = {names[p]: n for n, p in enumerate(_params(optimizer))}
+        numbers = {names[p]: n for n, p in enumerate(params_of(optimizer))}
         foreign = [name for name in entries if name not in numbers]
         if foreign:
             raise CheckpointMismatch(
@@ -143,21 +145,17 @@ class Restoring:
         if saved.num_workers > 1:
             self._say("the optimizers of the workers, which had gone apart, became their mean")
         states = [_entries_of(own, plain["optimizer values"]) for own, plain in saved.those_there]
-        return _mean_of(states)
+        return mean_state(states)
 
     def _groups(self, saved: SavedModel, told: Sequence[Any]) -> list[dict[str, Any]]:
-        groups, first = [], 0
-        if len(told) != len(self._optimizer.param_groups):
+        mine = self._optimizer.param_groups
+        if len(told) != len(mine):
             raise CheckpointMismatch(
                 f"the checkpoint's optimizer has {len(told)} param groups, the script's"
-                f" {len(self._optimizer.param_groups)}; make the same groups"
+                f" {len(mine)}; make the same groups"
             )
-        for theirs, mine in zip(told, self._optimizer.param_groups, strict=True):
-            settings = read_back(theirs["settings"], saved.common)
-            count = len(mine["params"])
-            groups.append({**settings, "params": list(range(first, first + count))})
-            first += count
-        return groups
+        settings = [read_back(theirs["settings"], saved.common) for theirs in told]
+        return numbered_groups(self._optimizer, settings)
 
     # -- what a pace and a codec keep ---------------------------------------------------------
 
@@ -217,10 +215,6 @@ def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
-def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def _entries_of(
     tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
@@ -232,26 +226,6 @@ def _entries_of(
         for key, written in by_key.items():
             entries.setdefault(param, {})[key] = read_back(written, tensors)
     return entries
-
-
-def _mean_of(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the mean of what several optimizers remember; of counts the largest."""
-    mean: dict[str, dict[str, Any]] = {}
-    for param, key in dict.fromkeys(
-        (p, k) for state in states for p, e in state.items() for k in e
-    ):
-        found = [state[param][key] for state in states if key in state.get(param, {})]
-        mean.setdefault(param, {})[key] = _mean_value(found, len(states))
-    return mean
-
-
-def _mean_value(found: Sequence[Any], count: int) -> Any:
-    first = found[0]
-    if not isinstance(first, torch.Tensor):
-        return max(found) if isinstance(first, int | float) else first
-    if first.numel() == 1 or not first.is_floating_point():
-        return torch.stack(list(found)).amax(0)
-    return torch.stack(list(found)).sum(0).div_(count)
 
 
 def _require_shape(name: str, mine: Any, theirs: Any) -> None:

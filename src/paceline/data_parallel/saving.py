@@ -22,14 +22,15 @@ import torch
 from torch import nn
 
 from paceline.data_parallel.averaging import Compressing
+from paceline.data_parallel.handover import params_of
 from paceline.data_parallel.training import Training
+from paceline.data_parallel.training_state import settings_of
 from paceline.elastic.written import write_down
 from paceline.pace.method import PaceState
 from paceline.pace.server import ServerExchange
 from paceline.state.protocol import Change, Part, State
 
 Tensors = dict[str, torch.Tensor]
-_GROUP_OWN = ("params", "param_names")
 
 
 @dataclass
@@ -159,8 +160,8 @@ def _groups(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors
 ) -> list[dict[str, Any]]:
     names, groups = names_of(model), []
-    for number, group in enumerate(optimizer.param_groups):
-        settings = {key: value for key, value in group.items() if key not in _GROUP_OWN}
+    pairs = zip(optimizer.param_groups, settings_of(optimizer), strict=True)
+    for number, (group, settings) in enumerate(pairs):
         written = write_down(settings, f"optimizer-group-{number}", tensors)
         groups.append({"params": [names[p] for p in group["params"]], "settings": written})
     return groups
@@ -170,7 +171,7 @@ def _optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, plain: dict[str, Any]
 ) -> Tensors:
     names, found = names_of(model), Tensors()
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     values: dict[str, dict[str, Any]] = {}
     for number, entries in optimizer.state_dict()["state"].items():
         name = names[params[number]]

@@ -25,9 +25,9 @@ from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.checks import not_in_optimizer
 from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.local_optimizer import LocalOptimizer
+from paceline.data_parallel.optimizer_state import ServedState
 from paceline.data_parallel.ownership import is_elementwise
 from paceline.data_parallel.served import ServedUpdate, settings_of
-from paceline.data_parallel.served_state import ServedState
 from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.options import Options

@@ -41,10 +41,10 @@ from paceline.data_parallel.intake import Intake
 from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.mixed_precision import compute_in, compute_in_full
 from paceline.data_parallel.paced import Paced
-from paceline.data_parallel.participation import leave, take_part
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.sharded import ShardedUpdate
 from paceline.data_parallel.skipping import step_with_nothing
+from paceline.data_parallel.training_state import leave, take_part
 from paceline.data_parallel.update import ReplicatedUpdate, Step, Update
 from paceline.errors import PeerError, UsageError
 from paceline.job import Job

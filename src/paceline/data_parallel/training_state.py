@@ -1,25 +1,33 @@
-"""What a worker that comes later must have of a training: the part of one model.
+"""What of a training follows workers that come and go: the parts of one model.
 
-Parameters, the buffers that all agreed on last, the optimizer's state and settings, and the number
-of steps done. With parameter servers the first and the third are theirs; a newcomer reads them
-there.
+A worker that comes later must have parameters, the buffers that all agreed on last, the optimizer's
+state and settings, and the number of steps done. With parameter servers the first and the third are
+theirs; a newcomer reads them there.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.data_parallel.averaging import Compressing
 from paceline.data_parallel.buffers import Buffers
+from paceline.data_parallel.common_memory import CommonMemory
+from paceline.data_parallel.elastic_step import ElasticStep
+from paceline.data_parallel.groundwork import Groundwork
+from paceline.data_parallel.housing import Housing
+from paceline.data_parallel.reducer import Reducer
 from paceline.errors import InconsistentRanks
 from paceline.job import Job
+from paceline.pace.method import PaceState
 from paceline.state.protocol import Change, State
 
 _NO_SETTINGS = ("params", "param_names")
+_USES = ("", " pace", " memory", " codec")
 
 
 class TrainingState:
@@ -59,9 +67,8 @@ class TrainingState:
             self._buffers.adopt(state.shared["buffers"])
         if self._is_local:
             _load_params(dict(model.named_parameters()), state.shared["params"])
-            groups = zip(state.shared["settings"], _numbered(optimizer), strict=True)
-            numbered = [{**settings, "params": numbers} for settings, numbers in groups]
-            told = {"state": state.shared["optimizer"], "param_groups": numbered}
+            groups = numbered_groups(optimizer, state.shared["settings"])
+            told = {"state": state.shared["optimizer"], "param_groups": groups}
             optimizer.load_state_dict(told)
         else:
             give_settings(optimizer, state.shared["settings"])
@@ -76,6 +83,50 @@ class TrainingState:
         """Nothing is left to do: the groups follow by themselves."""
 
 
+def take_part(
+    ground: Groundwork,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    reducer: Reducer,
+    buffers: Buffers,
+    housing: Housing,
+) -> ElasticStep | None:
+    """Be ready for workers that come and go; return how steps are taken where those are an
+    exchange of all."""
+    elastic, step = ground.job.elastic, None
+    elastic.may_part = ground.may_part
+    if not elastic.is_on:
+        return None
+    is_served = ground.serving is not None
+    elastic.is_lockstep = not ground.is_free
+    if ground.method is None:
+        step = ElasticStep(
+            ground.job,
+            optimizer,
+            reducer,
+            buffers,
+            ground.form("flags"),
+            is_served=is_served,
+            resize_lr=ground.options.resize_lr,
+        )
+    kept = TrainingState(ground.job, model, optimizer, buffers, not is_served)
+    elastic.register(ground.name, kept)
+    if ground.method is not None:
+        elastic.register(f"{ground.name} pace", PaceState(ground.method))
+    if isinstance(ground.exchange, Compressing) and ground.exchange.journeys is not None:
+        elastic.register(f"{ground.name} codec", ground.exchange.journeys)
+    if ground.is_common:
+        memory = CommonMemory(ground.host, housing, is_newcomer=elastic.is_candidate)
+        elastic.register(f"{ground.name} memory", memory)
+    return step
+
+
+def leave(ground: Groundwork) -> None:
+    """Take all of it back."""
+    for use in _USES:
+        ground.job.elastic.unregister(ground.name + use)
+
+
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the settings of each param group: all but its parameters."""
     return [{k: v for k, v in g.items() if k not in _NO_SETTINGS} for g in optimizer.param_groups]
@@ -87,12 +138,16 @@ def give_settings(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[s
         group.update(mine)
 
 
-def _numbered(optimizer: torch.optim.Optimizer) -> Iterator[list[int]]:
-    """Yield the parameters of each group as numbers, as `state_dict()` counts them."""
-    first = 0
-    for group in optimizer.param_groups:
-        yield list(range(first, first + len(group["params"])))
-        first += len(group["params"])
+def numbered_groups(
+    optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return these settings with the parameters of each group as numbers, as in a state_dict."""
+    groups, first = [], 0
+    for group, mine in zip(optimizer.param_groups, settings, strict=True):
+        count = len(group["params"])
+        groups.append({**mine, "params": list(range(first, first + count))})
+        first += count
+    return groups
 
 
 def _load_params(mine: dict[str, nn.Parameter], theirs: dict[str, torch.Tensor]) -> None:
