@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -14,10 +13,8 @@ from paceline.data_parallel.bucket import Bucket
 from paceline.job import Job
 from paceline.options import Options, wire_dtype
 from paceline.pace.compressed import CompressedAllReduce, Journeys
+from paceline.pace.exchange import Exchange
 from paceline.pace.host_first import HostFirst
-from paceline.pace.server import ServerExchange
-
-Compressing = CompressedAllReduce | HostFirst
 
 
 def compressed_average(
@@ -28,7 +25,7 @@ def compressed_average(
     form: Callable[[str], Group],
     keep: Callable[[Group], None],
     allocate: Allocate,
-) -> Compressing:
+) -> Exchange:
     """Return how all workers average gradients with a codec.
 
     `form` makes groups of all workers; other groups are given to `keep`, which closes them.
@@ -62,10 +59,10 @@ def choose_codec(job: Job, options: Options) -> CodecSpec:
     return CodecSpec(follows)
 
 
-def left_out(exchange: Any, buckets: Sequence[Bucket]) -> dict[torch.nn.Parameter, torch.Tensor]:
+def left_out(
+    exchange: Exchange, buckets: Sequence[Bucket]
+) -> dict[torch.nn.Parameter, torch.Tensor]:
     """Return what of gradients has not been sent yet, by parameter."""
-    if not isinstance(exchange, Compressing | ServerExchange):
-        return {}
     found = [(bucket, exchange.left_out(bucket)) for bucket in buckets]
     return {
         slot.param: slot.place.view(left).clone()

@@ -43,29 +43,27 @@ class ElasticStep:
         self._buffers = buffers
         self._resize_lr = resize_lr
         self._asks = is_served and job.elastic.is_lockstep
-        if not is_served:
-            reducer.with_exchange = buffers.synchronise
         self._flags = torch.zeros(2)
         self._group = group
 
     def run(self, update: Update, step: Step, count: Callable[[float], None]) -> Any:
         """Run the update; `count` counts the step, and the seconds of meeting behind it, unless it
         has been counted elsewhere."""
-        job, reducer, result = self._job, self._reducer, None
-        if not reducer.has_caught_up:  # else the state that was received has this step in it
+        job, result = self._job, None
+        passed = self._reducer.take_result()
+        if not passed.has_caught_up:  # else the state that was received has this step in it
             result = self._run_resized(update, step)
         job.contribution.commit()
         late: list[bool] = []  # this worker has gone along with what the others agreed on
         met_s = time.perf_counter()
+        is_stop_agreed, is_change_agreed = passed.is_stop_agreed, passed.is_change_agreed
         if self._asks:
             stops, changes = job.elastic.point(self._meet, lambda: late.append(True))
-            reducer.is_stop_agreed, reducer.is_change_agreed = stops > 0, changes > 0 and not late
-        if not (reducer.has_caught_up or late):  # else those who were further have counted it
+            is_stop_agreed, is_change_agreed = stops > 0, changes > 0 and not late
+        if not (passed.has_caught_up or late):  # else those who were further have counted it
             count(time.perf_counter() - met_s if self._asks else 0.0)
-        reducer.has_caught_up = False
-        is_agreed, reducer.is_change_agreed = reducer.is_change_agreed, False
-        job.stopping.hear(reducer.is_stop_agreed)
-        job.elastic.boundary(agreed=is_agreed)
+        job.stopping.hear(is_stop_agreed)
+        job.elastic.boundary(agreed=is_change_agreed)
         return result
 
     def _run_resized(self, update: Update, step: Step) -> Any:

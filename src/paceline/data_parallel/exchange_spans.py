@@ -12,9 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from paceline.pace.allreduce import AllReduce
 from paceline.pace.exchange import Bucket, Exchange
-from paceline.pace.server import ServerExchange
 from paceline.telemetry.trace import tracer
 from paceline.work import Work
 
@@ -30,11 +28,7 @@ class ExchangeSpans:
     """Follows the buckets of one backward pass, while it is traced. Of the thread that trains."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self._verb: str = getattr(exchange, "verb", "exchange")
-        # Elsewhere an exchange has several operations, and what is seen is the first one's end; and
-        # who waits for one bucket may have to do something for another.
-        self._may_wait_one_by_one = type(exchange) is AllReduce
-        self._is_seen_to_end = self._may_wait_one_by_one or isinstance(exchange, ServerExchange)
+        self._traits = exchange.traits
         self._under_way: deque[_UnderWay] = deque()
 
     def submitted(self, bucket: Bucket, work: Work[Any], start_s: float) -> None:
@@ -42,13 +36,13 @@ class ExchangeSpans:
         num_bytes = bucket.grads.nbytes
         tracer.mark(f"bucket {bucket.index} ready", start_s, bucket=bucket.index, bytes=num_bytes)
         self._under_way.append(_UnderWay(bucket, work, start_s, tracer.step))
-        if self._is_seen_to_end:
+        if self._traits.work_is_whole:
             self._look()
 
     def wait(self, works: Sequence[Work[Any]]) -> None:
         """Wait for buckets one after the other, where that makes no difference to others: the end
         of each is then known."""
-        if not self._may_wait_one_by_one or not self._under_way:
+        if not self._traits.may_wait_singly or not self._under_way:
             return
         for work in works:
             work.wait()
@@ -59,7 +53,7 @@ class ExchangeSpans:
         now_s = time.monotonic()
         while self._under_way:
             self._record(self._under_way.popleft(), now_s)
-        tracer.add("wait", waited_since_s, behind=self._verb)
+        tracer.add("wait", waited_since_s, behind=self._traits.verb)
 
     def dropped(self) -> None:
         """Forget those that are submitted again."""
@@ -72,6 +66,6 @@ class ExchangeSpans:
 
     def _record(self, one: _UnderWay, end_s: float) -> None:
         index, num_bytes = one.bucket.index, one.bucket.grads.nbytes
-        name = f"{self._verb} bucket {index}"
+        verb = self._traits.verb
         args = {"bucket": index, "bytes": num_bytes}
-        tracer.add_beside(self._verb, name, one.start_s, end_s, one.step, **args)
+        tracer.add_beside(verb, f"{verb} bucket {index}", one.start_s, end_s, one.step, **args)

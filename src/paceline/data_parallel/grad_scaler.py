@@ -22,14 +22,12 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from paceline.data_parallel import loss_scaling
-from paceline.data_parallel.averaging import Compressing
-from paceline.data_parallel.finite import all_finite
 from paceline.data_parallel.groundwork import Groundwork
+from paceline.data_parallel.health import all_finite
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.skipping import Skipping, step_with_nothing
 from paceline.data_parallel.weighting import expect_scaled_losses
 from paceline.errors import UsageError
-from paceline.pace.server import ServerExchange
 
 
 class Bound(Protocol):
@@ -157,14 +155,14 @@ def choose_skipping(
 ) -> tuple[Skipping, TorchScaler | None]:
     """Choose how the workers agree about steps that a GradScaler leaves out, and what becomes of
     torch's own; None: all do what torch does, to the same averages."""
-    exchange = ground.exchange
+    traits = ground.exchange.traits
     rule = ground.serving.rule if ground.serving is not None else None
     rounds = rule is not None and rule.backup > 0
     narrows = rule is not None and rule.aggregate and ground.options.wire == "fp16"
     # In an elastic job a worker may come between two numbers that the others exchange.
-    comes_and_goes = ground.job.elastic.is_on and (hasattr(exchange, "is_at_rest") or narrows)
+    comes_and_goes = ground.job.elastic.is_on and (traits.may_be_local or narrows)
     is_free = ground.is_free or ground.is_common or rounds or comes_and_goes
-    skipping = Skipping(ground.group, reducer, is_free=is_free, asks=narrows)
+    skipping = Skipping(ground.group, reducer, ground.job.ask_unit, is_free=is_free, asks=narrows)
     why_not = ""
     if ground.method is not None:
         why_not = "workers have gradients of their own, and would not leave out the same steps"
@@ -172,7 +170,7 @@ def choose_skipping(
         why_not = "not all workers see the same averages, so that their scales would part"
     elif ground.job.place:
         why_not = "each process sees the gradients of a part of the model only"
-    elif isinstance(exchange, Compressing | ServerExchange) and exchange.keeps:
+    elif traits.keeps_residual:
         why_not = "what a codec leaves out would be sent with the scale of another step"
     elif rule is None:
         return skipping, None

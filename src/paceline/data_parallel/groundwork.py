@@ -152,7 +152,7 @@ class Groundwork:
             return self.serving.averages
         # Nobody else holds this part of the model: what is here is the average.
         is_alone = bool(self.job.place) and self.group.size == 1 and not self.job.elastic.is_on
-        return "none" if is_alone and isinstance(self.exchange, AllReduce) else "own"
+        return "none" if is_alone and self.exchange.traits.is_collective else "own"
 
     def _wants_sharing(self, optimizer: torch.optim.Optimizer) -> bool:
         if self.serving is not None:

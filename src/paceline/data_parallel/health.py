@@ -7,13 +7,13 @@ a message; only when something is wrong do they tell each other whose it was.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
-from paceline.data_parallel.finite import all_finite
+from paceline.data_parallel.policy import PassResult
 from paceline.data_parallel.reducer import Reducer
 from paceline.elastic.session import Elastic
 from paceline.errors import NonFiniteGradient, UsageError
@@ -30,6 +30,7 @@ class Health:
         group: Group,
         options: Options,
         elastic: Elastic,
+        ask_unit: Callable[[list[bool]], list[bool]],
         *,
         on_servers: bool = False,
         is_free: bool = False,
@@ -37,19 +38,21 @@ class Health:
         self._group = group
         self._is_free = is_free  # the others are elsewhere: this worker speaks for itself
         self._elastic = elastic
+        self._ask_unit = ask_unit
         self._options = options
+        is_partial = options.own.get("skip_compute") == "yes"  # some compute no gradients at all
+        self._expects_all = options.unused != "ignore" and not is_partial
         self._checks_values = options.nonfinite != "ignore" and not on_servers  # else they do
         self._named: set[str] = set()  # parameters that were named in a warning already
         self.skipped_steps = 0
 
-    def look(self, reducer: Reducer, flags: Sequence[float]) -> None:
+    def look(self, reducer: Reducer, result: PassResult) -> None:
         """Check what the exchange brought; runs at the end of backward on every rank."""
-        expects_all = self._options.own.get("skip_compute") != "yes"
-        if expects_all and self._options.unused != "ignore" and min(flags, default=1.0) < 1.0:
-            self._unused(reducer, flags)
+        if self._expects_all and min(result.shares, default=1.0) < 1.0:
+            self._unused(reducer, result)
         if self._checks_values:
             is_bad = not all_finite(list(reducer.averages()))
-            if any(reducer.ask_unit([is_bad])):  # all parts of a model leave out the same steps
+            if any(self._ask_unit([is_bad])):  # all parts of a model leave out the same steps
                 self._nonfinite(reducer, is_here=is_bad)
 
     def _tell(self, names: list[str]) -> list[list[str]]:
@@ -57,19 +60,19 @@ class Health:
 
     # -- missing ------------------------------------------------------------------------------
 
-    def _unused(self, reducer: Reducer, flags: Sequence[float]) -> None:
+    def _unused(self, reducer: Reducer, result: PassResult) -> None:
         frozen = reducer.frozen
         names = [
             name
-            for name, flag in zip(reducer.names, flags, strict=True)
-            if flag < 1.0 and name not in frozen and name not in self._named
+            for name, share in zip(reducer.names, result.shares, strict=True)
+            if share < 1.0 and name not in frozen and name not in self._named
         ]
         if not names:
             return
         if self._is_free:
             self._warn_alone(reducer, names)
             return
-        lacking = self._tell([name for name in names if name in reducer.absent])
+        lacking = self._tell([name for name in names if name in result.absent])
         everywhere = [name for name in names if all(name in there for there in lacking)]
         somewhere = [name for name in names if name not in everywhere]
         text = f"step {reducer.step}: "
@@ -136,9 +139,23 @@ def _bad_contributions(reducer: Reducer) -> list[str]:
     dense = [(slot.name, slot.grad) for bucket in reducer.buckets for slot in bucket.slots]
     sparse = [
         (name, grad.coalesce().values() if grad.is_sparse else grad)
-        for name, grad in reducer.sparse_contributions.items()
+        for name, grad in reducer.sparse.contributions.items()
     ]
     return [name for name, grad in dense + sparse if not torch.isfinite(grad).all()]
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether no element is NaN or infinite, in one pass over memory without a copy.
+
+    Sparse tensors are coalesced first.
+    """
+    for tensor in tensors:
+        values = tensor.coalesce().values() if tensor.is_sparse else tensor
+        if values.numel():
+            low, high = torch.aminmax(values)  # both are NaN if any element is
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                return False
+    return True
 
 
 def _list(things: Sequence[object]) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from paceline.data_parallel.averaging import Compressing
 from paceline.data_parallel.direct import compute_in_bucket
 from paceline.data_parallel.groundwork import Groundwork
 from paceline.data_parallel.housing import Housing
@@ -98,8 +97,7 @@ class Intake:
             ground.serving.take(buckets)
         if ground.method is not None:
             ground.method.take(buckets)
-        if isinstance(ground.exchange, Compressing):
-            ground.exchange.take(buckets)
+        ground.exchange.take(buckets)
         self._reducer.add(buckets, sparse)
         compute_in_bucket(model, self._housing.slots, self._reducer)
         self._known = {param: param.requires_grad for param in model.parameters()}

@@ -63,27 +63,23 @@ class Paced:
         self._early: Work[Any] | None = None  # carries the flags of the next meeting
         self._group = group
         self._waiting, self._waited_s = Stopwatch(), 0.0
-        if job.elastic.is_on:
-            reducer.with_exchange = buffers.synchronise
 
     def run(self, step: Step, count: Callable[[float], None]) -> Any:
         """Run a step, and the meetings behind it; `count` counts it, and the seconds of waiting
         for others in both."""
-        job, reducer, method = self._job, self._reducer, self._method
+        job, method = self._job, self._method
         if method.is_free:
             return self._run_alone(step, count)
-        is_together = not reducer.is_own  # gradients of this step were averaged
-        was_late = is_together and reducer.has_caught_up
+        passed = self._reducer.take_result()
+        is_together = not passed.is_own  # gradients of this step were averaged
+        was_late = is_together and passed.has_caught_up
         result = None if was_late else self._step(step, is_together)
-        stops, changes = reducer.is_stop_agreed, reducer.is_change_agreed
-        if not is_together:
-            stops = changes = False
+        stops, changes = passed.is_stop_agreed, passed.is_change_agreed  # neither if it is_own
         has_met = is_together
         while method.is_due:
             flags = self._meet_once()
             has_met, was_late = True, was_late or self._is_late
             stops, changes = stops or flags[0] > 0, flags[1] > 0 and not self._is_late
-        reducer.has_caught_up = reducer.is_change_agreed = False
         if has_met:
             job.contribution.commit()
             job.stopping.hear(stops)

@@ -20,8 +20,9 @@ data meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,16 +31,14 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.group import Group
-from paceline.data_parallel import loss_scaling
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.exchange_spans import ExchangeSpans
-from paceline.data_parallel.finite import all_finite
 from paceline.data_parallel.layout import Named
-from paceline.data_parallel.sparse import SparseGradients
+from paceline.data_parallel.policy import PassResult, StepPolicy
+from paceline.data_parallel.sparse import SparseAverages
 from paceline.data_parallel.weighting import Weighting
 from paceline.elastic.session import Elastic
 from paceline.errors import PacelineError, PeerError, UsageError
-from paceline.pace.allreduce import AllReduce
 from paceline.pace.exchange import Exchange
 from paceline.telemetry.trace import tracer
 from paceline.work import Work
@@ -54,42 +53,32 @@ _EVEN = 1e-4  # weights that are rounded, and not missing, add up to one by this
 class Reducer:
     """Averages the gradients of some parameters over the workers, during backward."""
 
-    def __init__(self, group: Group, exchange: Exchange, elastic: Elastic) -> None:
+    def __init__(
+        self, group: Group, exchange: Exchange, elastic: Elastic, policy: StepPolicy
+    ) -> None:
         self._group = group
         self._exchange = exchange
         self._elastic = elastic
-        self._is_collective = isinstance(exchange, AllReduce)
-        self.is_own = False  # in the last pass nothing was exchanged: gradients are this worker's
+        self._policy = policy
+        self._traits = exchange.traits  # of the pass under way
         self._is_broken = False  # a worker was lost: what was submitted must be submitted again
-        self.with_exchange: Callable[[], None] = lambda: None  # in an elastic job, beside it
-        self.is_change_agreed = False  # all workers know of a change, and stop for it
-        self.is_stop_agreed = False  # some worker was asked to stop
-        self.wants_stop: Callable[[], bool] = lambda: False
-        # On a mesh: what those say who hold other parts of the same model, besides this worker.
-        self.ask_unit: Callable[[list[bool]], list[bool]] = lambda notes: notes
-        self.stops = False  # what this worker's unit says to the others
-        self.has_hidden_nonfinite = False  # some worker's gradients, unseen in what was exchanged
-        self.skips: Callable[[], bool] = lambda: False  # no gradients here, but an exchange
-        self.has_caught_up = False  # this worker has the others' state: its step is done already
+        self._has_caught_up = False
+        self._unit_stops = False
+        self.result = PassResult()
         self.buckets: list[Bucket] = []
         self._slots: list[Slot] = []
         self._hooks: list[RemovableHandle] = []
-        self._sparse: list[Named] = []
-        self._sparse_gradients = SparseGradients(group)
+        self.sparse = SparseAverages(group, keeps=policy.keeps_sparse)
         self._flags = torch.empty(0)
         self.weighting = Weighting()
         self._sync = True
         self._active = False  # inside a backward pass that exchanges gradients
+        self._has_local_gradients = False  # the last backward pass was one without exchange
         self._next = 0  # the bucket to submit next
         self._works: list[Work[Any]] = []
         self._spans = ExchangeSpans(exchange)
         self.step = 0  # backward passes with exchange so far
-        self.has_local_gradients = False  # the last backward pass was one without exchange
-        self.absent: set[str] = set()  # parameters that had no gradient here in the last pass
         self.waited_s = 0.0  # time in which this worker did nothing but wait for others
-        self.keeps_sparse = False  # whether somebody will look at the following
-        self.sparse_contributions: dict[str, torch.Tensor] = {}  # this worker's, of the last pass
-        self.after_exchange: Callable[[Reducer, Sequence[float]], None] | None = None
 
     # -- which parameters ---------------------------------------------------------------------
 
@@ -103,11 +92,10 @@ class Reducer:
                 hook = slot.param.register_post_accumulate_grad_hook(partial(on_ready, slot))
                 self._hooks.append(hook)
         for named in sparse:
-            self._sparse.append(named)
+            self.sparse.parameters.append(named)
             hook = named.param.register_post_accumulate_grad_hook(self._on_sparse_ready)
             self._hooks.append(hook)
-        num_params = len(self._slots) + len(self._sparse)
-        self._flags = torch.empty(num_params + _NUM_NOTES)
+        self._flags = torch.empty(len(self.params) + _NUM_NOTES)
         self.weighting.cover(self.params)
 
     def close(self) -> None:
@@ -119,12 +107,12 @@ class Reducer:
     @property
     def names(self) -> list[str]:
         """The parameters in the order of the roll call."""
-        return [slot.name for slot in self._slots] + [named.name for named in self._sparse]
+        return [slot.name for slot in self._slots] + [n.name for n in self.sparse.parameters]
 
     @property
     def params(self) -> list[torch.nn.Parameter]:
         """The parameters in the order of the roll call."""
-        return [slot.param for slot in self._slots] + [named.param for named in self._sparse]
+        return [slot.param for slot in self._slots] + [n.param for n in self.sparse.parameters]
 
     @property
     def frozen(self) -> set[str]:
@@ -136,7 +124,7 @@ class Reducer:
         """The gradients that the workers agreed on in the last exchange, as flat tensors."""
         for bucket in self.buckets:
             yield bucket.averaged
-        for named in self._sparse:
+        for named in self.sparse.parameters:
             grad = named.param.grad
             if grad is not None:
                 yield grad.coalesce().values() if grad.is_sparse else grad
@@ -163,16 +151,19 @@ class Reducer:
     @property
     def rests(self) -> bool:
         """Whether a backward pass that began now would exchange nothing, as the pace says."""
-        return getattr(self._exchange, "is_at_rest", False)
+        return self._exchange.traits.is_local
 
     # -- during backward ----------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Note that a backward pass has begun; called from inside of it, any number of times."""
         if not self._active and self._sync:
-            self._active = True
-            self.is_own = self.rests
+            self._begin()
             Variable._execution_engine.queue_callback(self._on_backward_end)
+
+    def _begin(self) -> None:
+        self._active = True
+        self._traits = self._exchange.traits
 
     def _on_small_ready(self, slot: Slot, param: torch.nn.Parameter) -> None:
         """Do the same as below in a fraction of the time, for the most frequent case."""
@@ -187,7 +178,7 @@ class Reducer:
 
     def _on_grad_ready(self, slot: Slot, param: torch.nn.Parameter) -> None:
         if not self._sync:
-            self.has_local_gradients = True
+            self._has_local_gradients = True
             return
         self.begin_backward()
         grad = param.grad
@@ -209,11 +200,11 @@ class Reducer:
 
     def _on_sparse_ready(self, param: torch.nn.Parameter) -> None:
         if not self._sync:
-            self.has_local_gradients = True
+            self._has_local_gradients = True
             return
         self.begin_backward()
         if param.grad is not None and param.grad.requires_grad:
-            raise _double_backward(next(n.name for n in self._sparse if n.param is param))
+            raise _double_backward(next(n.name for n in self.sparse.parameters if n.param is param))
 
     def _submit_full(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
@@ -224,7 +215,7 @@ class Reducer:
 
     def _submit(self, bucket: Bucket) -> None:
         bucket.is_submitted = True
-        if self._is_broken or self.is_own:
+        if self._is_broken or self._traits.is_local:
             return
         try:
             self._start(bucket)
@@ -243,54 +234,70 @@ class Reducer:
 
     def exchange_now(self) -> None:
         """Exchange what has added up locally, outside of any backward pass."""
-        self._active = True
-        self.is_own = self.rests
+        self._begin()
         self._end_pass()
 
     def _on_backward_end(self) -> None:
         if not self._active:
             return
-        if (
-            not self._touched() and not self.skips()
-        ):  # gradients of something else flowed through the model's outputs
-            self._active = False
+        if not self._touched() and not self._policy.skips_backward():
+            self._active = False  # gradients of something else flowed through the model's outputs
             return
         self._end_pass()
+
+    def _touched(self) -> bool:
+        return (
+            self._next > 0
+            or any(slot.ready for slot in self._slots)
+            or any(named.param.grad is not None for named in self.sparse.parameters)
+        )
 
     def _end_pass(self) -> None:
         for bucket in self.buckets[self._next :]:
             bucket.complete()
             self._submit(bucket)
-        self.has_caught_up = False
-        self.is_change_agreed = False  # of a step that was left out: it is asked again in this one
-        if self.is_own:
-            self._keep_own()
+        if self._traits.is_local:
+            for slot in self._slots:
+                slot.param.grad = slot.grad if slot.ready else None
+            self.result = PassResult(is_own=True)
+            self._reset()
             return
+        self._has_caught_up = self._unit_stops = False
         if not self._elastic.is_on:
             start = time.perf_counter()
-            (self.stops,) = self.ask_unit([self.wants_stop()])
+            (self._unit_stops,) = self._policy.ask_unit([self._policy.wants_stop()])
             self.waited_s += time.perf_counter() - start
-        if self._is_collective:
-            flags = self._elastic.point(self._agree, self._catch_up)
+        self.result = self._exchange_all()
+        for slot, share in zip(self._slots, self.result.shares, strict=False):
+            slot.param.grad = slot.averaged if share else None
+        self._reset()
+        self._policy.after_exchange(self.result)
+
+    def _exchange_all(self) -> PassResult:
+        """Exchange everything with the others, as the pace says."""
+        absent = self._absent()
+        if self._traits.is_collective:
+            called = self._elastic.point(lambda: self._agree(absent), self._catch_up)
             self._is_broken = False
-        else:  # servers decide who has to be there
-            flags = self._call_roll()[:-_NUM_NOTES]
-            self.is_stop_agreed = self.stops or (self._elastic.is_on and self.wants_stop())
-            if self._sparse:
-                self._elastic.point(lambda: self._average_sparse(flags))
-        for slot, flag in zip(self._slots, flags, strict=False):
-            slot.param.grad = slot.averaged if flag else None
-        self._reset()
-        if self.after_exchange is not None:
-            self.after_exchange(self, flags)
+            stops, changes, hidden, _ = called[-_NUM_NOTES:]
+            return PassResult(
+                has_caught_up=self._has_caught_up,
+                unit_stops=self._unit_stops,
+                is_stop_agreed=stops > 0,
+                is_change_agreed=changes > 0 and not self._has_caught_up,
+                has_hidden_nonfinite=hidden > 0,
+                shares=called[:-_NUM_NOTES],
+                absent=absent,
+            )
+        shares = self._call_roll(absent)[:-_NUM_NOTES]  # servers decide who has to be there
+        if self.sparse.parameters:
+            self._elastic.point(lambda: self._average_sparse(shares))
+        stops = self._unit_stops or (self._elastic.is_on and self._policy.wants_stop())
+        return PassResult(
+            unit_stops=self._unit_stops, is_stop_agreed=stops, shares=shares, absent=absent
+        )
 
-    def _keep_own(self) -> None:
-        """Leave the script with the gradients of this worker."""
-        for slot in self._slots:
-            slot.param.grad = slot.grad if slot.ready else None
-        self._reset()
-
-    def _agree(self) -> list[float]:
+    def _agree(self, absent: frozenset[str]) -> list[float]:
         """Average everything with the others; again from the start if somebody was lost."""
         if self._is_broken:
             self._works.clear()
@@ -298,51 +305,50 @@ class Reducer:
             for bucket in self.buckets:
                 self._start(bucket)
         self._is_broken = self._elastic.is_on  # until everything is there, and counts
-        called = self._call_roll()
-        flags, (stops, changes, hidden, weight) = called[:-_NUM_NOTES], called[-_NUM_NOTES:]
-        self._average_sparse(flags)
+        called = self._call_roll(absent)
+        self._average_sparse(called[:-_NUM_NOTES])
         start = time.perf_counter()
-        self.with_exchange()
+        self._policy.beside_exchange()
         self.waited_s += time.perf_counter() - start
-        self.is_stop_agreed, self.is_change_agreed = stops > 0, changes > 0
-        self.has_hidden_nonfinite = hidden > 0
-        is_weighted = getattr(self._exchange, "is_weighted", True)
-        if self._elastic.is_on and is_weighted and weight > 0 and abs(weight - 1.0) > _EVEN:
+        weight = called[-1]
+        is_uneven = weight > 0 and abs(weight - 1.0) > _EVEN
+        if self._elastic.is_on and self._traits.is_weighted and is_uneven:
             for flat in self.averages():  # weights of workers that are lost are missing
                 flat.div_(weight)
-        return flags
+        return called
 
     def _catch_up(self) -> None:
         self._is_broken = False
-        self.has_caught_up = True
+        self._has_caught_up = True
 
-    def _touched(self) -> bool:
-        return (
-            self._next > 0
-            or any(slot.ready for slot in self._slots)
-            or any(named.param.grad is not None for named in self._sparse)
+    def _absent(self) -> frozenset[str]:
+        """Return the parameters that have no gradient on this worker."""
+        return frozenset(
+            [slot.name for slot in self._slots if not slot.ready]
+            + [n.name for n in self.sparse.parameters if n.param.grad is None]
         )
 
-    def _call_roll(self) -> list[float]:
-        """Ask who had gradients for what, and wait until all buckets are there."""
-        here = [slot.ready for slot in self._slots]
-        here += [named.param.grad is not None for named in self._sparse]
-        self._flags.fill_(1.0)
+    def _call_roll(self, absent: frozenset[str]) -> list[float]:
+        """Ask which workers had gradients for what, and wait until all buckets are there."""
+        flags, elastic = self._flags, self._elastic
+        flags.fill_(1.0)
+        if absent:
+            flags[:-_NUM_NOTES] = torch.tensor([name not in absent for name in self.names])
         # In an elastic job a unit has told each other behind the last point (elastic/unit.py).
-        stops = self._elastic.is_stop_due if self._elastic.is_on else self.stops
-        self._flags[-_NUM_NOTES] = float(stops)
-        self._flags[1 - _NUM_NOTES] = float(self._elastic.is_change_due)
-        self._flags[2 - _NUM_NOTES] = float(self._hides_nonfinite())
-        self._flags[-1] = self.weighting.weight
-        self.absent.clear()
-        if not all(here):
-            self._flags[: len(here)] = torch.tensor(here)
-            pairs = zip(self.names, here, strict=True)
-            self.absent.update(name for name, is_here in pairs if not is_here)
+        flags[-_NUM_NOTES:] = torch.tensor(
+            [
+                float(elastic.is_stop_due if elastic.is_on else self._unit_stops),
+                float(elastic.is_change_due),
+                float(
+                    self._traits.hides_nonfinite and self._policy.has_hidden_nonfinite(self.buckets)
+                ),
+                self.weighting.weight,
+            ]
+        )
         start, traced_s = time.perf_counter(), tracer.start()
         if traced_s:
             self._spans.wait(self._works)
-        called = self._exchange.call_roll(self._flags)
+        called = self._exchange.call_roll(flags)
         for work in self._works:
             work.wait()
         self.waited_s += time.perf_counter() - start
@@ -350,60 +356,46 @@ class Reducer:
             self._spans.ended(traced_s)
         return called.tolist()
 
-    def _hides_nonfinite(self) -> bool:
-        """Say whether this worker has gradients of which a GradScaler must know by other means."""
-        is_hidden = getattr(self._exchange, "hides_nonfinite", False) and loss_scaling.is_in_use()
-        return is_hidden and not all_finite([bucket.grads for bucket in self.buckets])
-
-    def _average_sparse(self, flags: Sequence[float]) -> None:
-        """Average sparse gradients; if a worker is lost meanwhile, they are as they were."""
-        own = [named.param.grad for named in self._sparse]
-        try:
-            self._average_each_sparse(flags)
-        except PeerError:
-            for named, grad in zip(self._sparse, own, strict=True):
-                named.param.grad = grad
-            raise
-
-    def _average_each_sparse(self, flags: Sequence[float]) -> None:
-        self.sparse_contributions.clear()
-        for named, flag in zip(self._sparse, flags[len(self._slots) :], strict=True):
-            if not flag:
-                continue
-            param, start = named.param, time.perf_counter()
-            grad = param.grad
-            if grad is None:
-                grad = torch.sparse_coo_tensor(
-                    torch.empty(1, 0, dtype=torch.int64),
-                    torch.empty(0, *param.shape[1:], dtype=param.dtype),
-                    param.shape,
-                    check_invariants=False,
-                )
-            if self.keeps_sparse:
-                self.sparse_contributions[named.name] = grad.clone()
-            if grad.is_sparse:
-                param.grad = self._sparse_gradients.average(grad)
-            else:  # the weight is tied to a layer that uses it densely
-                param.grad = torch.empty_like(grad)
-                self._group.all_reduce(grad, "mean", out=param.grad)
+    def _average_sparse(self, shares: Sequence[float]) -> None:
+        if self.sparse.parameters:
+            start = time.perf_counter()
+            self.sparse.average(shares[len(self._slots) :])
             self.waited_s += time.perf_counter() - start
 
     def _reset(self) -> None:
         self._works.clear()
         self._next = 0
         self._active = False
-        self.has_local_gradients = False
+        self._has_local_gradients = False
         self.step += 1
         for bucket in self.buckets:
             bucket.begin()
 
+    # -- before a step, before a forward pass -------------------------------------------------
+
+    def take_result(self) -> PassResult:
+        """Return the result of the last pass, for the step that uses it.
+
+        What concerns that step alone, a later step without a backward pass does not see.
+        """
+        result = self.result
+        if result.has_caught_up or result.is_change_agreed:
+            self.result = replace(result, has_caught_up=False, is_change_agreed=False)
+        return result
+
     def require_finished(self) -> None:
-        """Called before a step: refuse gradients of a pass that broke off, or of one after it."""
+        """Called before a step: refuse gradients that have not been averaged."""
         if self._active:
             raise PacelineError(
                 f"rank {self._group.rank}: optimizer.step() after a backward pass that ended with"
                 " an error (or in the middle of one): gradients have not been averaged; drop them"
                 " with zero_grad() and begin again with a forward pass of the whole model"
+            )
+        if self._has_local_gradients:
+            raise UsageError(
+                f"rank {self._group.rank}: optimizer.step() after a backward pass under no_sync():"
+                " its gradients have not been averaged; leave no_sync() for the last backward pass"
+                " before each step"
             )
 
     def require_clean(self) -> None:

@@ -21,14 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.data_parallel.averaging import Compressing
 from paceline.data_parallel.handover import params_of
 from paceline.data_parallel.training import Training
 from paceline.data_parallel.training_state import settings_of
 from paceline.elastic.written import write_down
 from paceline.pace.method import PaceState
-from paceline.pace.server import ServerExchange
-from paceline.state.protocol import Change, Part, State
+from paceline.state.protocol import Part
 
 Tensors = dict[str, torch.Tensor]
 
@@ -101,34 +99,7 @@ def layout_of(training: Training) -> list[list[Any]]:
 
 def codec_of(training: Training) -> Part | None:
     """Return what keeps the residuals of gradients at this pace; None: nothing does."""
-    exchange = training.exchange
-    if isinstance(exchange, Compressing):
-        return exchange.journeys
-    if isinstance(exchange, ServerExchange):
-        return _Tables(exchange)
-    return None
-
-
-class _Tables:
-    """The packets of all tables, as one part."""
-
-    def __init__(self, exchange: ServerExchange) -> None:
-        self._packets = [table.packets for table in exchange.tables]
-
-    def state(self) -> State:
-        kept = [tensor for packets in self._packets for tensor in packets.own()]
-        return State(
-            counts=[packets.counts() for packets in self._packets],
-            own={str(number): tensor for number, tensor in enumerate(kept)},
-        )
-
-    def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
-        self.state().fill(state)
-        for packets, theirs in zip(self._packets, state.counts, strict=True):
-            packets.recount(theirs)
-
-    def resume(self, change: Change) -> None:
-        """Nothing is left to do: servers do not keep it."""
+    return training.exchange.residuals
 
 
 def _add_pace(picture: Picture, training: Training, *, is_first: bool) -> None:

@@ -17,6 +17,8 @@ Gradients carry no scale by then (weighting.py), so that workers may differ in i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from paceline.collectives.group import Group
@@ -27,9 +29,18 @@ from paceline.errors import UsageError
 class Skipping:
     """Decides about the steps of one training."""
 
-    def __init__(self, group: Group, reducer: Reducer, *, is_free: bool, asks: bool) -> None:
+    def __init__(
+        self,
+        group: Group,
+        reducer: Reducer,
+        ask_unit: Callable[[list[bool]], list[bool]],
+        *,
+        is_free: bool,
+        asks: bool,
+    ) -> None:
         self._group = group
         self._reducer = reducer
+        self._ask_unit = ask_unit
         self._is_free = is_free  # nothing in common
         self._asks = asks  # averages may differ: they were rounded on the way to some
         self._found = torch.zeros(1)
@@ -48,13 +59,14 @@ class Skipping:
                 " shards (fsdp) do not; compute in bf16, which needs no scale"
             )
         # All parts of a model leave out the same steps.
-        return any(self._reducer.ask_unit([self._is_due_here(found)]))
+        return any(self._ask_unit([self._is_due_here(found)]))
 
     def _is_due_here(self, found: bool) -> bool:
         if self._is_free:
             return found
-        if not (self._asks or self._reducer.is_own):
-            return found or self._reducer.has_hidden_nonfinite
+        result = self._reducer.result
+        if not (self._asks or result.is_own):
+            return found or result.has_hidden_nonfinite
         self._found.fill_(float(found))
         self._group.all_reduce(self._found, "max")
         return bool(self._found.item())

@@ -12,14 +12,59 @@ itself, in rank order: the same additions on the same numbers give the same bits
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
-from paceline.data_parallel.layout import describe
-from paceline.errors import InconsistentRanks, UsageError
+from paceline.data_parallel.layout import Named, describe
+from paceline.errors import InconsistentRanks, PeerError, UsageError
+
+
+class SparseAverages:
+    """The parameters of one training whose gradients are sparse."""
+
+    def __init__(self, group: Group, *, keeps: bool) -> None:
+        self._group = group
+        self._gradients = SparseGradients(group)
+        self._keeps = keeps
+        self.parameters: list[Named] = []
+        self.contributions: dict[str, Tensor] = {}  # this worker's own, if they are kept
+
+    def average(self, shares: Sequence[float]) -> None:
+        """Average the gradients of parameters that any worker has one for.
+
+        If a worker is lost meanwhile, they are as they were.
+        """
+        own = [named.param.grad for named in self.parameters]
+        self.contributions.clear()
+        try:
+            for named, share in zip(self.parameters, shares, strict=True):
+                if share:
+                    self._average_one(named)
+        except PeerError:
+            for named, grad in zip(self.parameters, own, strict=True):
+                named.param.grad = grad
+            raise
+
+    def _average_one(self, named: Named) -> None:
+        param, grad = named.param, named.param.grad
+        if grad is None:
+            grad = torch.sparse_coo_tensor(
+                torch.empty(1, 0, dtype=torch.int64),
+                torch.empty(0, *param.shape[1:], dtype=param.dtype),
+                param.shape,
+                check_invariants=False,
+            )
+        if self._keeps:
+            self.contributions[named.name] = grad.clone()
+        if grad.is_sparse:
+            param.grad = self._gradients.average(grad)
+        else:  # the weight is tied to a layer that uses it densely
+            param.grad = torch.empty_like(grad)
+            self._group.all_reduce(grad, "mean", out=param.grad)
 
 
 class SparseGradients:

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +34,16 @@ from paceline.data_parallel.handover import (
     make_plain,
     whole_state,
 )
-from paceline.data_parallel.health import Health
+from paceline.data_parallel.health import Health, all_finite
 from paceline.data_parallel.hooks import cut_off
 from paceline.data_parallel.intake import Intake
 from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.mixed_precision import compute_in, compute_in_full
+from paceline.data_parallel.optimizer_state import HostState
 from paceline.data_parallel.paced import Paced
+from paceline.data_parallel.policy import PassResult
 from paceline.data_parallel.reducer import Reducer
+from paceline.data_parallel.served import ServedUpdate
 from paceline.data_parallel.sharded import ShardedUpdate
 from paceline.data_parallel.skipping import step_with_nothing
 from paceline.data_parallel.training_state import leave, take_part
@@ -49,6 +51,7 @@ from paceline.data_parallel.update import ReplicatedUpdate, Step, Update
 from paceline.errors import PeerError, UsageError
 from paceline.job import Job
 from paceline.options import Options
+from paceline.pace.exchange import Bucket as ExchangedBucket
 from paceline.pace.parse import PaceSpec
 from paceline.ps.subscription import Subscription
 from paceline.telemetry.events import LEARNING_RATE, STALENESS
@@ -56,7 +59,13 @@ from paceline.telemetry.trace import tracer
 
 
 class Training:
-    """One distributed model with its optimizer, at one pace (succession.py changes it)."""
+    """One distributed model with its optimizer, at one pace (succession.py changes it).
+
+    It is the policy of its reducer (policy.py).
+    """
+
+    _host_state: HostState | None
+    _torch_scaler: TorchScaler | None
 
     def __init__(
         self,
@@ -85,6 +94,7 @@ class Training:
         label: str,
     ) -> None:
         self._job, self._group = job, group
+        self._is_reducing, self._host_state, self._torch_scaler = False, None, None
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         self.pace, self.options = pace, options
         self._ground = ground = Groundwork(job, group, pace, options, label)
@@ -94,19 +104,15 @@ class Training:
             group,
             options,
             job.elastic,
+            job.ask_unit,
             on_servers=self.serving is not None,
             is_free=self.is_free,
         )
-        self.reducer = Reducer(group, self.exchange, job.elastic)
+        self.reducer = Reducer(group, self.exchange, job.elastic, self)
+        self._is_reducing = True
         self.skipping, self._torch_scaler = choose_skipping(ground, self.reducer, optimizer)
-        self.reducer.wants_stop = job.stopping.is_wanted
         if self.serving is not None and self.serving.rule.is_lockstep:
-            self.serving.update.wants_stop = partial(getattr, self.reducer, "stops")
-        self.reducer.ask_unit = job.ask_unit
-        self.reducer.after_exchange = self._look_at_gradients
-        if self.method is not None:
-            self.reducer.skips = self._skips_backward
-        self.reducer.keeps_sparse = options.nonfinite != "ignore"
+            self.serving.update.wants_stop = lambda: self.reducer.result.unit_stops
         self._housing = ground.make_housing(optimizer)
         self._intake = Intake(ground, self._housing, self.reducer)
         self._num_global_norms = (
@@ -166,9 +172,6 @@ class Training:
 
     # -- setting up ---------------------------------------------------------------------------
 
-    def _skips_backward(self) -> bool:
-        return self.method is not None and self.method.skips_backward
-
     def _set_weight(self, weight: float) -> None:
         """Let a batch weigh by its samples, where gradients are averaged."""
         self.reducer.weighting.set(1.0 if self.reducer.rests else weight)
@@ -183,14 +186,45 @@ class Training:
             return self.serving.update
         if not self._ground.shares_params:
             return ReplicatedUpdate()
-        return ShardedUpdate(
-            optimizer, self._ground.host, self._job.fabric.engine, self._housing.shared_slots.get
-        )
+        engine, slot_of = self._job.fabric.engine, self._housing.shared_slots.get
+        sharded = ShardedUpdate(optimizer, self._ground.host, engine, slot_of)
+        self._host_state = sharded.state
+        return sharded
 
     @property
     def is_free(self) -> bool:
         """Whether workers take their steps without all of the others."""
         return self._ground.is_free
+
+    # -- what the reducer asks (policy.py) -----------------------------------------------------
+
+    @property
+    def keeps_sparse(self) -> bool:
+        return self.options.nonfinite != "ignore"
+
+    def skips_backward(self) -> bool:
+        return self.method is not None and self.method.skips_backward
+
+    def wants_stop(self) -> bool:
+        return self._job.stopping.is_wanted()
+
+    def ask_unit(self, notes: list[bool]) -> list[bool]:
+        return self._job.ask_unit(notes)
+
+    def has_hidden_nonfinite(self, buckets: Sequence[ExchangedBucket]) -> bool:
+        """A GradScaler leaves out steps with such gradients; nobody else asks for them."""
+        return loss_scaling.is_in_use() and not all_finite([bucket.grads for bucket in buckets])
+
+    def beside_exchange(self) -> None:
+        """In an elastic job buffers are repeated with the gradients if a worker is lost."""
+        if self._job.elastic.is_on and self.serving is None:
+            self.buffers.synchronise()
+
+    def after_exchange(self, result: PassResult) -> None:
+        if self.serving is not None:
+            self.serving.update.remember_gradients()
+            self.serving.update.heed_verdict()
+        self.health.look(self.reducer, result)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -218,7 +252,7 @@ class Training:
         if not torch.is_grad_enabled():
             return None
         replaced = None
-        if self._skips_backward():
+        if self.skips_backward():
             replaced = output = cut_off(output)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -344,27 +378,19 @@ class Training:
 
     def _take_down(self, model: nn.Module) -> None:
         """Let go of model and optimizer, also if only a part of it has been set up."""
-        reducer, update = getattr(self, "reducer", None), getattr(self, "update", None)
-        if reducer is not None:
-            reducer.close()
+        if self._is_reducing:
+            self.reducer.close()
         compute_in_full(model)
         compute_as_usual(model)
         use_own_statistics(model)
-        if isinstance(update, ShardedUpdate):
-            update.state.close()
-        scaler: TorchScaler | None = getattr(self, "_torch_scaler", None)
-        if scaler is not None:
-            scaler.close()
+        if self._host_state is not None:
+            self._host_state.close()
+        if self._torch_scaler is not None:
+            self._torch_scaler.close()
         leave(self._ground)
         self._ground.close()
 
     # -- step ---------------------------------------------------------------------------------
-
-    def _look_at_gradients(self, reducer: Reducer, flags: Sequence[float]) -> None:
-        if self.serving is not None:
-            self.serving.update.remember_gradients()
-            self.serving.update.heed_verdict()
-        self.health.look(reducer, flags)
 
     def around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:
         """Run a step of the optimizer: `step` is its own."""
@@ -391,22 +417,16 @@ class Training:
         """Whether all workers stop behind this step."""
         if self.serving is not None and self.serving.rule.is_lockstep:
             return self.serving.update.is_stop_agreed
-        return self.reducer.is_stop_agreed
+        return self.reducer.result.is_stop_agreed
 
     def _refuse_stray_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         self.reducer.require_finished()
-        if self.reducer.has_local_gradients:
-            raise UsageError(
-                f"rank {self._group.rank}: optimizer.step() after a backward pass under no_sync():"
-                " its gradients have not been averaged; leave no_sync() for the last backward pass"
-                " before each step"
-            )
         self._intake.refuse_strays(optimizer)
 
     def _count_step(self, waited_behind_s: float) -> None:
         """Report for how long this worker waited for others in the step: during backward and in the
         update, and (`waited_behind_s`) behind it."""
-        waited_s = self.reducer.waited_s + getattr(self.update, "waited_s", 0.0)
+        waited_s = self.reducer.waited_s + self.update.waited_s
         waiting_s = waited_s - self._waited_s + waited_behind_s
         self._waited_s = waited_s
         self.steps += 1
@@ -417,14 +437,18 @@ class Training:
         optimized = weakref.ref(optimizer)
         self._job.reporter.watch(LEARNING_RATE, lambda: _rate_of(optimized()))
         if self.serving is not None and self.is_free:
-            update = weakref.ref(self.serving.update)
-            self._job.reporter.watch(STALENESS, lambda: getattr(update(), "staleness", None))
+            served = weakref.ref(self.serving.update)
+            self._job.reporter.watch(STALENESS, lambda: _staleness_of(served()))
 
 
 def _rate_of(optimizer: torch.optim.Optimizer | None) -> float | None:
     """Return the learning rate of the first parameters, if there is one."""
     rate = optimizer.param_groups[0].get("lr") if optimizer and optimizer.param_groups else None
     return float(rate) if isinstance(rate, int | float | torch.Tensor) else None
+
+
+def _staleness_of(update: ServedUpdate | None) -> int | None:
+    return None if update is None else update.staleness
 
 
 def _count(number: int) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.data_parallel.averaging import Compressing
 from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.common_memory import CommonMemory
 from paceline.data_parallel.elastic_step import ElasticStep
@@ -113,8 +112,9 @@ def take_part(
     elastic.register(ground.name, kept)
     if ground.method is not None:
         elastic.register(f"{ground.name} pace", PaceState(ground.method))
-    if isinstance(ground.exchange, Compressing) and ground.exchange.journeys is not None:
-        elastic.register(f"{ground.name} codec", ground.exchange.journeys)
+    # What servers keep is theirs; what workers keep follows them.
+    if ground.exchange.traits.is_collective and ground.exchange.residuals is not None:
+        elastic.register(f"{ground.name} codec", ground.exchange.residuals)
     if ground.is_common:
         memory = CommonMemory(ground.host, housing, is_newcomer=elastic.is_candidate)
         elastic.register(f"{ground.name} memory", memory)

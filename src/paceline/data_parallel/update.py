@@ -27,6 +27,7 @@ class Update(Protocol):
     """Runs the optimizer's own step on what this worker has to update."""
 
     name: str
+    waited_s: float  # for other workers, in all steps so far
 
     def run(self, step: Step) -> Any:
         """Call `step`, once; afterwards the parameters are the same on all workers."""
@@ -36,6 +37,7 @@ class ReplicatedUpdate:
     """Every worker does the same to its own copy."""
 
     name = "replicated"
+    waited_s = 0.0
 
     def run(self, step: Step) -> Any:
         return step()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,10 +31,10 @@ import torch
 from paceline.collectives.bits import Coin, Momentum, pack_corrected, pack_signs, pack_tracked
 from paceline.collectives.memory import zeros_in_large_pages
 from paceline.errors import UsageError
-from paceline.pace.allreduce import AllReduce
+from paceline.pace.allreduce import COMPOUND, AllReduce, roll_of
 from paceline.pace.ballot import Ballot
 from paceline.pace.ballot_box import BallotBox, ServedBallot, mean_scales
-from paceline.pace.exchange import Bucket, Exchange
+from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
 from paceline.pace.method import Method, Setting
 from paceline.state.protocol import Change, State
 from paceline.work import Work
@@ -182,6 +183,12 @@ class Bitmap(Method):
                     box.repeat_end()
 
 
+def _traits_of(method: Bitmap) -> ExchangeTraits:
+    """Return what holds for a vote: NaN and infinity have no sign, and what one worker's batch
+    weighs has no part in a count of signs."""
+    return replace(COMPOUND, hides_nonfinite=True, is_weighted=method.has_feedback)
+
+
 class Vote(AllReduce):
     """Has buckets voted on during backward.
 
@@ -189,18 +196,15 @@ class Vote(AllReduce):
     again: when they can be told differs from worker to worker.
     """
 
-    hides_nonfinite = True  # which have no sign
-
     def __init__(self, method: Bitmap) -> None:
         super().__init__(method.workers)
+        self.traits = _traits_of(method)
         assert method.setting.another is not None, "training gives a way to other groups"
         self._method = method
         self._tellers = method.setting.another("told")
         self._uncounted: deque[Ballot] = deque()
         self._last = -1
         self.sent_bytes = 0  # handed to others so far
-        # What one worker's batch weighs has no part in a count of signs.
-        self.is_weighted = method.has_feedback
 
     def submit(self, bucket: Bucket, step: int) -> Work[Any]:
         if bucket.index <= self._last:  # another pass, or the same one again
@@ -230,19 +234,16 @@ class Vote(AllReduce):
         voter.ballot.read(voter.bucket.averaged)
 
 
-class ServedVote(AllReduce):
+class ServedVote(Exchange):
     """Has buckets voted on during backward, and the votes counted by servers."""
 
-    hides_nonfinite = True  # which have no sign
-
     def __init__(self, method: Bitmap) -> None:
-        super().__init__(method.workers)
+        self.traits = _traits_of(method)
         self._method = method
         self._step = -1
         self._cast: dict[int, Work[Any]] = {}  # in this step, by the number of the bucket
         self.scales: dict[int, float] = {}  # those that all agreed on
         self.sent_bytes = 0  # handed to others so far
-        self.is_weighted = method.has_feedback
 
     def submit(self, bucket: Bucket, step: int) -> Work[Any]:
         if step != self._step:
@@ -269,7 +270,7 @@ class ServedVote(AllReduce):
             scales = [voters[index].ballot.scale for index in self._cast]
             means = mean_scales(self._method.workers, scales)
             self.scales = dict(zip(self._cast, means, strict=True))
-        return super().call_roll(here)
+        return roll_of(self._method.workers, here)
 
     def _finish(self, voter: Voter) -> None:
         assert isinstance(voter.ballot, ServedBallot)

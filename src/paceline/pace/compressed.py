@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from paceline.compress.codec import Allocate, Ground, make_codec
 from paceline.compress.journey import Journey
 from paceline.compress.layout import Layout, plan
 from paceline.compress.parse import CodecSpec
-from paceline.pace.allreduce import AllReduce
+from paceline.pace.allreduce import COMPOUND, AllReduce
 from paceline.pace.exchange import Bucket
-from paceline.state.protocol import Change, State
+from paceline.state.protocol import Change, Part, State
 from paceline.telemetry.compression import Account
 from paceline.work import Work
 
@@ -120,12 +121,8 @@ class CompressedAllReduce(AllReduce):
     def __init__(self, group: Group, journeys: Journeys) -> None:
         super().__init__(group)
         self.journeys = journeys
+        self.traits = replace(COMPOUND, keeps_residual=journeys.codec.has_feedback)
         self._last = -1
-
-    @property
-    def keeps(self) -> bool:
-        """Whether what is not sent is kept for later."""
-        return self.journeys.codec.has_feedback
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Look after more buckets."""
@@ -135,6 +132,10 @@ class CompressedAllReduce(AllReduce):
         """Return what of a bucket's gradients has not been sent yet; None: nothing."""
         journey = self.journeys.of(bucket)
         return None if journey is None else journey.left_out()
+
+    @property
+    def residuals(self) -> Part:
+        return self.journeys
 
     def submit(self, bucket: Bucket, step: int) -> Work[Any]:
         if bucket.index <= self._last:  # another pass, or the same one again

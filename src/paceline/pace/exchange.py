@@ -1,20 +1,22 @@
 """The seam between the reducer and a pace: here is a full bucket, give me a Work.
 
 The reducer collects gradients into buckets and submits each as soon as it is full, in an order that
-is the same on all workers. An exchange turns it into what the workers agree on: averaged gradients,
-with which every worker then runs its own optimizer, or fresh parameters, when somebody else (a
-server) has run it. Compression wraps an exchange; nothing else of the reducer knows the pace.
+is the same on all workers. An EXCHANGE turns it into what the workers agree on: averaged gradients,
+with which every worker then runs its own optimizer, or fresh parameters, when a server has run it.
+Compression wraps an exchange. What training has to know about an exchange, the exchange declares in
+its TRAITS; nothing outside of a pace asks which class it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from paceline.cluster.member import Membership
 from paceline.compress.layout import Segment
+from paceline.state.protocol import Part
 from paceline.work import Work
 
 
@@ -36,18 +38,52 @@ class Bucket(Protocol):
         """The parameters, by their number in the bucket, that have no gradient in this pass."""
 
 
-class Exchange(Protocol):
-    """How a full bucket becomes agreed-on values. Called during backward; must not block."""
+@dataclass(frozen=True)
+class ExchangeTraits:
+    """What training may ask about an exchange. They hold for the backward pass that begins next."""
+
+    verb: str = "exchange"  # in a trace
+    # All workers call it together. After a loss those who are left repeat it among themselves.
+    is_collective: bool = False
+    is_local: bool = False  # nothing is exchanged: every worker steps with its own gradients
+    may_be_local: bool = False  # is_local now, or in later steps
+    is_weighted: bool = True  # each worker counts by the samples of its batch
+    hides_nonfinite: bool = False  # NaN and infinity of one worker do not show in what is agreed on
+    keeps_residual: bool = False  # what a codec leaves out of gradients is sent in a later step
+    # For a trace. A bucket's Work ends when all of its exchange has ended, not a first part of it.
+    work_is_whole: bool = False
+    may_wait_singly: bool = False  # and a wait for one bucket holds up no other
+
+
+class Exchange:
+    """How a full bucket becomes agreed-on values. Base of all exchanges. Main thread only."""
+
+    traits = ExchangeTraits()
+
+    def take(self, buckets: Sequence[Bucket]) -> None:
+        """Look after more buckets, before they are submitted for the first time."""
 
     def submit(self, bucket: Bucket, step: int) -> Work[Any]:
-        """Start the exchange of one bucket; its flat tensors stay untouched until it is done."""
+        """Start the exchange of one bucket; its flat tensors stay untouched until it is done.
+
+        Called during backward; must not block.
+        """
+        raise NotImplementedError
 
     def call_roll(self, here: torch.Tensor) -> torch.Tensor:
-        """Ask who had gradients for what, behind the last bucket; may block.
+        """Return which parameters had a gradient on any worker; called after the last bucket.
 
         `here` has 1.0 for every parameter that had one on this worker, else 0.0; the answer has 0.0
-        for those that nobody had.
+        for those that no worker had. May block.
         """
+        return here
 
-    def reconfigure(self, membership: Membership) -> None:
-        """Go on with other members; what is in flight ends with GenerationChanged."""
+    def left_out(self, bucket: Bucket) -> torch.Tensor | None:
+        """Return what of a bucket's gradients has not been sent yet; None: nothing."""
+        del bucket
+        return None
+
+    @property
+    def residuals(self) -> Part | None:
+        """What this worker keeps of gradients that were left out; None: nothing."""
+        return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from paceline.collectives.group import Group
 from paceline.compress.codec import Allocate, make_codec
 from paceline.compress.journey import Journey
 from paceline.compress.parse import CodecSpec
-from paceline.pace.allreduce import AllReduce
+from paceline.pace.allreduce import COMPOUND, AllReduce
 from paceline.pace.compressed import Journeys, layout_of
 from paceline.pace.exchange import Bucket
+from paceline.state.protocol import Part
 from paceline.work import Work
 
 
@@ -56,6 +58,7 @@ class HostFirst(AllReduce):
     ) -> None:
         super().__init__(group)
         self.journeys = journeys
+        self.traits = replace(COMPOUND, keeps_residual=make_codec(spec).has_feedback)
         self._host = host
         self._spec = spec
         # The mean over hosts of such sums is the mean over workers.
@@ -64,11 +67,6 @@ class HostFirst(AllReduce):
         self._trips: dict[int, _Trip] = {}  # by the number of the bucket
         self._waiting: deque[_Trip] = deque()  # for the sum of the host
         self._last = -1
-
-    @property
-    def keeps(self) -> bool:
-        """Whether what is not sent is kept for later."""
-        return make_codec(self._spec).has_feedback
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Look after more buckets."""
@@ -88,6 +86,10 @@ class HostFirst(AllReduce):
         journey = None if self.journeys is None else self.journeys.of(bucket)
         left = None if journey is None else journey.left_out()
         return None if left is None else left / self._scale
+
+    @property
+    def residuals(self) -> Part | None:
+        return self.journeys
 
     def submit(self, bucket: Bucket, step: int) -> Work[Any]:
         if bucket.index <= self._last:  # another pass

@@ -39,7 +39,7 @@ from paceline.errors import PeerError, UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.centre import Place, outer_settings
 from paceline.pace.compressed import Journeys
-from paceline.pace.exchange import Bucket, Exchange
+from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
 from paceline.pace.means import Means
 from paceline.pace.method import Method, Setting
 from paceline.state.protocol import Change, State
@@ -360,10 +360,12 @@ class _TogetherFirst(AllReduce):
     def __init__(self, method: OuterSteps) -> None:
         super().__init__(method.workers)
         self._method = method
+        self._first = replace(AllReduce.traits, may_be_local=True)
+        self._later = replace(self._first, is_local=True)
 
     @property
-    def is_at_rest(self) -> bool:
-        return self._method.steps >= self._method.after
+    def traits(self) -> ExchangeTraits:  # type: ignore[override]
+        return self._later if self._method.steps >= self._method.after else self._first
 
 
 class LocalSteps(OuterSteps):

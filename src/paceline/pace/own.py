@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from paceline.cluster.member import Membership
-from paceline.pace.exchange import Bucket
+from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
 from paceline.work import Together, Work
 
 
-class OwnGradients:
+class OwnGradients(Exchange):
     """Leaves every worker with its own gradients; what the workers agree on comes later."""
 
-    is_at_rest = True
+    traits = ExchangeTraits(is_local=True, may_be_local=True)
 
     def submit(self, bucket: Bucket, step: int) -> Work[Any]:  # noqa: ARG002
         return Together(()).work()
-
-    def call_roll(self, here: torch.Tensor) -> torch.Tensor:
-        return here
-
-    def reconfigure(self, membership: Membership) -> None:
-        """Nobody takes part."""

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.pace.allreduce import AllReduce
+from paceline.pace.allreduce import COMPOUND, AllReduce
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.method import Method, Setting
 from paceline.state.protocol import State
@@ -95,7 +96,8 @@ class Partial(Method):
 class _Chosen(AllReduce):
     """Averages over those that take part."""
 
-    hides_nonfinite = True  # of those who do not, which may be carried over
+    # Hidden are those of workers that do not take part; what they computed may be carried over.
+    traits = replace(COMPOUND, hides_nonfinite=True)
 
     def __init__(self, method: Partial) -> None:
         super().__init__(method.workers)

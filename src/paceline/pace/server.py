@@ -13,25 +13,25 @@ from typing import Any
 
 import torch
 
-from paceline.cluster.member import Membership
-from paceline.pace.exchange import Bucket
+from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
 from paceline.ps import messages as m
+from paceline.ps.packets import Packets
 from paceline.ps.packing import Packing
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import Rule
+from paceline.state.protocol import Change, Part, State
 from paceline.work import Together, Work
 
 
-class ServerExchange:
+class ServerExchange(Exchange):
     """Exchanges buckets through tables on the servers; a table has one or more buckets."""
-
-    verb = "push"  # in a trace
 
     def __init__(self, rule: Rule, packing: Packing | None = None) -> None:
         self._rule = rule
-        self._packing = packing
         # A free-running step is packed once, with what the script has made of its gradients.
         self.pushes_late = packing is not None and not rule.aggregate
+        keeps = packing is not None and not self.pushes_late and packing.codec.has_feedback
+        self.traits = ExchangeTraits(verb="push", keeps_residual=keeps, work_is_whole=True)
         self.tables: list[RemoteTable] = []
         self._place: dict[int, tuple[RemoteTable, int]] = {}  # by bucket: its table, its number
         self._first: dict[int, int] = {}  # by bucket: number of its first parameter in the roll
@@ -75,17 +75,14 @@ class ServerExchange:
         table, number = self._place[bucket.index]
         return table.push(number, absent, key)
 
-    @property
-    def keeps(self) -> bool:
-        """Whether what is not sent in backward is kept for later."""
-        if self._packing is None or self.pushes_late:
-            return False
-        return self._packing.codec.has_feedback
-
     def left_out(self, bucket: Bucket) -> torch.Tensor | None:
         """Return what of a bucket's gradients has not been sent yet; None: nothing."""
         table, number = self._place[bucket.index]
         return table.left_out(number)
+
+    @property
+    def residuals(self) -> Part:
+        return _Packed([table.packets for table in self.tables])
 
     def outbox(self, bucket: Bucket) -> torch.Tensor:
         """Return the memory from which a bucket is pushed."""
@@ -122,5 +119,24 @@ class ServerExchange:
         """Read the newest values into the buckets' `params`, without a step."""
         return Together([table.pull(in_turn=in_turn) for table in self.tables]).work()
 
-    def reconfigure(self, membership: Membership) -> None:
-        """Servers notice by themselves which workers are gone."""
+
+class _Packed:
+    """The packets of all tables, as one part."""
+
+    def __init__(self, packets: Sequence[Packets]) -> None:
+        self._packets = packets
+
+    def state(self) -> State:
+        kept = [tensor for packets in self._packets for tensor in packets.own()]
+        return State(
+            counts=[packets.counts() for packets in self._packets],
+            own={str(number): tensor for number, tensor in enumerate(kept)},
+        )
+
+    def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
+        self.state().fill(state)
+        for packets, theirs in zip(self._packets, state.counts, strict=True):
+            packets.recount(theirs)
+
+    def resume(self, change: Change) -> None:
+        """Nothing is left to do: servers do not keep it."""
