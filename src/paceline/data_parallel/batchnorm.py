@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from paceline.collectives.group import Group
 from paceline.data_parallel.global_statistics import Normalize, global_statistics
+from paceline.data_parallel.plain import StandIn, replace_forward
 from paceline.errors import UsageError
 
 
@@ -41,7 +42,7 @@ def use_global_statistics(model: nn.Module, group: Group) -> int:
                 f" {reason}"
             )
     for _, module in found:
-        vars(module)["forward"] = _GlobalForward(module, group)
+        replace_forward(module, _GlobalForward(module, group))
     return len(found)
 
 
@@ -70,7 +71,7 @@ def _reason_against(module: _BatchNorm) -> str:
     return ""
 
 
-class _GlobalForward:
+class _GlobalForward(StandIn):
     """Stands in for the `forward` of one module."""
 
     def __init__(self, module: _BatchNorm, group: Group) -> None:

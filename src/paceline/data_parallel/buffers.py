@@ -35,6 +35,7 @@ from torch.nn.parameter import is_lazy
 from paceline import _core
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
+from paceline.data_parallel.plain import keep_tensor_plain
 from paceline.errors import PeerError, PeerLost, UnsupportedTensor, UsageError
 from paceline.work import Work
 
@@ -217,6 +218,7 @@ class Buffers:
                 is_alone = sharers[buffer.untyped_storage().data_ptr()] == 1
                 if buffer in placed or (is_alone and _owns_its_memory(buffer)):
                     buffer.data = view.copy_(buffer.detach())
+                    keep_tensor_plain(buffer)
         self._slots = [_Slot(b, v, b.data_ptr()) for b, v in zip(found, views, strict=True)]
         self._loose = [slot for slot in self._slots if slot.is_loose]
 

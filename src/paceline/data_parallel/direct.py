@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from paceline.data_parallel.bucket import Slot
+from paceline.data_parallel.plain import StandIn, replace_forward
 
 # Below this a call of Python costs as much as the copy.
 MIN_ELEMENTS = 1 << 16
@@ -43,7 +44,7 @@ def compute_in_bucket(model: nn.Module, slots: dict[nn.Parameter, Slot], who: Ex
         weight = module._parameters.get("weight")  # not there when it is computed (weight norm)
         slot = slots.get(weight) if weight is not None else None
         if slot is not None and slot.place.count >= MIN_ELEMENTS:
-            vars(module)["forward"] = _DirectForward(module, slot, who)
+            replace_forward(module, _DirectForward(module, slot, who))
 
 
 def compute_as_usual(model: nn.Module) -> None:
@@ -53,7 +54,7 @@ def compute_as_usual(model: nn.Module) -> None:
             del vars(module)["forward"]
 
 
-class _DirectForward:
+class _DirectForward(StandIn):
     """Stands in for the `forward` of one layer."""
 
     def __init__(self, module: nn.Linear, slot: Slot, who: Exchanging) -> None:

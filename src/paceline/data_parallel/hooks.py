@@ -1,7 +1,7 @@
 """What a distributed model carries around: hooks around forward, and `no_sync`.
 
-A copy of the model (for an exponential moving average, say) or a saved one is a plain model again:
-what hangs on it refers to the training of the original, so copies get a stand-in that does nothing.
+A copy of the model (for an exponential moving average, say) or a saved one is a plain model again
+(plain.py): what hangs on it refers to the training of the original.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from paceline.data_parallel.plain import StandIn, keep_plain
+
 
 class Watcher(Protocol):
     """Who wants to know of forward passes."""
@@ -24,6 +26,7 @@ class Watcher(Protocol):
     def no_sync(self) -> AbstractContextManager[None]: ...
     def agreed(self) -> AbstractContextManager[None]: ...
     def pull(self) -> None: ...
+    def settle(self) -> None: ...
     def subscribe(self, after: int = -1) -> object: ...
 
 
@@ -41,6 +44,8 @@ def attach(model: nn.Module, watcher: Watcher) -> None:
             return watcher.after_forward(output)  # None leaves it as it is
         return None
 
+    for module in model.modules():
+        keep_plain(module, watcher.settle)
     model.register_forward_pre_hook(Detached(before, nothing))
     model.register_forward_hook(Detached(after, nothing))
     object.__setattr__(model, "no_sync", Detached(watcher.no_sync, nullcontext))
@@ -59,8 +64,11 @@ def cut_off(output: Any) -> Any:
     return tree_map(cut, output)
 
 
-class Detached:
-    """A function that a copy of its owner does not take along; it gets `in_copies` instead."""
+class Detached(StandIn):
+    """A function that a copy of its owner does not take along.
+
+    A class that copies its attributes by itself finds `in_copies` there.
+    """
 
     def __init__(self, function: Callable[..., Any], in_copies: Callable[..., Any]) -> None:
         self._function = function

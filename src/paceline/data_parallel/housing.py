@@ -17,6 +17,7 @@ from paceline.collectives.group import Group
 from paceline.collectives.memory import HostTensor, allocate, allocate_on_host
 from paceline.data_parallel.bucket import Allocate, Bucket, Slot
 from paceline.data_parallel.layout import Named, plan_buckets
+from paceline.data_parallel.plain import keep_tensor_plain
 
 _FIRST_BUCKET_BYTES = 1 << 20
 
@@ -112,6 +113,7 @@ class Housing:
                 if self._host.rank == 0:
                     memory.copy_(param)
                 param.data = memory
+            keep_tensor_plain(param)
             self._common_sparse.append(param)
             self._host.barrier()
 
@@ -155,5 +157,6 @@ class Housing:
                 if is_writer:
                     slot.place.view(bucket.params).copy_(slot.param)
                 slot.param.data = slot.home
+                keep_tensor_plain(slot.param)
         if is_shared:
             self._host.barrier()

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.data_parallel.half_products import ISA, WITHOUT_AMX, Trial, limit_onednn, trial
+from paceline.data_parallel.plain import StandIn, replace_forward
 from paceline.errors import UsageError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -65,7 +66,7 @@ def compute_in(model: nn.Module, precision: str) -> str:
             f"precision {precision}: a product was tried in a child process, and {tried.wrong}:"
             f" this machine does not allow instructions that its processor shows. {_said(tried)}"
         )
-    vars(model)["forward"] = _AutocastForward(model, _DTYPES[precision])
+    replace_forward(model, _AutocastForward(model, _DTYPES[precision]))
     return notice
 
 
@@ -87,7 +88,7 @@ def compute_in_full(model: nn.Module) -> None:
             vars(model)["forward"] = forward.own
 
 
-class _AutocastForward:
+class _AutocastForward(StandIn):
     """Stands in for the `forward` of a model."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:

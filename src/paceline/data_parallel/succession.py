@@ -369,5 +369,8 @@ class Succession:
     def pull(self) -> None:
         self.training.pull()
 
+    def settle(self) -> None:
+        self.training.settle()
+
     def subscribe(self, after: int = -1) -> Subscription:
         return self.training.subscribe(after)

@@ -247,8 +247,7 @@ class Training:
 
         Returns what takes the output's place; None: nothing does.
         """
-        if self.serving is not None:
-            self.serving.update.settle()
+        self.settle()
         if not torch.is_grad_enabled():
             return None
         replaced = None
@@ -276,6 +275,11 @@ class Training:
         with its own.
         """
         return nullcontext() if self._paced is None else self._paced.agreed()
+
+    def settle(self) -> None:
+        """Wait for parameters that are still on their way from the servers."""
+        if self.serving is not None:
+            self.serving.update.settle()
 
     def pull(self) -> None:
         """Read the newest parameters from the servers; without servers there is nothing to do."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.data_parallel.plain import keep_optimizer_plain
 from paceline.errors import UsageError
 from paceline.telemetry.trace import tracer
 
@@ -84,6 +85,7 @@ def bind_step(
             tracer.add("optimizer", traced_s)
         return result
 
+    keep_optimizer_plain(optimizer)
     old = replace_method(optimizer, "step", step)
     if hasattr(old, _BOUND):  # on a mesh its step is bound twice; what is inside is recorded
         own = old
