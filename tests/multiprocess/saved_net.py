@@ -17,7 +17,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(6, 300)
-        self.wide = nn.Linear(300, 300)
+        self.wide = nn.Linear(300, 300, bias=False)  # a norm takes it off again
         self.norm = nn.BatchNorm1d(300)
         self.head = nn.Linear(300, 2)
         self.twin = nn.Linear(300, 2)
