@@ -17,9 +17,10 @@ from paceline.collectives.group import Group
 from paceline.compress.codec import Codec
 from paceline.compress.draw import Draw
 from paceline.compress.known import register
-from paceline.data_parallel.averaging import Compressing
 from paceline.data_parallel.distribute import _successions
 from paceline.job import current
+from paceline.pace.compressed import CompressedAllReduce
+from paceline.pace.host_first import HostFirst
 from support import run_ranks
 
 WORKERS, STEPS = 3, 6
@@ -98,7 +99,7 @@ def residual_of(model: nn.Module) -> torch.Tensor:
     """Return what waits on this worker, in the order of the parameters."""
     training = _successions[model].training
     exchange = training.exchange
-    assert isinstance(exchange, Compressing)
+    assert isinstance(exchange, CompressedAllReduce | HostFirst)
     by_param = {}
     for bucket in training.reducer.buckets:
         waits = exchange.left_out(bucket)

@@ -11,9 +11,9 @@ from torch import nn
 
 import paceline as pl
 from paceline.collectives.group import Group
-from paceline.data_parallel.averaging import Compressing
 from paceline.data_parallel.distribute import _successions
 from paceline.job import current
+from paceline.pace.compressed import CompressedAllReduce
 from support import hear, tell
 from support.elastic import elastic_job
 
@@ -74,7 +74,7 @@ def add_up(group: Group, codec: str) -> tuple[torch.Tensor, torch.Tensor, torch.
 def left_out(net: nn.Module) -> torch.Tensor:
     training = _successions[net].training
     exchange = training.exchange
-    assert isinstance(exchange, Compressing)
+    assert isinstance(exchange, CompressedAllReduce)
     (bucket,) = training.reducer.buckets
     found = exchange.left_out(bucket)
     assert found is not None
