@@ -48,3 +48,45 @@ def test_a_rank_that_raises_is_named_before_those_that_lost_it(bench: Workbench)
     assert "paceline: rank 1 failed first: exit code 1" in done.stderr, done.stderr
     assert "| RuntimeError: disk full on rank 1" in done.stderr
     assert "rank 0: stopped because rank 1 failed" in done.stderr
+
+
+# Ranks 0 and 1 finish while rank 2 is forming the group of all. `hold` stops a rank on its way into
+# a function, at the moment that matters; nothing is replaced.
+_FINISHED_EARLY = """
+    import os, sys, time
+    import torch, paceline as pl
+
+    def hold(function, caller, until):
+        def at_call(frame, event, _):
+            names = frame.f_code.co_name, frame.f_back and frame.f_back.f_code.co_name
+            if event == "call" and names == (function, caller):
+                sys.setprofile(None)
+                open(function, "w").close()
+                while not until(frame.f_locals["self"]):
+                    time.sleep(0.01)
+        sys.setprofile(at_call)
+
+    def have_both_left(fabric):
+        return [fabric.presence[r].state for r in (0, 1) if r in fabric.presence] == ["left"] * 2
+
+    rank = int(os.environ["PACELINE_RANK"])
+    if rank == 0:  # makes the memory of the group: rank 2 has looked for it in vain before
+        hold("_form", "create_group", lambda _: os.path.exists("_require_presence"))
+    if rank == 2:
+        hold("_require_presence", "_form", have_both_left)
+    pl.init()
+    print(f"rank {rank} has joined")
+    if rank == 2:
+        began_s = time.monotonic()
+        try:
+            pl.world().all_reduce(torch.ones(1))
+        except pl.errors.PeerLost as error:
+            print(f"alone now, noticed at once: {time.monotonic() - began_s < 5} ({error})")
+"""
+
+
+def test_ranks_that_have_finished_do_not_break_the_start_of_others(bench: Workbench) -> None:
+    done = bench.run("run", "-n", "3", bench.script(_FINISHED_EARLY))
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank (\d) has joined", done.stdout)) == ["0", "1", "2"]
+    assert "[2] alone now, noticed at once: True" in done.stdout

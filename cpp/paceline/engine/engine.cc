@@ -103,12 +103,13 @@ void Engine::await_local_peers(double timeout_s, std::vector<int> ranks) {
   for (auto& l : links()) {
     if (!ranks.empty() && std::find(ranks.begin(), ranks.end(), l->peer()) == ranks.end()) continue;
     while (!l->present()) {
+      bool is_lost = l->lost();  // asked first: it may have introduced itself before its end
       l->receive();
       if (l->present()) break;
-      if (l->lost() || now_s() > deadline)
-        throw Error(l->lost() ? ErrorKind::peer_lost : ErrorKind::peer_timeout,
+      if (is_lost || now_s() > deadline)
+        throw Error(is_lost ? ErrorKind::peer_lost : ErrorKind::peer_timeout,
                     "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(l->peer()) +
-                        " on this host " + (l->lost() ? "went away" : "did not answer") +
+                        " on this host " + (is_lost ? "went away" : "did not answer") +
                         " while the shared memory was being set up. Look at its output for the cause.", l->peer());
       pollfd p{l->socket(), POLLIN, 0};
       ::poll(&p, 1, 50);
@@ -177,16 +178,17 @@ Fd Engine::expect(int rank, LinkKind kind, uint64_t id, uint64_t extra, uint64_t
   auto l = link(rank);
   double start = now_s(), deadline = start + timeout_s, warning = start + config_.warn_s;
   for (Fd fd;;) {
+    bool is_lost = !l || l->lost();  // asked first: what it sent before its end is found below
     if (try_expect(rank, kind, id, extra, bytes, fd)) return fd;
     if (now_s() > warning) {
       warning = start + 3 * (warning - start);
       fprintf(stderr, "paceline: rank %d: forming a group has waited %.0f s for rank %d\n", config_.rank,
               now_s() - start, rank);
     }
-    if (!l || l->lost() || now_s() > deadline)
-      throw Error(!l || l->lost() ? ErrorKind::peer_lost : ErrorKind::peer_timeout,
+    if (is_lost || now_s() > deadline)
+      throw Error(is_lost ? ErrorKind::peer_lost : ErrorKind::peer_timeout,
                   "rank " + std::to_string(config_.rank) + ": rank " + std::to_string(rank) +
-                      (!l || l->lost() ? " went away" : " did not arrive in time") +
+                      (is_lost ? " went away" : " did not arrive in time") +
                       " while a group was being formed. Every member must create the same groups in the same order.",
                   rank);
     pollfd p{l->socket(), POLLIN, 0};

@@ -25,6 +25,7 @@ from paceline.errors import ConnectError, PeerLost, PeerTimeout, RendezvousError
 
 _STEP_S = 0.5
 _AT_ONCE_S = 1e-3
+_LOOK_S = 0.1  # for what a member should have sent before it left
 _CONNECT_STEPS = 10  # a handshake under way must not be given up for the sake of a look around
 LANES = ("collective", "point-to-point")  # numbered as in the engine
 
@@ -121,7 +122,7 @@ class Endpoint:
     ) -> _core.Group:
         """Form the part of a group that is on this host, in short steps.
 
-        First at once: one that has done its part, and left the job since, is no obstacle.
+        The first of them here makes the memory for it; nobody else is waited for.
         """
         ranks, others = [m.rank for m in members], [m for m in members if m.rank != self.rank]
         deadline_s, step_s = time.monotonic() + timeout_s, _AT_ONCE_S
@@ -130,12 +131,16 @@ class Endpoint:
             "forming a group",
             [one.rank for one in others],
         )
+        maker = next(member for member in members if member.host_id == self.me.host_id)
         while True:
+            has_left = self._has_finished(maker)
             try:
                 return _core.Group(
                     self.engine, group_id, generation, ranks, hosts, timeout_s, step_s
                 )
             except PeerTimeout:
+                if has_left:
+                    raise self._is_gone(maker.rank) from None
                 if time.monotonic() >= deadline_s:
                     raise
             self._require_presence(others)
@@ -191,24 +196,41 @@ class Endpoint:
             [member.rank],
         )
         while True:
+            has_left = self._has_finished(member)
             look_around()
             try:
-                return link(min(_STEP_S, max(deadline_s - time.monotonic(), 0.1)))
+                step_s = _LOOK_S if has_left else _STEP_S
+                return link(min(step_s, max(deadline_s - time.monotonic(), _LOOK_S)))
             except (ConnectError, RendezvousError):
+                if has_left:
+                    raise self._is_gone(member.rank) from None
                 if time.monotonic() >= deadline_s:
                     raise
             notice.check()
 
     def _require_presence(self, members: Sequence[Member]) -> None:
+        """Raise PeerLost if one of the members was lost, or left before its work was done.
+
+        A member that has finished is no obstacle: it may have done its part before it left.
+        """
         known = [self.presence[member.rank] for member in members if member.rank in self.presence]
-        gone = [presence for presence in known if presence.state in ("lost", "left")]
+        gone = [presence for presence in known if presence.is_gone and not presence.has_finished]
         # Those who left because somebody was lost are not the ones to be named.
         for presence in sorted(gone, key=lambda presence: presence.state != "lost"):
-            raise PeerLost(
-                f"rank {self.rank}: rank {presence.rank} is gone: {presence.words}; a group with"
-                " it cannot be formed",
-                rank=presence.rank,
-            )
+            raise self._is_gone(presence.rank)
+
+    def _has_finished(self, member: Member) -> bool:
+        """Return whether a member has finished and left. What it sent to this process before it
+        left is here by then: if one more look does not find it, it never comes."""
+        presence = self.presence.get(member.rank)
+        return presence is not None and presence.has_finished
+
+    def _is_gone(self, rank: int) -> PeerLost:
+        words = self.presence[rank].words
+        return PeerLost(
+            f"rank {self.rank}: rank {rank} is gone: {words}; a group with it cannot be formed",
+            rank=rank,
+        )
 
 
 def _always(_: Sequence[Member]) -> None:
