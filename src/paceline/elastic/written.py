@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from paceline.errors import UsageError
 from paceline.state.plain import put_together, take_apart
 
 _BYTES, _FLOAT, _NAMED = "bytes", "float", "named"
@@ -22,10 +21,7 @@ def write_down(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
     UsageError names it if something in it cannot be written down.
     """
-    try:
-        plain, inner = take_apart(value, name)
-    except UsageError as error:
-        raise UsageError(str(error).replace("sent to a newcomer", "saved")) from None
+    plain, inner = take_apart(value, name, goal="saved")
     tensors.update({f"{name}/{number}": tensor for number, tensor in enumerate(inner)})
     return {_NAMED: [name, len(inner)], "content": _to_json(plain)}
 

@@ -17,9 +17,13 @@ _TUPLE, _TENSOR, _DICT = "tuple", "tensor", "dict"
 
 
 def take_apart(
-    value: Any, what: str, tensors: list[torch.Tensor] | None = None
+    value: Any,
+    what: str,
+    tensors: list[torch.Tensor] | None = None,
+    *,
+    goal: str = "sent to a newcomer",
 ) -> tuple[Any, list[torch.Tensor]]:
-    """Return (plain, tensors); UsageError names `what` if something in it is neither.
+    """Return (plain, tensors); UsageError names `what`, and the goal, if something is neither.
 
     The tensors are added to those given.
     """
@@ -38,7 +42,7 @@ def take_apart(
         if isinstance(thing, dict):
             return {_DICT: [[walk(key), walk(item)] for key, item in thing.items()]}
         raise UsageError(
-            f"{what} has a {type(thing).__name__} in its state, which cannot be sent to a newcomer;"
+            f"{what} has a {type(thing).__name__} in its state, which cannot be {goal};"
             " only numbers, texts, lists, tuples, dicts and tensors can"
         )
 
