@@ -6,22 +6,25 @@ holds them: a function that waits has its notice in a variable, and lets go of i
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 
+from paceline.config import EngineConfig
 from paceline.console import warn
 
-FIRST_S = 2.0
-EVERY_S = 10.0
+FIRST_S = 2.0  # so often at least a wait comes back to look around
+_FURTHER = 3  # times as long until the next notice, as in the engine
 
 _mu = threading.Lock()
 _held: weakref.WeakSet[WaitNotice] = weakref.WeakSet()  # guarded by: _mu
 
 
 class WaitNotice:
-    """Says after 2 s, then every 10 s, that somebody still waits; `check` is called meanwhile.
+    """Says that somebody still waits: after PACELINE_WARN_S (2 s), then after three times as long,
+    and so on; `check` is called meanwhile.
 
     Without text it only is there. `operation`: what it waits in, in few words. `ranks`: for whom,
     and may be set anew. `waited_s`: for so long it has waited already.
@@ -33,7 +36,7 @@ class WaitNotice:
         self.operation, self.ranks = operation, tuple(ranks)
         self._text = text
         self._start_s = time.monotonic() - waited_s
-        self._due_s = self._start_s + FIRST_S
+        self._due_after_s = warn_s()
         self._is_known = not operation
 
     @property
@@ -46,13 +49,24 @@ class WaitNotice:
             self._is_known = True
             with _mu:
                 _held.add(self)
-        now_s = time.monotonic()
-        if now_s < self._due_s:
+        waited_s = self.waited_s
+        if waited_s < self._due_after_s:
             return False
-        self._due_s = now_s + EVERY_S
+        self._due_after_s = further_s(self._due_after_s)
         if self._text:
-            warn(f"{self._text} ({now_s - self._start_s:.0f} s so far)")
+            warn(f"{self._text} ({waited_s:.0f} s so far)")
         return True
+
+
+@functools.cache
+def warn_s() -> float:
+    """Return after how long a wait is told for the first time."""
+    return EngineConfig.from_environ().warn_s
+
+
+def further_s(after_s: float) -> float:
+    """Return when a wait is told again that was told after so long."""
+    return _FURTHER * after_s
 
 
 def present_waits() -> list[tuple[str, float, Sequence[int]]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from paceline.cluster import messages as m
+from paceline.cluster.notice import further_s, warn_s
 from paceline.cluster.peer import Peer
 from paceline.errors import RendezvousError
-
-_NOTICE_S = 2.0
 
 
 class WaitingRoom:
@@ -17,7 +16,7 @@ class WaitingRoom:
     def __init__(self, world_size: int, join_timeout_s: float) -> None:
         self._world_size, self._join_timeout_s = world_size, join_timeout_s
         self._first_s: float | None = None  # when the first one came
-        self._deadline_s = self._notice_s = 0.0
+        self._deadline_s, self._notice_after_s = 0.0, warn_s()
         self._failure: RendezvousError | None = None
 
     def require_open(self) -> None:
@@ -30,7 +29,7 @@ class WaitingRoom:
         deadline_s = now_s + min(request.timeout_s, self._join_timeout_s)
         if is_first or self._first_s is None:
             self._first_s, self._deadline_s = now_s, deadline_s
-            self._notice_s = now_s + _NOTICE_S
+            self._notice_after_s = warn_s()
         self._deadline_s = min(self._deadline_s, deadline_s)
 
     def check(self, now_s: float, peers: Collection[Peer], missing: Sequence[int]) -> None:
@@ -48,7 +47,7 @@ class WaitingRoom:
                 assert peer.join is not None
                 peer.answer(peer.join.id, self._failure)
                 peer.join = None
-        elif now_s >= self._notice_s:
-            self._notice_s = now_s + 5 * _NOTICE_S
+        elif waited_s >= self._notice_after_s:
+            self._notice_after_s = further_s(self._notice_after_s)
             if waiting[0].caller.role == "worker":  # one line per job; servers wait by nature
                 waiting[0].tell(m.Missing(tuple(missing), waited_s))
