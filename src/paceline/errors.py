@@ -17,6 +17,7 @@
     |   |-- PeerTimeout             a peer is there but has not answered in time
     |   |-- GenerationChanged       the membership changed under an operation
     |   |-- Evicted                 the others took this process for lost and go on without it
+    |   |-- JobOver                 too many were lost: the job as a whole cannot go on
     |-- ProtocolError               a bug or version skew: stop
     |   |-- BadFrame                bytes that no Paceline process would send
     |   |-- VersionMismatch         peers run different versions
@@ -51,6 +52,19 @@ def named(kind: str, text: str) -> PacelineError:
     if not (isinstance(found, type) and issubclass(found, PacelineError)):
         found = ProtocolError
     return found(text)
+
+
+def tells_of_loss(error: BaseException | None) -> bool:
+    """Return whether an error, or what it was raised from, is the loss of another process.
+
+    Of an error that torch has passed through C++ only the name of its class is left.
+    """
+    while error is not None:
+        told = named(str(error).partition(":")[0], "")
+        if any(isinstance(one, PeerLost | GenerationChanged | Evicted) for one in (error, told)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class UsageError(PacelineError, ValueError):
@@ -109,6 +123,14 @@ class PeerError(PacelineError):
         self.rank = rank
 
 
+def names_of_peer_errors() -> list[str]:
+    """Return the names of all errors that tell of another process, as a traceback shows them."""
+    found: list[type[PeerError]] = [PeerError]
+    for kind in found:
+        found += kind.__subclasses__()
+    return [kind.__name__ for kind in found]
+
+
 class PeerLost(PeerError):
     """A peer's process ended, or the connection to it broke."""
 
@@ -127,6 +149,10 @@ class GenerationChanged(PeerError):
 
 class Evicted(PeerError):
     """This process is not in the job any more: it was stopped, cut off or stuck for too long."""
+
+
+class JobOver(PeerError):
+    """The job as a whole cannot go on: too few workers are left, or a partition has no holder."""
 
 
 class ProtocolError(PacelineError):

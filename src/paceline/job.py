@@ -23,7 +23,7 @@ from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
 from paceline.config import EngineConfig, JobEnv, describe, job_env, natural_host_id, told_env
 from paceline.console import say
-from paceline.errors import ConfigError, SetupError, UsageError
+from paceline.errors import ConfigError, SetupError, UsageError, tells_of_loss
 from paceline.held_job import Job as Job
 from paceline.joining import form
 from paceline.mesh import Mesh
@@ -134,7 +134,9 @@ def shutdown() -> None:
         if job.fabric.listener is not None:
             job.fabric.listener.close()
         # A script that ended with an error has not done its work: the job may want another.
-        job.rendezvous.agent.leave(is_finished=not hasattr(sys, "last_value"))
+        failure = getattr(sys, "last_value", None)
+        is_bereft = tells_of_loss(failure)
+        job.rendezvous.agent.leave(is_finished=failure is None, is_bereft=is_bereft)
         job.rendezvous.close()
 
 

@@ -148,6 +148,53 @@ def test_a_unit_is_replaced_from_its_peers(tmp_path: Path, mesh: str, on_loss: s
         assert set(told[11, place]) == ({0, 1} if is_held else {0})
 
 
+# The links of worker 3 break; it is killed only when worker 2 has died of that.
+_NOTICED_FIRST = (
+    _BEGIN
+    + """
+    import socket
+
+    def break_links():
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            try:
+                sock = socket.socket(fileno=os.dup(fd))
+            except OSError:
+                continue  # not a socket, or closed by now
+            with sock:
+                is_local = sock.family == socket.AF_UNIX
+                if is_local and sock.getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED):
+                    sock.shutdown(socket.SHUT_RDWR)  # a link of the engine's
+
+    def is_dead(pid):
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "Z"
+
+    open(f"pid-{job.env.rank}", "w").write(str(os.getpid()))
+    for x, y in pl.shard(loader):
+        tell(float(model.train_step(x, y).detach()))
+        if job.steps_done == 3 and job.env.rank == 3:
+            break_links()
+            while not is_dead(int(open("pid-2").read())):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if job.steps_done == 8:
+            break
+"""
+)
+
+
+def test_a_mate_that_notices_a_loss_before_anybody_else_is_replaced_too(tmp_path: Path) -> None:
+    options = ["--mesh", "dp=2,pp=2", "--on-loss", "replace"]
+    ended = _run(tmp_path, _NOTICED_FIRST, *options, "")
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    assert "PeerLost" in ended.stderr, "worker 2 has ended with an error of its own accord"
+    # Worker 2 is named if worker 3 lives on for more than a moment, on a busy machine.
+    assert re.search(r"1 loss \(worker [23]\), 1 replaced", ended.stderr)
+    assert {unit for (step, _), by in _told(ended.stdout).items() for unit in by if step == 8} == {
+        0,
+        1,
+    }
+
+
 def test_the_only_unit_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
     ended = _run(tmp_path, _RESTARTED, "--mesh", "tp=2", "--restarts", "1", "")
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]

@@ -33,7 +33,7 @@ from paceline.cluster.member import Member, Membership
 from paceline.cluster.pool_calls import PoolCalls
 from paceline.cluster.store_calls import ANSWER_S, StoreCalls, expect
 from paceline.console import warn
-from paceline.errors import Evicted, PacelineError
+from paceline.errors import Evicted, JobOver, PacelineError
 from paceline.telemetry.events import Event
 
 HEARTBEAT_S = 1.0
@@ -207,13 +207,14 @@ class Agent(StoreCalls, PoolCalls):
 
     # -- going out ---------------------------------------------------------------------------
 
-    def leave(self, *, is_finished: bool = True) -> None:
+    def leave(self, *, is_finished: bool = True, is_bereft: bool = False) -> None:
         """Tell the coordinator that this member ends in good order; no effect if it is gone.
 
         `is_finished`: its work is done; otherwise the job goes on, and somebody may replace it.
+        `is_bereft`: it fails, but only because it has lost a peer.
         """
         if self._contact.gone is None and self.thread.is_running:
-            self.thread.call(self._contact.leave(m.Leave(is_finished)))
+            self.thread.call(self._contact.leave(m.Leave(is_finished, is_bereft)))
 
     def close(self) -> None:
         """Leave, close the connection and end the thread. May be called twice."""
@@ -259,7 +260,7 @@ class Agent(StoreCalls, PoolCalls):
             if message.error == "Evicted":
                 self._end(message.text, Evicted(message.text, rank=self._rank))
         elif isinstance(message, m.Over):
-            self._end(message.why, PacelineError(f"the job is over: {message.why}"))
+            self._end(message.why, JobOver(f"the job is over: {message.why}"))
         elif isinstance(message, m.PaceWanted | m.PaceSettled):
             self._on_pace_news(message)
         elif isinstance(message, m.Missing):

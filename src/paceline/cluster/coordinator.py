@@ -183,8 +183,12 @@ class Coordinator:
         if self.membership is None:
             self.roster.withdraw(rank)
         elif peer.farewell is not None:
-            is_finished = peer.farewell.is_finished
-            self.carry_out(self.roster.left(rank, now_s, is_finished=is_finished))
+            said = peer.farewell
+            self.carry_out(
+                self.roster.left(
+                    rank, now_s, is_finished=said.is_finished, is_bereft=said.is_bereft
+                )
+            )
         else:
             why, kind = self._desk.seen_end(rank) or (reason, m.LossKind.ENDED)
             self.carry_out(self.roster.lost(rank, why, now_s, kind))

@@ -72,7 +72,7 @@ class LocalAgent(PoolCalls):
     def report(self, event: Event) -> None:
         """Nobody watches."""
 
-    def leave(self, *, is_finished: bool = True) -> None:
+    def leave(self, *, is_finished: bool = True, is_bereft: bool = False) -> None:
         """There is nobody to tell."""
 
     def close(self) -> None:

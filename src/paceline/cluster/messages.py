@@ -30,6 +30,7 @@ class Leave(FromMember, frozen=True):
     """The member ends in good order: closing the connection next is no loss."""
 
     is_finished: bool = True  # its work is done; else others may take its place
+    is_bereft: bool = False  # it fails because it has lost a peer, not for a reason of its own
 
 
 class Report(FromMember, frozen=True):
@@ -217,6 +218,7 @@ class LossKind(enum.Enum):
     CRASHED = "crashed"  # its process ended with an error
     SILENT = "silent"  # no sign of life: it is stopped, stuck or cut off, and may wake up
     UNREACHABLE = "unreachable"  # it is alive, but other members cannot reach it
+    BEREFT = "bereft"  # it failed because it could not reach a mate, who is not seen to be lost
     LEFT = "left"  # it left before its work was done, and ends by itself
     RETIRED = "retired"  # a mate of its unit was lost
     RELEASED = "released"  # a mate of its unit left; it ends by itself, like that one
@@ -225,6 +227,11 @@ class LossKind(enum.Enum):
     def is_own(self) -> bool:
         """Whether the reason lies with the member itself, and not with a mate."""
         return self not in (LossKind.RETIRED, LossKind.RELEASED)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the process ended because of another one, whatever its exit code says."""
+        return self is LossKind.BEREFT or not self.is_own
 
     @property
     def is_willing(self) -> bool:

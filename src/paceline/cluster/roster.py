@@ -60,6 +60,7 @@ from paceline.cluster.policy import Policy
 from paceline.errors import Evicted, RendezvousError, TooLate
 
 _HANDLED = 32  # wishes that are recognised when they come again
+_BEREFT_S = 1.0  # for the loss to be seen of which a member has died
 _PATIENCE_S = 2.0  # then the reason why a newcomer waits is told
 
 
@@ -76,6 +77,7 @@ class Roster:
         self._synced: set[tuple[int, int]] = set()  # (partition, rank) to be listed
         self._left: dict[int, str] = {}  # members that go in the next change: in good order
         self._losses: dict[int, m.Loss] = {}  # members that go in the next change: lost
+        self._bereft_s: dict[int, float] = {}  # left because of another: until when that is awaited
         self._expiry_s = {place.rank: now_s + policy.reserve_s for place in self.state.reserved}
         self._wanted: set[Wanted] = set()
         self._quiet: State | None = None  # for which nothing calm is to be done
@@ -219,14 +221,25 @@ class Roster:
             if one.role == "worker" and one.number in numbers and self.is_here(one.rank)
         ]
 
-    def left(self, rank: int, now_s: float, *, is_finished: bool = True) -> list[Decision]:
-        """Take in that a member ended in good order; `is_finished`: its work is done."""
+    def left(
+        self, rank: int, now_s: float, *, is_finished: bool = True, is_bereft: bool = False
+    ) -> list[Decision]:
+        """Take in that a member ended in good order.
+
+        `is_finished`: its work is done. `is_bereft`: it fails because it has lost a peer, and may
+        be the first to notice. Then the coordinator waits a moment for the loss of that one, with
+        which the whole unit goes.
+        """
         told = self._give_up(rank, "it left before it was in")
         if not self.is_here(rank):
             return [*told, *self._settle(now_s)]
         assert self.membership is not None
         member = self.membership.member(rank)
         if self._breaks_its_unit(member, is_finished=is_finished):
+            if is_bereft:
+                self._leases.end(rank)
+                self._bereft_s[rank] = now_s + _BEREFT_S
+                return [*told, *self._settle(now_s)]
             why = "it left before its work was done"
             told += [self._lose(member, why, LossKind.LEFT)]
             told += self._lose_mates(member, why, LossKind.LEFT)
@@ -315,6 +328,11 @@ class Roster:
             for finding in found:
                 if finding.kind is not None:
                     decisions += self.lost(finding.rank, finding.detail, now_s, finding.kind)
+        for rank, until_s in list(self._bereft_s.items()):
+            if now_s >= until_s:
+                del self._bereft_s[rank]
+                why = "it lost the connection to its unit"
+                decisions += self.lost(rank, why, now_s, LossKind.BEREFT)
         for rank, until_s in list(self._expiry_s.items()):
             if now_s >= until_s and rank not in self._candidates:
                 decisions += self._give_up(rank, "nobody came for its place")

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.errors import names_of_peer_errors
 from paceline.launcher.machine import Memory, OomCount, human_bytes
 from paceline.launcher.process import ExitStatus
 from paceline.launcher.seat import Seat, names
@@ -26,7 +27,7 @@ _CHAINED = ("During handling of the above", "The above exception was the direct 
 # A traceback's last line that tells of somebody else's end: our own errors, and what gloo says.
 # Ours may be wrapped by torch, as in "RuntimeError: PeerLost: rank 2 ...".
 _CONSEQUENCE = re.compile(
-    r"^(?:[\w.]+: .*)?(?:\w+\.)*\b(?:PeerLost|ServerLost|PeerTimeout|GenerationChanged|Evicted)\b"
+    rf"^(?:[\w.]+: .*)?(?:\w+\.)*\b(?:{'|'.join(names_of_peer_errors())})\b"
     r"|^[\w.]+: .*Connection (?:closed|reset) by peer"
 )
 

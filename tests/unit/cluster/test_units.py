@@ -219,11 +219,43 @@ def test_with_replace_one_that_left_early_is_replaced_with_its_unit():
     story = Story(on_loss="replace")
     story.note(story.roster.left(2, story.now_s, is_finished=False))
     assert [told.presence.state for told in story.of(Tell)] == ["left", "left"]
-    kinds = [(loss.rank, loss.kind) for loss in story.roster.state.vacant]
-    assert kinds == [(2, LossKind.LEFT), (3, LossKind.RELEASED)]
+    assert kinds(story.roster.state.vacant) == [(2, LossKind.LEFT), (3, LossKind.RELEASED)]
     for number in (2, 3):
         story.ready(*story.reserve(number))
     assert story.now.workers == (0, 1, 4, 5)
+
+
+def kinds(losses) -> list[tuple[int, LossKind]]:
+    return [(loss.rank, loss.kind) for loss in losses]
+
+
+def test_one_that_notices_the_loss_of_a_mate_first_is_lost_with_it():
+    story = Story(on_loss="replace")
+    story.note(story.roster.left(2, story.now_s, is_finished=False, is_bereft=True))
+    assert not story.decisions, "who was lost is not known yet"
+    story.lose(3)
+    assert kinds(story.roster.state.vacant) == [(3, LossKind.KILLED), (2, LossKind.RETIRED)]
+    story.now_s += 5.0
+    story.note(story.roster.tick(story.now_s))
+    assert not story.decisions, "it is lost once"
+    for number in (2, 3):
+        story.ready(*story.reserve(number))
+    assert story.now.workers == (0, 1, 4, 5)
+
+
+def test_one_that_has_lost_a_mate_whom_nobody_misses_is_lost_with_its_unit():
+    story = Story()
+    story.note(story.roster.left(2, story.now_s, is_finished=False, is_bereft=True))
+    for _ in range(6):
+        story.now_s += 0.2
+        for rank in (0, 1, 3):
+            story.roster.heard(rank, story.now_s)
+        story.note(story.roster.tick(story.now_s))
+        if story.decisions:
+            break
+    (changed,) = story.changes
+    assert kinds(changed.lost) == [(2, LossKind.BEREFT), (3, LossKind.RETIRED)]
+    assert [told.presence.state for told in story.of(Tell)] == ["lost", "lost"]
 
 
 def test_scripts_that_fail_do_not_end_the_job_by_their_number():

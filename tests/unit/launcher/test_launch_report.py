@@ -60,6 +60,8 @@ def test_what_torch_puts_before_each_line_is_not_looked_at() -> None:
     assert traceback_tail([f"[rank1]: {line}" for line in _CAUSE]) == _CAUSE[1:]
     evicted = "paceline.errors.Evicted: rank 3 is retired with its unit: worker 2 (h:1): killed"
     assert _failed(0, [*_LOST[:2], evicted]).is_consequence
+    over = "paceline.errors.JobOver: the job is over: 1 worker is left, expected at least 2"
+    assert _failed(0, [*_LOST[:2], over]).is_consequence
 
 
 def test_words_about_lost_peers_outside_a_traceback_prove_nothing() -> None:

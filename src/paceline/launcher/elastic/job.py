@@ -32,7 +32,6 @@ from paceline.launcher.display import Display
 from paceline.launcher.elastic.chronicle import Chronicle, hottest
 from paceline.launcher.elastic.nursery import MAX_FAILED_STARTS
 from paceline.launcher.elastic.supervision import SupervisedJob
-from paceline.launcher.local import CAUSE_GRACE_S
 from paceline.launcher.outcome import Outcome
 from paceline.launcher.process import RankProcess
 from paceline.launcher.report import RankResult
@@ -44,6 +43,7 @@ _RETIRED = "retired with its unit"  # the state of a process that ends with its 
 _SETTLED_S = 5.0  # after they have met, workers of a script without reports are busy as usual
 _LEAVE_S = 30.0  # for one that is out of the job to end by itself, on a busy machine
 _STUCK_S = 8.0  # silent for so long: not for lack of processor time alone
+_MATE_S = 10.0  # for the loss to be seen of which a worker has died
 _VERDICT_S = 3.0  # for the coordinator to say what follows from the last worker's loss
 _SET_UP_S = 300.0  # a script that has reported no step for so long is not setting up any more
 
@@ -61,6 +61,7 @@ class ElasticJob(SupervisedJob):
         self._chronicle = Chronicle(self._plan, self._unit_size)
         self._culprits: set[int] = set()  # ranks that were lost for reasons of their own
         self._evicted: dict[int, tuple[str, LossKind]] = {}  # ranks of ours that we kill, and why
+        self._declared: dict[int, tuple[str, LossKind]] = {}  # ranks that are lost with another
         self._given_up: set[int] = set()  # ranks of ours that are lost, and may not have ended yet
         self._dismissed: dict[int, float] = {}  # no longer in the job: when to insist
         self._parting: dict[int, float] = {}  # left before their work was done: the same
@@ -96,8 +97,7 @@ class ElasticJob(SupervisedJob):
         """Say whether the job was lost with too many of its processes, for no reason of its own."""
         if not outcome.over or not self._losses or outcome.interrupted_by is not None:
             return False
-        first = outcome.first  # perhaps one that heard of the end, and raised it
-        return first is None or first.is_consequence or "the job is over" in first.last_exception
+        return outcome.first is None or outcome.first.is_consequence
 
     def story(self) -> list[str]:
         return [*self._chronicle.summary(), *hottest(self._lookout.busy_servers())]
@@ -208,16 +208,20 @@ class ElasticJob(SupervisedJob):
 
     async def _settle_mate(self, process: RankProcess) -> None:
         """Find out whether a worker with an error has only lost a mate; else it has failed."""
-        deadline_s = time.monotonic() + CAUSE_GRACE_S
+        deadline_s = time.monotonic() + _MATE_S
         await self._crew.drained([process.seat])
-        while not self._lost_mate(process.seat) and time.monotonic() < deadline_s:
+        while not self._is_bereft(process.seat) and time.monotonic() < deadline_s:
             if not self._crew.is_consequence(process):
                 break
             await asyncio.sleep(0.02)
-        if self._lost_mate(process.seat):
+        if self._is_bereft(process.seat):
             await self._settle_loss(process)
         else:
             self._crew.blame(process)
+
+    def _is_bereft(self, seat: Seat) -> bool:
+        """Return whether a worker has ended because of a mate, as we or the coordinator saw it."""
+        return seat.rank in self._declared or self._lost_mate(seat)
 
     def _lost_mate(self, seat: Seat) -> bool:
         """Say whether one of its unit was lost before it, for a reason of its own."""
@@ -234,8 +238,9 @@ class ElasticJob(SupervisedJob):
             why = f"stuck without a heartbeat, then {why}"
         kind = LossKind.CRASHED if process.status.signal is None else LossKind.KILLED
         self._control.report_end(seat.rank, why, kind)
-        if process.status.signal is None and self._lost_mate(seat):
-            self._evicted.setdefault(seat.rank, (_RETIRED, LossKind.RETIRED))
+        if process.status.signal is None and self._is_bereft(seat):
+            told = self._declared.get(seat.rank, (_RETIRED, LossKind.RETIRED))
+            self._evicted.setdefault(seat.rank, told)
         why, kind = self._evicted.get(seat.rank, (why, kind))
         if kind.is_own:
             self._culprits.add(seat.rank)
@@ -348,13 +353,12 @@ class ElasticJob(SupervisedJob):
             self._show(self._chronicle.joined(rank, time.monotonic()))
 
     def _on_presence(self, news: m.Presence) -> None:
-        if not self._was_in(news.rank):
-            if news.state == "lost" and self._crew.find(news.rank) is not None:
-                # It waited with its unit, which is gone.
-                self._evict(news.rank, news.detail, news.kind or LossKind.ENDED)
+        was_in, kind = self._was_in(news.rank), news.kind or LossKind.ENDED
+        if news.state == "lost":  # perhaps a newcomer, with its unit
+            if was_in or self._crew.find(news.rank) is not None:
+                self._evict(news.rank, news.detail, kind)
+        elif not was_in:
             return
-        if news.state == "lost":
-            self._evict(news.rank, news.detail, news.kind or LossKind.ENDED)
         elif news.state == "left":
             self._left.add(news.rank)
             if news.kind is LossKind.RELEASED:  # its mates may end it before it does so itself
@@ -389,6 +393,10 @@ class ElasticJob(SupervisedJob):
     def _evict(self, rank: int, why: str, kind: LossKind) -> None:
         """End a process that the job has given up; its line comes with its diagnosis."""
         process = self._crew.find(rank)
+        if kind.is_own:
+            self._culprits.add(rank)
+        if kind.is_consequence:
+            self._declared[rank] = (why, kind)
         if process is None:  # of another host, or long gone
             self._tell_loss(rank, why, kind)
         elif process.is_running:
