@@ -109,7 +109,7 @@ class EngineConfig:
 _OWN_SETTINGS = (
     *("ROLE", "JOB", "COORDINATOR", "SECRET_FILE", "HOST_ID", "BIND", "PACE", "SERVERS"),
     *("NUMBER", "JOINS", "ELASTIC", "ON_LOSS", "PARTITIONS", "REPLICAS", "PRECISION"),
-    *("DATA_WORKERS", "MESH", "TELEMETRY", "TRACE", "LOG_DIR"),
+    *("DATA_WORKERS", "MESH", "TELEMETRY", "TEMPLATE", "TRACE", "LOG_DIR"),
 )
 ON_LOSS = ("shrink", "replace")
 
@@ -245,6 +245,14 @@ def times_steps(environ: Mapping[str, str] | None = None) -> bool:
     wanted = environ.get("PACELINE_TELEMETRY") or "on"
     if wanted not in ("on", "off"):
         raise ConfigError(f"PACELINE_TELEMETRY={wanted!r}: expected on or off")
+    return wanted == "on"
+
+
+def uses_template(environ: Mapping[str, str]) -> bool:
+    """Tell whether processes may be forked from a template: PACELINE_TEMPLATE is "on" or "off"."""
+    wanted = environ.get("PACELINE_TEMPLATE") or "on"
+    if wanted not in ("on", "off"):
+        raise ConfigError(f"PACELINE_TEMPLATE={wanted!r}: expected on or off")
     return wanted == "on"
 
 

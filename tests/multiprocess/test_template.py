@@ -1,69 +1,110 @@
-"""Newcomers from the template are like fresh interpreters, and the launcher's own children."""
+"""Processes from the template are like fresh interpreters, and the launcher's own children."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from run_support import is_alive, wait_until
+from run_support import END_S, Workbench, is_alive, read_until, wait_until
 
-from paceline.launcher.elastic.template import Template, adopt_orphans
+from paceline.launcher.as_script import Program
 from paceline.launcher.outlet import Outlet
 from paceline.launcher.process import RankProcess
 from paceline.launcher.seat import Seat
-from paceline.launcher.spec import RunSpec
+from paceline.launcher.template import Template, adopt_orphans
 
+_LIGHT = ("numpy",)  # torch takes seconds, and changes nothing of what most tests here look at
+
+# Everything that a script could tell apart, one fact in a line.
 _ABOUT = """
-import os, random, sys
-print(__name__, sys.argv, os.path.basename(__file__), os.path.basename(sys.path[0]))
-print(os.environ["COLOUR"], os.getsid(0) == os.getpid(), len(os.listdir("/proc/self/fd")))
-import numpy, torch
-print("drawn", numpy.random.rand(), random.random())
-print("threads", torch.get_num_threads(), "torch was there" if "torch" in sys.modules else "")
+import atexit, faulthandler, multiprocessing, os, random, resource, signal, sys, threading
+main = sys.modules["__main__"]
+known = ("__name__", "__file__", "__package__", "__cached__", "__doc__")
+facts = {name: vars(main).get(name) for name in known}
+facts["names"] = sorted(name for name in vars(main) if name.startswith("__"))
+facts["spec"], facts["loader"] = __spec__ and __spec__.name, type(__loader__).__name__
+facts["argv"], facts["orig_argv"], facts["path"] = sys.argv, sys.orig_argv, sys.path
+facts["flags"], facts["executable"] = str(sys.flags), sys.executable
+facts["environ"], facts["cwd"] = sorted(os.environ.items()), os.getcwd()
+facts["shown"] = open("/proc/self/environ").read().rstrip("\\0").split("\\0")
+facts["shown"] = sorted(one for one in facts["shown"])
+facts["command"] = open("/proc/self/cmdline").read().rstrip("\\0").split("\\0")
+facts["signals"] = [str(signal.getsignal(number)) for number in range(1, 32)]
+facts["mask"] = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+facts["session"] = os.getsid(0) == os.getpgrp() == os.getpid()
+facts["priority"], facts["umask"] = os.getpriority(os.PRIO_PROCESS, 0), os.umask(0)
+facts["limits"] = [resource.getrlimit(number) for number in range(16)]
+facts["files"] = sorted(os.listdir("/proc/self/fd"))[:4]
+facts["input"] = sys.stdin.read()
+for stream in (sys.stdin, sys.stdout, sys.stderr):
+    facts[stream.name] = (stream.encoding, stream.errors, stream.line_buffering, stream.isatty())
+facts["seeks"] = sys.stdout.seekable(), sys.stdout.write_through
+facts["faults"], facts["thread"] = faulthandler.is_enabled(), threading.current_thread().name
+facts["process"] = multiprocessing.current_process().name, multiprocessing.get_start_method()
+facts["recursion"], facts["switch"] = sys.getrecursionlimit(), sys.getswitchinterval()
+facts["children"] = open(f"/proc/self/task/{os.getpid()}/children").read()
+for name, fact in facts.items():
+    print(name, "=", fact)
+atexit.register(print, "at exit")
 """
 
 
 class _Bench:
+    """Runs a script from a template, and the same in a fresh interpreter."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.environ = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        more = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
+        self.environ = {**os.environ, **more}
+        self.said: list[str] = []
 
-    async def warm(self) -> Template:
-        template = Template(self.environ)
-        deadline = time.monotonic() + 100
-        while not await template.hurry():
-            assert time.monotonic() < deadline
-        return template
+    def template(self, *modules: str) -> Template:
+        return Template(self.environ, modules or _LIGHT, self.said.append, 1000)
 
-    def spec(self, text: str, *arguments: str) -> RunSpec:
+    def script(self, text: str, *arguments: str) -> Program:
         script = self.path / "script.py"
         script.write_text(text)
-        return RunSpec(target=str(script), arguments=arguments, num_workers=1)
+        return Program("script", str(script), arguments)
 
     async def run(
-        self, template: Template, spec: RunSpec, **environ: str
+        self, template: Template, program: Program, **environ: str
     ) -> tuple[RankProcess, str, str]:
-        outlet = Outlet.pipes()
-        with (
-            open(outlet.stdout_fd, closefd=False) as out,
-            open(outlet.stderr_fd, closefd=False) as errors,
-        ):
-            environ = {**self.environ, **environ}
-            process = await template.fork(Seat(0, 0), spec, environ, outlet, dies=True)
-            assert process is not None
-            while not process.check_ended():
-                await asyncio.sleep(0.005)
-            texts = out.read(), errors.read()
+        assert await template.is_ready(), template.why_not
+        outlet, environ = Outlet.pipes(), {**self.environ, **environ}
+        process = await template.fork(Seat(0, 0), program, environ, outlet, dies=True)
+        assert process is not None
+        while not process.check_ended():
+            await asyncio.sleep(0.005)
+        texts = _read_now(outlet.stdout_fd), _read_now(outlet.stderr_fd)
         process.release()
-        return process, *texts
+        return process, texts[0].decode(), texts[1].decode()
+
+    def fresh(self, program: Program, **environ: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            program.argv,
+            env={**self.environ, **environ},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            start_new_session=True,
+            check=False,
+        )
+
+
+def _read_now(fd: int) -> bytes:
+    """Read what is there: a helper that the script has left may still hold the far end."""
+    with suppress(BlockingIOError):
+        return os.read(fd, 1 << 16)
+    return b""
 
 
 @pytest.fixture
@@ -73,47 +114,163 @@ def bench(tmp_path: Path) -> Iterator[_Bench]:
     ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: not for the other tests
 
 
-def test_a_newcomer_is_like_a_fresh_interpreter(bench: _Bench) -> None:
+def test_a_process_is_like_a_fresh_interpreter(
+    bench: _Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By path, relative, as a module, as a package, as a zip file, with several settings."""
+    monkeypatch.chdir(bench.path)
+    (bench.path / "pack").mkdir()
+    for name in ("pack/__init__.py", "pack/__main__.py", "pack/inner.py", "linked.py"):
+        (bench.path / name).write_text("" if name.endswith("__init__.py") else _ABOUT)
+    os.symlink("linked.py", "link.py")
+    subprocess.run([sys.executable, "-m", "zipapp", "pack", "-o", "pack.pyz"], check=True)
+    programs = [
+        bench.script(_ABOUT, "--lr", "0.1", "a b"),
+        Program("script", "script.py", ()),
+        Program("script", "link.py", ()),
+        Program("script", "pack/inner.py", ()),
+        Program("script", "pack.pyz", ("-v",)),
+        Program("module", "pack", ("x",)),
+        Program("module", "pack.inner", ()),
+    ]
+
     async def body() -> None:
-        template = await bench.warm()
+        template = bench.template()
         try:
-            spec = bench.spec(_ABOUT, "--lr", "0.1")
-            first, out, _ = await bench.run(template, spec, COLOUR="blue", OMP_NUM_THREADS="3")
-            _, again, _ = await bench.run(template, spec, COLOUR="red")
-            lines = out.splitlines()
-            argv = [spec.target, "--lr", "0.1"]
-            assert lines[0] == f"__main__ {argv} script.py {bench.path.name}"
-            assert lines[1] == "blue True 4" and lines[3] == "threads 3 torch was there"
-            assert again.splitlines()[1].startswith("red"), "each has its own environment"
-            assert lines[2] != again.splitlines()[2], "each draws its own random numbers"
-            assert first.status is not None and first.status.is_success
-
-            plain = bench.spec("import sys\ndef f():\n    1 / 0\nf()\n")
-            process, _, errors = await bench.run(template, plain)
-            fresh = subprocess.run([sys.executable, plain.target], capture_output=True, text=True)
-            assert errors == fresh.stderr and str(process.status) == "exit code 1"
-
-            for text, status in (
-                ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL (killed)"),
-                ("raise SystemExit(7)", "exit code 7"),
-                ("raise KeyboardInterrupt", "killed by SIGINT (interrupt)"),
-                ("x = ", "exit code 1"),
-            ):
-                process, _, _ = await bench.run(template, bench.spec(text))
-                assert str(process.status) == status
+            for program in programs:
+                process, out, errors = await bench.run(template, program, COLOUR="blue")
+                fresh = bench.fresh(program, COLOUR="blue")
+                assert out.splitlines() == fresh.stdout.splitlines() and errors == fresh.stderr
+                assert process.status is not None and process.status.is_success
+                assert "at exit" in out and "COLOUR=blue" in out
+            out = (await bench.run(template, programs[0], PYTHONSAFEPATH="1"))[1]
+            assert str(bench.path) not in re.findall(r"^path = (.*)", out, re.MULTILINE)[0]
         finally:
             template.end()
 
     asyncio.run(body())
 
 
-def test_without_a_template_there_is_no_newcomer_but_an_answer(bench: _Bench) -> None:
+_ENDS = {
+    "import os; os.kill(os.getpid(), 9)": "killed by SIGKILL (killed)",
+    "raise SystemExit(7)": "exit code 7",
+    "raise SystemExit('some words')": "exit code 1",
+    "import os; os._exit(3)": "exit code 3",
+    "raise KeyboardInterrupt": "killed by SIGINT (interrupt)",
+    "x = ": "exit code 1",
+    "import sys\ndef f():\n    1 / 0\nf()\n": "exit code 1",
+    "import sys\nsys.excepthook = lambda *_: print('hooked')\n1 / 0\n": "exit code 1",
+    "import threading, time\nx = 'alive'\n"
+    "threading.Thread(target=lambda: (time.sleep(0.2), print(x))).start()": "exit code 0",
+    "from __main__ import y": "exit code 1",
+    "def f(x: Undefined): pass": "exit code 1",
+}
+
+
+def test_scripts_end_as_in_a_fresh_interpreter(bench: _Bench) -> None:
     async def body() -> None:
-        template = await bench.warm()
+        template = bench.template()
+        try:
+            for text, status in _ENDS.items():
+                program = bench.script(text)
+                process, out, errors = await bench.run(template, program)
+                fresh = bench.fresh(program)
+                assert str(process.status) == status, text
+                assert (out, errors) == (fresh.stdout, fresh.stderr), text
+        finally:
+            template.end()
+
+    asyncio.run(body())
+
+
+_SPAWNS = """
+import multiprocessing
+def double(x):
+    return 2 * x
+if __name__ == "__main__":
+    for method in ("spawn", "fork", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            print(method, pool.map(double, [21]))
+"""
+
+
+def test_a_script_has_its_own_threads_random_numbers_and_children(bench: _Bench) -> None:
+    draws = "import random, numpy, torch, multiprocessing as m\nprint(numpy.random.rand())\n"
+    draws += "print(torch.rand(()).item())\n"
+    draws += "print(random.random())\nprint(bytes(m.current_process().authkey).hex())\n"
+    counts = "import sys\nwas_there = 'torch' in sys.modules\nimport torch\n"
+    counts += "torch.randn(300, 300) @ torch.randn(300, 300)\ntorch.ones(1 << 20).exp_()\n"
+    counts += "print(was_there, torch.get_num_threads())"
+
+    async def body() -> None:
+        bench.environ["OMP_NUM_THREADS"] = "2"  # numpy's library then has a thread when it is there
+        template = bench.template("numpy", "torch")
+        try:
+            assert (await bench.run(template, bench.script(_SPAWNS)))[1] == (
+                "spawn [42]\nfork [42]\nforkserver [42]\n"
+            )
+            program = bench.script(draws)
+            one, two = [(await bench.run(template, program))[1].split() for _ in range(2)]
+            assert all(a != b for a, b in zip(one, two, strict=True)), "each draws its own"
+            program = bench.script(counts)
+            for threads in ("2", "1"):
+                out = (await bench.run(template, program, OMP_NUM_THREADS=threads))[1]
+                fresh = bench.fresh(program, OMP_NUM_THREADS=threads).stdout
+                assert out.split()[1:] == fresh.split()[1:] and out.split()[0] == "True"
+        finally:
+            template.end()
+
+    asyncio.run(body())
+
+
+def test_a_module_of_the_script_with_the_name_of_an_imported_one_wins(bench: _Bench) -> None:
+    (bench.path / "profile.py").write_text("mine = True\n")
+
+    async def body() -> None:
+        template = bench.template("profile")
+        try:
+            program = bench.script("import profile\nprint(profile.mine)")
+            process, out, errors = await bench.run(template, program)
+            assert (out, errors, str(process.status)) == ("True\n", "", "exit code 0")
+        finally:
+            template.end()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "from threading import *\nThread(target=Event().wait, daemon=True).start()",
+            "a module has started a thread while it was imported",
+        ),
+        ("print('some words')\n1 / 0", "it ended while it imported modules"),
+    ],
+)
+def test_what_forbids_a_fork_is_said(bench: _Bench, text: str, why: str) -> None:
+    (bench.path / "mischief.py").write_text(text)
+    bench.environ["PYTHONPATH"] = str(bench.path)
+
+    async def body() -> None:
+        template = bench.template("mischief")
+        assert not await template.is_ready() and template.why_not == why
+        await asyncio.sleep(0.05)
+        template.end()
+
+    asyncio.run(body())
+    if "words" in text:  # what an import prints is for people
+        assert bench.said[0] == "some words" and bench.said[-1].startswith("ZeroDivisionError")
+
+
+def test_without_a_template_there_is_no_process_but_an_answer(bench: _Bench) -> None:
+    async def body() -> None:
+        template = bench.template()
+        assert await template.is_ready()
         os.kill(template.pid, signal.SIGKILL)
         outlet = Outlet.pipes()
-        made = await template.fork(Seat(0, 0), bench.spec("pass"), {}, outlet, dies=True)
-        assert made is None and not template.is_warm
+        made = await template.fork(Seat(0, 0), bench.script("pass"), {}, outlet, dies=True)
+        assert made is None and template.why_not == "it has ended"
         outlet.close()
         template.end()
 
@@ -122,19 +279,19 @@ def test_without_a_template_there_is_no_newcomer_but_an_answer(bench: _Bench) ->
 
 _LAUNCHER = """
 import asyncio, os, sys, time
-from paceline.launcher.elastic.template import Template, adopt_orphans
+from paceline.launcher.as_script import Program
 from paceline.launcher.outlet import Outlet
 from paceline.launcher.seat import Seat
-from paceline.launcher.spec import RunSpec
+from paceline.launcher.template import Template, adopt_orphans
 
 async def main():
     adopt_orphans()
-    template = Template(os.environ)
-    while not await template.hurry():
-        pass
+    template = Template(os.environ, ("json",), print)
+    assert await template.is_ready()
     for dies in (True, False):
-        spec = RunSpec(target=sys.argv[1], num_workers=1)
-        process = await template.fork(Seat(0, 0), spec, dict(os.environ), Outlet.pipes(), dies=dies)
+        program = Program("script", sys.argv[1], ())
+        environ, outlet = dict(os.environ), Outlet.pipes()
+        process = await template.fork(Seat(0, 0), program, environ, outlet, dies=dies)
         print(process.pid, flush=True)
     print(template.pid, flush=True)
     time.sleep(100)
@@ -143,7 +300,7 @@ asyncio.run(main())
 
 
 def test_who_ends_with_the_launcher(bench: _Bench) -> None:
-    script = bench.spec("import time; time.sleep(100)").target
+    script = bench.script("import time; time.sleep(100)").target
     with subprocess.Popen(
         [sys.executable, "-c", _LAUNCHER, script], stdout=subprocess.PIPE, text=True
     ) as launcher:
@@ -154,3 +311,89 @@ def test_who_ends_with_the_launcher(bench: _Bench) -> None:
         assert is_alive(free)
         os.kill(free, signal.SIGKILL)
         wait_until(lambda: not is_alive(free))
+
+
+# -- under the launcher -------------------------------------------------------------------------
+
+
+def _origin(pid: int) -> str:
+    """Return where the kernel put a program's arguments: the same in all forks of one process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[45]
+
+
+_WHENCE = """
+    import sys
+    had = "torch" in sys.modules
+    import paceline as pl
+    pl.init()
+    arguments = open("/proc/self/stat").read().rpartition(")")[2].split()[45]
+    print(had, hash("a word"), arguments)
+    pl.world().barrier()
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--no-template",)])
+def test_workers_of_a_job_come_from_one_template(
+    tmp_path: Path, options: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Workbench(tmp_path)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    job.environ.pop("PYTHONHASHSEED", None)
+    done = job.run("run", "-n", "2", *options, job.script(_WHENCE))
+    assert done.returncode == 0, done.stderr
+    one, two = [line.split()[1:] for line in sorted(done.stdout.splitlines())]
+    if options:
+        assert one[0] == two[0] == "False" and one[1] != two[1] and one[2] != two[2]
+    else:
+        assert one == two and one[0] == "True"
+    assert job.left_behind() == []
+
+
+def test_a_setting_forbids_the_template_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    job = Workbench(tmp_path)
+    script = job.script("import sys\nprint('numpy' in sys.modules)\nimport numpy")
+    done = job.run("run", "-n", "2", script, PACELINE_TEMPLATE="off")
+    assert sorted(done.stdout.splitlines()) == ["[0] False", "[1] False"], done.stderr
+    done = job.run("run", "-n", "2", script, PACELINE_TEMPLATE="no")
+    assert done.returncode == 2 and "PACELINE_TEMPLATE='no': expected on or off" in done.stderr
+
+
+_SERVED = """
+    import pathlib, time
+    import torch
+    import paceline as pl
+    job = pl.init()
+    model = torch.nn.Linear(4, 2)
+    model, optimizer = pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    while not pathlib.Path("finish").exists():
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.01)
+"""
+
+
+def test_the_first_replacement_of_a_server_comes_from_the_template(tmp_path: Path) -> None:
+    """Nothing may have to be imported while a partition has one copy less."""
+    job = Workbench(tmp_path)
+    options = ("-n", "1", "-s", "2", "--replicas", "2", "--pace", "ps", "--log-dir", "none")
+    with job.started("run", *options, job.script(_SERVED)) as launcher:
+        path = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+
+        def servers() -> list[int]:
+            found = [int(pid) for pid in path.read_text().split() if is_alive(pid)]
+            words = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in found}
+            return [pid for pid in found if "paceline.serve" in words[pid]]
+
+        read_until(launcher.stderr, "update on 2 servers")
+        first, other = servers()
+        os.kill(first, signal.SIGKILL)
+        said = read_until(launcher.stderr, "lost: killed by signal 9")
+        said += read_until(launcher.stderr, " joined")
+        (second,) = {int(pid) for pid in re.findall(r"pid (\d+)\) joined", said)}
+        assert _origin(second) == _origin(other)
+        (job.path / "finish").touch()
+        assert launcher.stderr is not None
+        said += launcher.stderr.read()
+        assert launcher.wait(END_S) == 0, said
+    assert job.left_behind() == []

@@ -52,7 +52,7 @@ def join(
     seat = Seat(place.rank, place.number, is_newcomer=True)
     environ = process_environ(environ, spec, seat, where, cores=usable_cores())
     say(f"joining job {where.job_id} as worker {place.number}")
-    argv = spec.argv(seat)
+    argv = spec.program(seat).argv
     os.execve(argv[0], argv, environ)
 
 

@@ -202,6 +202,14 @@ def run(
         bool,
         typer.Option("--detach", help="Run in the background; see `paceline attach`."),
     ] = False,
+    no_template: Annotated[
+        bool,
+        typer.Option(
+            "--no-template",
+            help="Start each process as a fresh interpreter, instead of forking it from one that"
+            " has imported torch. Also PACELINE_TEMPLATE=off.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run, and stop.")
     ] = False,
@@ -249,6 +257,7 @@ def run(
         ),
         grace_s=grace_s,
         is_detached=detach,
+        has_template=not no_template,
         given=_given(context),
     )
     raise typer.Exit(verb.dry_run(spec) if dry_run else verb.run(spec))

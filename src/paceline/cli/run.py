@@ -188,7 +188,7 @@ def dry_run(spec: RunSpec) -> int:
             environ["MASTER_PORT"] = spec.env.get("MASTER_PORT", "<port>")
         passed_on |= environ.keys()
         added = {k: v for k, v in environ.items() if inherited.get(k) != v}
-        write(f"[{seat.label}] {shlex.join(spec.argv(seat))}\n")
+        write(f"[{seat.label}] {shlex.join(spec.program(seat).argv)}\n")
         for name in sorted(added):
             write(f"[{seat.label}]     {name}={_quoted(added[name])}\n")
     removed = sorted(set(inherited) - passed_on)

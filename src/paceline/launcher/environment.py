@@ -150,6 +150,15 @@ def process_environ(
     return environ
 
 
+def template_environ(
+    base: Mapping[str, str], spec: RunSpec, job_id: str, *, cores: int
+) -> dict[str, str]:
+    """Return the environment in which the template imports: a worker's, but of no rank."""
+    nowhere = JobAddresses(job_id=job_id, coordinator="", secret_file="", master_port=0)
+    worker = process_environ(base, spec, spec.seats[0], nowhere, cores=cores)
+    return {**without_foreign_ranks(worker), "PACELINE_JOB": job_id}
+
+
 def for_server(
     environ: dict[str, str], env: Mapping[str, str], threads: int | None
 ) -> dict[str, str]:

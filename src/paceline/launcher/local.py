@@ -32,7 +32,12 @@ from paceline.launcher.board import Board
 from paceline.launcher.crew import Crew
 from paceline.launcher.display import Display
 from paceline.launcher.elastic.facts import JobFacts, facts_of, write_facts
-from paceline.launcher.environment import SERVER_PATIENCE_S, JobAddresses, process_environ
+from paceline.launcher.environment import (
+    SERVER_PATIENCE_S,
+    JobAddresses,
+    process_environ,
+    template_environ,
+)
 from paceline.launcher.guard import end_processes
 from paceline.launcher.hang import HangWatch
 from paceline.launcher.jobdir import JobDirectory
@@ -44,6 +49,7 @@ from paceline.launcher.outlet import Outlet
 from paceline.launcher.picture import Picture
 from paceline.launcher.process import RankProcess
 from paceline.launcher.seat import Seat, names
+from paceline.launcher.spawner import Spawner
 from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
 from paceline.launcher.trace_file import TraceFile
 from paceline.telemetry.compression import Compression
@@ -80,6 +86,8 @@ class LocalJob:
         self._job_id = job_id or new_job_id()
         self._board = Board(spec.seats)
         self._crew = Crew(display, self._on_end)
+        self._spawner = Spawner(spec, self._say)
+        self._starting: asyncio.Future[None] | None = None
         self._table_reports: dict[tuple[str, int], TableReport] = {}
         self._traffic: dict[int, Traffic] = {}  # by rank, also of those who are gone
         self._compression: dict[int, Compression] = {}  # the same
@@ -105,6 +113,12 @@ class LocalJob:
         self._spec.precision_in(self._environ)
         self._spec.mesh_in(self._environ)
         with ExitStack() as held:
+            held.callback(self._spawner.close)
+            cores = usable_cores()
+            # First of all: it imports torch while we set up the rest.
+            self._spawner.warm_up(
+                template_environ(self._environ, self._spec, self._job_id, cores=cores)
+            )
             self._directory = held.enter_context(self._open_directory())
             self._secret_path = self._secret_file()
             master_port = self._master_port(held)
@@ -229,7 +243,9 @@ class LocalJob:
 
     async def _run_processes(self) -> None:
         self._handle_signals()
-        self._start_all()
+        self._starting = asyncio.ensure_future(self._start_all())
+        with suppress(asyncio.CancelledError):  # interrupted while the template was importing
+            await self._starting
         self._display.start()
         tasks = [asyncio.ensure_future(run()) for run in (self._paint, self._explain_hangs)]
         try:
@@ -239,17 +255,20 @@ class LocalJob:
             for task in tasks:
                 task.cancel()
 
-    def _start_all(self) -> None:
+    async def _start_all(self) -> None:
         for seat in self._spec.seats:
-            self._start(seat, Outlet.pipes())
+            await self._start(seat)
+        if self._spec.elastic is None:
+            self._spawner.close()
 
-    def _start(self, seat: Seat, outlet: Outlet) -> RankProcess:
-        argv, environ = self._spec.argv(seat), self.environ_of(seat)
-        process = RankProcess.start(
-            seat, argv, environ, outlet, dies_with_launcher=not self._spec.is_detached
-        )
+    async def _start(self, seat: Seat) -> RankProcess:
+        process = await self._spawner.start(seat, self.environ_of(seat), self.outlet_of(seat))
         self._crew.add(process, self._guard)
         return process
+
+    def outlet_of(self, seat: Seat) -> Outlet:
+        del seat  # of a detached job it names a file
+        return Outlet.pipes()
 
     def environ_of(self, seat: Seat) -> dict[str, str]:
         """Return the complete environment of one process."""
@@ -329,7 +348,13 @@ class LocalJob:
 
     def _on_child(self) -> None:
         self._crew.look()
+        self._spawner.reap_orphans(self._own_pids())
         self._changed.set()
+
+    def _own_pids(self) -> set[int | None]:
+        """The children of this process that are waited for elsewhere."""
+        guard = self._guard.pid if isinstance(self._guard, Guard) else None
+        return {*self._crew.pids, guard}
 
     def _on_end(self, process: RankProcess) -> None:
         status = process.status
@@ -353,6 +378,8 @@ class LocalJob:
 
     def _on_interrupt(self, number: signal.Signals) -> None:
         self._interrupts.append(number)
+        if self._starting is not None:
+            self._starting.cancel()
         self._changed.set()
 
     async def _next_change(self, *, within_s: float | None = None) -> None:

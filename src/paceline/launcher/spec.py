@@ -19,8 +19,10 @@ from paceline.config import (
     requested_pace,
     requested_precision,
     requested_trace,
+    uses_template,
 )
 from paceline.errors import ConfigError, UsageError
+from paceline.launcher.as_script import Program
 from paceline.launcher.data_workers import check_data_workers
 from paceline.launcher.elastic.plan import MAX_WORKERS, ElasticPlan
 from paceline.launcher.seat import Seat, seats
@@ -77,6 +79,7 @@ class RunSpec:
     elastic: ElasticPlan | None = None  # None: the first loss ends the job
     grace_s: float = STOP_GRACE_S
     is_detached: bool = False
+    has_template: bool = True  # processes are forked, unless something else forbids it
     given: frozenset[str] = frozenset()  # the options that were typed, by the names of main.py
 
     def __post_init__(self) -> None:
@@ -188,12 +191,14 @@ class RunSpec:
         text = requested_trace({**inherited, **self.env})
         return None if text is None else TracedSteps.parse(text, "PACELINE_TRACE")
 
-    def argv(self, seat: Seat) -> list[str]:
-        """Return a process's command: this interpreter, so that a venv need not be active."""
-        if seat.is_server:
-            return [sys.executable, "-m", "paceline.serve"]
-        head = ["-m", self.target] if self.is_module else [self.target]
-        return [sys.executable, *head, *self.arguments]
+    def uses_template_in(self, inherited: Mapping[str, str]) -> bool:
+        """Return whether processes may be forked from a template: neither forbids it."""
+        return self.has_template and uses_template({**inherited, **self.env})
+
+    def program(self, seat: Seat) -> Program:
+        """Return what a process runs."""
+        kind = "server" if seat.is_server else "module" if self.is_module else "script"
+        return Program(kind, self.target, self.arguments)
 
 
 def parse_env(settings: Iterable[str]) -> dict[str, str]:

@@ -101,7 +101,7 @@ def test_a_spec_is_checked_when_it_is_made(tmp_path: Path) -> None:
     script = tmp_path / "s.py"
     script.touch()
     spec = RunSpec(target=str(script), arguments=("a",), num_workers=2)
-    assert spec.argv(Seat(0, 0)) == [sys.executable, str(script), "a"]
+    assert spec.program(Seat(0, 0)).argv == [sys.executable, str(script), "a"]
     with pytest.raises(ConfigError, match="NUL"):
         RunSpec(target=str(script), arguments=("a\0b",), num_workers=2)
     with pytest.raises(ConfigError, match="only one"):

@@ -134,7 +134,7 @@ def test_a_server_is_told_who_it_is_and_nothing_in_torchruns_words(tmp_path: Pat
     assert environs[1]["PACELINE_SERVERS"] == "3" and environs[1]["PACELINE_PACE"] == "ssp:3"
     assert environs[1]["OMP_NUM_THREADS"] == "7" and job_env(environs[1]).role == "worker"
     assert environs[1]["PACELINE_JOIN_TIMEOUT_S"] == "9" != server["PACELINE_JOIN_TIMEOUT_S"]
-    assert spec.argv(spec.seats[4])[1:] == ["-m", "paceline.serve"]
+    assert spec.program(spec.seats[4]).argv[1:] == ["-m", "paceline.serve"]
 
 
 def test_threads_of_servers_are_their_own(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ from paceline.launcher.spec import RunSpec
 from paceline.telemetry.events import Event, Happening, Progress, Resumed
 
 _RETIRED = "retired with its unit"  # the state of a process that ends with its unit
-_SETTLED_S = 5.0  # after they have met, workers of a script without reports are busy as usual
 _LEAVE_S = 30.0  # for one that is out of the job to end by itself, on a busy machine
 _STUCK_S = 8.0  # silent for so long: not for lack of processor time alone
 _MATE_S = 10.0  # for the loss to be seen of which a worker has died
@@ -69,7 +68,6 @@ class ElasticJob(SupervisedJob):
         self._stuck: set[int] = set()  # ranks that were called stuck
         self._left: set[int] = set()  # ranks that have said goodbye
         self._losses: list[RankResult] = []
-        self._warm_up_s = float("inf")  # when to start the template
 
     async def run(self) -> Outcome:
         outcome = await super().run()
@@ -153,8 +151,6 @@ class ElasticJob(SupervisedJob):
                 self._want(wanted)
 
     def _on_look(self, now_s: float) -> None:
-        if self._chronicle.step or now_s > self._warm_up_s:
-            self._warm_up()
         self._name_stuck(now_s)
         self._insist(now_s)
 
@@ -340,7 +336,6 @@ class ElasticJob(SupervisedJob):
                 member.rank, Seat(member.rank, member.number, member.role == "server", True)
             )
         if before is None:
-            self._warm_up_s = time.monotonic() + _SETTLED_S
             return
         for loss in news.lost:
             if loss.rank in self._left:  # it ends by itself, and says why

@@ -83,7 +83,7 @@ class ResumedJob(DetachedJob):
     def _coordinator_port(self) -> int:
         return split_address(self._found.facts.coordinator)[1]
 
-    def _start_all(self) -> None:
+    async def _start_all(self) -> None:
         assert self._control is not None
         for one in recorded(self._directory.path):
             if one.is_alive:

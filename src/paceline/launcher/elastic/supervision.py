@@ -26,13 +26,10 @@ from paceline.launcher.elastic.coordination import Coordination
 from paceline.launcher.elastic.facts import record
 from paceline.launcher.elastic.nursery import Nursery, Place
 from paceline.launcher.elastic.plan import ElasticPlan
-from paceline.launcher.elastic.template import adopt_orphans
 from paceline.launcher.elastic.watch import Lookout
 from paceline.launcher.environment import SERVER_PATIENCE_S
-from paceline.launcher.lifeline import Guard
 from paceline.launcher.lines import printable
 from paceline.launcher.local import LocalJob
-from paceline.launcher.outlet import Outlet
 from paceline.launcher.process import RankProcess
 from paceline.launcher.seat import Seat
 from paceline.launcher.spec import RunSpec
@@ -50,7 +47,7 @@ class SupervisedJob(LocalJob):
         super().__init__(spec, environ, display, job_id)
         assert spec.elastic is not None
         self._plan: ElasticPlan = spec.elastic
-        self._nursery = Nursery(spec, self, self._tell)
+        self._nursery = Nursery(self, self._spawner)
         self._control: Control | None = None
         self._lookout = Lookout()
         self._started: set[int] = set()  # ranks of all processes of ours
@@ -71,7 +68,6 @@ class SupervisedJob(LocalJob):
     # -- start -------------------------------------------------------------------------------
 
     async def _open_control(self, secret: bytes, config: EngineConfig) -> str:
-        adopt_orphans()
         # A worker may join from another host (`paceline join`), if the user says where to listen.
         host = bind_address({**self._environ, **self._spec.env})
         coordination = Coordination(host, self._coordinator_port(), self._tell)
@@ -93,16 +89,12 @@ class SupervisedJob(LocalJob):
     async def _close_control(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
-        self._nursery.close()
+        self._spawner.close()
         if self._control is not None:
             await self._control.close()
 
-    def _start_all(self) -> None:
-        for seat in self._spec.seats:
-            self._start(seat, self.outlet_of(seat))
-
-    def _start(self, seat: Seat, outlet: Outlet) -> RankProcess:
-        process = super()._start(seat, outlet)
+    async def _start(self, seat: Seat) -> RankProcess:
+        process = await super()._start(seat)
         self._know(process)
         return process
 
@@ -111,10 +103,6 @@ class SupervisedJob(LocalJob):
         self._started.add(process.seat.rank)
         self._seats[process.seat.rank] = process.seat
         self._lookout.know(process)
-
-    def outlet_of(self, seat: Seat) -> Outlet:
-        del seat  # of a detached job it names a file
-        return Outlet.pipes()
 
     # -- newcomers ---------------------------------------------------------------------------
 
@@ -142,13 +130,6 @@ class SupervisedJob(LocalJob):
         if self._is_ending:  # it comes too late for the others' SIGTERM
             self._crew.tell_to_stop([process])
 
-    def _warm_up(self) -> None:
-        """Start the template, once: not while the first processes still need all cores."""
-        environ = self.environ_of(next(iter(self._seats.values())))
-        pid = self._nursery.warm_up(environ)
-        if pid is not None:
-            self._guard.watch(pid)
-
     # -- look --------------------------------------------------------------------------------
 
     async def _look_around(self) -> None:
@@ -170,10 +151,9 @@ class SupervisedJob(LocalJob):
                 self._control.look()
         except LaunchError as error:
             self._end_job(str(error))
-        guard = self._guard.pid if isinstance(self._guard, Guard) else None
-        coordinator = None if self._control is None else self._control.pid
-        known = {*self._crew.pids, self._nursery.template_pid, guard, coordinator}
-        self._nursery.reap_orphans(known)
+
+    def _own_pids(self) -> set[int | None]:
+        return {*super()._own_pids(), None if self._control is None else self._control.pid}
 
     # -- tasks and words ---------------------------------------------------------------------
 

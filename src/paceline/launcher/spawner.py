@@ -1,0 +1,90 @@
+"""The spawner: starts processes on this host, forked from the template or as fresh interpreters.
+
+The template (template.py) is started at once, and imports while the launcher sets up the job. It is
+not used when it would be of no use (preload.py), when the user forbids it (--no-template,
+PACELINE_TEMPLATE=off), and when a module has done something at its import that a fork breaks.
+
+Threads: used in the launcher's loop only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+
+from paceline.launcher.outlet import Outlet
+from paceline.launcher.preload import modules_for
+from paceline.launcher.process import RankProcess
+from paceline.launcher.seat import Seat
+from paceline.launcher.spec import RunSpec
+from paceline.launcher.template import Template, adopt_orphans
+
+_MOST_TEMPLATES = 3  # one that is killed is replaced, but not for ever
+
+
+class Spawner:
+    """Starts the processes of one job; `say` shows a line."""
+
+    def __init__(self, spec: RunSpec, say: Callable[[str], None]) -> None:
+        self._spec, self._say = spec, say
+        self._template: Template | None = None
+        self._environ: Mapping[str, str] = {}
+        self._num_templates = 0
+
+    @property
+    def template_pid(self) -> int | None:
+        return None if self._template is None else self._template.pid
+
+    def warm_up(self, environ: Mapping[str, str]) -> None:
+        """Start the template, with the environment of a worker without rank, if it is of use."""
+        modules = modules_for(self._spec) if self._spec.uses_template_in(environ) else ()
+        if not modules:
+            return
+        self._environ = environ
+        adopt_orphans()
+        commands = (self._spec.program(seat).argv for seat in self._spec.seats)
+        longest = max(sum(len(os.fsencode(word)) + 1 for word in argv) for argv in commands)
+        try:
+            self._template = Template(environ, modules, self._say, longest)
+            self._num_templates += 1
+        except OSError as error:
+            self._say(f"no template: {error.strerror}; every process imports torch by itself")
+
+    async def start(self, seat: Seat, environ: dict[str, str], outlet: Outlet) -> RankProcess:
+        """Start a process; raises LaunchError."""
+        program, dies = self._spec.program(seat), not self._spec.is_detached
+        template = self._template
+        if template is not None and await template.is_ready():
+            process = await template.fork(seat, program, environ, outlet, dies=dies)
+            if process is not None:
+                return process
+        if template is not None and template is self._template:
+            self._lose_template(template)
+        return RankProcess.start(seat, program.argv, environ, outlet, dies_with_launcher=dies)
+
+    def _lose_template(self, template: Template) -> None:
+        """Go on without a template; one that could be forked from is replaced by another."""
+        self._say(f"no template: {template.why_not}; processes import torch by themselves")
+        self._template = None
+        template.end()
+        if template.has_forked and self._num_templates < _MOST_TEMPLATES:
+            self.warm_up(self._environ)
+
+    def reap_orphans(self, known: Collection[int | None]) -> None:
+        """Reap what ended below us and is nobody's: helpers that a lost process left behind."""
+        if self._template is None or self._template.is_asked:
+            return  # one of them may be a process whose pid we are about to learn
+        path = f"/proc/self/task/{threading.get_native_id()}/children"
+        with suppress(OSError), open(path, encoding="ascii") as children:
+            for pid in map(int, children.read().split()):
+                if pid not in known and pid != self._template.pid:
+                    with suppress(ChildProcessError):
+                        os.waitpid(pid, os.WNOHANG)
+
+    def close(self) -> None:
+        """End the template; no further process is expected."""
+        if self._template is not None:
+            self._template.end()
+            self._template = None
