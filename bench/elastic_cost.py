@@ -6,8 +6,7 @@
 The same training (bench/chaos_runs/train.py) runs as a plain job, as an elastic one, and with every
 partition on two servers, one after the other, in several rounds. Reported: the median step of each,
 the smallest and the median over the rounds, and how many times the plain job's step that is. The
-first seconds are left out: then the launcher of an elastic job imports torch, once, in the process
-from which replacements will be forked.
+first seconds are left out: caches fill, and the workers meet.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def kill_often(
         if job.poll() is not None:
             return []
         time.sleep(0.05)
-    time.sleep(8.0)  # for the template from which replacements are forked
+    time.sleep(8.0)  # until all is warm
     chance, killer = random.Random(arguments.seed), Killer(diary, arguments.seed, (role,), job.pid)
     deadline_s = time.monotonic() + 20 * arguments.kills
     try:

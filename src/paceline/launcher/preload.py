@@ -30,8 +30,8 @@ def modules_for(spec: RunSpec) -> tuple[str, ...]:
     if len(spec.seats) == 1 and spec.elastic is None:
         return ()  # nobody would share the imports
     found = _modules_of_script(spec)
-    if spec.num_servers:
-        found = (*(found or _ALWAYS), *_SERVER)
+    if found and spec.num_servers:
+        found = (*found, *_SERVER)
     return tuple(dict.fromkeys(found))
 
 
