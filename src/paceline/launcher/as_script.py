@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.config import adopt_environ
+from paceline.config import adopt_environ, inherited_environ
 from paceline.launcher.process import die_with
 
 
@@ -69,9 +69,10 @@ def become(
     for source, target in ((nothing, 0), (outputs[0], 1), (outputs[1], 2)):
         os.dup2(source, target)
     os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
-    threads = os.environ.get("OMP_NUM_THREADS")
+    threads = inherited_environ().get("OMP_NUM_THREADS")
     adopt_environ(environ)
-    if program.kind != "server" and _hides_module(_first_path(program)):
+    is_safe = program.kind == "server" or environ.get("PYTHONSAFEPATH")
+    if not is_safe and _hides_module(_first_path(program)):
         os.execve(sys.executable, program.argv, environ)
     show(program.argv, environ)
     _forget_state(environ.get("OMP_NUM_THREADS", ""), threads)
@@ -98,8 +99,6 @@ def _first_path(program: Program) -> str:
 
 def _hides_module(directory: str) -> bool:
     """Tell whether the directory has a module that would be found instead of an imported one."""
-    if os.environ.get("PYTHONSAFEPATH"):
-        return False
     for entry in os.listdir(directory or "."):
         name, _, rest = entry.partition(".")
         module = sys.modules.get(name)
