@@ -15,8 +15,6 @@ from __future__ import annotations
 import builtins
 import ctypes
 import importlib
-import importlib.machinery
-import io
 import os
 import pkgutil
 import runpy
@@ -25,6 +23,7 @@ import sys
 import time
 import types
 from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from typing import Any
 
 import msgspec
@@ -169,22 +168,23 @@ def _run_main(program: Program) -> None:
         sys.path[0] = path
         run_module_as_main("__main__", alter_argv=False)
     else:
-        loader = importlib.machinery.SourceFileLoader("__main__", path)
-        names.update(__file__=path, __cached__=None, __loader__=loader)
-        exec(_code(path), names)
+        is_compiled = path.endswith(".pyc")
+        kind = SourcelessFileLoader if is_compiled else SourceFileLoader
+        names.update(__file__=path, __cached__=None, __loader__=kind("__main__", path))
+        (kind if is_compiled else _ScriptLoader)("__main__", path).exec_module(main)
 
 
-def _code(path: str) -> types.CodeType:
-    with io.open_code(path) as file:
-        code: types.CodeType | None = pkgutil.read_code(file)
-        if code is None:
-            file.seek(0)
-            code = compile(file.read(), path, "exec", dont_inherit=True)
-    return code
+class _ScriptLoader(SourceFileLoader):
+    """Loads a script, of which no compiled copy is kept."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        del fullname  # it is "__main__"
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _of_the_script(traceback: types.TracebackType | None) -> types.TracebackType | None:
     """Leave out the frames above the script's own; all of them when it was not even compiled."""
-    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+    above = (__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in above:
         traceback = traceback.tb_next
     return traceback
