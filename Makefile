@@ -26,6 +26,7 @@ test: $(STAMP)
 
 check: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+	$(BIN)/stubtest paceline._core --allowlist tests/stubtest_allowlist.txt --ignore-disjoint-bases
 
 # Writes docs/failures.md. ARGS="--rows 1 3" runs some rows, ARGS=--quick leaves out the long tests.
 chaos: $(STAMP)

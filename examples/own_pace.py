@@ -4,51 +4,83 @@
 
 Every H steps the next worker in turn gives its parameters to all others. (Not a good idea: between
 its turns the work of a worker is thrown away. But it is short, and differs from all paces that
-there are.) A pace that is to be asked for on the command line, `--pace turns:4`, lives in a package
-that names it in an entry point:
+there are.) It keeps a mean of what was given, as state: newcomers receive it, checkpoints have it.
+A pace that is to be asked for on the command line, `--pace turns:4`, lives in a package that names
+it in an entry point:
 
     [project.entry-points."paceline.paces"]
     turns = "my_package.turns:TURNS"
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 import paceline as pl
 import torch
-from paceline.grammar import WHOLE
-from paceline.pace.known import Pace, register
-from paceline.pace.method import Method
+from paceline.extend import (
+    SHARE,
+    WHOLE,
+    Bucket,
+    Method,
+    Option,
+    Pace,
+    Setting,
+    State,
+    register_pace,
+)
 from torch import nn
 
 
 class Turns(Method):
-    """Behind every H-th step all take over the parameters of one."""
+    """After every H-th step all take over the parameters of one."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.weight = setting.number("weight")
+        self.means: dict[str, torch.Tensor] = {}  # of what was given, by bucket
+
+    def take(self, buckets: Sequence[Bucket]) -> None:
+        super().take(buckets)
+        self.means |= {str(bucket.index): bucket.params.clone() for bucket in buckets}
 
     @property
-    def is_due(self):
+    def is_due(self) -> bool:
         return self.steps >= (self.rounds + 1) * int(self.setting.pace.value)
 
-    def meet(self):
+    def meet(self) -> None:
         """Receive into memory of our own: if a worker is lost meanwhile, this is done again."""
         giver = self.rounds % self.workers.size
         self.received = [bucket.params.clone() for bucket in self.buckets]
         for values in self.received:
             self.workers.broadcast(values, giver)
 
-    def conclude(self):
+    def conclude(self) -> None:
         for bucket, values in zip(self.buckets, self.received, strict=True):
             bucket.params.copy_(values)
+            self.means[str(bucket.index)].lerp_(values, self.weight)
+
+    def agreed(self, bucket: Bucket) -> torch.Tensor:
+        """Return what `with model.agreed():` evaluates."""
+        return self.means[str(bucket.index)]
+
+    def state(self) -> State:
+        return State(shared=self.means)
 
 
-TURNS = Pace(number="the number of local steps", kind=WHOLE, default="4", method=Turns)
+WEIGHT = Option("weight", SHARE, "of what was given last, in the mean of it all", 0.5)
+TURNS = Pace((WEIGHT,), number="the number of local steps", kind=WHOLE, default="4", method=Turns)
 
 
-def main():
-    register("turns", TURNS)
+def main() -> None:
+    register_pace("turns", TURNS)
     pl.init()
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = pl.distribute(model, optimizer, pace="turns:5")
+    pl.distribute(model, optimizer, pace="turns:5[weight=0.9]")
     chance = torch.Generator().manual_seed(pl.rank())
+    loss = torch.zeros(())
     for _ in range(40):
         x = torch.randn(32, 8, generator=chance)
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()

@@ -42,6 +42,7 @@ PUBLIC = {
     *(
         "PacelineError",
         "errors",
+        "extend",
         "ps",
         "launch",
         "measure_layers",

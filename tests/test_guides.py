@@ -197,6 +197,11 @@ def test_the_reference_has_every_public_name() -> None:
     for package in (paceline, paceline.ps):
         for name, home in package._HOME.items():
             assert {f"{home}.{name}", home} & documented, name
+    homes = {f"{home}.{name}": name for name, home in paceline._HOME.items()}
+    elsewhere = {name for path, name in homes.items() if path in documented}
+    for name in paceline.extend.__all__:
+        is_told = f"paceline.extend.{name}" in documented or name in elsewhere
+        assert is_told or f"`{name}`" in pages, name
 
 
 def test_the_site_is_built_without_warnings_and_fetches_nothing(tmp_path) -> None:

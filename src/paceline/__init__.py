@@ -48,7 +48,7 @@ _HOME = {
     "PacelineError": "paceline.errors",
 }
 
-_MODULES = ("errors", "ps")
+_MODULES = ("errors", "extend", "ps")
 
 __all__ = [*_HOME, *_MODULES]
 
@@ -72,6 +72,7 @@ if "torch" in sys.modules:
 
 if TYPE_CHECKING:
     from paceline import errors as errors
+    from paceline import extend as extend
     from paceline import ps as ps
     from paceline.checkpointing.checkpoint import Checkpoint as Checkpoint
     from paceline.cluster.member import Membership as Membership

@@ -167,6 +167,12 @@ def test_a_pace_from_outside_the_package(examples):
     assert len(found) == 3 and max(found) < 0.1  # 8 before the first step
 
 
+def test_a_codec_from_outside_the_package(examples):
+    output = run("-m", "paceline", "run", "-n", "2", str(examples / "own_codec.py"))
+    found = [float(loss) for loss in re.findall(r"worker \d: loss ([\d.]+)", output)]
+    assert len(found) == 2 and max(found) < 0.1
+
+
 @pytest.mark.parametrize(
     ("pace", "updates"), [pytest.param("async", 440, marks=pytest.mark.slow), ("ps", 220)]
 )

@@ -8,7 +8,7 @@ numbers. That is all that one from outside the package has to do:
         def squeeze(self, values, payload, draw): payload.view(torch.float16).copy_(values)
         def decode(self, payload, out): out.copy_(payload.view(torch.float16))
 
-    paceline.compress.known.register("half", Half)          # and then compress="half"
+    paceline.extend.register_codec("half", Half)            # and then compress="half"
 
 With a RESIDUAL (error feedback) what a payload leaves out is kept, and added to what is sent next:
 nothing is lost, it comes later. A JOURNEY (journey.py) is what happens to one flat tensor between

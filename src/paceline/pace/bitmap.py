@@ -108,9 +108,9 @@ class Bitmap(Method):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.momentum = setting.number("momentum", 0.9)
+        self.momentum = setting.number("momentum")
         self.has_feedback = setting.is_on("feedback")
-        self.seed = int(setting.number("seed", 0))
+        self.seed = int(setting.number("seed"))
         self.voters: dict[int, Voter] = {}  # by the number of the bucket
         self.boxes: dict[int, tuple[BallotBox, int]] = {}  # the same: on servers, and its place
         self._num_elements = 0

@@ -50,7 +50,7 @@ class ElasticAveraging(Method):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.every = int(setting.pace.value)
-        self.beta = setting.number("beta", 0.9)
+        self.beta = setting.number("beta")
         self._parts: list[_Part] = []
         self.is_free = setting.options.get("mode") == "async" and setting.centre is not None
         if self.alpha >= 1 or self.beta > 1:
@@ -197,7 +197,7 @@ class ElasticAveragingWithMomentum(ElasticAveraging):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        optimizer, momentum = setting.optimizer(), setting.number("momentum", 0.9)
+        optimizer, momentum = setting.optimizer(), setting.number("momentum")
         if not isinstance(optimizer, torch.optim.SGD):
             raise UsageError(
                 f"pace {setting.pace} gives SGD a momentum, and the optimizer is"

@@ -29,7 +29,7 @@ class Gossip(Method):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._topology = setting.pace.word
-        self._seed = int(setting.number("seed", 0))
+        self._seed = int(setting.number("seed"))
         self._heard: dict[int, list[torch.Tensor]] = {}  # by bucket
         self._met_in = -1  # the generation in which all workers have met
 

@@ -24,7 +24,7 @@ class Hogwild(Method):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.agrees_every = int(setting.number("agree", 16))
+        self.agrees_every = int(setting.number("agree"))
 
     def describe(self) -> str:
         return (

@@ -41,7 +41,7 @@ class Setting:
 
     pace: PaceSpec
     workers: Group  # all of them, in order; its operations are the method's own
-    options: Mapping[str, str] = field(default_factory=dict)  # as text; those that were chosen
+    options: Mapping[str, str] = field(default_factory=dict)  # as text, chosen or by default
     optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
     allocate: Callable[[int, torch.dtype], torch.Tensor] = lambda n, d: torch.empty(n, dtype=d)
     # Makes another group of all workers, whose operations run beside those of `workers`.
@@ -50,13 +50,13 @@ class Setting:
     is_elastic: bool = False  # workers come and go
     open_books: Callable[[str, Sequence[Account]], None] = lambda codec, accounts: None  # noqa: ARG005
 
-    def number(self, name: str, default: float) -> float:
-        """Return an option that is a number."""
+    def number(self, name: str, default: float = 0.0) -> float:
+        """Return an option that is a number; `default` if the pace declares no value for it."""
         return float(self.options.get(name, default))
 
-    def is_on(self, name: str, default: bool = False) -> bool:
+    def is_on(self, name: str) -> bool:
         """Return an option that is yes or no."""
-        return self.options.get(name, "yes" if default else "no") == "yes"
+        return self.options.get(name) == "yes"
 
 
 class Method:

@@ -65,29 +65,25 @@ class _Part:
 class OuterSteps(Method):
     """The engine; presets are below."""
 
-    default_momentum = 0.0
-    default_lr = 1.0
-    default_after = 0  # steps that are taken together first
-
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.every = int(setting.pace.value)
-        self.lr = setting.number("outer_lr", self.default_lr)
-        self.nesterov = setting.is_on("nesterov", default=True)
-        self.delay = int(setting.number("delay", 0))
-        self.merge = setting.number("merge", 0.0)
+        self.lr = setting.number("outer_lr", 1.0)
+        self.nesterov = setting.options.get("nesterov", "yes") == "yes"
+        self.delay = int(setting.number("delay"))
+        self.merge = setting.number("merge")
         self.keeps_late = setting.options.get("late") == "shift"
-        self.after = int(setting.number("after", self.default_after))
-        self._num_fragments = int(setting.number("fragments", 1))
+        self.after = int(setting.number("after"))  # steps that are taken together first
+        self._num_fragments = int(setting.number("fragments"))
         self._parts: list[_Part] = []
-        self._codec = parse_codec(setting.options.get("compress", "auto"))
+        self._codec = parse_codec(setting.options["compress"])
         self._check()
         self._means = Means(self.workers, self._make_journeys())
 
     @property
     def momentum(self) -> float:
         """What the outer optimizer keeps of its last change."""
-        return self.setting.number("momentum", self.default_momentum)
+        return self.setting.number("momentum")
 
     def _check(self) -> None:
         pace, fragments = self.setting.pace, self._num_fragments
@@ -140,7 +136,7 @@ class OuterSteps(Method):
 
     @property
     def _is_plain(self) -> bool:
-        return self.lr == 1.0 and self.default_momentum == 0.0 and not self.momentum
+        return self.lr == 1.0 and "momentum" not in self.setting.options
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -375,13 +371,9 @@ class LocalSteps(OuterSteps):
 class PostLocalSteps(OuterSteps):
     """The same, after a beginning in lockstep."""
 
-    default_after = 1000
-
 
 class BlockMomentum(OuterSteps):
     """Blockwise model-update filtering (Chen and Huo 2016)."""
-
-    default_after = 500
 
     def __init__(self, setting: Setting) -> None:
         self._is_fairseq = setting.options.get("compat") == "fairseq"
@@ -415,6 +407,3 @@ class BlockMomentum(OuterSteps):
 
 class DiLoCo(OuterSteps):
     """Distributed low-communication training (Douillard et al. 2023)."""
-
-    default_momentum = 0.9
-    default_lr = 0.7

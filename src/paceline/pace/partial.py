@@ -33,7 +33,7 @@ class Partial(Method):
         super().__init__(setting)
         self.carried: list[torch.Tensor] = []
         self._share = setting.pace.value
-        self._seed = int(setting.number("seed", 0))
+        self._seed = int(setting.number("seed"))
         self._takes_turns = setting.options.get("select") == "round_robin"
         self._skips = setting.is_on("skip_compute")
         self.carries = setting.is_on("carry")

@@ -1,0 +1,71 @@
+"""Paces and codecs of your own: all names that one is written with.
+
+A PACE is a subclass of `Method` and a row that says what may follow its word:
+
+    class Mine(Method):
+        ...
+    register_pace("mine", Pace(method=Mine, options=(Option("size", WHOLE, "how many", 4),)))
+    pl.distribute(model, optimizer, pace="mine[size=8]")
+
+A CODEC is a subclass of `Codec`, and is registered with its options:
+
+    class Half(Codec):
+        ...
+    register_codec("half", Half)
+    pl.distribute(model, optimizer, compress="half")
+
+A pace that other scripts ask for on the command line lives in a package that names it in an entry
+point of the group `paceline.paces`. examples/own_pace.py and examples/own_codec.py are complete.
+"""
+
+from __future__ import annotations
+
+from paceline.cluster.member import Membership
+from paceline.collectives.group import Group
+from paceline.compress.codec import Codec, Ground
+from paceline.compress.draw import Draw
+from paceline.compress.journey import Journey
+from paceline.compress.known import register as register_codec
+from paceline.compress.layout import Layout, Segment, Span
+from paceline.compress.packet import Packet
+from paceline.compress.parse import CodecSpec
+from paceline.grammar import ABOVE_0, COUNT, FROM_0, SHARE, WHOLE, Number, Option
+from paceline.pace.exchange import Bucket, Exchange
+from paceline.pace.known import Pace
+from paceline.pace.known import register as register_pace
+from paceline.pace.method import Method, Setting
+from paceline.pace.parse import PaceSpec
+from paceline.state.protocol import Change, State
+from paceline.work import Work
+
+__all__ = [
+    "ABOVE_0",
+    "COUNT",
+    "FROM_0",
+    "SHARE",
+    "WHOLE",
+    "Bucket",
+    "Change",
+    "Codec",
+    "CodecSpec",
+    "Draw",
+    "Exchange",
+    "Ground",
+    "Group",
+    "Journey",
+    "Layout",
+    "Membership",
+    "Method",
+    "Number",
+    "Option",
+    "Pace",
+    "PaceSpec",
+    "Packet",
+    "Segment",
+    "Setting",
+    "Span",
+    "State",
+    "Work",
+    "register_codec",
+    "register_pace",
+]
