@@ -34,7 +34,7 @@ _HOME = {
     "check_consistency": "paceline.data_parallel.consistency",
     "measure_layers": "paceline.model_parallel.pipeline.measuring",
     "shard": "paceline.data.shard",
-    "data_warmup": "paceline.data.warmup",
+    "data_warmup": "paceline.data.plan",
     "Checkpoint": "paceline.checkpointing.checkpoint",
     "GradScaler": "paceline.data_parallel.grad_scaler",
     "GradualWarmup": "paceline.data_parallel.gradual_warmup",
@@ -79,8 +79,8 @@ if TYPE_CHECKING:
     from paceline.collectives.group import Group as Group
     from paceline.data.loops import epochs as epochs
     from paceline.data.loops import steps as steps
+    from paceline.data.plan import data_warmup as data_warmup
     from paceline.data.shard import shard as shard
-    from paceline.data.warmup import data_warmup as data_warmup
     from paceline.data_parallel.consistency import check_consistency as check_consistency
     from paceline.data_parallel.grad_scaler import GradScaler as GradScaler
     from paceline.data_parallel.gradual_warmup import GradualWarmup as GradualWarmup

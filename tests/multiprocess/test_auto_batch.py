@@ -14,7 +14,8 @@ import paceline as pl
 from paceline import job
 from paceline.cluster.policy import Policy
 from paceline.collectives.group import Group
-from paceline.data.order import LocalOrder, mixed
+from paceline.data.order import LocalOrder
+from paceline.data.randomness import mixed
 from support import run_ranks, started
 from support.counted import Table
 from support.elastic import elastic_job
@@ -57,7 +58,7 @@ def test_a_slow_worker_gets_less_of_the_same_batches() -> None:
         said = ranks.output(0)
     expected = []
     for epoch in range(2):
-        order = LocalOrder(samples, mixed(2, epoch)).take(samples).tolist()
+        order = LocalOrder(samples, mixed(2, epoch)).units(0, samples).tolist()
         expected += [order[at : at + size * workers] for at in range(0, samples, size * workers)]
     for case in found[0]:
         for whole, *parts in zip(expected, *(rank[case] for rank in found), strict=True):

@@ -21,6 +21,7 @@ import paceline as pl
 from paceline import job
 from paceline.collectives.group import Group
 from paceline.data import order
+from paceline.data.randomness import mixed
 from support import run_ranks, started
 
 Passes = list[list[tuple[list[Any], float]]]  # of each rank: batches with their weights
@@ -104,7 +105,7 @@ def test_parts_make_up_the_batches_of_one_process(world_size: int) -> None:
         if kind == "plain":
             expected = list(range(samples))
         else:
-            expected = order.LocalOrder(samples, order.mixed(5, 1)).take(samples).tolist()
+            expected = order.LocalOrder(samples, mixed(5, 1)).units(0, samples).tolist()
         steps = chunks(expected, size * world_size)
         if drop and len(steps[-1]) < size * world_size:
             steps.pop()
@@ -142,7 +143,7 @@ def test_shuffling_follows_from_seed_and_epoch(world_size: int) -> None:
 
     ranks = run_ranks(world_size, battery)
     alone = [
-        chunks(order.LocalOrder(40, order.mixed(100, e)).take(40).tolist(), 4 * world_size)
+        chunks(order.LocalOrder(40, mixed(100, e)).units(0, 40).tolist(), 4 * world_size)
         for e in range(3)
     ]
     for epoch in range(3):

@@ -2,29 +2,33 @@
 
 shard.py                    pl.shard(loader): one object, which each pass asks for batches
   -> consensus.py           do all ranks mean the same loader and the same epoch?
-  -> plan.py                which samples make a step, read from the loader's settings
+  -> loaders.py             what was given, and what is kept about it between passes
+  -> modes.py               what was asked for, and the source of batches that follows from it
+
+SPLIT: whose samples are these?
+     plan.py                which samples make a step, read from the loader's settings; warm-up
      order.py               the one order of samples that all workers follow
-     warmup.py              pl.data_warmup: the first epochs go over a part of it
      split.py               the arithmetic: whose samples, and what weight
-  -> modes.py               other ways to share out: partition.py, replicate.py, dynamic.py
-     balance.py, costs.py   each global batch is cut by the workers' speed, and by cost
-     leased.py, schedule.py  portions of a pass that the coordinator lends to whoever is free
-     given.py               a dataset, or a list of files, in place of a loader
-  -> pipeline/              data workers make the batches: other processes, in stages, or hosts
 
-How far a pass is, and whose the rest is:
-     course.py, reading.py  the arithmetic: what is left, and whose it is now
-  -> recut.py, told.py      a pass over a loader with an index for each sample, from any batch on
-     indexed.py             the copy of the loader that makes this worker's part
-  -> reread.py, in_step.py  the same for data that only comes in sequence
-     stream.py              striding over it
-     samples.py             which sample could not be made, and where
-
-The ledger: how far everything is, for those who come later, are behind, or resume a run
-     passage.py, line.py    every pass over every loader; loop.py: every loop
-     ledger.py              all of them, and changes of the membership
+CURSOR: how far a pass is, and whose the rest is
+     cursor.py              of a pass whose order is fixed; what is left is known as
+       indices.py           places in an order, or
+       positions.py         positions of a stream
+     leased.py              of a pass whose batches the coordinator lends to whoever is free
+     line.py                the cursors of one loader; passes.py: one pass, as its cursor needs it
+     ledger.py              all lines and loops: a part of the job's state (state/protocol.py)
      loops.py               pl.steps, pl.epochs: loops that are entered where the others are
-     resumption.py          the same as plain data, for checkpoints; saved.py: one pass of it
-     repeatable.py          random numbers by the place of a batch; draws.py: as they were
-     tally.py               what was handed out; epoch_line.py says it at the end of an epoch
+     resumption.py          from a checkpoint, with as many workers or others
+
+SOURCES: what makes the passes
+     sources.py             a loader with indices, a stream, other iterables, data of its own
+       indexed.py           a pass over a copy of the loader that makes this worker's part
+       stream.py            a pass over a stream, by striding
+       in_step.py           workers tell each other what they have for a step
+     partition.py, replicate.py, dynamic.py   other modes; balance.py: cut by speed
+     samples.py             which sample could not be made, and where
+     randomness.py          random numbers by the place of a batch, or as they were
+     timing.py, epoch_line.py   what it took, and what was handed out
+
+WORKERS: pipeline/          data workers make the batches: other processes, in stages, or hosts
 """

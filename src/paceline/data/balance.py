@@ -9,20 +9,21 @@ same samples whatever the cut; parts are weighted by their samples.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Row
 from statistics import median
 from typing import Any
 
 import torch
 
 from paceline.collectives.group import Group
-from paceline.contribution import Announcer
-from paceline.data.costs import Costs
-from paceline.data.indexed import IndexedLoader, Parts
-from paceline.data.order import Order
+from paceline.data.cursor import Ranks
+from paceline.data.indexed import BatchMaker, IndexedPass
+from paceline.data.indices import IndexCursor, Rules, Sequence
+from paceline.data.order import KeptOrder, LocalOrder
+from paceline.data.passes import Pass
 from paceline.data.plan import Plan
-from paceline.data.split import Units, balanced, spread, weight
+from paceline.data.split import Costs, Units, balanced, spread, weight
 
 _FIRST, _MOST = 4, 32  # batches between two agreements: at first, and at most
 _GAIN = 0.05  # so much shorter must steps become for another cut
@@ -82,66 +83,62 @@ class Balance:
             say(describe(after, wanted, group.ranks))
 
 
-class BalancedParts(Parts):
-    """One worker's parts of one pass, cut by speed and cost."""
+class BalancedCursor(IndexCursor):
+    """Cuts global batches by speed and cost."""
 
     def __init__(
-        self, plan: Plan, order: Order, group: Group, balance: Balance, *, pad: bool, say: Any
+        self, rules: Rules, order: Sequence, members: Ranks, balance: Balance, costs: Costs | None
     ) -> None:
-        super().__init__(plan, order, group.size, group.rank, pad=pad, say=say)
-        self._balance = balance
-        # Of the parts whose `weights` are there; None: not everybody has something of the batch.
-        self.costs: deque[float | None] = deque()
+        super().__init__(rules, order, members)
+        self._balance, self._costs = balance, costs
+        self.costs: dict[int, float] = {}  # by batch on its way, if everybody has something of it
 
-    def _cut(self, units: Units) -> tuple[Any, float]:
-        if len(units) < self._world_size:
-            part, weighs = spread(units, self._world_size, self._rank)
-            if self._pad or weighs:
-                self.costs.append(None)
-            return part, weighs
-        costs = _costs_of(units, self._plan.costs)
-        edges = balanced(costs, self._balance.speeds_at(self.steps - 1))
-        start, stop = edges[self._rank : self._rank + 2]
-        self.costs.append(sum(costs[start:stop]))
-        return units[start:stop], weight(stop - start, len(units), self._world_size)
+    def cut(self, batch: int, units: Units, rank: int) -> tuple[Any, float]:
+        """Return a worker's part of a batch with these units, and its weight."""
+        workers = len(self.members)
+        place = self.members.index(rank)
+        if len(units) < workers:
+            return spread(units, workers, place)
+        costs = _costs_of(units, self._costs)
+        start, stop = balanced(costs, self._balance.speeds_at(batch))[place : place + 2]
+        self.costs[batch] = sum(costs[start:stop])
+        return units[start:stop], weight(stop - start, len(units), workers)
 
 
-def run_balanced(
-    loader: IndexedLoader,
-    parts: BalancedParts,
-    balance: Balance,
-    group: Group,
-    announcer: Announcer,
-    *,
-    lookahead: int,
-    worker_seed: int,
-    size: int,
-    waited_s: Callable[[], float],
-    say: Callable[[str], None],
-) -> Iterator[Any]:
-    """Yield this worker's batches, each with its weight announced, and measure."""
-    balance.begin()
-    parts.prepare(1 + lookahead)
-    batches = loader.begin(parts, worker_seed)
-    step = 0
-    while True:
-        start_s, waited_before_s = time.perf_counter(), waited_s()
-        batch = next(batches, parts)
-        if batch is parts:
-            return
-        cost = parts.costs.popleft()
-        announcer.set(parts.weights.popleft())
-        yield batch
-        took_s = time.perf_counter() - start_s - (waited_s() - waited_before_s)
-        if cost is not None:  # alike on all workers
-            balance.measure(cost, took_s)
-            if balance.is_due:
-                balance.agree(group, step + 2 + lookahead, size, say)
-        parts.prepare(step + 2 + lookahead)
-        step += 1
+class BalancedPass(IndexedPass):
+    """A pass in which this worker measures how fast it is. Its workers stay."""
+
+    def __init__(self, this: Pass, loader: BatchMaker, plan: Plan, balance: Balance) -> None:
+        self._balance, self._size = balance, plan.per_step
+        super().__init__(this, loader, plan, this.group)
+        balance.begin()
+
+    def _make_cursor(self, plan: Plan, order: LocalOrder | KeptOrder) -> BalancedCursor:
+        rules, members = plan.rules(self._this.resize), self._this.members
+        self._cut = BalancedCursor(rules, order, members, self._balance, plan.costs)
+        return self._cut
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Measure how long a batch takes from one to the next, without waiting for others."""
+        reporter = self._this.job.reporter
+        while True:
+            start_s, waited_s = time.perf_counter(), reporter.waited_s
+            batch = next(batches, self)
+            if batch is self:
+                return
+            yield batch
+            del batch
+            took_s = time.perf_counter() - start_s - (reporter.waited_s - waited_s)
+            number = self._cursor.position - 1
+            cost = self._cut.costs.pop(number, None)
+            if cost is not None:  # alike on all workers
+                self._balance.measure(cost, took_s)
+                if self._balance.is_due:
+                    first = number + 2 + self._this.lookahead
+                    self._balance.agree(self._this.group, first, self._size, self._this.say)
 
 
-def describe(sizes: Sequence[int], speeds: Sequence[float], ranks: Sequence[int]) -> str:
+def describe(sizes: Row[int], speeds: Row[float], ranks: Row[int]) -> str:
     """Say who takes how much, and why."""
     fastest, fair = max(speeds), sum(sizes) / len(sizes)
     slow = [place for place, size in enumerate(sizes) if size < fair]
@@ -159,15 +156,15 @@ def _costs_of(units: Units, costs: Costs | None) -> list[float]:
     return [1.0] * len(units) if costs is None else costs.of(units).tolist()
 
 
-def _sizes(size: int, speeds: Sequence[float]) -> list[int]:
+def _sizes(size: int, speeds: Row[float]) -> list[int]:
     edges = balanced([1.0] * size, speeds)
     return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
 
 
-def _longest(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+def _longest(sizes: Row[int], seconds: Row[float]) -> float:
     return max(size * each for size, each in zip(sizes, seconds, strict=True))
 
 
-def _differ(before: Sequence[int], after: Sequence[int]) -> bool:
+def _differ(before: Row[int], after: Row[int]) -> bool:
     """Whether somebody's part has changed by a quarter, which is worth a line."""
     return any(abs(a - b) > 0.25 * b for a, b in zip(after, before, strict=True))

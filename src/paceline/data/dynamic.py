@@ -15,16 +15,15 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from paceline.collectives.group import Group
-from paceline.data.balance import Balance, BalancedParts, run_balanced
-from paceline.data.costs import Costs, GivenCost
+from paceline.data.balance import Balance, BalancedPass
 from paceline.data.indexed import IndexedLoader, settings_of
-from paceline.data.leased import Batches, LeaseCourse, LeasedPass, PoolName
-from paceline.data.memory import Memory
-from paceline.data.order import ToldOrder, mixed
-from paceline.data.plan import length_of
-from paceline.data.sources import Indexed, Pass
-from paceline.data.split import size_of, spread
-from paceline.data.warmup import DataWarmup
+from paceline.data.leased import Batches, LeasedCursor
+from paceline.data.loaders import Memory
+from paceline.data.passes import Pass
+from paceline.data.plan import DataWarmup, length_of
+from paceline.data.randomness import mixed
+from paceline.data.sources import Indexed
+from paceline.data.split import Costs, GivenCost, size_of, spread
 from paceline.errors import UsageError
 from paceline.job import Job
 
@@ -99,7 +98,8 @@ class Dynamic(Indexed):
         elif self._is_measured:
             self._before_pass(this)
             # The cut follows the speeds, but each global batch is the same samples.
-            yield from this.entry.noted(self._balanced_batches(this))
+            balance = self._balance(this)
+            yield from self._batches_of(BalancedPass(this, self._maker(this), self._plan, balance))
         else:
             if self._costs is None:
                 self._say_even(this)
@@ -117,27 +117,11 @@ class Dynamic(Indexed):
 
     # -- in step ------------------------------------------------------------------------------
 
-    def _balanced_batches(self, this: Pass) -> Iterator[Any]:
-        group, kept = this.group, this.memory.kept
-        balance = kept.get(_BALANCE)
-        if balance is None or balance.workers != group.size:
-            balance = kept[_BALANCE] = Balance(group.size)
-        order = self._plan.order(group, this.seed, this.epoch)
-        parts = BalancedParts(self._plan, order, group, balance, pad=this.pad, say=this.say)
-        yield from run_balanced(
-            self._copy(this),
-            parts,
-            balance,
-            group,
-            this.announcer,
-            lookahead=this.lookahead,
-            worker_seed=mixed(this.seed, this.epoch, 1 + group.rank),
-            size=self._plan.per_step,
-            waited_s=lambda: self._job.reporter.waited_s,
-            say=this.say,
-        )
-        if parts.steps == 0:
-            self._refuse_emptiness()
+    def _balance(self, this: Pass) -> Balance:
+        known: Balance | None = this.memory.kept.get(_BALANCE)
+        if known is None or known.workers != this.group.size:
+            known = this.memory.kept[_BALANCE] = Balance(this.group.size)
+        return known
 
     # -- by leases ----------------------------------------------------------------------------
 
@@ -157,22 +141,19 @@ class Dynamic(Indexed):
             )
 
     def _leased_batches(self, this: Pass) -> Iterator[Any]:
-        job, entry = self._job, this.entry
-        agent = job.rendezvous.agent
-        course = LeaseCourse(agent, self._nominal)
-        passage = entry.open(course)  # where a checkpoint has it, if it is continued from one
-        assert this.memory.line is not None, "a loader with indices has a line"
-        name = PoolName(this.memory.line, passage.index)
+        job, agent, line = self._job, self._job.rendezvous.agent, this.memory.line
+        assert line is not None, "a loader with indices has a line"
         batches = self._all_batches(this)
-        made = LeasedPass(agent, name, batches, course, passage, is_elastic=entry.is_elastic)
-        if entry.is_elastic:
-            job.contribution.watch_commits(made.on_commit)
+        cursor = LeasedCursor(agent, line, batches, self._nominal, is_elastic=this.is_elastic)
+        this.open(cursor)  # where a checkpoint has it, if it is continued from one
+        if this.is_elastic:
+            job.contribution.watch_commits(cursor.on_commit)
         try:
             seed = mixed(this.seed, this.epoch, 1 + job.env.number)
-            yield from made.run(self._copy(this), this.announcer, seed)
+            yield from cursor.run(self._copy(this), this.announcer, seed)
         finally:
-            entry.close(passage)
-        again = made.reissued
+            this.close(cursor)
+        again = cursor.count_again()
         if again:
             samples = sum(batches.samples(number) for number in range(batches.count))
             this.say(
@@ -183,10 +164,9 @@ class Dynamic(Indexed):
     def _all_batches(self, this: Pass) -> Batches:
         plan, size = self._plan, self._plan.per_worker or 1
         assert plan.units is not None, "checked before"
-        order = plan.order(this.group, this.seed, this.epoch)
-        if isinstance(order, ToldOrder):
-            order.prepare(plan.units)  # collective: all begin the pass
-        units = order.take(plan.units)
+        order = this.order(plan, this.group)
+        order.prepare(plan.units)  # collective where a sampler is told: all begin the pass
+        units = order.units(0, plan.units)
         if not len(units):
             self._refuse_emptiness()
         if plan.cut is not spread:  # each unit is a batch, or stands for one

@@ -4,10 +4,10 @@
 
 Said by the first worker, for every pass of a loader for training (pad=True) that came to its end,
 and told as an event to whoever watches the job; on a mesh, by one of those that get the same
-batches. The numbers are what was handed out (tally.py). In lockstep a worker knows the batches of
-all; where everybody runs free, and workers come and go, only its own. Epochs that are short, or
-many, are said while they are new or differ from the one before; what was left out is summed up when
-the process ends. A process alone says nothing unless something came twice.
+batches. The numbers are what was handed out (Tally in cursor.py). In lockstep a worker knows the
+batches of all; where everybody runs free, and workers come and go, only its own. Epochs that are
+short, or many, are said while they are new or differ from the one before; what was left out is
+summed up when the process ends. A process alone says nothing unless something came twice.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from paceline import console
 from paceline.data.consensus import group_of
-from paceline.data.elastic_pass import ElasticPass
-from paceline.data.passage import Passage
+from paceline.data.cursor import Cursor
+from paceline.data.passes import Pass
 from paceline.telemetry.events import EpochEnded
 
 _FEW, _MANY = 3, 20  # epochs that are said of short ones, and of all
@@ -35,26 +35,26 @@ class _Said:
     unsaid: list[EpochEnded] = field(default_factory=list)
 
 
-def tell_epoch(entry: ElasticPass, passage: Passage, name: str, began_s: float) -> None:
+def tell_epoch(this: Pass, cursor: Cursor, name: str, began_s: float) -> None:
     """Say what there is to say about a pass that has come to its end."""
-    job = entry.job
+    job = this.job
     if not job.counts_batches:
         return
     is_first = group_of(job).rank == 0
-    if not passage.counts or not passage.tally.samples or not (is_first or entry.is_free):
+    if not cursor.counts or not cursor.tally.samples or not (is_first or this.is_free):
         return
-    event = _counted(entry, passage, name)
+    event = _counted(this, cursor, name)
     job.rendezvous.agent.report(event)
     if not is_first or (job.env.source == "alone" and not _is_twice(event)):
         return
     text = in_words(event)
-    said = entry.ledger.said.setdefault(name, _Said())
+    said = this.ledger.said.setdefault(name, _Said())
     is_news = text != said.last and (said.lines < _MANY or _is_twice(event))
     limit = _FEW if time.monotonic() - began_s < _SHORT_S else _MANY
     said.last = text
     if is_news or said.lines < limit:
         said.lines += 1
-        console.say(f"epoch {event.epoch}{_which(entry, name)}: {text}")
+        console.say(f"epoch {event.epoch}{_which(this, name)}: {text}")
     else:
         if not said.unsaid:
             atexit.register(_sum_up, said.unsaid)
@@ -80,19 +80,19 @@ def in_words(event: EpochEnded) -> str:
     return "; ".join(words)
 
 
-def _counted(entry: ElasticPass, passage: Passage, name: str) -> EpochEnded:
-    tally, course = passage.tally, passage.course
+def _counted(this: Pass, cursor: Cursor, name: str) -> EpochEnded:
+    tally = cursor.tally
     return EpochEnded(
-        rank=entry.job.env.rank,
+        rank=this.job.env.rank,
         loader=name,
-        epoch=passage.epoch,
-        samples=tally.samples - course.reissued,
-        reissued=course.reissued,
+        epoch=cursor.epoch,
+        samples=tally.samples - cursor.reissued,
+        reissued=cursor.reissued,
         padded=tally.padded,
-        dropped=course.dropped(tally.samples),
+        dropped=cursor.dropped(tally.samples),
         repeated=tally.repeated,
-        is_drawn=passage.order is not None,
-        worker=entry.job.env.number if entry.is_free else None,
+        is_drawn=cursor.order is not None,
+        worker=this.job.env.number if this.is_free else None,
     )
 
 
@@ -100,9 +100,9 @@ def _is_twice(event: EpochEnded) -> bool:
     return event.reissued > 0 or event.repeated > 0
 
 
-def _which(entry: ElasticPass, name: str) -> str:
+def _which(this: Pass, name: str) -> str:
     """Name the loader where there are several for training."""
-    return f" ({name})" if len(entry.ledger.said) > 1 else ""
+    return f" ({name})" if len(this.ledger.said) > 1 else ""
 
 
 def _sum_up(unsaid: list[EpochEnded]) -> None:

@@ -4,27 +4,21 @@ Nobody knows how long streams are, and workers may have different numbers of sam
 have told follow the weights, and when it is over. One that has run out repeats its last batch with
 weight 0, or (pad=False) waits for the others.
 
-Data that each worker has of its own already (PRESHARDED) needs nothing else, and is here as well.
+Data that each worker has of its own needs nothing else: a pass over it is here as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
 import torch
 
-from paceline.contribution import Announcer
-from paceline.data.consensus import group_of
-from paceline.data.course import Ranks
-from paceline.data.draws import as_then, remembered
-from paceline.data.elastic_pass import ElasticPass
-from paceline.data.passage import Count, Passage
-from paceline.data.reading import StreamCourse
-from paceline.data.samples import named_items
+from paceline.data.cursor import Cursor, Ranks
+from paceline.data.passes import Pass
+from paceline.data.randomness import as_then, remembered
 from paceline.data.split import weight
-from paceline.data.stream import samples_in
 from paceline.errors import DataError
 
 Tagged = tuple[int, int, Any]  # samples of a batch, its source, and the batch
@@ -34,30 +28,21 @@ ENDED, IDLE = -1, -2  # instead of a number of samples
 class InStep:
     """Gives out batches of a stream, one global batch after the other."""
 
-    def __init__(
-        self,
-        elastic: ElasticPass,
-        announcer: Announcer,
-        passage: Passage,
-        course: StreamCourse | Count,
-        too_few: str,
-    ) -> None:
-        self._elastic, self._announcer, self._passage = elastic, announcer, passage
-        self._course, self._too_few = course, too_few
-        self._group = group_of(elastic.job)
-        self._seeds, self._is_elastic = elastic.seeds, elastic.is_elastic
+    def __init__(self, this: Pass, cursor: Cursor, too_few: str) -> None:
+        self._this, self._cursor, self._too_few = this, cursor, too_few
+        self._seeds = this.seeds
         self.last: Any = None
 
     def is_guest(self, members: Ranks) -> bool:
         """Say whether the others had the next batch before this worker came, and it has no part."""
-        is_behind = self._passage.counts and self._passage.cursor < self._course.taken
-        return is_behind and self._elastic.seat not in members
+        is_behind = self._cursor.counts and self._cursor.position < self._cursor.taken
+        return is_behind and self._this.seat not in members
 
     def nothing(self, spare: Any) -> Any:
         """Return some batch to take part with in such a step; it weighs nothing."""
-        self._elastic.ledger.note_take()
-        number, self.last = self._passage.cursor, spare
-        self._passage.cursor = number + 1
+        self._this.ledger.note_take()
+        number, self.last = self._cursor.position, spare
+        self._cursor.position = number + 1
         return self._announced(number, 0.0)
 
     def tell(self, count: int) -> list[int]:
@@ -66,34 +51,36 @@ class InStep:
         One that takes the place of a lost worker in the middle of a step has not been told, but
         knows what all had told before.
         """
-        with self._elastic.job.reporter.waiting:
+        with self._this.job.reporter.waiting:
             return self._told(count)
 
     def _told(self, count: int) -> list[int]:
-        if not self._is_elastic:
+        if not self._this.is_elastic:
             return self._exchange(count)
-        number = self._passage.cursor
-        if self._passage.counts and number < self._course.taken and number in self._course.counts:
-            return self._course.counts[number]
-        counts: list[int] = self._elastic.together(lambda: self._exchange(count))
-        self._course.counts[number] = counts
+        cursor, number = self._cursor, self._cursor.position
+        if cursor.counts and number < cursor.taken and number in cursor.told:
+            return cursor.told[number]
+        counts: list[int] = self._this.together(lambda: self._exchange(count))
+        cursor.told[number] = counts
         return counts
 
     def _exchange(self, count: int) -> list[int]:
-        counts = torch.empty(self._group.size, dtype=torch.int64)
-        self._group.all_gather(torch.tensor([count]), out=counts)
+        group = self._this.group
+        counts = torch.empty(group.size, dtype=torch.int64)
+        group.all_gather(torch.tensor([count]), out=counts)
         return counts.tolist()
 
     def is_over(self, counts: list[int], stops_short: bool) -> bool:
         """Say whether there is no further step."""
         missing = 0 if min(counts) >= 0 else sum(count < 0 for count in counts)
-        is_first = self._passage.cursor == 0 and self._elastic.job.elastic.changes == 0
-        if is_first and missing and (self._elastic.pad or missing == len(counts)):
+        is_first = self._cursor.position == 0 and self._this.job.elastic.changes == 0
+        if is_first and missing and (self._this.pad or missing == len(counts)):
             raise DataError(f"pl.shard: {self._named(counts)} no batch at all; {self._too_few}")
         return missing == len(counts) or (stops_short and ENDED in counts)
 
     def _named(self, counts: list[int]) -> str:
-        ranks = [str(r) for r, count in zip(self._group.ranks, counts, strict=True) if count < 0]
+        told = zip(self._this.group.ranks, counts, strict=True)
+        ranks = [str(rank) for rank, count in told if count < 0]
         if len(ranks) == len(counts):
             return "the loader gives"
         return f"the loader gives rank {', '.join(ranks)} of {len(counts)}"
@@ -101,66 +88,72 @@ class InStep:
     def give(self, batch: Tagged | None, counts: list[int]) -> bool:
         """Let `last` be this worker's batch of a step, or once more the one before, and announce
         its weight; false if there is none to be given out."""
-        self._elastic.ledger.note_take()
-        number, passage = self._passage.cursor, self._passage
-        passage.cursor = number + 1
+        self._this.ledger.note_take()
+        number = self._cursor.position
+        self._cursor.position = number + 1
         having = [count for count in counts if count >= 0]
         total = sum(having)
         here = 0 if batch is None else batch[0]
-        passage.tally.note(number, here, total, len(counts) - len(having))
+        self._cursor.tally.note(number, here, total, len(counts) - len(having))
         if batch is not None:
             self.last = batch[2]
             self._announced(number, weight(here, total, len(counts)), here)
-        elif self._elastic.pad:
+        elif self._this.pad:
             self._announced(number, 0.0)
-        return batch is not None or self._elastic.pad
+        return batch is not None or self._this.pad
 
     def run_free(self, batches: Iterator[Tagged], first: int = 0) -> Iterator[Any]:
         """Yield batches, which begin with the `first`, without a word to the others."""
-        passage, course = self._passage, self._course
-        done = self._elastic.job.elastic.committed_steps if self._elastic.pad else None
-        done = (done or 0) if passage.index == 0 else 0
-        if passage.is_resumed:
-            done = passage.cursor
+        cursor = self._cursor
+        done = self._this.job.elastic.committed_steps if self._this.pad else None
+        done = (done or 0) if cursor.index == 0 else 0
+        if cursor.is_resumed:
+            done = cursor.position
         for number, (count, source, batch) in enumerate(batches, first):
-            passage.cursor = number + 1
+            cursor.position = number + 1
             if number < done:
                 continue  # this worker's number has done that before
-            course.use(number, source)
-            passage.tally.note(number, count, count, 0)
+            cursor.use(number, source)
+            cursor.tally.note(number, count, count, 0)
             self.last = batch
             yield self._announced(number, 1.0, count)
 
     def _announced(self, number: int, weight: float, samples: int | None = None) -> Any:
         if self._seeds is not None:
             self._seeds.before_use(number)
-        self._announcer.set(weight, samples)
+        self._this.announcer.set(weight, samples)
         return self.last
 
 
-def presharded(
-    elastic: ElasticPass, batches: Iterable[Any], announcer: Announcer, too_few: str
+def own_batches(
+    this: Pass,
+    read: Callable[[], Iterator[tuple[int, Any]]],
+    things: Sequence[Any],
+    too_few: str,
+    *,
+    is_free: bool = False,
+    stops_short: bool = False,
 ) -> Iterator[Any]:
-    """Yield the batches of a worker's own loader, in step with the other workers. One that takes
-    over a number, or goes on from a checkpoint, leaves out as many as the others have had."""
-    course = Count()
-    take = course.take if elastic.is_elastic else course.use
-    passage = elastic.open(course)
-    things = [batches, getattr(batches, "dataset", None), getattr(batches, "sampler", None)]
-    if not passage.is_resumed:
-        passage.draws = remembered(things)
-    steps = InStep(elastic, announcer, passage, course, too_few)
-    is_behind = passage.is_resumed or elastic.job.env.number < elastic.nominal
+    """Yield the batches of data that is this worker's own, in step with the other workers. `read`
+    yields them from the beginning, with the number of samples in each; `things` may draw random
+    numbers then. One that takes over a number, or goes on from a checkpoint, leaves out as many as
+    the others have had. `is_free`: nobody waits for anybody."""
+    cursor = Cursor(this.members)
+    take = cursor.take if this.is_elastic else cursor.use
+    this.open(cursor)
+    if not cursor.is_resumed:
+        cursor.draws = remembered(things)
+    steps = InStep(this, cursor, too_few)
+    is_behind = cursor.is_resumed or this.job.env.number < this.nominal
     try:
-        with as_then(passage.draws if passage.is_resumed else None, things):
-            own = named_items(batches, "batch", f"rank {elastic.job.env.rank}")
-            mine: Iterator[Tagged] = ((samples_in(batch), 0, batch) for batch in own)
-            for used in islice(mine, passage.cursor if is_behind and not elastic.is_free else 0):
+        with as_then(cursor.draws if cursor.is_resumed else None, things):
+            mine: Iterator[Tagged] = ((count, 0, batch) for count, batch in read())
+            for used in islice(mine, cursor.position if is_behind and not is_free else 0):
                 steps.last = used[2]
-        if elastic.is_free:
+        if is_free:
             yield from steps.run_free(mine)
             return
-        while elastic.job.env.on_loss == "shrink" and steps.is_guest(()):
+        while this.job.env.on_loss == "shrink" and steps.is_guest(()):
             first = next(mine, None)
             if first is None and steps.last is None:
                 raise DataError("pl.shard: this worker came with no batch at all; " + too_few)
@@ -169,12 +162,12 @@ def presharded(
         while True:
             batch = next(mine, None)
             counts = steps.tell(ENDED if batch is None else batch[0])
-            if steps.is_over(counts, stops_short=False):
+            if steps.is_over(counts, stops_short):
                 return
-            take(passage.cursor)
-            if batch is None and steps.last is None and elastic.pad:
+            take(cursor.position)
+            if batch is None and steps.last is None and this.pad:
                 raise DataError("pl.shard: this worker came with no batch at all; " + too_few)
             if steps.give(batch, counts):
                 yield steps.last
     finally:
-        elastic.close(passage)
+        this.close(cursor)

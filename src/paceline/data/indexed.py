@@ -1,9 +1,14 @@
-"""This worker's part of a DataLoader whose samples have indices.
+"""A pass over a DataLoader whose samples have indices.
 
 The user's loader is never iterated. A shallow copy of it is, with the same dataset, workers and
 settings (and class, if that is one of the user's), in which only the sampler is another: it yields
-this worker's part of every global batch. The copy lives as long as the user's loader, so that
-persistent workers survive from epoch to epoch.
+this worker's part of every global batch, cut as the cursor says. The copy lives as long as the
+user's loader, so that persistent workers survive from epoch to epoch.
+
+When the workers of an elastic job change, batches that the copy has fetched ahead were cut for
+workers that are not there any more: they are thrown away, and the copy begins again at the first
+batch that this worker has not had. The batch that the script is computing is the script's. A pass
+that is continued from a checkpoint begins in the middle in the same way.
 """
 
 from __future__ import annotations
@@ -18,85 +23,154 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from paceline.collectives.group import Group
 from paceline.contribution import Announcer
-from paceline.data.order import Order
+from paceline.data.indices import IndexCursor
+from paceline.data.order import KeptOrder, LocalOrder
+from paceline.data.passes import Pass
 from paceline.data.plan import Plan
-from paceline.data.repeatable import Reseeding
-from paceline.data.samples import Named
-from paceline.data.split import Units, spread_one
+from paceline.data.randomness import Seeds, mixed
+from paceline.data.samples import Named, Reseeding
+from paceline.data.split import size_of, spread_one
 from paceline.job import joined
 
-
-class AnyParts(Protocol):
-    """One worker's parts of one pass, however they were found."""
-
-    @property
-    def weights(self) -> deque[float]:
-        """Of parts that were asked for and not yet handed out."""
-
-    def prepare(self, steps: int) -> None:
-        """See to it that the parts of so many steps since the beginning can be asked for."""
-
-    def __iter__(self) -> Iterator[Any]: ...
+Asked = tuple[int, float, int, int, int]  # batch, weight, samples here and of all, who has none
 
 
-class Parts:
-    """One worker's parts of one pass, and their weights in the same order."""
+class CutParts:
+    """This worker's parts from some batch on, for the copy's sampler."""
 
     def __init__(
         self,
-        plan: Plan,
-        order: Order,
-        world_size: int,
-        rank: int,
+        cursor: IndexCursor,
+        seat: int,
         *,
         pad: bool,
+        seeds: Seeds | None,
         say: Callable[[str], None],
     ) -> None:
-        self._plan, self._order = plan, order
-        self._world_size, self._rank = world_size, rank
-        self._pad, self._say = pad, say
-        self.steps = 0  # global batches so far
-        self.weights: deque[float] = deque()  # of parts that were asked for and not yet handed out
-
-    def prepare(self, steps: int) -> None:
-        """See to it that the units of so many steps since the beginning are here. Collective."""
-        if not self._pad and self._plan.cut is spread_one:
-            steps = sys.maxsize  # who is left out of a batch needs the next one at once
-        self._order.prepare(steps * self._plan.per_step)
+        self._cursor, self._seat, self._first = cursor, seat, cursor.position
+        self._pad, self._seeds, self._say = pad, seeds, say
+        self.asked: deque[Asked] = deque()  # batches on their way
+        self.end = self._first  # the number of batches, once it has been reached
 
     def __iter__(self) -> Iterator[Any]:
-        plan = self._plan
-        while len(units := self._order.take(plan.per_step)):
-            if len(units) < plan.per_step and plan.drop_short:
+        batch, cursor = self._first, self._cursor
+        while (units := cursor.units(batch)) is not None:
+            part, weight = cursor.cut(batch, units, self._seat)
+            if weight > 0.0 or self._pad:
+                total, padded = cursor.counted(batch, units)
+                if padded and self._pad:
+                    self._mention_padding()
+                part = plain(part)
+                self.asked.append((batch, weight, size_of(part), total, padded))
+                yield self._request(batch, part)
+            batch += 1
+        self.end = batch
+
+    def _request(self, batch: int, units: Any) -> Any:
+        return units if self._seeds is None else (self._seeds.of_making(batch), units)
+
+    def _mention_padding(self) -> None:
+        workers = len(self._cursor.members)
+        self._say(
+            f"shard: a global batch has too few samples for {workers} workers; those that get none"
+            " repeat one with weight 0 (drop_last=True leaves such batches out)"
+        )
+
+
+class BatchMaker(Protocol):
+    """Makes batches of the indices that it is given: a copy of the loader, or data workers."""
+
+    reseeds: bool  # it is given a seed with the indices of each
+
+    def begin(self, parts: Iterable[Any], worker_seed: int) -> Iterator[Any]:
+        """Return an iterator over the batches that these parts make."""
+
+
+class IndexedPass:
+    """One pass: yields this worker's batches, each with its weight announced. A sampler of the user
+    is told in `group`, or iterated by each worker."""
+
+    def __init__(self, this: Pass, loader: BatchMaker, plan: Plan, group: Group | None) -> None:
+        self._this, self._loader, self._plan = this, loader, plan
+        self._seeds = this.seeds  # for the script
+        self._making = this.making if loader.reseeds else None
+        self._order = this.order(plan, group)
+        self._cursor = self._make_cursor(plan, self._order)
+
+    def _make_cursor(self, plan: Plan, order: LocalOrder | KeptOrder) -> IndexCursor:
+        return IndexCursor(plan.rules(self._this.resize), order, self._this.members)
+
+    def batches(self) -> Iterator[Any]:
+        """Yield them, until nothing is left for anybody."""
+        this, cursor = self._this, self._cursor
+        this.open(cursor)
+        if this.is_free:
+            units = self._plan.units
+            count = None if units is None else self._plan.num_steps(this.nominal, 0, pad=True)
+            cursor.position = this.place_of_number(cursor, count)
+        try:
+            while True:
+                yield from self._batches_of_one_cut()
+                if this.is_free or (this.pad and cursor.units(cursor.position) is None):
+                    return
+                if cursor.units(cursor.position) is None:
+                    this.meet()  # what somebody evaluated who is lost comes again
+                    if cursor.units(cursor.position) is None:
+                        return
+        finally:
+            this.close(cursor)
+
+    @property
+    def num_batches(self) -> int:
+        """How many global batches there were."""
+        return self._cursor.taken
+
+    def _batches_of_one_cut(self) -> Iterator[Any]:
+        """Yield batches until the workers change, or the pass is over."""
+        this, cursor = self._this, self._cursor
+        self._prepare()
+        version, first = cursor.version, cursor.position
+        parts = CutParts(cursor, this.seat, pad=this.pad, seeds=self._making, say=this.say)
+        # Each worker augments its samples with other random numbers.
+        numbers = (this.seed, this.epoch, 1 + this.job.data_number)
+        seed = mixed(*numbers, first) if first else mixed(*numbers)
+        batches = self._timed(self._loader.begin(parts, seed))
+        while True:
+            batch = next(batches, self)
+            if batch is self:
+                cursor.position = parts.end
+                cursor.take(parts.end - 1)
                 return
-            self.steps += 1
-            part, weight = self._cut(units)
-            if self._pad:
-                self._mention_padding(units)
-            elif weight == 0.0:
-                continue
-            self.weights.append(weight)
-            yield plain(part)
+            this.ledger.note_take()
+            number, weight, *counts = parts.asked.popleft()
+            cursor.position = number + 1
+            cursor.take(number)
+            cursor.tally.note(number, *counts)
+            if self._seeds is not None:
+                self._seeds.before_use(number)
+            this.announcer.set(weight, counts[0])
+            yield batch
+            del batch  # who makes the next one may need its memory
+            self._prepare()
+            if cursor.version != version:
+                return
 
-    def _cut(self, units: Units) -> tuple[Any, float]:
-        """Return this worker's part of a global batch, whose number is `steps` - 1."""
-        return self._plan.cut(units, self._world_size, self._rank)
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches that come; for those who measure."""
+        return batches
 
-    def _mention_padding(self, units: Units) -> None:
-        # Where anybody goes without, the last rank does.
-        if self._plan.cut(units, self._world_size, self._world_size - 1)[1] == 0.0:
-            self._say(
-                f"shard: a global batch has too few samples for {self._world_size} workers; those"
-                " that get none repeat one with weight 0 (drop_last=True leaves such batches out)"
-            )
-
-
-def plain(part: Any) -> Any:
-    """Indices as Python's own: datasets may be lists, and dicts with numbers as keys."""
-    if isinstance(part, (np.ndarray, np.generic)):
-        return part.tolist()
-    return list(part) if isinstance(part, range) else part
+    def _prepare(self) -> None:
+        if isinstance(self._order, LocalOrder):
+            return
+        this, cursor = self._this, self._cursor
+        if not this.pad and self._plan.cut is spread_one:
+            self._order.prepare(sys.maxsize)  # who is left out needs the next batch at once
+        else:
+            self._order.prepare(cursor.span(cursor.position + this.lookahead)[1])
+        if cursor.counts or not this.is_elastic:
+            self._order.forget(cursor.span(this.done(cursor))[0])
 
 
 class Slot:
@@ -129,14 +203,19 @@ class IndexedLoader:
         return iter(self._copy)
 
     def run(
-        self, parts: AnyParts, announcer: Announcer, lookahead: int, worker_seed: int
+        self, parts: Iterable[tuple[Any, float]], announcer: Announcer, worker_seed: int
     ) -> Iterator[Any]:
-        """Yield this worker's batches, each with its weight announced."""
-        parts.prepare(1 + lookahead)
-        for step, batch in enumerate(self.begin(parts, worker_seed)):
-            announcer.set(parts.weights.popleft())
+        """Yield the batches of parts that come with their weights, each with it announced."""
+        weights: deque[float] = deque()  # of parts that were asked for and not yet handed out
+
+        def asked() -> Iterator[Any]:
+            for part, weight in parts:
+                weights.append(weight)
+                yield part
+
+        for batch in self.begin(asked(), worker_seed):
+            announcer.set(weights.popleft())
             yield batch
-            parts.prepare(step + 2 + lookahead)
 
 
 def lookahead_of(loader: DataLoader[Any]) -> int:
@@ -158,3 +237,10 @@ def copied(loader: DataLoader[Any], **changes: Any) -> Any:
     made = copy.copy(loader)
     vars(made).update(changes, generator=torch.Generator(), in_order=True, _iterator=None)
     return made
+
+
+def plain(part: Any) -> Any:
+    """Indices as Python's own: datasets may be lists, and dicts with numbers as keys."""
+    if isinstance(part, (np.ndarray, np.generic)):
+        return part.tolist()
+    return list(part) if isinstance(part, range) else part

@@ -1,11 +1,14 @@
-"""A pass whose batches are taken from a pool that all workers share: who is faster takes more.
+"""The cursor of a pass whose batches are taken from a common pool: who is faster takes more.
 
-The batches of the pass are those of the loader in one process, cut into portions (schedule.py)
-alike on all workers; which portion is whose, the coordinator decides when it is asked
-(cluster/pools.py). A worker asks for its next portion when it begins with the last batch of the one
-before, so that nobody waits for the answer. A portion is done when the step that used its last
-batch is behind; in an elastic job, when that step was committed. Portions of a lost worker are
-taken by the others.
+The batches of the pass are those of the loader in one process, cut into portions alike on all
+workers; which portion is whose, the coordinator decides when it is asked (cluster/pools.py). A
+worker asks for its next portion when it begins with the last batch of the one before, so that
+nobody waits for the answer. A portion is done when the step that used its last batch is over; in an
+elastic job, when that step was committed. Portions of a lost worker are taken by the others.
+
+Large portions cost few questions, small ones let all workers end together. So portions shrink: each
+is a fixed fraction of what is left, down to a single batch (guided self-scheduling). None is larger
+than a few dozen batches, because that much is computed again when a worker is lost.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +26,31 @@ from paceline.cluster.notice import WaitNotice
 from paceline.cluster.pool_calls import lent
 from paceline.cluster.rendezvous import AnyAgent
 from paceline.contribution import Announcer
+from paceline.data.cursor import Cursor, Plain
 from paceline.data.indexed import IndexedLoader, plain
-from paceline.data.passage import Count, Passage
-from paceline.data.schedule import cut_portions
 from paceline.errors import PeerError
 
 _LOOK_S = 0.03
+_FRACTION = 4  # of what is left, a worker's share is cut into so many portions
+MOST = 32  # batches in a portion
+
+
+def cut_portions(costs: Sequence[float], workers: int) -> list[range]:
+    """Cut a row of batches, given what each costs, into portions for so many workers.
+
+    >>> [len(portion) for portion in cut_portions([1] * 24, 2)]
+    [3, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    """
+    left, start, portions = float(sum(costs)), 0, list[range]()
+    while start < len(costs):
+        most = left / (_FRACTION * workers)
+        stop, taken = start + 1, float(costs[start])
+        while stop < len(costs) and stop - start < MOST and taken + costs[stop] <= most:
+            taken += costs[stop]
+            stop += 1
+        portions.append(range(start, stop))
+        start, left = stop, left - taken
+    return portions
 
 
 @dataclass(frozen=True)
@@ -42,65 +64,22 @@ class Batches:
     cost: Callable[[int], float]
 
 
-@dataclass(frozen=True)
-class PoolName:
-    """Which pool of the coordinator's it is."""
-
-    line: str
-    index: int
-
-
-class LeaseCourse(Count):
+class LeasedCursor(Cursor):
     """How far all workers are in the pass: portions that are done. What somebody has in work is not
-    among them; a run that goes on from there does it again."""
-
-    def __init__(self, agent: AnyAgent, workers: int) -> None:
-        super().__init__()
-        self._agent = agent
-        self.workers = workers  # for whom the portions are cut; a run that goes on keeps them
-        self.name: PoolName | None = None
-        self.before: tuple[tuple[int, int], ...] = ()
-
-    def place(self, batch: int) -> dict[str, Any]:  # noqa: ARG002
-        """Return everything as plain data, for a run that goes on from a checkpoint. Asks the
-        coordinator."""
-        done: Sequence[Sequence[int]] = self.before
-        if self.name is not None:
-            done = self._agent.pool_state(self.name.line, self.name.index).done or done
-        return {"workers": self.workers, "done": [list(pair) for pair in done]}
-
-    def begin_at(self, batch: int, place: Mapping[str, Any], *, is_same: bool) -> None:  # noqa: ARG002
-        """Go on from there, with any number of workers."""
-        self.taken = self.committed = batch
-        self.workers = place["workers"]
-        self.before = tuple((start, stop) for start, stop in place["done"])
-
-    def pack(self) -> dict[str, Any]:
-        """As plain data for a newcomer: the coordinator knows the rest."""
-        counts = list(self.counts.items())
-        return {"taken": self.taken, "committed": self.committed, "counts": counts}
-
-
-class LeasedPass:
-    """One worker's part in one pass. Main thread only."""
+    among them; a run that goes on from there does it again. Hands out this worker's batches. Main
+    thread only."""
 
     def __init__(
-        self,
-        agent: AnyAgent,
-        name: PoolName,
-        batches: Batches,
-        course: LeaseCourse,
-        passage: Passage,
-        *,
-        is_elastic: bool,
+        self, agent: AnyAgent, line: str, batches: Batches, workers: int, *, is_elastic: bool
     ) -> None:
-        self._agent, self._name, self._batches, self._passage = agent, name, batches, passage
+        super().__init__()
+        self._agent, self._line, self._batches = agent, line, batches
         self._is_elastic = is_elastic
-        costs = [batches.cost(batch) for batch in range(batches.count)]
-        self._portions = cut_portions(costs, course.workers)
-        self._before = course.before  # told with the first question
-        course.name = name
+        self._workers = workers  # for whom the portions are cut; a run that goes on keeps them
+        self._before: tuple[tuple[int, int], ...] = ()  # done in the run before
+        self._portions: list[range] = []
         self._asked: Future[Answer] | None = None
+        self._has_asked = False
         self._missing = 0  # portions that others have
         self._to_do: dict[int, int] = {}  # by portion that this worker has: batches to be done
         self._done: list[int] = []  # portions, since the last question
@@ -108,9 +87,26 @@ class LeasedPass:
         self._in_hand: list[int] = []  # portions of the batches that the script has
         self._again = 0  # portions that came back from lost workers, as far as is known
 
+    def _rest(self) -> dict[str, Any]:
+        """Return which portions are done. Asks the coordinator."""
+        found: Sequence[Sequence[int]] = self._agent.pool_state(*self._pool).done
+        return {"workers": self._workers, "done": [list(pair) for pair in found or self._before]}
+
+    def _begin_at(self, batch: int, rest: Plain, *, is_same: bool) -> None:  # noqa: ARG002
+        """Go on from there, with any number of workers."""
+        self._workers = rest["workers"]
+        self._before = tuple((start, stop) for start, stop in rest["done"])
+
+    @property
+    def _pool(self) -> tuple[str, int]:
+        """Which pool of the coordinator's it is."""
+        return self._line, self.index
+
     def run(self, loader: IndexedLoader, announcer: Announcer, worker_seed: int) -> Iterator[Any]:
         """Yield batches until the pool is empty, and in an elastic job until nobody can be lost
         any more that had some of it."""
+        costs = [self._batches.cost(batch) for batch in range(self._batches.count)]
+        self._portions = cut_portions(costs, self._workers)
         try:
             first = self._next_portion()
             while first is not None:
@@ -123,13 +119,12 @@ class LeasedPass:
         """A step has counted, and what was given for it."""
         self._use_up()
 
-    @property
-    def reissued(self) -> int:
-        """How many samples were given out again, because a worker was lost or left early that had
-        them. Asks the coordinator, if there were any."""
+    def count_again(self) -> int:
+        """Return how many samples were given out again, because a worker was lost or left early
+        that had them. Asks the coordinator, if there were any."""
         if not self._again:
             return 0
-        again = self._agent.pool_state(self._name.line, self._name.index).again
+        again = self._agent.pool_state(*self._pool).again
         return sum(self._batches.samples(n) for portion in again for n in self._portions[portion])
 
     # -- taking -------------------------------------------------------------------------------
@@ -142,9 +137,9 @@ class LeasedPass:
                 self._use_up()  # the script asks for more: it is done with what it had
             portion, number = self._on_way.popleft()
             self._in_hand.append(portion)
-            samples, passage = self._batches.samples(number), self._passage
-            passage.tally.note(passage.cursor, samples, samples, 0)
-            passage.cursor += 1
+            samples = self._batches.samples(number)
+            self.tally.note(self.position, samples, samples, 0)
+            self.position += 1
             announcer.set(samples / self._batches.size, samples)
             yield batch
         self._use_up()
@@ -163,9 +158,9 @@ class LeasedPass:
 
     def _ask(self) -> None:
         done, self._done = tuple(self._done), []
-        before, self._before = self._before, ()
-        name, count = self._name, len(self._portions)
-        self._asked = self._agent.take_portion(name.line, name.index, count, done, before)
+        before = () if self._has_asked else self._before
+        self._has_asked = True
+        self._asked = self._agent.take_portion(*self._pool, len(self._portions), done, before)
 
     def _next_portion(self) -> int | None:
         """Return the portion that was asked for; None: there is none now."""
@@ -203,7 +198,7 @@ class LeasedPass:
         self._in_hand.clear()
         if done:
             self._done += done  # said again with the next question, which is sure to be heard
-            self._agent.settle_portions(self._name.line, self._name.index, tuple(done))
+            self._agent.settle_portions(*self._pool, tuple(done))
 
     def _give_back(self) -> None:
         """Leave to others what this worker will not do."""
@@ -212,4 +207,4 @@ class LeasedPass:
             if self._asked is not None:
                 self._next_portion()
             held = tuple(self._to_do)
-            self._agent.settle_portions(self._name.line, self._name.index, tuple(self._done), held)
+            self._agent.settle_portions(*self._pool, tuple(self._done), held)

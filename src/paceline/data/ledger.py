@@ -18,17 +18,14 @@ between workers) they have met since.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from paceline.data.line import Line
-from paceline.data.loop import Loop
-from paceline.data.memory import Memory
-from paceline.data.passage import Passage, Turn
+from paceline.data.cursor import NEWCOMER, PEER, Arrival, Cursor, Plain, Turn
+from paceline.data.line import Before, Line
+from paceline.data.loaders import Memory
 from paceline.job import Job
 from paceline.state.protocol import Change, State
 
@@ -36,6 +33,60 @@ OTHERS = "others"  # the line of whatever cannot be remembered
 
 _MANY = 256  # loaders
 _ALL = 1 << 60  # more passes than anybody makes
+
+
+class Loop:
+    """How far one loop of pl.steps or pl.epochs is, for those who come into it later."""
+
+    def __init__(self, number: int, *, counts_steps: bool) -> None:
+        self.number = number
+        self._counts_steps = counts_steps
+        self._has_committed = False
+        self.has_taken = False  # a batch, since then
+        self.index = 0  # item under way
+        self._place: dict[str, Any] = {}  # where the script was when that began
+        self._given: list[str] = []  # loaders given since then, by the order of the first time
+
+    def begin(self, index: int, place: dict[str, Any]) -> None:
+        """Note that an item begins."""
+        self.index, self._place, self._has_committed = index, place, False
+        self.has_taken = False
+        self._given = []
+
+    def give(self, key: str) -> None:
+        """Note that a loader was given to pl.shard."""
+        if key not in self._given:
+            self._given.append(key)
+
+    def commit(self) -> None:
+        """Note that a step has counted."""
+        self._has_committed = True
+
+    def under_way(self) -> list[Any]:
+        """Return where a newcomer begins: an item and its place; None stands for here and now."""
+        return self._begin_at(is_done=self._counts_steps and self._has_committed)
+
+    def state(self, *, is_in_pass: bool) -> list[Any]:
+        """Return the same for a checkpoint, which is made behind everything that belongs to a step.
+        An epoch in which anything was taken is done, unless a pass is under way."""
+        is_done = self._has_committed or self.has_taken
+        if not self._counts_steps:
+            is_done = self.has_taken and not is_in_pass
+        return self._begin_at(is_done=is_done)
+
+    def _begin_at(self, *, is_done: bool) -> list[Any]:
+        place = None if is_done else {**self._place, "given": self._given}
+        return [self.number, self.index + is_done, place]
+
+
+@dataclass
+class _Told:
+    """A line of a loader that this script has not given yet, and what has changed since."""
+
+    state: Plain
+    live: Plain | None
+    how: Arrival
+    turns: list[Turn] = field(default_factory=list)
 
 
 class Ledger:
@@ -46,8 +97,7 @@ class Ledger:
         self._is_elastic = job.elastic.is_on
         self._is_new = job.env.is_newcomer  # and has not heard from the others yet
         self._lines: dict[str, Line] = {}
-        self._told_lines: dict[str, Any] = {}  # of loaders that this script has not given yet
-        self._saved_lines: dict[str, Callable[[Line], None]] = {}  # the same, of a checkpoint
+        self._told_lines: dict[str, _Told] = {}  # of loaders that this script has not given yet
         self.is_resumed = False  # from a checkpoint
         self.said: dict[str, Any] = {}  # by line: see epoch_line.py
         self._loops: dict[int, Loop] = {}
@@ -109,22 +159,21 @@ class Ledger:
     def _line(self, key: str) -> Line:
         if key not in self._lines:
             line = self._lines[key] = Line()
-            if key in self._told_lines:
-                told, turns = self._told_lines.pop(key)
-                line.load(told, is_replay=True)
-                for turn in turns:
+            told = self._told_lines.pop(key, None)
+            if told is not None:
+                line.load(told.state, told.live, told.how)
+                for turn in told.turns:
                     line.turn(turn)
-            elif key in self._saved_lines:
-                self._saved_lines.pop(key)(line)
             elif self.is_resumed and _is_one_of(key, self._others[0]):
-                line.resumed.passes = _ALL  # of a loader that was gone when the checkpoint was made
+                # Of a loader that was gone when the checkpoint was made.
+                line.before = Before(_ALL, is_resumed=True)
         return self._lines[key]
 
-    def begin(self, line: Line, passage: Passage) -> None:
+    def begin(self, line: Line, cursor: Cursor) -> None:
         """Begin a pass, or come into one that the others have begun."""
-        is_newcomers = passage.index < line.replayed
-        line.begin(passage)
-        if is_newcomers or passage.is_resumed:
+        is_newcomers = line.is_pass_known
+        line.begin(cursor)
+        if is_newcomers or cursor.is_resumed:
             self.catch_up()
 
     def note_take(self) -> None:
@@ -200,18 +249,20 @@ class Ledger:
         self._num_loaders = max(self._num_loaders, self._others[0])
         self._living = self._told_living
         self._num_loops = max(self._num_loops, self._others[1])
-        for key in [*self._lines, *self._told_lines, *self._saved_lines]:
+        for key in [*self._lines, *self._told_lines]:
             self._line(key).catch_up()
 
-    # -- checkpoints --------------------------------------------------------------------------
+    # -- as a part of the job's state ---------------------------------------------------------
 
-    def saved(self) -> dict[str, Any]:
-        """Return where this worker's script is between two steps, as plain data."""
-        for key in [*self._saved_lines]:
+    def state(self) -> State:
+        """Return where this worker's script is. A checkpoint has it as it is between two steps; a
+        peer is told besides what all workers have alike at this moment."""
+        self._settle()
+        for key in [key for key, told in self._told_lines.items() if told.live is None]:
             self._line(key)
         is_in_pass = any(line.is_under_way for line in self._lines.values())
-        return {
-            "lines": {k: line.state() for k, line in self._lines.items() if self._is_there(k)},
+        counts = {
+            "lines": {key: line.state() for key, line in self._lines.items()},
             "loops": [
                 *(loop.state(is_in_pass=is_in_pass) for loop in self._loops.values()),
                 *([number, *told] for number, told in self._told_loops.items()),
@@ -222,51 +273,44 @@ class Ledger:
             ],
             "living": [key for key, memory in self._memories.items() if memory() is not None],
         }
-
-    def _is_there(self, key: str) -> bool:
-        """Say whether anything can be continued on a line: not if its loader is gone."""
-        memory = self._memories.get(key)
-        return memory is None or memory() is not None or bool(self._lines[key].open)
-
-    def begin_from(self, state: Mapping[str, Any], *, is_same: bool, is_alone: bool) -> None:
-        """Let the script, which is at its top, go on from a `state`."""
-        self.is_resumed = True
-        self._others, self._told_living = state["made"], list(state["living"])
-        self._told_loops = {number: (item, place) for number, item, place in state["loops"]}
-        for key, told in state["lines"].items():
-            resume = partial(Line.resume, state=told, is_same=is_same, is_alone=is_alone)
-            if key in self._lines:
-                resume(self._lines[key])
-            else:
-                self._saved_lines[key] = resume
-
-    # -- changes of the membership ------------------------------------------------------------
-
-    def state(self) -> State:
-        """Return everything that a newcomer, or one who is behind, must know."""
-        self._settle()
-        plain = {
-            "lines": {key: line.pack() for key, line in self._lines.items()},
-            "loops": [loop.pack() for loop in self._loops.values()],
+        passing = {
+            "lines": {key: line.live() for key, line in self._lines.items()},
+            "loops": [loop.under_way() for loop in self._loops.values()],
             "made": [self._num_loaders, self._num_loops],
-            "living": [key for key, memory in self._memories.items() if memory() is not None],
-            "workers": list(self._workers.items()),
+            "workers": [[number, rank] for number, rank in self._workers.items()],
         }
-        return State(plain)
+        return State(counts, passing=passing, what="the data")
 
-    def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
-        """Take over what a peer has; again, if somebody was lost before all had theirs."""
-        plain, is_replay = state.counts, self._is_new
-        self._has_heard = True
-        self._workers = dict(plain["workers"])
-        for key, told in plain["lines"].items():
-            if key in self._lines:
-                self._lines[key].load(told, is_replay=is_replay)
-            else:
-                self._told_lines[key] = (told, [])
-        if is_replay:
-            self._others, self._told_living = plain["made"], plain["living"]
-            self._told_loops = {number: (item, place) for number, item, place in plain["loops"]}
+    def is_gone(self, key: str) -> bool:
+        """Say whether nothing can be continued on a line: its loader is gone."""
+        memory = self._memories.get(key)
+        return memory is not None and memory() is None and not self._lines[key].open
+
+    def load(self, state: State, change: Change | None) -> None:
+        """Go on from where a peer is; again, if somebody was lost before all had theirs. Without a
+        change: let the script, which is at its top, go on from a checkpoint (resumption.py)."""
+        counts, live = state.counts, state.passing
+        if change is None:
+            self.is_resumed = True
+            how = Arrival(is_resumed=True, is_same=counts["is_same"], is_alone=counts["is_alone"])
+            self._follow(counts["loops"], counts["made"], counts["living"])
+        else:
+            self._has_heard = True
+            how = NEWCOMER if self._is_new else PEER
+            self._workers = dict(live["workers"])
+            if self._is_new:
+                self._follow(live["loops"], live["made"], counts["living"])
+        for key, told in counts["lines"].items():
+            line, known = live.get("lines", {}).get(key), self._told_lines.get(key)
+            if key in self._lines or (known is not None and known.live is None):
+                self._line(key).load(told, line, how)
+            else:  # its loader comes here for the first time: as if this worker were new
+                self._told_lines[key] = _Told(told, line, how if how.is_resumed else NEWCOMER)
+
+    def _follow(self, loops: list[Any], made: list[int], living: list[str]) -> None:
+        """Go on in loops where the others are, and name loaders as they do."""
+        self._others, self._told_living = list(made), list(living)
+        self._told_loops = {number: (item, place) for number, item, place in loops}
 
     def resume(self, change: Change) -> None:
         """Go on with other members."""
@@ -287,8 +331,9 @@ class Ledger:
         turn = Turn(job.fabric.membership.workers, uncounted, replaced)
         for line in self._lines.values():
             line.turn(turn)
-        for _, turns in self._told_lines.values():
-            turns.append(turn)
+        for told in self._told_lines.values():
+            if told.live is not None:
+                told.turns.append(turn)
 
 
 def _is_one_of(key: str, count: int) -> bool:

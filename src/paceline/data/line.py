@@ -1,7 +1,7 @@
 """Lines: what is known about each loader, here and on the other workers.
 
 A LINE is all that is known about one loader (the k-th that the script gave to pl.shard): what the
-workers agreed on when it was given, how many passes have begun, and the passages that are open.
+workers agreed on when it was given, how many passes have begun, and the cursors of those under way.
 
 Two workers may be one point apart, and a newcomer's script begins at the top. So a line counts
 twice: the passes that the foremost has begun, and those of this worker's own script (`my_passes`).
@@ -11,31 +11,56 @@ continued where they are. In a run that is resumed, the checkpoint takes the pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.data.passage import Passage, ToldPassage, Turn
-from paceline.data.portable import portable, restored
-from paceline.data.saved import SavedPassage, state_of
+from paceline.data.cursor import (
+    NEWCOMER,
+    PEER,
+    Arrival,
+    Cursor,
+    Facts,
+    Plain,
+    Turn,
+    require_same_data,
+)
+from paceline.data.indices import plain_parts, read_parts
 
 
 @dataclass
-class Resumed:
-    """What a checkpoint says about one loader."""
+class Waiting:
+    """A pass under way elsewhere, on other workers or in a checkpoint, and here not yet; and what
+    has changed since."""
 
-    passes: int = 0  # that had begun
-    next_epoch: int = 0
-    first_epoch: int | None = None
-    open: dict[int, SavedPassage] = field(default_factory=dict)  # until they are entered
+    state: Plain
+    live: Plain | None
+    how: Arrival
+    turns: list[Turn] = field(default_factory=list)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Where the script was: pass, epoch."""
-        if self.open:
-            first = min(self.open)
-            return first, self.open[first].epoch
-        return self.passes, self.next_epoch
+    def epoch(self) -> int:
+        epoch: int = self.state["epoch"]
+        return epoch
+
+    def require_same_data(self, facts: Facts, epoch: int) -> None:
+        """Raise DataError if this is not the data that the pass was over."""
+        require_same_data(self.state, facts, epoch, is_same=self.how.is_same)
+
+    def enter(self, cursor: Cursor) -> None:
+        """Put the cursor of a pass that begins here to where it is."""
+        cursor.load(self.state, self.live, self.how)
+        for turn in self.turns:
+            cursor.turn(turn)
+
+
+@dataclass(frozen=True)
+class Before:
+    """What had begun when this worker came: on the others, or in the run that is resumed."""
+
+    passes: int = 0
+    next_epoch: int = 0
+    first_epoch: int | None = None
+    is_resumed: bool = False
 
 
 @dataclass
@@ -46,53 +71,48 @@ class Line:
     my_passes: int = 0
     next_epoch: int = 0  # mine
     answers: list[dict[str, Any]] = field(default_factory=list)  # what the workers told about it
-    open: dict[int, Passage] = field(default_factory=dict)
-    told: dict[int, ToldPassage] = field(default_factory=dict)
-    replayed: int = 0  # passes that had begun when this worker came
-    told_epoch: int = 0  # the next one of those who have told
-    carried: dict[int, list[Any]] = field(default_factory=dict)  # see Course.carried
+    open: dict[int, Cursor] = field(default_factory=dict)
+    waiting: dict[int, Waiting] = field(default_factory=dict)  # until they are entered
+    before: Before = field(default_factory=Before)
+    carried: dict[int, list[Any]] = field(default_factory=dict)  # see Cursor.carried
     first_epoch: int | None = None  # of the first pass
     seed: int | None = None  # by default
-    resumed: Resumed = field(default_factory=Resumed)  # what a checkpoint says
-    ended: Passage | None = None  # just now, until that has been told
+    ended: Cursor | None = None  # just now, until that has been told
     past: list[int] | None = None  # the last one that ended: pass, batches, its largest batch
 
     @property
     def is_pass_known(self) -> bool:
         """Whether the others had begun this worker's next pass before it came."""
-        return self.my_passes < self.replayed
+        return not self.before.is_resumed and self.my_passes < self.before.passes
 
     @property
-    def is_pass_over(self) -> bool:
-        """Whether they had also ended it."""
-        return self.is_pass_known and self.my_passes not in self.told
-
-    @property
-    def saved(self) -> SavedPassage | None:
+    def saved(self) -> Waiting | None:
         """This worker's next pass, if it is one to be continued from a checkpoint."""
-        return self.resumed.open.get(self.my_passes)
+        waiting = self.waiting.get(self.my_passes)
+        return waiting if waiting is not None and waiting.how.is_resumed else None
 
-    @property
-    def is_pass_done(self) -> bool:
-        """Whether this worker's next pass was over when a checkpoint was made."""
-        return self.my_passes < self.resumed.passes and self.saved is None
+    def is_over(self, *, is_lockstep: bool) -> bool:
+        """Say whether this worker's next pass was over before it came. Where everybody runs free,
+        what the others have done is not done here."""
+        is_before = self.my_passes < self.before.passes and self.my_passes not in self.waiting
+        return is_before and (self.before.is_resumed or is_lockstep)
 
     @property
     def is_under_way(self) -> bool:
         """Whether a pass is open here, or waits to be continued from a checkpoint."""
-        return bool(self.open or self.resumed.open)
+        return bool(self.open or self._saved)
 
     def find(self, epoch: int) -> bool:
         """Go to the pass of an epoch that the script names, if it goes on from a checkpoint by
         itself instead of from the top. Return whether it does."""
-        resumed = self.resumed
-        if self.my_passes or resumed.first_epoch in (None, epoch):
+        before = self.before
+        if self.my_passes or before.first_epoch in (None, epoch):
             return False
-        for index, saved in resumed.open.items():
+        for index, saved in self._saved.items():
             if saved.epoch == epoch:
                 self.my_passes = index
                 return True
-        self.my_passes = resumed.passes if epoch >= resumed.next_epoch else 0
+        self.my_passes = before.passes if epoch >= before.next_epoch else 0
         return self.my_passes > 0
 
     def skip_pass(self, epoch: int) -> None:
@@ -101,46 +121,49 @@ class Line:
         self.passes = max(self.passes, self.my_passes)
         self.next_epoch = epoch + 1
 
-    def begin(self, passage: Passage) -> None:
-        """Begin a pass, or come into one that the others have begun."""
-        self.my_passes = passage.index + 1
-        self.passes = max(self.passes, self.my_passes)
-        self.next_epoch = passage.epoch + 1
-        if self.first_epoch is None:
-            self.first_epoch = passage.epoch
-        told = self.told.pop(passage.index, None)
-        saved = self.resumed.open.pop(passage.index, None)
-        if told is not None:
-            told.enter(passage)
-        elif saved is not None:
-            saved.enter(passage)
-            passage.is_resumed = True
-        elif hasattr(passage.course, "carried"):
-            passage.course.carried, self.carried = self.carried, {}
-        self.open[passage.index] = passage
+    def leave_others(self) -> None:
+        """Forget where the others are: everybody runs free."""
+        self.waiting = self._saved
+        if not self.before.is_resumed:
+            self.before = Before()
 
-    def end(self, passage: Passage) -> None:
+    def begin(self, cursor: Cursor) -> None:
+        """Begin a pass, or come into one that the others have begun."""
+        self.my_passes = cursor.index + 1
+        self.passes = max(self.passes, self.my_passes)
+        self.next_epoch = cursor.epoch + 1
+        if self.first_epoch is None:
+            self.first_epoch = cursor.epoch
+        waiting = self.waiting.pop(cursor.index, None)
+        if waiting is not None:
+            waiting.enter(cursor)
+        else:
+            cursor.carried, self.carried = self.carried, {}
+        self.open[cursor.index] = cursor
+
+    def end(self, cursor: Cursor) -> None:
         """End a pass."""
-        del self.open[passage.index]
-        self.ended, course = passage, passage.course
-        self.past = [passage.index, passage.cursor, passage.tally.largest]
-        if passage.counts and hasattr(course, "uncommitted"):
-            self.carried = course.uncommitted()
+        del self.open[cursor.index]
+        self.ended = cursor
+        self.past = [cursor.index, cursor.position, cursor.tally.largest]
+        if cursor.counts:
+            self.carried = cursor.uncommitted()
 
     def commit(self) -> None:
         """Note that a step has counted."""
         self.carried = {}
-        for passage in self.open.values():
-            if passage.counts:
-                passage.course.commit(passage.cursor)
+        for cursor in self.open.values():
+            if cursor.counts:
+                cursor.commit(cursor.position)
 
     def turn(self, turn: Turn) -> None:
         """Go on with other workers."""
-        for passage in self.open.values():
-            if not passage.is_left:
-                turn.apply(passage.course, counts=passage.counts)
-        for told in self.told.values():
-            told.turns.append(turn)
+        for cursor in self.open.values():
+            if not cursor.is_left:
+                cursor.turn(turn)
+        for waiting in self.waiting.values():
+            if not waiting.how.is_resumed:
+                waiting.turns.append(turn)
 
     @property
     def place(self) -> list[int]:
@@ -155,63 +178,69 @@ class Line:
         self.my_passes, self.next_epoch = place
 
     def catch_up(self) -> None:
-        """As a newcomer: continue where the others are now."""
-        if self.told:
-            self.my_passes = min(self.told)
-            self.next_epoch = self.told[self.my_passes].told["epoch"]
-        elif self.my_passes < self.passes:
-            self.my_passes, self.next_epoch = self.passes, self.told_epoch
-        elif self.my_passes < self.resumed.passes:
-            self.my_passes, self.next_epoch = self.resumed.place
-            self.passes = max(self.passes, self.my_passes)
+        """As a newcomer, or in a run that is resumed: continue where the others are."""
+        if self.my_passes >= self.before.passes:
+            return
+        first = min(self.waiting, default=None)
+        if first is not None:
+            self.my_passes, self.next_epoch = first, self.waiting[first].epoch
+        else:
+            self.my_passes, self.next_epoch = self.before.passes, self.before.next_epoch
+        self.passes = max(self.passes, self.my_passes)
+
+    # -- as plain data ------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return where this worker's script is, as plain data for a checkpoint."""
-        resumed, is_before = self.resumed, self.my_passes < self.resumed.passes
-        opened = {**resumed.open} if is_before else {}
+        """Return where this worker's script is."""
+        is_before = self.before.is_resumed and self.my_passes < self.before.passes
+        saved = self._saved if is_before else {}
         return {
-            "passes": resumed.passes if is_before else self.my_passes,
-            "next_epoch": resumed.next_epoch if is_before else self.next_epoch,
+            "passes": self.before.passes if is_before else self.my_passes,
+            "next_epoch": self.before.next_epoch if is_before else self.next_epoch,
             "first_epoch": self.first_epoch,
             "seed": None if self.seed is None else str(self.seed),
             "ended": self.past,
             "open": [
-                *([index, dict(saved.state)] for index, saved in opened.items()),
-                *([index, state_of(passage)] for index, passage in self.open.items()),
+                *([index, dict(waiting.state)] for index, waiting in saved.items()),
+                *([index, cursor.state()] for index, cursor in self.open.items()),
             ],
         }
 
-    def resume(self, state: Mapping[str, Any], *, is_same: bool, is_alone: bool) -> None:
-        """Go on from what a worker's `state` was when a checkpoint was made."""
-        self.resumed = Resumed(
-            passes=state["passes"],
-            next_epoch=state["next_epoch"],
-            first_epoch=state["first_epoch"],
-            open={i: SavedPassage(told, is_same, is_alone) for i, told in state["open"]},
-        )
-        self.first_epoch = state["first_epoch"]
-        self.seed = None if state["seed"] is None else int(state["seed"])
-
-    def pack(self) -> dict[str, Any]:
-        """Return everything as plain data."""
+    def live(self) -> dict[str, Any]:
+        """Return what all workers have alike, as long as the job runs."""
         return {
             "passes": self.passes,
             "next_epoch": self.next_epoch,
             "answers": self.answers,
-            "open": [[index, passage.pack()] for index, passage in self.open.items()],
-            "carried": [[r, list(map(portable, units))] for r, units in self.carried.items()],
+            "open": [[index, cursor.live()] for index, cursor in self.open.items()],
+            "carried": plain_parts(self.carried),
         }
 
-    def load(self, told: Mapping[str, Any], *, is_replay: bool) -> None:
-        """Take over what another worker packed; what this one has open, it keeps open."""
-        self.passes, self.answers = told["passes"], told["answers"]
-        self.carried = {rank: list(map(restored, units)) for rank, units in told["carried"]}
-        self.told_epoch = told["next_epoch"]
-        theirs = dict(told["open"])
+    def load(self, state: Plain, live: Plain | None, how: Arrival) -> None:
+        """Go on from what `state` and `live` returned on a peer, or `state` in a run before. What
+        this worker has open, it keeps open."""
+        states = dict(state["open"])
+        if live is None:
+            self.first_epoch = state["first_epoch"]
+            self.seed = None if state["seed"] is None else int(state["seed"])
+            counts = state["passes"], state["next_epoch"], state["first_epoch"]
+            self.before = Before(*counts, is_resumed=True)
+            self.waiting = {index: Waiting(told, None, how) for index, told in states.items()}
+            return
+        self.passes, self.answers = live["passes"], live["answers"]
+        self.carried = read_parts(live["carried"])
+        theirs = {index: (states[index], under_way) for index, under_way in live["open"]}
         for index, mine in self.open.items():
-            passage = theirs.pop(index, None)
-            mine.is_left = passage is None
-            if passage is not None:
-                mine.take_over(passage)
-        self.told = {i: ToldPassage(passage, is_replay) for i, passage in theirs.items()}
-        self.replayed = self.passes if is_replay else self.replayed
+            mine.is_left = index not in theirs
+            if not mine.is_left:
+                mine.load(*theirs.pop(index), PEER)
+        saved = self._saved
+        # One that has not gone on yet from a checkpoint does so where the others are.
+        told = {i: Waiting(*one, NEWCOMER if i in saved else how) for i, one in theirs.items()}
+        self.waiting = {**saved, **told}
+        if how.is_new:
+            self.before = Before(self.passes, live["next_epoch"])
+
+    @property
+    def _saved(self) -> dict[int, Waiting]:
+        return {index: one for index, one in self.waiting.items() if one.how.is_resumed}

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterator
 
 from paceline.data.ledger import ledger_of
-from paceline.data.repeatable import seed_step
+from paceline.data.randomness import seed_step
 from paceline.errors import UsageError
 from paceline.job import current
 

@@ -14,64 +14,52 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from paceline.collectives.group import Group
-from paceline.data.given import FileList, Opener
+from paceline.data.in_step import own_batches
 from paceline.data.indexed import IndexedLoader, copied, plain, settings_of
-from paceline.data.order import LocalOrder, mixed
+from paceline.data.loaders import FileList, Opener
+from paceline.data.order import LocalOrder
+from paceline.data.passes import Pass
 from paceline.data.plan import length_of, plan
-from paceline.data.sources import Pass
+from paceline.data.randomness import mixed
+from paceline.data.samples import samples_in
 from paceline.data.split import share, weight
-from paceline.data.stream import Counting, counted, in_step
 from paceline.errors import UsageError
 
 
-class OwnParts:
-    """One worker's batches of one pass, all of its own part, and their weights."""
-
-    def __init__(
-        self,
-        indices: Sequence[int],
-        parts: Sequence[int],  # samples of each worker
-        sizes: Sequence[int],  # samples in a batch of each worker
-        rank: int,
-        *,
-        steps: int,
-        is_batched: bool,
-        pad: bool,
-        say: Callable[[str], None],
-    ) -> None:
-        self._indices, self._parts, self._sizes, self._rank = indices, parts, sizes, rank
-        self._steps, self._is_batched, self._pad, self._say = steps, is_batched, pad, say
-        self.weights: deque[float] = deque()
-
-    def prepare(self, steps: int) -> None:
-        """Nothing to do: everybody knows the sizes of all parts."""
-
-    def __iter__(self) -> Iterator[Any]:
-        size = self._sizes[self._rank]
-        for step in range(self._steps):
-            counts = [
-                max(0, min(size, part - step * size))
-                for part, size in zip(self._parts, self._sizes, strict=True)
-            ]
-            mine = self._indices[step * size : (step + 1) * size]
-            if not all(counts):
-                self._say(
-                    f"shard: the parts of {len(counts)} workers differ by a few samples; one that"
-                    " is used up repeats a sample with weight 0 in the last steps"
-                )
-            if not len(mine):
-                if not self._pad:
-                    return
-                mine = self._indices[:1]
-            self.weights.append(weight(counts[self._rank], sum(counts), len(counts)))
-            yield plain(mine) if self._is_batched else plain(mine)[0]
+def own_parts(
+    indices: Sequence[int],
+    parts: Sequence[int],  # samples of each worker
+    sizes: Sequence[int],  # samples in a batch of each worker
+    rank: int,
+    *,
+    steps: int,
+    is_batched: bool,
+    this: Pass,
+) -> Iterator[tuple[Any, float]]:
+    """Yield one worker's batches of one pass, all of its own part, and their weights."""
+    mine_size = sizes[rank]
+    for step in range(steps):
+        counts = [
+            max(0, min(size, part - step * size)) for part, size in zip(parts, sizes, strict=True)
+        ]
+        mine = indices[step * mine_size : (step + 1) * mine_size]
+        if not all(counts):
+            this.say(
+                f"shard: the parts of {len(counts)} workers differ by a few samples; one that"
+                " is used up repeats a sample with weight 0 in the last steps"
+            )
+        if not len(mine):
+            if not this.pad:
+                return
+            mine = indices[:1]
+        made = plain(mine) if is_batched else plain(mine)[0]
+        yield made, weight(counts[rank], sum(counts), len(counts))
 
 
 class Partitioned:
@@ -120,19 +108,12 @@ class Partitioned:
         seed = mixed(this.seed, this.epoch, 1 + self._rank)
         order = LocalOrder(len(own), seed if self._is_shuffled else None)
         indices = [own[place] for place in order.units(0, len(own))]
-        parts = OwnParts(
-            indices,
-            self._parts,
-            self._sizes,
-            self._rank,
-            steps=self._steps,
-            is_batched=self._loader.batch_size is not None,
-            pad=this.pad,
-            say=this.say,
-        )
+        is_batched = self._loader.batch_size is not None
+        shares = (self._parts, self._sizes, self._rank)
+        parts = own_parts(indices, *shares, steps=self._steps, is_batched=is_batched, this=this)
         key = ("partition", *settings_of(self._loader))
         copy = this.memory.copy_for(key, lambda: IndexedLoader(self._loader))
-        yield from copy.run(parts, this.announcer, this.lookahead, seed)
+        yield from copy.run(parts, this.announcer, seed)
 
 
 class FilePart(IterableDataset[Any]):
@@ -160,8 +141,20 @@ class FilePart(IterableDataset[Any]):
             ) from error
 
 
+class Counting:
+    """A collate function that also says how many samples it was given."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> tuple[int, Any]:
+        return len(samples), self._collate(samples)
+
+
 class Files:
     """A list of files, each owned by one worker."""
+
+    is_noted = True
 
     def __init__(self, given: FileList, group: Group, *, pad: bool) -> None:
         self._given, self._rank = given, group.rank
@@ -196,15 +189,12 @@ class Files:
         loader = self._loader_over(files)
         loader.generator.manual_seed(seed)
         is_batched = self._given.settings["batch_size"] is not None
-        yield from in_step(
-            iter(loader) if is_batched else counted(loader),
-            this.group,
-            this.announcer,
-            pad=this.pad,
+        yield from own_batches(
+            this,
+            lambda: iter(loader) if is_batched else ((samples_in(one), one) for one in loader),
+            (),
+            "its files are empty; give each worker a file with something in it, or pass pad=False",
             stops_short=bool(self._given.settings.get("drop_last")),
-            too_few="its files are empty; give each worker a file with something in it, or pass"
-            " pad=False",
-            waiting=this.entry.job.reporter.waiting,
         )
 
     def _loader_over(self, files: Sequence[Any]) -> Any:

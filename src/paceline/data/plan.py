@@ -5,10 +5,16 @@ a batch size b             an index        world x b / b indices                
 a batch sampler            its batch       world batches / one batch            deal_or_spread /
                                                                                 spread_one
 batch_size=None            an index        world indices / not possible         deal
+
+Data WARM-UP: the first epochs go over a part of the data only, drawn from the seed of the loader,
+so it is the same on all workers, in each of those epochs and in the next run; in which order it
+comes is the loader's affair, as always.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,15 +22,65 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from paceline.collectives.group import Group
-from paceline.data.costs import Costs, cut_by_cost
-from paceline.data.course import Rules
-from paceline.data.order import LocalOrder, Order, ToldOrder, draw, mixed
-from paceline.data.split import Cut, deal, deal_or_spread, num_steps, spread, spread_one
-from paceline.data.warmup import DataWarmup
+from paceline.data.indices import Rules
+from paceline.data.order import LocalOrder, draw
+from paceline.data.randomness import mixed
+from paceline.data.split import (
+    Costs,
+    Cut,
+    cut_by_cost,
+    deal,
+    deal_or_spread,
+    num_steps,
+    spread,
+    spread_one,
+)
 from paceline.errors import DataError, UsageError
 
 _WARMUP = (0, 0, 1)  # beside the seed; where this has its second 0, others have 1 + a rank
+
+
+@dataclass(frozen=True)
+class DataWarmup:
+    """How much of the data the first epochs go over; made by `pl.data_warmup`."""
+
+    fraction: float
+    epochs: int
+
+    def __str__(self) -> str:
+        return f"data_warmup({self.fraction:g}, epochs={self.epochs})"
+
+    def num_samples(self, samples: int, epoch: int) -> int:
+        """Return how many of so many samples an epoch goes over."""
+        if epoch >= self.epochs:
+            return samples
+        return min(samples, max(1, math.ceil(self.fraction * samples - 1e-9)))
+
+
+def data_warmup(fraction: float, epochs: int = 1) -> DataWarmup:
+    """Let training begin with a part of the data: `pl.shard(loader, warmup=...)` goes over this
+    fraction of the samples in epochs 0 to epochs - 1, and over all of them from then on. The
+    samples are drawn once, alike on all workers; each of them comes once in an epoch.
+
+    >>> loader = DataLoader(range(20), batch_size=2)
+    >>> warmup = pl.data_warmup(0.1, epochs=2)
+    >>> [len(pl.shard(loader, epoch=epoch, warmup=warmup)) for epoch in range(4)]
+    [1, 1, 10, 10]
+    """
+    try:
+        share, count = float(fraction), operator.index(epochs)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"data_warmup({fraction!r}, epochs={epochs!r}): expected a fraction of the data and a"
+            " whole number of epochs"
+        ) from None
+    if not 0 < share <= 1:
+        raise UsageError(
+            f"data_warmup({fraction!r}): the fraction of the data must be above 0 and at most 1"
+        )
+    if count < 0:
+        raise UsageError(f"data_warmup(..., epochs={epochs}): expected 0 or more")
+    return DataWarmup(share, count)
 
 
 @dataclass(frozen=True)
@@ -41,14 +97,8 @@ class Plan:
     drawn_from: int | None = None  # a warm-up: the units are so many of these
     costs: Costs | None = None  # of samples, which are cut by them
 
-    def order(self, group: Group, seed: int, epoch: int) -> Order:
-        """Begin a pass."""
-        if self.told is not None:
-            return ToldOrder(group, self.told)
-        return self.local_order(seed, epoch)
-
     def local_order(self, seed: int, epoch: int) -> LocalOrder:
-        """The same, where no sampler of the user decides."""
+        """Begin a pass where no sampler of the user decides."""
         assert self.units is not None, "without a sampler of the user the length is known"
         drawn = None
         if self.drawn_from is not None:

@@ -7,46 +7,36 @@ the next run; with a sampler of the user each worker iterates its own.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from paceline.data.indexed import IndexedLoader, plain, settings_of
-from paceline.data.order import LocalOrder, mixed
+from paceline.data.order import LocalOrder
+from paceline.data.passes import Pass
 from paceline.data.plan import length_of, plan, samplers_of
-from paceline.data.sources import Pass
+from paceline.data.randomness import mixed
 from paceline.errors import UsageError
 
 _ORDER = 2  # beside the seed: the order, not the augmentation
 
 
-class WholeParts:
-    """The batches of one worker's pass over everything."""
-
-    def __init__(self, batches: Iterable[Any], count: int, rank: int) -> None:
-        self._batches, self._count, self._rank = batches, count, rank
-        self.weights: deque[float] = deque()
-
-    def prepare(self, steps: int) -> None:
-        """Nothing to do: nobody is asked."""
-
-    def __iter__(self) -> Iterator[Any]:
-        found = 0
-        for batch in self._batches:
-            found += 1
-            if found > self._count:
-                break
-            self.weights.append(1.0)
-            yield plain(batch)
-        if found != self._count:
-            # The others count on as many steps as the sampler's length says.
-            raise UsageError(
-                f"pl.shard: the sampler of rank {self._rank} gave"
-                f" {'more' if found > self._count else found} batches, expected {self._count} by"
-                " its length; with mode='replicate' all workers make as many steps as that"
-            )
+def whole_parts(batches: Iterable[Any], count: int, rank: int) -> Iterator[tuple[Any, float]]:
+    """Yield the batches of one worker's pass over everything, and their weights."""
+    found = 0
+    for batch in batches:
+        found += 1
+        if found > count:
+            break
+        yield plain(batch), 1.0
+    if found != count:
+        # The others count on as many steps as the sampler's length says.
+        raise UsageError(
+            f"pl.shard: the sampler of rank {rank} gave"
+            f" {'more' if found > count else found} batches, expected {count} by its length; with"
+            " mode='replicate' all workers make as many steps as that"
+        )
 
 
 class Replicated:
@@ -95,19 +85,19 @@ class Replicated:
                 " workers compute the same"
             )
         assert self.length is not None, "the plan has a length"
-        parts = WholeParts(self._grouped(self._units(this)), self.length, rank)
+        parts = whole_parts(self._grouped(self._units(this)), self.length, rank)
         copy = this.memory.copy_for(
             ("replicate", *settings_of(loader)), lambda: IndexedLoader(loader)
         )
         seed = mixed(this.seed, this.epoch, 1 + rank)
-        yield from copy.run(parts, this.announcer, this.lookahead, seed)
+        yield from copy.run(parts, this.announcer, seed)
 
     def _units(self, this: Pass) -> Iterable[Any]:
         if self._plan.told is not None:
             return self._plan.told
         assert self._plan.units is not None, "checked above"
         seed = mixed(this.seed, this.epoch, 1 + this.group.rank, _ORDER)
-        return LocalOrder(self._plan.units, seed).take(self._plan.units)
+        return LocalOrder(self._plan.units, seed).units(0, self._plan.units)
 
     def _grouped(self, units: Iterable[Any]) -> Iterator[Any]:
         size = self._loader.batch_size

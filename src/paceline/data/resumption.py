@@ -18,6 +18,7 @@ from typing import Any
 from paceline.data.ledger import ledger_of
 from paceline.errors import DataError
 from paceline.job import Job
+from paceline.state import protocol
 
 FORMAT = 1
 
@@ -28,7 +29,10 @@ def data_state(job: Job) -> dict[str, Any]:
     """Return where this worker's data is, as plain data (JSON). To be called between two steps: all
     batches that were handed out have counted. Not collective."""
     number, workers = job.env.number, len(job.fabric.membership.workers)
-    return {"format": FORMAT, "workers": workers, "number": number, **ledger_of(job).saved()}
+    ledger = ledger_of(job)
+    state = ledger.state().counts
+    lines = {key: line for key, line in state["lines"].items() if not ledger.is_gone(key)}
+    return {"format": FORMAT, "workers": workers, "number": number, **state, "lines": lines}
 
 
 def resume_data(job: Job, states: Sequence[State], *, is_lockstep: bool) -> list[str]:
@@ -47,7 +51,8 @@ def resume_data(job: Job, states: Sequence[State], *, is_lockstep: bool) -> list
     chosen = dict(states[_place_of(job)] if is_same else slowest)
     if are_apart or not is_same:
         chosen = _mapped(chosen, states, workers)
-    ledger_of(job).begin_from(chosen, is_same=is_same, is_alone=are_apart and is_same)
+    how = {"is_same": is_same, "is_alone": are_apart and is_same}
+    ledger_of(job).load(protocol.State({**chosen, **how}), None)
     return _said(chosen, states, workers, is_lockstep=is_lockstep)
 
 

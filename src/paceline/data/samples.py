@@ -1,4 +1,4 @@
-"""Errors of a user's dataset, with the place where they happened.
+"""Samples of a user's dataset: errors with the place where they happened, seeds, and counting.
 
 Of thousands of samples one cannot be read, on one of many workers, perhaps in a process of its
 DataLoader. What the dataset raised does not say which. So it is raised again as a DataError that
@@ -8,11 +8,12 @@ ranks end with this one: the launcher names it as the cause.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import get_worker_info
 
+from paceline.data.randomness import seed_everything
 from paceline.errors import DataError
 
 
@@ -61,6 +62,23 @@ class Named:
         return type(self), self._named
 
 
+class Reseeding(Named):
+    """A dataset that is asked for (seed, indices), and seeds before it makes the samples."""
+
+    def __init__(self, dataset: Any, who: str = "this rank") -> None:
+        super().__init__(dataset, who)
+
+    def __getitems__(self, request: tuple[int, Iterable[Any]]) -> Any:  # type: ignore[override]
+        seed, indices = request
+        seed_everything(seed)
+        return super().__getitems__(indices)
+
+    def __getitem__(self, request: tuple[int, Any]) -> Any:
+        seed, index = request
+        seed_everything(seed)
+        return super().__getitem__(index)
+
+
 def named_items(items: Iterable[Any], what: str, who: str) -> Iterator[Any]:
     """Yield what an iterable yields; its errors say behind how many items they came."""
     number = 0
@@ -80,3 +98,24 @@ def refused(what: str, source: Any, who: str, error: Exception) -> DataError:
         f"pl.shard: {what} of {type(source).__name__} could not be made on {where}:"
         f" {type(error).__name__}: {error}"
     )
+
+
+def samples_in(batch: Any) -> int:
+    """Return the size of the first dimension of the first tensor or array in a batch; without any,
+    the length of the list that the batch is, or 1."""
+    found = next(_first_dimensions(batch), None)
+    if found is not None:
+        return found
+    return len(batch) if isinstance(batch, (list, tuple)) else 1
+
+
+def _first_dimensions(thing: Any) -> Iterator[int]:
+    shape = getattr(thing, "shape", None)
+    if isinstance(shape, tuple):
+        yield from shape[:1]
+    elif isinstance(thing, Mapping):
+        for value in thing.values():
+            yield from _first_dimensions(value)
+    elif isinstance(thing, (list, tuple)):
+        for value in thing:
+            yield from _first_dimensions(value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,21 +16,20 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.consensus import group_of
-from paceline.data.costs import GivenCost
-from paceline.data.elastic_pass import ElasticPass, agree_in_line
 from paceline.data.epoch_line import tell_epoch
-from paceline.data.given import Opener, given, note_pass
 from paceline.data.indexed import lookahead_of
 from paceline.data.ledger import OTHERS, ledger_of
-from paceline.data.memory import is_remembered, memory_of, say_once
-from paceline.data.modes import Wish, source_in_mode
+from paceline.data.loaders import Opener, given, is_remembered, memory_of, note_pass, say_once
+from paceline.data.modes import Options, source_of
+from paceline.data.passes import Pass, agree_in_line
 from paceline.data.pipeline.recipe import Stage
 from paceline.data.pipeline.source import Offered, Piped, PipedStream, offer
-from paceline.data.sources import Pass, Source, source_of
+from paceline.data.plan import DataWarmup
+from paceline.data.sources import Source
+from paceline.data.split import GivenCost
 from paceline.data.timing import timed
-from paceline.data.warmup import DataWarmup
 from paceline.errors import UsageError
-from paceline.job import Job, current
+from paceline.job import current
 
 
 def shard(
@@ -80,70 +78,14 @@ def shard(
     made, problem = given(loader, open, settings)
     if current().env.is_data_worker:
         return offer(made, stages, batch, pad=pad, is_pipeline=mode == "pipeline")
-    wish = Wish(mode, batch, pad, presharded, warmup, cost, tuple(stages))
-    options = _Options(epoch, seed, batch, pad, presharded, resize, warmup, wish, problem)
-    return Sharded(made, options)
-
-
-@dataclass(frozen=True)
-class _Options:
-    epoch: int | None
-    seed: int | None
-    batch: str
-    pad: bool
-    presharded: bool
-    resize: str
-    warmup: DataWarmup | None
-    wish: Wish
-    problem: str | None = None  # with what was given
-
-    def check(self) -> None:
-        """Refuse values that mean nothing."""
-        if self.problem is not None:
-            raise UsageError(self.problem)
-        self.wish.check()
-        if self.epoch is not None and _as_int("epoch", self.epoch) < 0:
-            raise UsageError(f"epoch must be 0 or more (got {self.epoch}); the first one is 0")
-        if self.seed is not None:
-            _as_int("seed", self.seed)
-        if self.batch not in ("worker", "global", "auto"):
-            raise UsageError(f"batch must be 'worker' or 'global', or 'auto' (got {self.batch!r})")
-        if self.resize not in ("worker", "global"):
-            raise UsageError(f"resize must be 'worker' or 'global' (got {self.resize!r})")
-        if self.warmup is not None and not isinstance(self.warmup, DataWarmup):
-            raise UsageError(
-                f"warmup must be made by pl.data_warmup(fraction, epochs) (got {self.warmup!r:.60})"
-            )
-
-    def facts(self) -> dict[str, Any]:
-        """The options as all ranks must have them."""
-        return {
-            "mode": self.wish.mode,
-            "epoch": None if self.epoch is None else int(self.epoch),
-            "seed": None if self.seed is None else str(int(self.seed)),
-            "batch": self.batch,
-            "pad": bool(self.pad),
-            "presharded": bool(self.presharded),
-            "resize": self.resize,
-            "warmup": None if self.warmup is None else str(self.warmup),
-            "the number of stages": len(self.wish.stages),
-        }
-
-
-def _as_int(name: str, value: Any) -> int:
-    wrong = UsageError(f"{name} must be an integer or None (got {value!r})")
-    if isinstance(value, bool):
-        raise wrong
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise wrong from None
+    asked = (mode, epoch, seed, batch, pad, presharded, resize, warmup, cost, tuple(stages))
+    return Sharded(made, Options(*asked, problem))
 
 
 class Sharded:
     """This worker's part of a loader; every iteration is one pass over it."""
 
-    def __init__(self, loader: Any, options: _Options) -> None:
+    def __init__(self, loader: Any, options: Options) -> None:
         current().has_shared_data = True
         job = current().sharers
         self._loader, self._options = loader, options
@@ -158,7 +100,7 @@ class Sharded:
         if options.epoch is not None and self._line.find(operator.index(options.epoch)):
             ledger_of(job).catch_up()
         epoch = self._next_epoch
-        if self._line.is_pass_done or (self._line.is_pass_over and job.elastic.is_lockstep):
+        if self._line.is_over(is_lockstep=job.elastic.is_lockstep):
             self._line.skip_pass(epoch)
             return
         self._examine(epoch)
@@ -166,20 +108,24 @@ class Sharded:
         note_pass(self._loader, epoch + 1)
         announcer = job.contribution.announcer()
         this = Pass(
+            job=job,
             group=self._group,
+            ledger=ledger_of(job),
+            line=self._line,
+            memory=memory,
             announcer=announcer,
+            say=partial(say_once, memory.said, group_of(job.whole)),
+            facts=self._facts,
             epoch=epoch,
             seed=self._seed,
             lookahead=self._lookahead,
             pad=options.pad,
-            memory=memory,
-            say=partial(say_once, memory.said, group_of(job.whole)),
-            entry=self._entry(job, epoch),
+            resize=options.resize,
         )
         began_s, batches = time.monotonic(), self._source.batches(this)
         is_noted = getattr(self._source, "is_noted", False)  # by itself
         try:
-            given = batches if is_noted else this.entry.noted(batches)
+            given = batches if is_noted else this.noted(batches)
             if torch.is_grad_enabled():
                 job.reporter.headway.begin_pass(self._length)
             yield from timed(given, job, announcer)
@@ -187,7 +133,7 @@ class Sharded:
             announcer.close()
             ended, self._line.ended = self._line.ended, None
         if ended is not None:  # and has come to its end
-            tell_epoch(this.entry, ended, memory.line or OTHERS, began_s)
+            tell_epoch(this, ended, memory.line or OTHERS, began_s)
 
     @property
     def _next_epoch(self) -> int:
@@ -202,11 +148,6 @@ class Sharded:
         if self._length is None:
             raise TypeError(f"the number of batches of {type(self._loader).__name__} is not known")
         return self._length
-
-    def _entry(self, job: Job, epoch: int) -> ElasticPass:
-        resize, pad = self._options.resize, self._options.pad
-        ledger = ledger_of(job)
-        return ElasticPass(job, ledger, self._line, resize, self._seed, epoch, pad, self._facts)
 
     def _examine(self, epoch: int | None) -> None:
         """Look at the loader, and agree with the other ranks about what is there. Collective."""
@@ -239,25 +180,8 @@ class Sharded:
     def _find_source(self, epoch: int) -> Source:
         if isinstance(self._loader, Sharded):
             raise UsageError("this loader went through pl.shard already; pass the plain one")
-        job, options = current().sharers, self._options
-        found = source_in_mode(self._loader, self._group, job, self._memory, options.wish, epoch)
-        if found is not None:
-            return found
-        if options.warmup is not None and job.elastic.is_on and not job.elastic.is_lockstep:
-            raise UsageError(
-                f"warmup={options.warmup}: in an elastic job with a free-running pace a newcomer"
-                " finds its place in the data by counting steps, and epochs must be equally long;"
-                " use a pace in lockstep, or a job without --min, --max and --on-loss"
-            )
-        return source_of(
-            self._loader,
-            self._group,
-            job.env.world_size if job.elastic.is_on else self._group.size,
-            options.batch,
-            pad=options.pad,
-            presharded=options.presharded,
-            warmup=None if options.warmup is None else (options.warmup, epoch),
-        )
+        job, memory = current().sharers, self._memory
+        return source_of(self._loader, self._group, job, memory, self._options, epoch)
 
     def _accept(self, told: list[dict[str, Any]]) -> None:
         """Take over what the ranks told: rank 0's seed, the longest lookahead and length."""

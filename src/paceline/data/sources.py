@@ -9,46 +9,22 @@ Presharded    any of these, when each worker has its own already
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 from paceline.collectives.group import Group
-from paceline.contribution import Announcer
-from paceline.data.elastic_pass import ElasticPass
-from paceline.data.in_step import presharded
-from paceline.data.indexed import IndexedLoader, settings_of
-from paceline.data.memory import Memory
-from paceline.data.order import mixed
-from paceline.data.plan import length_of, plan, samplers_of, warmed_up
-from paceline.data.recut import BatchMaker, Recut
-from paceline.data.reread import ItemReader, Reread, StreamReader
+from paceline.data.in_step import own_batches
+from paceline.data.indexed import BatchMaker, IndexedLoader, IndexedPass, settings_of
+from paceline.data.passes import Pass
+from paceline.data.plan import DataWarmup, length_of, plan, samplers_of, warmed_up
+from paceline.data.randomness import mixed
+from paceline.data.samples import named_items, samples_in
 from paceline.data.split import num_steps
-from paceline.data.warmup import DataWarmup
+from paceline.data.stream import ItemReader, StreamReader, StridedPass
 from paceline.errors import DataError, UsageError
 
 _EMPTY_ITERATOR = "; it is a generator or iterator, which can be used once only: pass a new one"
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What every pass over the data needs to know."""
-
-    group: Group
-    announcer: Announcer
-    epoch: int
-    seed: int
-    lookahead: int  # batches that some worker's loader may ask for ahead of time
-    pad: bool
-    memory: Memory
-    say: Callable[[str], None]  # once for each loader
-    entry: ElasticPass  # the pass as the ledger knows it
-
-    @property
-    def elastic(self) -> ElasticPass | None:
-        """The same, in an elastic job only."""
-        return self.entry if self.entry.is_elastic else None
 
 
 class Source(Protocol):
@@ -65,49 +41,6 @@ class Source(Protocol):
 
     def batches(self, this: Pass) -> Iterator[Any]:
         """Yield the batches of one pass, each with its weight announced."""
-
-
-def source_of(
-    loader: Any,
-    group: Group,
-    nominal: int,
-    batch: str,
-    *,
-    pad: bool,
-    presharded: bool,
-    warmup: tuple[DataWarmup, int] | None = None,
-) -> Source:
-    """Find out what kind of thing this is; UsageError if it cannot be shared out. `nominal`: the
-    number of workers that decides on the size of a global batch; `warmup`: with the epoch."""
-    if isinstance(loader, Dataset):
-        raise UsageError(
-            f"a {type(loader).__name__} is a dataset; pass a DataLoader over it, as for training"
-            " in one process, or batch_size=..."
-        )
-    if not hasattr(loader, "__iter__"):
-        raise UsageError(f"expected a DataLoader or an iterable of batches, found {loader!r}")
-    if warmup is not None and (presharded or not _has_indices(loader)):
-        what = "presharded=True" if presharded else f"a {type(loader).__name__} without indices"
-        raise UsageError(
-            f"warmup={warmup[0]}: a part of the data is drawn by index, which {what} does not"
-            " allow; let the stream itself begin with less"
-        )
-    if presharded:
-        return Presharded(loader)
-    if not isinstance(loader, DataLoader):
-        if batch == "global":
-            raise UsageError(
-                f"batch='global' cuts batches, but the batches of a {type(loader).__name__} are"
-                " made already; pass a DataLoader, or use batch='worker'"
-            )
-        return Items(loader, group, pad=pad)
-    if isinstance(loader.dataset, IterableDataset):
-        return Stream(loader, nominal, batch)
-    return Indexed(loader, group, nominal, batch, pad=pad, warmup=warmup)
-
-
-def _has_indices(loader: Any) -> bool:
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 class Indexed:
@@ -148,8 +81,10 @@ class Indexed:
     def batches(self, this: Pass) -> Iterator[Any]:
         """Yield this worker's parts of the global batches."""
         self._before_pass(this)
-        maker = self._maker(this)
-        made = Recut(this.entry, maker, self._plan, this.announcer, this.lookahead, this.say)
+        group = None if this.is_free else this.group
+        yield from self._batches_of(IndexedPass(this, self._maker(this), self._plan, group))
+
+    def _batches_of(self, made: IndexedPass) -> Iterator[Any]:
         yield from made.batches()
         if made.num_batches == 0:
             self._refuse_emptiness()
@@ -157,7 +92,7 @@ class Indexed:
     def _maker(self, this: Pass) -> BatchMaker:
         """Return what makes batches of indices."""
         # What processes of the loader draw must not depend on how many batches they have made.
-        reseeds = self._loader.num_workers > 0 or this.entry.seeds is not None
+        reseeds = self._loader.num_workers > 0 or this.seeds is not None
         key = ("indexed", reseeds, *settings_of(self._loader))
         return this.memory.copy_for(key, lambda: IndexedLoader(self._loader, reseeds=reseeds))
 
@@ -220,11 +155,9 @@ class Stream:
         _mention_order(self._loader, this)
         # Equal on all ranks: a dataset that shuffles in its workers must do so alike everywhere.
         seed, drop = mixed(this.seed, this.epoch), self._loader.drop_last
-        per_step = self._rule(this.entry.resize)
+        per_step = self._rule(this.resize)
         reader = StreamReader(self._loader, per_step, seed, this.memory)
-        made = Reread(
-            this.entry, reader, per_step, this.announcer, stops_short=drop, too_few=self._too_few
-        )
+        made = StridedPass(this, reader, per_step, stops_short=drop, too_few=self._too_few)
         yield from made.batches()
 
     @property
@@ -271,11 +204,8 @@ class Items:
             )
         too_few = f"there must be a batch for each of the {size} workers, or pass pad=False"
         too_few += _hint(self._items)
-        who = f"rank {this.entry.job.env.rank}"
-        reader, one_each = ItemReader(self._items, who), lambda workers: workers
-        made = Reread(
-            this.entry, reader, one_each, this.announcer, stops_short=False, too_few=too_few
-        )
+        reader = ItemReader(self._items, f"rank {this.job.env.rank}")
+        made = StridedPass(this, reader, lambda n: n, stops_short=False, too_few=too_few)
         yield from made.batches()
 
 
@@ -295,10 +225,16 @@ class Presharded:
 
     def batches(self, this: Pass) -> Iterator[Any]:
         """Yield the batches as they come, in step with the other workers."""
-        if isinstance(self._batches, DataLoader):
-            set_epoch([*samplers_of(self._batches), self._batches.dataset], this.epoch)
-        too_few = "give each worker at least one, or pass pad=False" + _hint(self._batches)
-        yield from presharded(this.entry, self._batches, this.announcer, too_few)
+        own, who = self._batches, f"rank {this.job.env.rank}"
+        if isinstance(own, DataLoader):
+            set_epoch([*samplers_of(own), own.dataset], this.epoch)
+        too_few = "give each worker at least one, or pass pad=False" + _hint(own)
+        things = [own, getattr(own, "dataset", None), getattr(own, "sampler", None)]
+
+        def read() -> Iterator[tuple[int, Any]]:
+            return ((samples_in(batch), batch) for batch in named_items(own, "batch", who))
+
+        yield from own_batches(this, read, things, too_few, is_free=this.is_free)
 
 
 def _mention_order(loader: DataLoader[Any], this: Pass) -> None:

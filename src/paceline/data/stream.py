@@ -1,30 +1,32 @@
-"""Data that only comes in sequence: nobody knows its length, and nobody can ask for sample 17.
+"""A pass over a stream, or over other things that yield batches: data that only comes in sequence.
 
-Of one stream that all workers read, each takes every world-size-th sample (or item): STRIDING.
-Streams that already differ from worker to worker are taken as they are: PRESHARDED. Either way the
-workers may have different numbers of samples, and learn that only when theirs end; so before each
-step they tell each other how many samples they have for it. From these follow the weights, and when
-it is over.
+Nobody knows its length, and nobody can ask for sample 17. Of one stream that all workers read, each
+takes every world-size-th sample (or item): STRIDING. Workers may have different numbers of samples,
+so before each step they tell each other how many they have for it (in_step.py). When the workers of
+an elastic job change, and when a run is resumed, the stream is read again from its beginning,
+without what has been used, and strided anew; what a worker had read ahead is thrown away. An
+iterator that can be used only once keeps what it gave since the last step instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
-import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from paceline.collectives.group import Group
-from paceline.contribution import Announcer
-from paceline.data.reading import Reading
-from paceline.data.samples import named_items
-from paceline.data.split import stride, weight
-from paceline.errors import DataError
-from paceline.telemetry.stopwatch import Stopwatch
-
-Counted = tuple[int, Any]  # samples of a batch, and the batch
-_ENDED = -1
+from paceline.data.cursor import Stage
+from paceline.data.in_step import ENDED, IDLE, InStep, Tagged
+from paceline.data.indexed import copied, settings_of
+from paceline.data.loaders import Memory
+from paceline.data.passes import Pass
+from paceline.data.positions import Reading, StreamCursor, reading_of
+from paceline.data.randomness import as_then, remembered
+from paceline.data.samples import named_items, samples_in
+from paceline.data.split import stride, strided_share
+from paceline.errors import UsageError
 
 
 class Strided(IterableDataset[Any]):
@@ -62,82 +64,180 @@ class Strided(IterableDataset[Any]):
         return Strided, self._strided
 
 
-class Counting:
-    """A collate function that also says how many samples it was given."""
+class Tagging:
+    """A collate function that also says how many samples it was given, and in which process."""
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
+    def __init__(self, collate: Callable[[Any], Any], *, is_batched: bool) -> None:
+        self._collate, self._is_batched = collate, is_batched
 
-    def __call__(self, samples: Any) -> Counted:
-        return len(samples), self._collate(samples)
-
-
-def counted(batches: Iterable[Any]) -> Iterator[Counted]:
-    """Yield batches together with the number of samples in each."""
-    return ((samples_in(batch), batch) for batch in batches)
+    def __call__(self, samples: Any) -> Tagged:
+        batch = self._collate(samples)
+        info = get_worker_info()
+        count = len(samples) if self._is_batched else samples_in(batch)
+        return count, 0 if info is None else info.id, batch
 
 
-def samples_in(batch: Any) -> int:
-    """Return the size of the first dimension of the first tensor or array in a batch; without any,
-    the length of the list that the batch is, or 1."""
-    found = next(_first_dimensions(batch), None)
-    if found is not None:
-        return found
-    return len(batch) if isinstance(batch, (list, tuple)) else 1
+class StreamReader:
+    """Reads what is left of a loader's stream, for one worker of a stage."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        per_step: Callable[[int], int],
+        seed: int,
+        memory: Memory,
+    ) -> None:
+        self._loader, self._per_step, self._seed = loader, per_step, seed
+        self._memory = memory
+        self.num_sources = max(1, loader.num_workers)
+        self.keeps = False  # what it gave
+        self.things = [loader, loader.dataset]
+
+    def read(self, stage: Stage, index: int) -> Iterator[Tagged] | None:
+        """Return this worker's batches since the stage began; None if there are none for it."""
+        loader, workers = self._loader, len(stage.members)
+        per_step = self._per_step(workers)
+        if strided_share(workers, index, per_step) == 0:
+            return None
+        copy: Any
+        if stage.left:
+            copy = self._copy(stage, index)
+        else:  # its processes may outlive the pass
+            key = ("stream", workers, index, per_step, *settings_of(loader))
+            copy = self._memory.copy_for(key, lambda: self._copy(stage, index))
+        copy.generator.manual_seed(self._seed)
+        batches: Iterator[Tagged] = iter(copy)
+        return batches
+
+    def _copy(self, stage: Stage, index: int) -> Any:
+        loader, workers = self._loader, len(stage.members)
+        per_step = self._per_step(workers)
+        is_batched = loader.batch_size is not None
+        changes: dict[str, Any] = {"collate_fn": Tagging(loader.collate_fn, is_batched=is_batched)}
+        if is_batched:
+            mine = strided_share(workers, index, per_step)
+            changes["batch_sampler"] = BatchSampler(loader.sampler, mine, loader.drop_last)
+        strided = Strided(loader.dataset, workers, index, per_step, dict(stage.left))
+        return copied(loader, dataset=strided, **changes)
+
+    def forget(self, stage: Stage, batch: int) -> None:
+        """Nothing is kept."""
 
 
-def _first_dimensions(thing: Any) -> Iterator[int]:
-    shape = getattr(thing, "shape", None)
-    if isinstance(shape, tuple):
-        yield from shape[:1]
-    elif isinstance(thing, Mapping):
-        for value in thing.values():
-            yield from _first_dimensions(value)
-    elif isinstance(thing, (list, tuple)):
-        for value in thing:
-            yield from _first_dimensions(value)
+class ItemReader:
+    """Reads what is left of an iterable of batches, every w-th of w workers."""
 
+    def __init__(self, items: Iterable[Any], who: str = "this rank") -> None:
+        self._items, self._who = items, who
+        self.num_sources = 1
+        self.things = [items]
+        self.keeps = self._is_one_shot = isinstance(items, Iterator)
+        self._kept: deque[Any] = deque()
+        self._start = 0  # position of the first one that is kept
 
-def in_step(
-    batches: Iterator[Counted],
-    group: Group,
-    announcer: Announcer,
-    *,
-    pad: bool,
-    stops_short: bool,
-    too_few: str,
-    waiting: Stopwatch,
-) -> Iterator[Any]:
-    """Yield batches until all workers have run out; one that has run out repeats its last batch
-    with weight 0, or without `pad` waits for the others. With `stops_short` the first that runs
-    out ends it for all. `waiting` gets the time for which this worker waits for the others."""
-    last, is_first = None, True
-    while True:
-        mine = next(batches, None)
-        with waiting:
-            counts = _tell(group, _ENDED if mine is None else mine[0])
-        missing = [rank for rank, count in zip(group.ranks, counts, strict=True) if count < 0]
-        if is_first and missing and (pad or len(missing) == group.size):
-            raise DataError(f"pl.shard: {_named(missing, group.size)} no batch at all; {too_few}")
-        if len(missing) == group.size or (missing and stops_short):
+    def read(self, stage: Stage, index: int) -> Iterator[Tagged]:
+        """Return this worker's items since the stage began."""
+        numbering, workers = reading_of(stage, 0).numbering(), len(stage.members)
+        for position, item in self._positions():
+            number = numbering(position)
+            if number is not None and number % workers == index:
+                yield samples_in(item), 0, item
+
+    def forget(self, stage: Stage, batch: int) -> None:
+        """Let go of what lies before a batch of a stage."""
+        needed = reading_of(stage, 0).position((batch - stage.first) * len(stage.members))
+        while self._kept and self._start < needed:
+            self._kept.popleft()
+            self._start += 1
+
+    def _positions(self) -> Iterator[tuple[int, Any]]:
+        items = named_items(self._items, "batch", self._who)
+        if not self._is_one_shot:
+            yield from enumerate(items)
             return
-        is_first = False
-        if mine is not None:
-            count, last = mine
-            announcer.set(weight(count, sum(c for c in counts if c > 0), group.size), count)
-            yield last
-        elif pad:
-            announcer.set(0.0)
-            yield last
+        yield from enumerate(list(self._kept), self._start)
+        for item in items:
+            self._kept.append(item)
+            yield self._start + len(self._kept) - 1, item
 
 
-def _tell(group: Group, count: int) -> list[int]:
-    counts = torch.empty(group.size, dtype=torch.int64)
-    group.all_gather(torch.tensor([count]), out=counts)
-    return counts.tolist()
+class StridedPass:
+    """One pass over one stream that all workers read."""
 
+    def __init__(
+        self,
+        this: Pass,
+        reader: StreamReader | ItemReader,
+        per_step: Callable[[int], int],
+        *,
+        stops_short: bool,
+        too_few: str,
+    ) -> None:
+        self._this, self._reader, self._stops_short = this, reader, stops_short
+        self._cursor = StreamCursor(per_step, this.members, reader.num_sources)
+        self._steps = InStep(this, self._cursor, too_few)
 
-def _named(missing: list[int], world_size: int) -> str:
-    if len(missing) == world_size:
-        return "the loader gives"
-    return f"the loader gives rank {', '.join(map(str, missing))} of {world_size}"
+    def batches(self) -> Iterator[Any]:
+        """Yield batches until all workers have run out."""
+        this, cursor, steps = self._this, self._cursor, self._steps
+        this.open(cursor)
+        if not cursor.is_resumed:
+            cursor.draws = remembered(self._reader.things)
+        try:
+            if this.is_free:
+                stage = cursor.stages[0]
+                mine = self._reader.read(stage, this.seat)
+                yield from steps.run_free(iter(()) if mine is None else mine, stage.first)
+                return
+            while steps.is_guest(cursor.stage(cursor.position).members):
+                yield steps.nothing(self._spare())
+            is_over = False
+            while not is_over:
+                is_over = yield from self._batches_of_one_stage()
+        finally:
+            this.close(cursor)
+
+    def _batches_of_one_stage(self) -> Generator[Any, None, bool]:
+        """Yield batches until the workers change, or it is over; return which of the two."""
+        this, cursor, steps = self._this, self._cursor, self._steps
+        stage = cursor.stage(cursor.position)
+        key, version = self._key(stage), cursor.version
+        take = cursor.take if this.is_elastic else cursor.use
+        with as_then(cursor.draws if cursor.is_resumed else None, self._reader.things):
+            read = self._reader.read(stage, stage.members.index(this.seat))
+            is_idle = read is None
+            mine: Iterator[Tagged] = iter(()) if read is None else read
+            for used in islice(mine, cursor.position - stage.first):
+                steps.last = used[2]
+        while True:
+            batch = next(mine, None)
+            counts = steps.tell(IDLE if is_idle else ENDED if batch is None else batch[0])
+            if cursor.version != version:
+                if self._key(cursor.stage(cursor.position)) != key:
+                    return False  # somebody was lost: this batch is cut anew
+                version = cursor.version
+            if steps.is_over(counts, self._stops_short):
+                return True
+            take(cursor.position, 0 if batch is None else batch[1])
+            if batch is None and steps.last is None and this.pad:
+                steps.last = self._spare()
+            if steps.give(batch, counts):
+                yield steps.last
+            if self._reader.keeps:
+                kept = this.done(cursor)
+                self._reader.forget(cursor.stage(kept), kept)
+            if cursor.version != version:
+                if self._key(cursor.stage(cursor.position)) != key:
+                    return False
+                version = cursor.version
+
+    def _key(self, stage: Stage) -> Any:
+        return stage.first, len(stage.members), stage.members.index(self._this.seat), stage.left
+
+    def _spare(self) -> Any:
+        """Return some batch to repeat with weight 0, for a worker that never had one."""
+        whole = self._reader.read(Stage(0, (self._this.seat,), {}), 0)
+        found = next(whole, None) if whole is not None else None
+        if found is None:
+            raise UsageError("pl.shard: this worker came too late to get a batch of this iterator")
+        return found[2]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.contribution import Announcer
-from paceline.data.stream import samples_in
+from paceline.data.samples import samples_in
 from paceline.job import Job
 from paceline.telemetry.trace import tracer
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.data.samples import samples_in
 from paceline.data.shard import shard
-from paceline.data.stream import samples_in
 from paceline.data_parallel.succession import Succession
 from paceline.errors import UsageError
 from paceline.job import Job

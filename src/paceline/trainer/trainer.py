@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.data.loops import epochs as rounds
 from paceline.data.pipeline.source import Offered
+from paceline.data.samples import samples_in
 from paceline.data.shard import Sharded, shard
-from paceline.data.stream import samples_in
 from paceline.data_parallel.distribute import distributed
 from paceline.data_parallel.grad_scaler import GradScaler
 from paceline.data_parallel.succession import Succession

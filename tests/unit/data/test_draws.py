@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from paceline.data.draws import as_then, remembered
+from paceline.data.randomness import as_then, remembered
 
 
 class Sampler:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.order import LocalOrder, mixed
-from paceline.data.portable import portable, restored
+from paceline.data.order import LocalOrder, portable, restored
+from paceline.data.randomness import mixed
 from paceline.errors import UsageError
 
 
@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 def test_every_index_comes_once(samples: int, count: int, seed: int | None) -> None:
     order = LocalOrder(samples, None if seed is None else mixed(seed))
     taken: list[int] = []
-    while len(units := order.take(count)):
+    while len(units := order.units(len(taken), len(taken) + count)):
         assert len(units) <= count
         taken.extend(map(int, units))
     assert sorted(taken) == list(range(samples))
@@ -27,7 +27,7 @@ def test_every_index_comes_once(samples: int, count: int, seed: int | None) -> N
 
 def test_orders_follow_from_seed_and_epoch() -> None:
     def order(*numbers: int) -> list[int]:
-        return list(LocalOrder(1000, mixed(*numbers)).take(1000))
+        return list(LocalOrder(1000, mixed(*numbers)).units(0, 1000))
 
     assert order(3, 4) == order(3, 4)
     different = [order(3, 4), order(4, 3), order(3, 5), order(-3, 4), order(7), order(0, 7)]

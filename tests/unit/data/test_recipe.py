@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from paceline.data.pipeline.messages import Order
-from paceline.data.pipeline.randomness import kept_random_state
 from paceline.data.pipeline.recipe import Failure, Recipe
-from paceline.data.repeatable import seed_everything
+from paceline.data.randomness import kept_random_state, seed_everything
 
 
 class Drawn(Dataset):

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.data.repeatable import Reseeding, Seeds, seed_step
+from paceline.data.randomness import Seeds, seed_step
+from paceline.data.samples import Reseeding
 
 
 def draws() -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""Courses that begin in the middle: what is left is left, for any number of workers."""
+"""Cursors that begin in the middle: what is left is left, for any number of workers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from typing import Any
 
 import pytest
 
-from paceline.data.course import Course, Rules
+from paceline.data.cursor import Arrival, Cursor
+from paceline.data.indices import IndexCursor, Rules
 from paceline.data.order import LocalOrder
-from paceline.data.reading import StreamCourse
+from paceline.data.positions import StreamCursor, reading_of
 from paceline.data.split import spread
 from paceline.errors import DataError
 
 
-def course(samples: int, workers: int, per_worker: int, *, drop: bool = False) -> Course:
+def course(samples: int, workers: int, per_worker: int, *, drop: bool = False) -> IndexCursor:
     rules = Rules(lambda n: per_worker * n, spread, drop_short=drop, again=list)
-    return Course(rules, LocalOrder(samples, 5), tuple(range(workers)))
+    return IndexCursor(rules, LocalOrder(samples, 5), tuple(range(workers)))
 
 
-def plain(value: Any) -> Any:
-    return json.loads(json.dumps(value))
+def saved(cursor: Cursor, batch: int) -> Any:
+    """What a checkpoint says that is made before a batch."""
+    cursor.position = batch
+    return json.loads(json.dumps(cursor.state()))
 
 
-def rest(a: Course, batch: int) -> list[list[int]]:
+def resumed(cursor: Cursor, state: Any, *, is_same: bool) -> None:
+    cursor.load(state, None, Arrival(is_resumed=True, is_same=is_same))
+
+
+def rest(a: IndexCursor, batch: int) -> list[list[int]]:
     """The units of all batches from one on."""
     found = []
     while (units := a.units(batch)) is not None:
@@ -47,13 +54,13 @@ def test_what_is_left_is_the_same_or_cut_anew(seed: int) -> None:
             first.change(tuple(range(before - 1)), uncounted=True)
             first.change(tuple(range(before)), uncounted=False)
         first.commit(number + 1)
-    place = plain(first.place(batch))
+    state = saved(first, batch)
     expected = rest(first, batch)
     same = course(samples, before, 2)
-    same.begin_at(batch, place, is_same=True)
-    assert rest(same, batch) == expected
+    resumed(same, state, is_same=True)
+    assert same.position == batch and rest(same, batch) == expected
     other = course(samples, after, 2)
-    other.begin_at(batch, place, is_same=after == before)
+    resumed(other, state, is_same=after == before)
     left = [unit for units in rest(other, batch) for unit in units]
     assert left == [unit for units in expected for unit in units]
 
@@ -64,20 +71,29 @@ def test_what_was_lost_comes_again_behind_a_checkpoint() -> None:
     first.change((0,), uncounted=True)
     first.commit(1)
     second = course(12, 3, 1)
-    second.begin_at(1, plain(first.place(1)), is_same=False)
+    resumed(second, saved(first, 1), is_same=False)
     units = [unit for units in rest(second, 1) for unit in units]
     assert len(units) == 8 + 2 and second.reissued == 2
     assert second.dropped(10) == 0
 
 
 def test_streams_of_other_loaders_cannot_be_continued() -> None:
-    first = StreamCourse(lambda n: n, (0, 1), num_sources=2)
+    first = StreamCursor(lambda n: n, (0, 1), num_sources=2)
     first.use(0, 1)
+    state = saved(first, 1)
     with pytest.raises(DataError, match="num_workers is 1, expected 2 as in the checkpoint"):
-        StreamCourse(lambda n: n, (0, 1)).begin_at(1, plain(first.place(1)), is_same=True)
-    same = StreamCourse(lambda n: n, (4, 5), num_sources=2)
-    same.begin_at(1, plain(first.place(1)), is_same=True)
+        resumed(StreamCursor(lambda n: n, (0, 1)), state, is_same=True)
+    same = StreamCursor(lambda n: n, (4, 5), num_sources=2)
+    resumed(same, state, is_same=True)
     assert same.stage(1).members == (4, 5) and same.stage(1).first == 0
-    other = StreamCourse(lambda n: n, (0, 1, 2), num_sources=2)
-    other.begin_at(1, plain(first.place(1)), is_same=False)
-    assert other.stage(1).first == 1 and other.stage(1).reading(1).base == 2
+    other = StreamCursor(lambda n: n, (0, 1, 2), num_sources=2)
+    resumed(other, state, is_same=False)
+    assert other.stage(1).first == 1 and reading_of(other.stage(1), 1).base == 2
+
+
+def test_a_checkpoint_without_a_place_in_the_order_goes_on_behind_its_batches() -> None:
+    """As it was written of passes that were cut by speed."""
+    state = {**saved(course(20, 2, 2), 3), "course": {}}
+    same = course(20, 2, 2)
+    resumed(same, state, is_same=True)
+    assert rest(same, 3) == rest(course(20, 2, 2), 0)[3:]

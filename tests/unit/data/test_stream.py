@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from paceline.data.stream import Strided, samples_in
+from paceline.data.samples import samples_in
+from paceline.data.stream import Strided
 
 
 def test_samples_are_counted_by_the_first_dimension() -> None:

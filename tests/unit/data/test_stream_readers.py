@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.pipeline.messages import Order
-from paceline.data.pipeline.streams import Ended, Readers
-from paceline.data.repeatable import seed_everything
+from paceline.data.pipeline.recipe import Ended, Readers
+from paceline.data.randomness import seed_everything
 
 
 class Counted(IterableDataset):

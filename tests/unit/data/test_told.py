@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from paceline.data import order
-from paceline.data.told import KeptOrder
+from paceline.data.cursor import PEER
+from paceline.data.order import KeptOrder
 from paceline.errors import UsageError
 
 
@@ -26,7 +27,7 @@ def kept(sampler: Any) -> KeptOrder:
 
 def handed_over(told: KeptOrder, sampler: Any) -> KeptOrder:
     other = kept(sampler)
-    other.load(msgspec.msgpack.decode(msgspec.msgpack.encode(told.pack())))
+    other.load(msgspec.msgpack.decode(msgspec.msgpack.encode(told.state())), PEER)
     return other
 
 
@@ -70,7 +71,7 @@ def test_what_has_counted_is_let_go() -> None:
         units.prepare(4 * step + 4)
         assert units.units(4 * step, 4 * step + 4) == list(range(4 * step, 4 * step + 4))
         units.forget(4 * step)
-    assert len(units.pack()["kept"]) < 40
+    assert len(units.state()["kept"]) < 40
     again = handed_over(units, endless())
     again.prepare(250)
     assert again.units(240, 244) == [240, 241, 242, 243]

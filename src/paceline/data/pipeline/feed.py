@@ -20,14 +20,13 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from paceline.console import say
+from paceline.data.order import portable
+from paceline.data.passes import Pass
 from paceline.data.pipeline import messages as m
-from paceline.data.pipeline.parcel import unpack
-from paceline.data.pipeline.randomness import kept_random_state
-from paceline.data.pipeline.recipe import Failure, Recipe
-from paceline.data.pipeline.streams import Ended
+from paceline.data.pipeline.messages import unpack
+from paceline.data.pipeline.recipe import Ended, Failure, Recipe
 from paceline.data.pipeline.supply import Answer, Pending, Supply
-from paceline.data.portable import portable
-from paceline.data.sources import Pass
+from paceline.data.randomness import kept_random_state
 from paceline.errors import DataError, UsageError
 from paceline.job import current
 

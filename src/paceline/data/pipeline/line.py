@@ -5,6 +5,10 @@ hosts its bytes follow the reply. A receive needs a size before anything comes, 
 how many bytes there is ROOM: as many as came last time. Those travel in the background, into memory
 that is ready, while the asker computes; what did not fit follows as the TAIL.
 
+A SLOT of that memory holds one batch from when it is written until the asker gives it back, which
+it does when the last of the tensors in it is gone. Slots are then used again: their pages stay
+mapped on both sides.
+
 Errors of the engine (PeerError) say that the other end is gone.
 """
 
@@ -19,19 +23,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline import _core
 from paceline.cluster.member import Member
 from paceline.collectives.fabric import Fabric
 from paceline.collectives.group import Group
+from paceline.collectives.memory import allocate
 from paceline.console import say
 from paceline.data.pipeline import messages as m
-from paceline.data.pipeline.parcel import Parcel
-from paceline.data.pipeline.slots import Slots
+from paceline.data.pipeline.messages import Parcel
 from paceline.errors import SharedMemoryError
 from paceline.ps.line import FRAME_BYTES, rest_bytes, to_frames
 from paceline.work import Work
 
 _MAKER, _ASKER = 0, 1  # their ranks in the group
 _REMEMBERED = 8  # sizes
+_PAGE = 4096
 
 
 def form(fabric: Fabric, maker: Member, asker: Member) -> Group:
@@ -138,6 +144,48 @@ class AskingLine:
         if total > start:
             self._group.recv(whole[start:], _MAKER, tag=m.tail_tag(incoming.seq))
         return whole
+
+
+@dataclass(eq=False)
+class _Room:
+    memory: torch.Tensor
+    where: m.Slot
+
+
+class Slots:
+    """The slots for one asker."""
+
+    def __init__(self, engine: _core.Engine) -> None:
+        self._engine = engine
+        self._free: list[_Room] = []
+        self._taken: dict[int, _Room] = {}
+        self._made = 0
+
+    def take(self, num_bytes: int) -> tuple[torch.Tensor, m.Slot]:
+        """Return memory for a batch; raises SharedMemoryError."""
+        fitting = [room for room in self._free if room.memory.numel() >= num_bytes]
+        if fitting:
+            room = min(fitting, key=lambda room: room.memory.numel())
+            self._free.remove(room)
+        else:
+            if self._free:  # all of them are too small: let one go instead of keeping both
+                self._free.remove(min(self._free, key=lambda room: room.memory.numel()))
+            room = self._make(num_bytes)
+        self._taken[room.where.number] = room
+        return room.memory, room.where
+
+    def give_back(self, number: int) -> None:
+        """Use a slot again; without effect for one that is not taken."""
+        room = self._taken.pop(number, None)
+        if room is not None:
+            self._free.append(room)
+
+    def _make(self, num_bytes: int) -> _Room:
+        # A little more than is needed now: batches of variable length shall fit next time.
+        size = -(-(num_bytes + num_bytes // 8) // _PAGE) * _PAGE
+        memory = allocate(self._engine, (size,), torch.uint8)
+        self._made += 1
+        return _Room(memory, m.Slot(self._made, *self._engine.locate(memory.data_ptr(), size)))
 
 
 class MakingLine:

@@ -23,9 +23,8 @@ from paceline.collectives.group import Group
 from paceline.console import say
 from paceline.data.pipeline import messages as m
 from paceline.data.pipeline.line import MakingLine, form
-from paceline.data.pipeline.parcel import pack, unpack
-from paceline.data.pipeline.recipe import Failure, Recipe
-from paceline.data.pipeline.streams import Ended
+from paceline.data.pipeline.messages import pack, unpack
+from paceline.data.pipeline.recipe import Ended, Failure, Recipe
 from paceline.data.pipeline.supply import Pending, Supply, ready_key
 from paceline.errors import PeerError, UsageError
 from paceline.job import Job

@@ -17,15 +17,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline import _core
 from paceline.collectives.group import Group
-from paceline.data.order import mixed
+from paceline.data.in_step import own_batches
+from paceline.data.passes import Pass
 from paceline.data.pipeline.feed import Feed, Numbered
 from paceline.data.pipeline.recipe import Recipe, Stage
 from paceline.data.pipeline.service import say_serving, serve, stage_members
 from paceline.data.pipeline.supply import Supply
-from paceline.data.plan import plan
-from paceline.data.sources import Indexed, Pass, Stream, set_epoch
-from paceline.data.stream import in_step
-from paceline.data.warmup import DataWarmup
+from paceline.data.plan import DataWarmup, plan
+from paceline.data.randomness import mixed
+from paceline.data.sources import Indexed, Stream, set_epoch
 from paceline.errors import UsageError
 from paceline.job import Job, current
 
@@ -175,8 +175,6 @@ class Piped(Indexed):
 class PipedStream(Stream):
     """A DataLoader over an iterable dataset, which data workers read."""
 
-    is_noted = False  # continued from a checkpoint, it is read again from its beginning
-
     def __init__(self, fed: _Fed, loader: DataLoader[Any], nominal: int, batch: str) -> None:
         super().__init__(loader, nominal, batch)
         self._fed, self.lookahead = fed, fed.lookahead
@@ -185,15 +183,13 @@ class PipedStream(Stream):
         """Yield batches of this worker's samples."""
         set_epoch([self._loader.dataset], this.epoch)
         share = (this.group.size, this.group.rank, self._per_step)
-        made = self._fed.feed(this).run_stream(mixed(this.seed, this.epoch), share)
-        yield from in_step(
-            made,
-            this.group,
-            this.announcer,
-            pad=this.pad,
+        feed, seed = self._fed.feed(this), mixed(this.seed, this.epoch)
+        yield from own_batches(
+            this,
+            lambda: feed.run_stream(seed, share),
+            (),
+            self._too_few,
             stops_short=self._loader.drop_last,
-            too_few=self._too_few,
-            waiting=this.entry.job.reporter.waiting,
         )
 
 

@@ -1,6 +1,6 @@
 """Workers come and go in the middle of a pass: each sample counts once, whatever happens (O4).
 
-A small job is played, in which every worker has a course of its own, told about by nobody but the
+A small job is played, in which every worker has a cursor of its own, told about by nobody but the
 rules of the membership: changes at the same places for all, and state from one who is further. Some
 workers may be one point ahead of others when somebody is lost.
 """
@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.course import Course, Rules
-from paceline.data.order import LocalOrder, mixed
-from paceline.data.reading import Reading, StreamCourse
+from paceline.data.indices import IndexCursor, Rules
+from paceline.data.order import LocalOrder
+from paceline.data.positions import Reading, StreamCursor, reading_of
+from paceline.data.randomness import mixed
 from paceline.data.split import deal, deal_or_spread, spread, spread_one
 
 seeds = st.integers(0, 2**32)
@@ -63,7 +64,7 @@ class Player:
 
 
 def hand_over(donor: Any, receiver: Any) -> None:
-    receiver.load(msgspec.msgpack.decode(msgspec.msgpack.encode(donor.pack())))
+    receiver.load_live(msgspec.msgpack.decode(msgspec.msgpack.encode(donor.live())))
     if isinstance(getattr(donor, "_sequence", None), Told):
         receiver._sequence.length = donor._sequence.length  # told in the same parcel
 
@@ -145,8 +146,8 @@ class Play:
         self._change(uncounted=False)
 
     def _agree(self) -> None:
-        first = self.players[0].course.pack()
-        assert all(player.course.pack() == first for player in self.players)
+        first = self.players[0].course.live()
+        assert all(player.course.live() == first for player in self.players)
         assert len({player.cursor for player in self.players}) == 1
 
     def _is_over(self) -> bool:
@@ -165,7 +166,7 @@ def test_samples_count_once(
     per_step = (lambda n: n * size) if follows else (lambda _: workers * size)
     rules = Rules(per_step, spread, drop_short=False, again=as_units)
     order = LocalOrder(samples, mixed(1, 2))
-    play = Play(seed, workers, lambda members: Course(rules, order, members))
+    play = Play(seed, workers, lambda members: IndexCursor(rules, order, members))
     play.run(3 * samples + 60)
     assert play.used == Counter(range(samples))
 
@@ -181,7 +182,7 @@ def test_batches_of_a_sampler_count_once(seed: int, workers: int, sizes: list[in
     cut = spread_one if is_global else deal_or_spread
     per_step = 1 if is_global else workers
     rules = Rules(lambda _: per_step, cut, drop_short=False, again=lambda part: [list(part)])
-    play = Play(seed, workers, lambda members: Course(rules, Told(batches), members))
+    play = Play(seed, workers, lambda members: IndexCursor(rules, Told(batches), members))
     play.run(3 * samples + 60)
     assert play.used == Counter(range(samples))
 
@@ -194,7 +195,7 @@ def test_single_items_count_once(seed: int, workers: int, samples: int) -> None:
         return [part], weight
 
     rules = Rules(lambda n: n, one, drop_short=False, again=as_units)
-    play = Play(seed, workers, lambda members: Course(rules, range_(samples), members))
+    play = Play(seed, workers, lambda members: IndexCursor(rules, range_(samples), members))
     play.run(3 * samples + 60)
     assert play.used == Counter(range(samples))
 
@@ -208,7 +209,7 @@ def plain_rules(per_step: int, *, drop_short: bool = False) -> Rules:
 
 
 def test_the_global_batch_stays_and_survivors_get_more() -> None:
-    course = Course(plain_rules(6), range_(24), (0, 1, 2))
+    course = IndexCursor(plain_rules(6), range_(24), (0, 1, 2))
     assert [course.part(0, rank) for rank in range(3)] == [
         ([0, 1], 1.0),
         ([2, 3], 1.0),
@@ -223,7 +224,7 @@ def test_the_global_batch_stays_and_survivors_get_more() -> None:
 
 
 def test_what_is_queued_comes_behind_a_short_batch_that_was_taken() -> None:
-    course = Course(plain_rules(4), range_(6), (0, 1))
+    course = IndexCursor(plain_rules(4), range_(6), (0, 1))
     for batch in range(2):
         assert course.part(batch, 0) is not None
         course.take(batch)
@@ -234,7 +235,7 @@ def test_what_is_queued_comes_behind_a_short_batch_that_was_taken() -> None:
 
 
 def test_a_last_batch_that_is_not_full_is_dropped_with_what_is_queued() -> None:
-    course = Course(plain_rules(4, drop_short=True), range_(7), (0, 1))
+    course = IndexCursor(plain_rules(4, drop_short=True), range_(7), (0, 1))
     assert course.units(0) == [0, 1, 2, 3] and course.units(1) is None
     course.take(0)
     course.change((0,), uncounted=True)
@@ -242,7 +243,7 @@ def test_a_last_batch_that_is_not_full_is_dropped_with_what_is_queued() -> None:
 
 
 def test_a_replacement_takes_over_the_parts_of_the_lost() -> None:
-    course = Course(plain_rules(4), range_(12), (0, 1))
+    course = IndexCursor(plain_rules(4), range_(12), (0, 1))
     lost = [course.part(batch, 1) for batch in range(3)]
     course.take(0)
     course.take(1)
@@ -254,13 +255,13 @@ def test_a_replacement_takes_over_the_parts_of_the_lost() -> None:
 
 
 def test_what_did_not_count_at_the_end_of_a_pass_is_carried_over() -> None:
-    course = Course(plain_rules(4), range_(8), (0, 1))
+    course = IndexCursor(plain_rules(4), range_(8), (0, 1))
     course.take(0)
     course.commit(1)
     course.take(1)
     carried = course.uncommitted()
     assert carried == {0: [4, 5], 1: [6, 7]}
-    following = Course(plain_rules(4), range_(8), (0, 1))
+    following = IndexCursor(plain_rules(4), range_(8), (0, 1))
     following.carried = carried
     following.change((0,), uncounted=True)
     assert following.queue == [6, 7]
@@ -272,14 +273,14 @@ def test_what_did_not_count_at_the_end_of_a_pass_is_carried_over() -> None:
 class StreamPlayer(Player):
     """Takes from a stream as StridedLoader does, one source."""
 
-    def __init__(self, rank: int, course: StreamCourse, samples: int, per_step: Any) -> None:
+    def __init__(self, rank: int, course: StreamCursor, samples: int, per_step: Any) -> None:
         super().__init__(rank, course)
         self.samples, self.per_step = samples, per_step
 
     def take(self) -> bool:
         stage = self.course.stage(self.cursor)
         size, workers = self.per_step(len(stage.members)), len(stage.members)
-        numbering = stage.reading(0).numbering()
+        numbering = reading_of(stage, 0).numbering()
         start = (self.cursor - stage.first) * size
         mine, rest = [], False
         for position in range(self.samples):
@@ -302,7 +303,7 @@ class StreamPlayer(Player):
 class StreamPlay(Play):
     def __init__(self, seed: int, workers: int, samples: int, per_step: Any) -> None:
         self._new = lambda rank, course: StreamPlayer(rank, course, samples, per_step)
-        super().__init__(seed, workers, lambda members: StreamCourse(per_step, members))
+        super().__init__(seed, workers, lambda members: StreamCursor(per_step, members))
         self.players = [self._new(p.rank, p.course) for p in self.players]
 
     def _join(self) -> None:
@@ -339,15 +340,15 @@ def test_a_reading_numbers_what_is_left() -> None:
 
 
 def test_batches_of_a_stream_are_taken_over_by_name() -> None:
-    course = StreamCourse(lambda _: 4, (0, 1))
+    course = StreamCursor(lambda _: 4, (0, 1))
     course.take(0)
     course.change((0, 7), uncounted=False, replaced={1: 7})
     assert course.members == (0, 7) and len(course.stages) == 1
     course.change((0,), uncounted=True)
-    assert course.stages[-1].reading(0) == Reading((1, 3), 4)
+    assert reading_of(course.stages[-1], 0) == Reading((1, 3), 4)
 
 
 def test_weights_add_up() -> None:
-    course = Course(plain_rules(8), range_(8), (3, 4, 9))
+    course = IndexCursor(plain_rules(8), range_(8), (3, 4, 9))
     weights = [course.part(0, rank)[1] for rank in (3, 4, 9)]  # type: ignore[index]
     assert sum(weights) == pytest.approx(3)

@@ -1,4 +1,4 @@
-"""A pass as the ledger knows it: who the workers are, what was agreed on, and what is handed out.
+"""One pass over one loader: who the workers are, what was agreed on, and what is handed out.
 
 In lockstep the k-th global batch is cut among the workers that are there. Under a free-running pace
 nobody waits for anybody, so nothing is cut anew: the data is shared by number among as many workers
@@ -7,35 +7,43 @@ as the job was started with, and whoever takes over a number goes on where its s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from paceline.data.consensus import agree, group_of
-from paceline.data.draws import as_then, remembered
+from paceline.collectives.group import Group
+from paceline.contribution import Announcer
+from paceline.data.consensus import agree
+from paceline.data.cursor import Cursor, Facts
 from paceline.data.ledger import Ledger
 from paceline.data.line import Line
-from paceline.data.passage import AnyCourse, Count, Passage
-from paceline.data.repeatable import Seeds
-from paceline.data.stream import samples_in
-from paceline.data.told import KeptOrder
+from paceline.data.loaders import Memory
+from paceline.data.order import KeptOrder, LocalOrder
+from paceline.data.plan import Plan
+from paceline.data.randomness import Seeds, as_then, remembered
+from paceline.data.samples import samples_in
 from paceline.errors import named
 from paceline.job import Job
 
 
 @dataclass(frozen=True)
-class ElasticPass:
-    """One pass over one loader; in a job that is not elastic the workers stay the same."""
+class Pass:
+    """What there is to know about one pass; in a job that is not elastic the workers stay."""
 
-    job: Job
+    job: Job  # as those see it who have batches of their own
+    group: Group  # of the data
     ledger: Ledger
     line: Line
-    resize: str
-    seed: int
+    memory: Memory
+    announcer: Announcer
+    say: Callable[[str], None]  # once for each loader
+    facts: Facts  # what the ranks agreed on about the loader
     epoch: int
+    seed: int
+    lookahead: int  # batches that some worker's loader may ask for ahead of time
     pad: bool
-    facts: Mapping[str, Any]  # what the ranks agreed on about the loader
+    resize: str
 
     @property
     def is_elastic(self) -> bool:
@@ -73,57 +81,65 @@ class ElasticPass:
         """Random numbers by place, for the dataset."""
         return Seeds(self.seed, self.job.data_number, self.epoch)
 
-    def open(self, course: AnyCourse, order: KeptOrder | None = None) -> Passage:
+    def order(self, plan: Plan, group: Group | None) -> LocalOrder | KeptOrder:
+        """Return the order of a loader with indices; a sampler of the user is told in `group`, or
+        iterated by each worker."""
+        if plan.told is None:
+            return plan.local_order(self.seed, self.epoch)
+        return KeptOrder(group, plan.told, self.together)
+
+    # -- in the ledger ------------------------------------------------------------------------
+
+    def open(self, cursor: Cursor) -> None:
         """Begin the pass, or come into it where the others are."""
-        line = self.line
-        passage = Passage(line.my_passes, self.epoch, self.pad, course, order, self.facts)
+        cursor.index, cursor.epoch = self.line.my_passes, self.epoch
+        cursor.counts, cursor.facts = self.pad, self.facts
         if self.is_free:
-            line.told.clear()  # the others' places are not ours
-            line.replayed = 0
-        self.ledger.begin(line, passage)
-        return passage
+            self.line.leave_others()  # their places are not ours
+        self.ledger.begin(self.line, cursor)
+
+    def close(self, cursor: Cursor) -> None:
+        """End the pass."""
+        if not self.is_elastic:
+            cursor.commit(cursor.position)  # nothing of it comes again
+        self.line.end(cursor)
 
     def noted(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a pass that knows nothing of the ledger. Continued from a
         checkpoint, it is made again from its beginning, without what was used."""
-        course = Count()
-        passage = self.open(course)
-        is_resumed = passage.is_resumed
+        cursor = Cursor(self.members)
+        self.open(cursor)
+        is_resumed = cursor.is_resumed
         if not is_resumed:
-            passage.draws = remembered(())
+            cursor.draws = remembered(())
         try:
-            with as_then(passage.draws if is_resumed else None, ()):
-                for _ in islice(batches, passage.cursor if is_resumed else 0):
+            with as_then(cursor.draws if is_resumed else None, ()):
+                for _ in islice(batches, cursor.position if is_resumed else 0):
                     pass
             for batch in batches:
                 self.ledger.note_take()
-                course.use(passage.cursor)
-                passage.cursor += 1
-                passage.tally.largest = max(passage.tally.largest, samples_in(batch))
+                cursor.use(cursor.position)
+                cursor.position += 1
+                cursor.tally.largest = max(cursor.tally.largest, samples_in(batch))
                 yield batch
         finally:
-            self.close(passage)
+            self.close(cursor)
 
-    def done(self, passage: Passage) -> int:
+    def done(self, cursor: Cursor) -> int:
         """Return how many batches have counted, and are not needed again."""
-        is_kept = self.is_elastic and passage.counts
-        return passage.course.committed if is_kept else passage.cursor
+        return cursor.committed if self.is_elastic and cursor.counts else cursor.position
 
-    def close(self, passage: Passage) -> None:
-        """End the pass."""
-        if not self.is_elastic:
-            passage.course.commit(passage.cursor)  # nothing of it comes again
-        self.line.end(passage)
-
-    def place_of_number(self, passage: Passage, batches: int | None) -> int:
+    def place_of_number(self, cursor: Cursor, batches: int | None) -> int:
         """Free-running, as a newcomer: how many batches of the pass this worker's number has done,
         if a pass has so many and each step takes one."""
         steps = self.job.elastic.committed_steps
-        if passage.is_resumed:
-            return passage.cursor
+        if cursor.is_resumed:
+            return cursor.position
         if steps is None or batches is None or not self.pad:
             return 0
-        return min(max(0, steps - batches * passage.index), batches)
+        return min(max(0, steps - batches * cursor.index), batches)
+
+    # -- with the others ----------------------------------------------------------------------
 
     def together(self, attempt: Callable[[], Any]) -> Any:
         """Take a collective step; it is repeated if somebody is lost."""
@@ -131,9 +147,8 @@ class ElasticPass:
 
     def meet(self) -> None:
         """Wait for the others at the end of a pass, where losses are noticed."""
-        group = group_of(self.job)
         with self.job.reporter.waiting:
-            self.together(lambda: group.barrier())
+            self.together(lambda: self.group.barrier())
 
 
 def agree_in_line(
