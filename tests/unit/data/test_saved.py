@@ -97,3 +97,24 @@ def test_a_checkpoint_without_a_place_in_the_order_goes_on_behind_its_batches() 
     same = course(20, 2, 2)
     resumed(same, state, is_same=True)
     assert rest(same, 3) == rest(course(20, 2, 2), 0)[3:]
+
+
+COUNTS = {"next": 2, "samples": 8, "padded": 0, "largest": 2, "repeated": 0}
+WRITTEN = {"epoch": 1, "batch": 2, "facts": {}, "order": None, "draws": None, "counts": COUNTS}
+
+
+def test_checkpoints_are_written_and_read_as_they_were() -> None:
+    by_index = {**WRITTEN, "course": {"start": 8, "queue": [3]}}
+    of_stream = {
+        "stage": [0, [0, 1], []],
+        "batches": [[0, 2]],
+        "left": [2, [0, 1], [[0, [], 8]]],
+        "sources": 1,
+    }
+    for cursor, state in (
+        (course(12, 2, 2), by_index),
+        (StreamCursor(lambda n: 2 * n, (0, 1)), {**WRITTEN, "course": of_stream}),
+    ):
+        cursor.epoch = 1
+        resumed(cursor, state, is_same=True)
+        assert cursor.position == 2 and saved(cursor, 2) == state
