@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from paceline.data_parallel.handover import params_of
@@ -56,7 +57,7 @@ def take_picture(training: Training, model: nn.Module, optimizer: torch.optim.Op
     groups = _groups(model, optimizer, picture.common)
     picture.plain = {
         "pace": str(training.pace),
-        "options": {key: str(value) for key, value in vars(training.options).items()},
+        "options": {k: str(value) for k, value in structs.asdict(training.options).items()},
         "optimizer": {"class": type(optimizer).__name__, "groups": groups},
         "layout": layout_of(training),
     }
