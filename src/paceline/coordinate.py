@@ -21,10 +21,10 @@ from pathlib import Path
 import msgspec
 
 from paceline.cluster.coordinator import Coordinator
-from paceline.cluster.fork import close_in_children
 from paceline.cluster.journal import Journal
 from paceline.cluster.policy import Policy
 from paceline.cluster.secret_file import load_secret
+from paceline.cluster.sockets import close_in_children
 from paceline.console import set_prefix, warn
 from paceline.errors import ConfigError, PacelineError
 

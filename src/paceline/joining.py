@@ -11,8 +11,8 @@ from paceline import _core
 from paceline.cluster.agent import Agent
 from paceline.cluster.links import LinkListener
 from paceline.cluster.member import Member, Membership
+from paceline.cluster.notice import WaitWatch
 from paceline.cluster.rendezvous import AnyAgent, Rendezvous
-from paceline.cluster.wait_watch import WaitWatch
 from paceline.collectives.endpoint import Endpoint
 from paceline.collectives.fabric import Fabric, WholeJob
 from paceline.collectives.group import Group

@@ -11,7 +11,7 @@ import pytest
 from coordinators import POINTS, Coordination, eventually, member
 
 from paceline.cluster import messages as m
-from paceline.cluster import operator_messages as o
+from paceline.cluster import operator as o
 from paceline.cluster.decisions import Wanted
 from paceline.cluster.policy import Policy
 from paceline.errors import Evicted, PeerTimeout

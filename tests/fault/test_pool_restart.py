@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from coordinators import POINTS, Coordination, eventually
 
+from paceline.cluster.calls import lent
 from paceline.cluster.policy import Policy
-from paceline.cluster.pool_calls import lent
 
 
 @pytest.fixture

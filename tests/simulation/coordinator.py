@@ -19,7 +19,7 @@ from paceline.cluster.member import Member
 from paceline.cluster.policy import Policy
 from paceline.cluster.record import Record
 from paceline.cluster.roster import Roster
-from paceline.cluster.store_service import StoreService
+from paceline.cluster.store import StoreService
 from paceline.errors import PacelineError, RendezvousError
 from simulation.invariants import Oracle
 from simulation.network import End, Network

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.cluster.departures import Departures
 from paceline.cluster.leases import UNBEARABLE, Finding, Leases
 from paceline.cluster.member import Membership
 from paceline.cluster.messages import LossKind
@@ -191,7 +192,13 @@ class EvictsTheSilent(Roster):
 class LosesOne(Roster):
     """Lets the rest of a unit stay when one of it is lost."""
 
-    def _lose_mates(self, *args: Any) -> list[Any]:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._departures.__class__ = _WithoutMates
+
+
+class _WithoutMates(Departures):
+    def mates(self, *args: Any) -> list[Any]:
         del args
         return []
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from paceline.cluster.coordinator import CoordinatorThread
 from paceline.cluster.decisions import Place
 from paceline.cluster.operator import Operator
 from paceline.cluster.policy import Policy
+from paceline.cluster.rendezvous import CoordinatorThread
 from paceline.cluster.secret_file import create_secret_file, load_secret
 from paceline.errors import RendezvousError
 from paceline.telemetry.events import Event

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from paceline.cluster.coordinator import CoordinatorThread
+from paceline.cluster.rendezvous import CoordinatorThread
 from paceline.cluster.secret_file import create_secret_file, load_secret
 from paceline.telemetry.events import Event
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from paceline.cluster.member import Member
-from paceline.cluster.operator import Operator
-from paceline.cluster.operator_messages import News, Status
+from paceline.cluster.operator import News, Operator, Status
 from paceline.cluster.secret_file import load_secret
 from paceline.config import inherited_environ, natural_host_id
 from paceline.errors import LaunchError, UsageError

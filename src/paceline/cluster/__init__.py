@@ -13,6 +13,7 @@
 
 `auth` holds the handshake and the keys without any I/O; everything that listens goes through
 `gate`. What is decided about members is decided in pure modules: `roster` (what was learnt, and
-when), `changes` (the next membership), `partitions` (which server holds what), `places` (ranks and
-numbers), `leases` (silent or lost); the simulation in the tests runs the same.
+when), `changes` (the next membership), `departures` (lost or left), `adoption` (in which generation
+members work), `partitions` (which server holds what), `places` (ranks, numbers and units), `leases`
+(silent or lost); the simulation in the tests runs the same.
 """

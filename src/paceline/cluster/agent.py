@@ -27,11 +27,10 @@ import msgspec
 from paceline import errors
 from paceline.cluster import messages as m
 from paceline.cluster import timekeeping
+from paceline.cluster.calls import ANSWER_S, PoolCalls, StoreCalls, expect
 from paceline.cluster.contact import Contact, Identity
 from paceline.cluster.loop_thread import LoopThread
 from paceline.cluster.member import Member, Membership
-from paceline.cluster.pool_calls import PoolCalls
-from paceline.cluster.store_calls import ANSWER_S, StoreCalls, expect
 from paceline.console import warn
 from paceline.errors import Evicted, JobOver, PacelineError
 from paceline.telemetry.events import Event
@@ -156,7 +155,7 @@ class Agent(StoreCalls, PoolCalls):
             self.thread.start(timekeeping.follow(lambda make: self._answer(make, ANSWER_S)))
 
     def waits_to_join(self) -> list[tuple[str, float, Sequence[int]]]:
-        """Return whom this member waits for to join, as `wait_watch.py` likes to have it."""
+        """Return whom this member waits for to join, as `WaitWatch` (notice.py) takes it."""
         missing = self._missing
         if missing is None or self.membership is not None:
             return []

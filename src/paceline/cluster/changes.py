@@ -3,21 +3,33 @@
 URGENT changes are published at once: somebody is lost or left, or replacements for all lost workers
 are ready. CALM ones wait until every member works in the present generation: newcomers, members
 that are no longer wished, filled backups, moves of partitions.
+
+`happenings` says what a change means to people: typed events, from two memberships.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
 from paceline.cluster import messages as m
-from paceline.cluster import units
+from paceline.cluster import places
 from paceline.cluster.decisions import State
 from paceline.cluster.leases import UNBEARABLE
 from paceline.cluster.member import Member, Membership
-from paceline.cluster.partitions import Layout, filled, relieved
+from paceline.cluster.partitions import Layout, filled, relieved, spread
 from paceline.cluster.policy import Policy
+from paceline.telemetry.events import (
+    Filled,
+    Happening,
+    MemberJoined,
+    MemberLeft,
+    MemberLost,
+    Moved,
+    Promoted,
+)
 
 
 class Next(msgspec.Struct, frozen=True):
@@ -26,6 +38,15 @@ class Next(msgspec.Struct, frozen=True):
     changed: m.Changed
     vacant: tuple[m.Loss, ...]
     let_go: tuple[int, ...] = ()  # members that are no longer wished, and out now
+
+
+def laid_out(policy: Policy, first: Membership) -> Membership:
+    """Return the first membership of a job with its partitions shared out to the servers."""
+    if not (policy.is_elastic and policy.partitions):
+        return first
+    hosts = {one.rank: one.host_id for one in servers(first.members)}
+    layout = spread(policy.partitions, policy.replicas, hosts)
+    return msgspec.structs.replace(first, partitions=layout.holders, filling=layout.filling)
 
 
 def urgent(
@@ -71,7 +92,7 @@ def calm(
     layout = layout_of(now)
     held_open = {loss.number for loss in state.vacant}
     joined = [c for c in candidates.values() if c.role == "server" or c.number not in held_open]
-    joined = units.whole(policy, joined)
+    joined = places.whole(policy, joined)
     let_go = unwished(state)
     members = [one for one in now.members if one.rank not in let_go] + joined
     why = [f"{who(one)} joined" for one in joined]
@@ -209,3 +230,53 @@ def name_of(loss: m.Loss) -> str:
 def _membership(state: State) -> Membership:
     assert state.membership is not None, "the first crowd is not there yet"
     return state.membership
+
+
+def happenings(before: Membership | None, changed: m.Changed) -> list[Happening]:
+    """Say what happened between a membership and the one that follows it."""
+    if before is None:
+        return []  # the job has begun, which everybody sees
+    now, found = changed.membership, list[Happening]()
+    lost = {loss.rank for loss in changed.lost}
+    generation = now.generation
+    for loss in changed.lost:
+        place = (loss.role, loss.number, loss.rank, loss.where)
+        found.append(MemberLost(*place, loss.why, generation))
+    for one in before.members:
+        if one.rank not in now.ranks and one.rank not in lost:
+            found.append(MemberLeft(one.role, one.number, one.rank, one.where, generation))
+    found += _of_partitions(before, now)
+    for rank in changed.joined:
+        one = now.member(rank)
+        found.append(MemberJoined(one.role, one.number, one.rank, one.where, generation))
+    return found
+
+
+def _of_partitions(before: Membership, now: Membership) -> list[Happening]:
+    promoted: dict[int, list[int]] = defaultdict(list)
+    moved: dict[tuple[int, int], list[int]] = defaultdict(list)
+    filled: dict[int, list[int]] = defaultdict(list)
+    for partition, (was, now_held) in enumerate(
+        zip(before.partitions, now.partitions, strict=True)
+    ):
+        if was[:1] != now_held[:1] and now_held:
+            if was[0] in now.ranks:
+                moved[was[0], now_held[0]].append(partition)
+            else:
+                promoted[now_held[0]].append(partition)
+        for rank in now_held:
+            if rank not in was:
+                filled[rank].append(partition)
+    generation = now.generation
+
+    def number(rank: int) -> int:
+        return (now if rank in now.ranks else before).member(rank).number
+
+    return [
+        *(Promoted(number(r), tuple(ps), generation) for r, ps in promoted.items()),
+        *(Filled(number(r), tuple(ps), generation) for r, ps in filled.items()),
+        *(
+            Moved(number(source), number(target), tuple(ps), generation)
+            for (source, target), ps in moved.items()
+        ),
+    ]

@@ -11,7 +11,7 @@ Silence is told apart from loss. A lost member's connection ended without a Leav
 gone. A silent one sends no heartbeats; what that means, leases.py decides.
 
 Threads: everything runs in the asyncio loop that called `start` (the launcher's, or
-`CoordinatorThread`).
+`CoordinatorThread` in rendezvous.py).
 """
 
 from __future__ import annotations
@@ -26,27 +26,25 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from paceline.cluster import messages as m
-from paceline.cluster import operator_messages as o
-from paceline.cluster.audience import Audience
+from paceline.cluster import operator as o
+from paceline.cluster.assembly import WaitingRoom
+from paceline.cluster.audience import Audience, Peer
 from paceline.cluster.auth import Hello, Session
+from paceline.cluster.changes import happenings
 from paceline.cluster.channel import Channel
 from paceline.cluster.decisions import Announce, Decision, End, Tell
 from paceline.cluster.desk import Desk
 from paceline.cluster.desk import decoder as operator_decoder
 from paceline.cluster.gate import Gate
-from paceline.cluster.happenings import happenings
 from paceline.cluster.journal import Journal
-from paceline.cluster.loop_thread import LoopThread
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.pace_change import PaceChange
-from paceline.cluster.peer import Peer
 from paceline.cluster.policy import Policy
 from paceline.cluster.pools import Pools
 from paceline.cluster.record import Record
 from paceline.cluster.roster import Roster
 from paceline.cluster.sockets import join_address, listen_tcp
-from paceline.cluster.store_service import StoreService
-from paceline.cluster.waiting_room import WaitingRoom
+from paceline.cluster.store import StoreService
 from paceline.config import clock_id
 from paceline.errors import PacelineError, RendezvousError
 from paceline.telemetry.events import Event
@@ -376,44 +374,3 @@ def _require_own_rank(peer: Peer, rank: int) -> None:
         raise RendezvousError(
             f"a process authenticated as rank {peer.caller.rank} asked to join as rank {rank}"
         )
-
-
-class CoordinatorThread:
-    """A coordinator in a thread of its own, for rank 0 of a job that another launcher started."""
-
-    def __init__(
-        self,
-        job_id: str,
-        secret: bytes,
-        world_size: int,
-        join_timeout_s: float = 60.0,
-        on_event: Callable[[Event], None] | None = None,
-        *,
-        liveness_s: float = 5.0,
-        policy: Policy | None = None,
-    ) -> None:
-        self._thread = LoopThread("paceline-coordinator")
-        self.coordinator = Coordinator(
-            job_id,
-            secret,
-            world_size,
-            join_timeout_s,
-            on_event,
-            liveness_s=liveness_s,
-            policy=policy,
-        )
-
-    def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listen; return "host:port". The thread ends when that fails."""
-        try:
-            return self._thread.call(self.coordinator.start(host, port))
-        except PacelineError:
-            self._thread.stop()
-            raise
-
-    def stop(self, grace_s: float = 0.0) -> None:
-        """Give the members `grace_s` to leave, then end. May be called twice."""
-        if self._thread.is_running:
-            self._thread.call(self.coordinator.wait_until_alone(grace_s))
-            self._thread.call(self.coordinator.stop())
-            self._thread.stop()

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from paceline.cluster import messages as m
-from paceline.cluster import operator_messages as o
+from paceline.cluster import operator as o
 from paceline.cluster.audience import Audience
 from paceline.cluster.auth import Hello
 from paceline.cluster.channel import Channel
@@ -202,7 +202,7 @@ class Desk:
             wanted=roster.wanted,
             reserved=state.reserved,
             states={r: text for r, text in self._audience.states.items() if r in ranks},
-            not_adopted=roster.not_adopted,
+            not_adopted=tuple(one.rank for one in roster.late),
             reports=tuple(self._reports.values()),
             loads=tuple(load for rank, load in self._loads.items() if rank in ranks),
             is_finishing=state.is_finishing,

@@ -19,8 +19,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from paceline.cluster.auth import CallerHandshake, Hello, ListenerHandshake, Session
-from paceline.cluster.fork import close_in_children
-from paceline.cluster.sockets import receive_frame, send_frame
+from paceline.cluster.sockets import close_in_children, receive_frame, send_frame
 from paceline.errors import AuthError, PacelineError
 
 HANDSHAKE_S = 5.0

@@ -12,12 +12,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from paceline.cluster import messages as m
+from paceline.cluster.calls import PoolCalls
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.messages import Changed, Presence
-from paceline.cluster.pool_calls import PoolCalls
 from paceline.cluster.pools import Pools
-from paceline.cluster.store import Store
-from paceline.cluster.store_service import timed_out
+from paceline.cluster.store import Store, timed_out
 from paceline.errors import PacelineError
 from paceline.telemetry.events import Event
 

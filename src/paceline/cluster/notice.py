@@ -1,19 +1,26 @@
-"""One line on stderr for a person who wonders why nothing happens: who waits, and for what.
+"""Long waits: a line for a person who wonders why nothing happens, and a report to the launcher.
 
-Notices that name an operation and ranks are also there for `wait_watch.py`, as long as somebody
-holds them: a function that waits has its notice in a variable, and lets go of it when it returns.
+Notices that name an operation and ranks are known for as long as somebody holds them: a function
+that waits has its notice in a variable, and lets go of it when it returns. `WaitWatch` looks at all
+that know of waits (the engine, the notices, the coordinator's word on missing ranks), so that the
+launcher can ask the missing process where it is.
+
+Threads: `WaitWatch.run` runs in the control thread, which a process that waits leaves free.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from paceline.config import EngineConfig
 from paceline.console import warn
+from paceline.telemetry.waiting import Waiting, WaitTeller
 
 FIRST_S = 2.0  # so often at least a wait comes back to look around
 _FURTHER = 3  # times as long until the next notice, as in the engine
@@ -74,3 +81,33 @@ def present_waits() -> list[tuple[str, float, Sequence[int]]]:
     with _mu:
         held = list(_held)
     return [(notice.operation, notice.waited_s, notice.ranks) for notice in held if notice.ranks]
+
+
+Wait: TypeAlias = tuple[str, float, Sequence[int]]  # operation, seconds, for which ranks
+Source: TypeAlias = Callable[[], Iterable[Wait]]
+
+_OFTEN_S = 1.0
+
+
+class WaitWatch:
+    """The long waits of one process, those that last longer than `warn_s`."""
+
+    def __init__(self, rank: int, report: Callable[[Waiting], None], warn_s: float) -> None:
+        self.sources: list[Source] = [present_waits]
+        self._rank, self._warn_s = rank, warn_s
+        self._teller = WaitTeller(report)
+
+    async def run(self) -> None:
+        """Look again and again, until it is cancelled."""
+        while True:
+            await asyncio.sleep(min(_OFTEN_S, self._warn_s / 2))
+            self.look()
+
+    def look(self) -> None:
+        """Tell what has changed since the last look."""
+        found = [wait for source in self.sources for wait in source()]
+        self._teller.tell(
+            Waiting(self._rank, operation, tuple(ranks), waited_s)
+            for operation, waited_s, ranks in found
+            if ranks and waited_s >= self._warn_s
+        )

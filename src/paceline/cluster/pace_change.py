@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paceline.cluster import messages as m
-from paceline.cluster.audience import Audience
+from paceline.cluster.audience import Audience, Peer
 from paceline.cluster.decisions import Decision, Wish
-from paceline.cluster.peer import Peer
 from paceline.cluster.roster import Roster
 from paceline.errors import PacelineError, RendezvousError, UsageError
 

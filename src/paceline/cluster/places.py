@@ -2,21 +2,62 @@
 
 Functions from one `State` to the next. A number is FREE when no member has it and it is not given
 away; the number of a lost worker is free at once, so that a replacement can take it over. The
-places of a unit (units.py) are given away together, with ranks in a row, so that each of its
+places of a unit are given away together, with ranks in a row, so that each of its
 members knows the ranks of the others; those that nobody has asked for yet stay OPEN.
+
+With a mesh (mesh.py) the numbers u * size to u * size + size - 1 are one UNIT, and its members are
+MATES. A worker that loses a mate cannot go on: it waits in an exchange that never ends. So a unit
+is lost as a whole, comes in as a whole, and all counts of workers are multiples of its size.
+Without a mesh each worker is a unit of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
-from paceline.cluster import units
 from paceline.cluster.decisions import Place, State, Wanted
 from paceline.cluster.member import Member
+from paceline.cluster.messages import LossKind
 from paceline.cluster.policy import Policy, require_whole_units
 from paceline.errors import RendezvousError, UsageError
+
+
+def unit(policy: Policy, number: int) -> Sequence[int]:
+    """Return the numbers of a worker's unit."""
+    size = policy.unit_size
+    first = number - number % size
+    return range(first, first + size)
+
+
+def whole(policy: Policy, members: Iterable[Member]) -> list[Member]:
+    """Leave out workers some of whose mates are not among them."""
+    members = list(members)
+    numbers = {one.number for one in members if one.role == "worker"}
+    return [
+        one
+        for one in members
+        if one.role != "worker" or numbers.issuperset(unit(policy, one.number))
+    ]
+
+
+def because_of(name: str, why: str) -> str:
+    """Return the words for why a mate of a lost worker is lost too."""
+    return f"retired with its unit: {name}: {why}"
+
+
+def kind_of_mate(kind: LossKind) -> LossKind:
+    """Return how the mates of a member are lost that is lost in this way."""
+    return LossKind.RELEASED if kind.is_willing else LossKind.RETIRED
+
+
+def free_unit(policy: Policy, taken: Collection[int]) -> Sequence[int]:
+    """Return the first unit none of whose numbers is taken."""
+    first = 0
+    while any(number in taken for number in unit(policy, first)):
+        first += policy.unit_size
+    return unit(policy, first)
 
 
 def at_start(policy: Policy) -> State:
@@ -51,7 +92,7 @@ def reserve(
         number = wanted[0] if wanted else _first_free(policy, role, {*taken, *wished})
     if number in kept:
         return _claim(state, kept[number], request)
-    numbers = units.unit(policy, number) if role == "worker" else (number,)
+    numbers = unit(policy, number) if role == "worker" else (number,)
     for mate in (number, *numbers):
         if mate in taken:
             raise RendezvousError(f"{role} {mate} is there already, or on its way")
@@ -83,7 +124,7 @@ def unit_places(policy: Policy, state: State, rank: int) -> tuple[Place, ...]:
     place = place_of(state, rank)
     if place is None:
         return ()
-    numbers = units.unit(policy, place.number) if place.role == "worker" else (place.number,)
+    numbers = unit(policy, place.number) if place.role == "worker" else (place.number,)
     mates = (p for p in state.reserved if p.role == place.role and p.number in numbers)
     return (place, *(mate for mate in mates if mate != place))
 
@@ -164,7 +205,7 @@ def _open(state: State, role: str) -> set[int]:
 
 
 def _first_free(policy: Policy, role: str, taken: Collection[int]) -> int:
-    return units.free_unit(policy, taken)[0] if role == "worker" else _smallest_free(taken)
+    return free_unit(policy, taken)[0] if role == "worker" else _smallest_free(taken)
 
 
 def _smallest_free(taken: Collection[int]) -> int:

@@ -6,7 +6,7 @@ import functools
 
 import msgspec
 
-from paceline.errors import ConfigError, UsageError
+from paceline.errors import ConfigError, RendezvousError, UsageError
 from paceline.mesh import Mesh
 
 ON_LOSS = ("shrink", "replace")
@@ -69,6 +69,13 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     def unit_size(self) -> int:
         """How many workers hold one copy of the model between them, and come and go together."""
         return _parsed(self.mesh).unit_size
+
+    def require_elastic(self, else_what: str) -> None:
+        """Refuse what only an elastic job can do; `else_what` says what follows for this one."""
+        if not self.is_elastic:
+            raise RendezvousError(
+                f"this job is not elastic, {else_what}; start it with --min, --max or --on-loss"
+            )
 
     @classmethod
     def fixed(cls, world_size: int, silent_s: float = 5.0) -> Policy:

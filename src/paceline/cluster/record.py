@@ -16,7 +16,7 @@ from paceline.cluster.decisions import State
 from paceline.cluster.journal import MAX_BYTES, Entry, Header, Journal, PoolEntry, Recorded
 from paceline.cluster.member import Membership
 from paceline.cluster.pools import Pools
-from paceline.cluster.store_service import StoreService
+from paceline.cluster.store import StoreService
 
 _HISTORY = 256  # changes that a member may have missed
 

@@ -1,7 +1,7 @@
 """How the processes of a job find each other, whoever started them.
 
     our launcher           it runs the coordinator; address and secret file are in the environment
-    another, one host      rank 0 runs it and publishes it in a private file (`published.py`)
+    another, one host      rank 0 runs it and publishes it in a private file (`secret_file.py`)
     another, many hosts    rank 0 runs it at the address that PACELINE_COORDINATOR names
     a given key-value store  rank 0 publishes through it: torch.distributed's own rendezvous
     one process            no coordinator, no socket: `LocalAgent`
@@ -18,13 +18,15 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from paceline.cluster.agent import Agent
-from paceline.cluster.coordinator import CoordinatorThread
+from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.local_agent import LocalAgent
-from paceline.cluster.published import Published, publish, wait_for
-from paceline.cluster.secret_file import load_secret, new_secret
+from paceline.cluster.loop_thread import LoopThread
+from paceline.cluster.policy import Policy
+from paceline.cluster.secret_file import Published, load_secret, new_secret, publish, wait_for
 from paceline.cluster.sockets import split_address
 from paceline.config import DEFAULT_BIND_ADDRESS, EngineConfig, JobEnv
-from paceline.errors import AuthError, ConfigError, RendezvousError
+from paceline.errors import AuthError, ConfigError, PacelineError, RendezvousError
+from paceline.telemetry.events import Event
 
 AnyAgent: TypeAlias = Agent | LocalAgent
 
@@ -44,6 +46,47 @@ class _InStore(msgspec.Struct, frozen=True):
 
     address: str
     secret_hex: str
+
+
+class CoordinatorThread:
+    """A coordinator in a thread of its own, for rank 0 of a job that another launcher started."""
+
+    def __init__(
+        self,
+        job_id: str,
+        secret: bytes,
+        world_size: int,
+        join_timeout_s: float = 60.0,
+        on_event: Callable[[Event], None] | None = None,
+        *,
+        liveness_s: float = 5.0,
+        policy: Policy | None = None,
+    ) -> None:
+        self._thread = LoopThread("paceline-coordinator")
+        self.coordinator = Coordinator(
+            job_id,
+            secret,
+            world_size,
+            join_timeout_s,
+            on_event,
+            liveness_s=liveness_s,
+            policy=policy,
+        )
+
+    def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listen; return "host:port". The thread ends when that fails."""
+        try:
+            return self._thread.call(self.coordinator.start(host, port))
+        except PacelineError:
+            self._thread.stop()
+            raise
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Give the members `grace_s` to leave, then end. May be called twice."""
+        if self._thread.is_running:
+            self._thread.call(self.coordinator.wait_until_alone(grace_s))
+            self._thread.call(self.coordinator.stop())
+            self._thread.stop()
 
 
 @dataclass

@@ -11,9 +11,8 @@ that are there attach again, newcomers say Ready again, servers say InSync again
 
 Changes come in two kinds (changes.py): urgent ones are published at once, calm ones wait until
 every member works in the present generation. So members see one calm change at a time, and an
-urgent one may overtake it. A worker counts as working in the present generation when it works in
-one with the present workers: where partitions are it finds out by itself. The workers of a unit
-(units.py) come in one change, and go in one.
+urgent one may overtake it (adoption.py). The workers of a unit (places.py) come in one change, and
+go in one (departures.py).
 
     learnt                              method
     a rank of the first crowd came      join (withdraw: it went before all were there)
@@ -36,8 +35,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from paceline.cluster import changes, places, units
+from paceline.cluster import changes, places
 from paceline.cluster import messages as m
+from paceline.cluster.adoption import Adoption
 from paceline.cluster.assembly import Assembly
 from paceline.cluster.changes import who
 from paceline.cluster.decisions import (
@@ -52,16 +52,14 @@ from paceline.cluster.decisions import (
     Wanted,
     Wish,
 )
+from paceline.cluster.departures import Departures
 from paceline.cluster.leases import Finding, Leases
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.messages import LossKind
-from paceline.cluster.partitions import spread
 from paceline.cluster.policy import Policy
 from paceline.errors import Evicted, RendezvousError, TooLate
 
 _HANDLED = 32  # wishes that are recognised when they come again
-_BEREFT_S = 1.0  # for the loss to be seen of which a member has died
-_PATIENCE_S = 2.0  # then the reason why a newcomer waits is told
 
 
 class Roster:
@@ -73,15 +71,12 @@ class Roster:
         self.assembly = Assembly(policy.num_workers + policy.num_servers)
         self._leases = Leases(policy)
         self._candidates: dict[int, Member] = {}  # ready newcomers, by rank
-        self._adopted: dict[int, int] = {}  # rank -> generation
+        self._adoption = Adoption()
         self._synced: set[tuple[int, int]] = set()  # (partition, rank) to be listed
-        self._left: dict[int, str] = {}  # members that go in the next change: in good order
-        self._losses: dict[int, m.Loss] = {}  # members that go in the next change: lost
-        self._bereft_s: dict[int, float] = {}  # left because of another: until when that is awaited
+        self._departures = Departures(policy)
         self._expiry_s = {place.rank: now_s + policy.reserve_s for place in self.state.reserved}
         self._wanted: set[Wanted] = set()
         self._quiet: State | None = None  # for which nothing calm is to be done
-        self._waiting_s: float | None = None  # since when a calm change waits
         if self.state.membership is not None:
             gone = {loss.rank for loss in self.state.vacant}
             for rank in self.state.membership.ranks:
@@ -111,12 +106,13 @@ class Roster:
     @property
     def is_settled(self) -> bool:
         """Say whether every member works in the present generation."""
-        return self.membership is not None and not self._not_adopted()
+        return self.membership is not None and not self.late
 
     @property
-    def not_adopted(self) -> tuple[int, ...]:
-        """The members that do not work in the present generation yet."""
-        return () if self.membership is None else tuple(one.rank for one in self._not_adopted())
+    def late(self) -> list[Member]:
+        """The members that calm changes wait for: not in the present generation yet."""
+        now = self.membership
+        return [] if now is None else self._adoption.late(now, self.is_here)
 
     # -- the first crowd ---------------------------------------------------------------------
 
@@ -127,13 +123,8 @@ class Roster:
             return []
         for one in first.members:
             self._leases.begin(one.rank, now_s)
-            self._adopted[one.rank] = first.generation  # there is nothing older to be done with
-        if self.policy.is_elastic and self.policy.partitions:
-            hosts = {one.rank: one.host_id for one in changes.servers(first.members)}
-            layout = spread(self.policy.partitions, self.policy.replicas, hosts)
-            first = msgspec.structs.replace(
-                first, partitions=layout.holders, filling=layout.filling
-            )
+            self._adoption.note(one.rank, first.generation)  # nothing older is to be done with
+        first = changes.laid_out(self.policy, first)
         self._remember(membership=first)
         changed = m.Changed(first, joined=first.ranks, why="everybody is there")
         return [Announce(changed), *self._settle(now_s)]
@@ -151,7 +142,7 @@ class Roster:
 
         Whoever asks again with the same `request` gets the same place.
         """
-        self._require_elastic("nobody can join")
+        self.policy.require_elastic("nobody can join")
         for place in self.state.reserved:
             if request and place.request == request:
                 return place, []
@@ -163,7 +154,7 @@ class Roster:
 
     def ready(self, member: Member, now_s: float) -> list[Decision]:
         """Let a newcomer in as soon as that is possible: Announce names it as joined."""
-        self._require_elastic("nobody can join")
+        self.policy.require_elastic("nobody can join")
         if self.is_here(member.rank):  # let in before we were restarted, and not told so
             return self.attached(member.rank, 0, now_s)
         if self.state.is_finishing or self.state.over:
@@ -185,80 +176,42 @@ class Roster:
     ) -> list[Decision]:
         """Take in that a process or its connection ended without a word."""
         told = self._give_up(rank, why)
-        if not self.is_here(rank):
-            return [*told, *self._settle(now_s)]
-        assert self.membership is not None
-        member = self.membership.member(rank)
-        told += [self._lose(member, why, kind), *self._lose_mates(member, why, kind)]
+        if self.is_here(rank):
+            assert self.membership is not None
+            told += self._lose(self.membership.member(rank), why, kind)
         return [*told, *self._settle(now_s)]
 
-    def _lose(self, member: Member, why: str, kind: LossKind) -> Decision:
-        """Take note of a loss, which the next change is about."""
-        loss = m.Loss(member.rank, member.number, member.role, member.where, why, kind)
-        self._leases.end(member.rank)
-        if self.policy.is_elastic:
-            if changes.is_held_open(self.policy, self.state, loss):
-                self._remember(vacant=(*self.state.vacant, loss))
-            else:
-                self._losses[member.rank] = loss
-        state = "left" if kind.is_willing else "lost"
-        return Tell(m.Presence(member.rank, state, why, member.where, kind))
-
-    def _lose_mates(self, lost: Member, why: str, kind: LossKind) -> list[Decision]:
-        """Give up the rest of a lost worker's unit: it cannot go on without it.
-
-        When workers are finishing, what the others have still to do they do by themselves.
-        """
-        is_over = self.state.is_finishing or not self.policy.is_elastic
-        if lost.role != "worker" or self.policy.unit_size == 1 or is_over:
-            return []
-        assert self.membership is not None
-        numbers = units.unit(self.policy, lost.number)
-        reason = units.because_of(who(lost), why)
-        return [
-            self._lose(one, reason, units.kind_of_mate(kind))
-            for one in self.membership.members
-            if one.role == "worker" and one.number in numbers and self.is_here(one.rank)
-        ]
+    def _lose(self, member: Member, why: str, kind: LossKind) -> list[Decision]:
+        self.state, told = self._departures.lose(self.state, member, why, kind)
+        for one in told:
+            self._leases.end(one.presence.rank)
+        return [*told]
 
     def left(
         self, rank: int, now_s: float, *, is_finished: bool = True, is_bereft: bool = False
     ) -> list[Decision]:
-        """Take in that a member ended in good order.
-
-        `is_finished`: its work is done. `is_bereft`: it fails because it has lost a peer, and may
-        be the first to notice. Then the coordinator waits a moment for the loss of that one, with
-        which the whole unit goes.
-        """
+        """Take in that a member ended in good order; `is_finished`: its work is done; `is_bereft`:
+        it fails because it has lost a peer."""
         told = self._give_up(rank, "it left before it was in")
         if not self.is_here(rank):
             return [*told, *self._settle(now_s)]
         assert self.membership is not None
         member = self.membership.member(rank)
-        if self._breaks_its_unit(member, is_finished=is_finished):
+        if self._departures.breaks_its_unit(self.state, member, is_finished=is_finished):
             if is_bereft:
                 self._leases.end(rank)
-                self._bereft_s[rank] = now_s + _BEREFT_S
-                return [*told, *self._settle(now_s)]
-            why = "it left before its work was done"
-            told += [self._lose(member, why, LossKind.LEFT)]
-            told += self._lose_mates(member, why, LossKind.LEFT)
+                self._departures.await_cause(rank, now_s)
+            else:
+                told += self._lose(member, "it left before its work was done", LossKind.LEFT)
             return [*told, *self._settle(now_s)]
         self._leases.end(rank)
         told.append(Tell(m.Presence(rank, "left", "it ended in good order")))
         if self.policy.is_elastic:
-            self._left[rank] = f"{who(member)} left"
+            self._departures.left[rank] = f"{who(member)} left"
             is_wished = changes.is_wished(self.state, member)
             if member.role == "worker" and is_finished and is_wished:
                 self._remember(is_finishing=True)
         return [*told, *self._settle(now_s)]
-
-    def _breaks_its_unit(self, member: Member, *, is_finished: bool) -> bool:
-        """Say whether others cannot go on without one that leaves: then it counts as lost, but is
-        left to end by itself, with what it has to say."""
-        has_mates = member.role == "worker" and self.policy.unit_size > 1
-        is_missed = changes.is_wished(self.state, member) and not self.state.is_finishing
-        return self.policy.is_elastic and has_mates and is_missed and not is_finished
 
     # -- being there -------------------------------------------------------------------------
 
@@ -283,8 +236,7 @@ class Roster:
 
     def adopted(self, rank: int, generation: int, now_s: float) -> list[Decision]:
         """A member works in that generation."""
-        if generation > self._adopted.get(rank, 0):
-            self._adopted[rank] = generation
+        if self._adoption.note(rank, generation):
             self._leases.acquit(rank)
         return self._settle(now_s)
 
@@ -293,12 +245,8 @@ class Roster:
         self._leases.accuse(by, rank, why, now_s)
 
     def in_sync(self, rank: int, partition: int, generation: int, now_s: float) -> list[Decision]:
-        """A filling copy has everything that was and ever will be acknowledged without it.
-
-        To be said only when from then on the primary sends no reply before this copy has
-        acknowledged it: when the primary is lost the next moment, the copy takes over. What was
-        said in a generation with another primary does not count.
-        """
+        """A filling copy has everything, and the primary sends no reply any more before that copy
+        has acknowledged it. What was said in a generation with another primary does not count."""
         membership = self.membership
         if (
             membership is not None
@@ -328,11 +276,9 @@ class Roster:
             for finding in found:
                 if finding.kind is not None:
                     decisions += self.lost(finding.rank, finding.detail, now_s, finding.kind)
-        for rank, until_s in list(self._bereft_s.items()):
-            if now_s >= until_s:
-                del self._bereft_s[rank]
-                why = "it lost the connection to its unit"
-                decisions += self.lost(rank, why, now_s, LossKind.BEREFT)
+        for rank in self._departures.overdue(now_s):
+            why = "it lost the connection to its unit"
+            decisions += self.lost(rank, why, now_s, LossKind.BEREFT)
         for rank, until_s in list(self._expiry_s.items()):
             if now_s >= until_s and rank not in self._candidates:
                 decisions += self._give_up(rank, "nobody came for its place")
@@ -342,13 +288,13 @@ class Roster:
 
     def scale(self, workers: int, now_s: float) -> list[Decision]:
         """Have that many workers from now on; UsageError outside of the bounds."""
-        self._require_elastic("its size is fixed")
+        self.policy.require_elastic("its size is fixed")
         self.state = places.scaled(self.policy, self.state, workers)
         return self._settle(now_s)
 
     def add_servers(self, count: int, now_s: float, *, request: int = 0) -> list[Decision]:
         """Have more servers; partitions move to them when they are there."""
-        self._require_elastic("its size is fixed")
+        self.policy.require_elastic("its size is fixed")
         if request and request in self.state.handled:
             return []
         self.state = places.more_servers(self.policy, self.state, count)
@@ -357,7 +303,7 @@ class Roster:
 
     def remove_servers(self, numbers: Iterable[int], now_s: float) -> list[Decision]:
         """Empty these servers, then let them go."""
-        self._require_elastic("its size is fixed")
+        self.policy.require_elastic("its size is fixed")
         self.state = places.fewer_servers(self.policy, self.state, tuple(numbers))
         return self._settle(now_s)
 
@@ -371,8 +317,8 @@ class Roster:
         """Publish what can be published, and find out who is wanted."""
         if self.membership is None or self.state.over or not self.policy.is_elastic:
             return []
-        facts = (self._losses, self._left, self._candidates)
-        following = changes.urgent(self.policy, self.state, *facts)
+        gone = (self._departures.losses, self._departures.left)
+        following = changes.urgent(self.policy, self.state, *gone, self._candidates)
         if following is None and self.is_settled:
             following = self._calm()
         why = changes.verdict(self.policy, self.state, following)
@@ -399,44 +345,26 @@ class Roster:
         for rank in changed.joined:
             self._release(rank)
             self._leases.begin(rank, now_s)
-        for rank in {*self._left, *following.let_go, *(loss.rank for loss in changed.lost)}:
-            self._adopted.pop(rank, None)
+        left = self._departures.left
+        for rank in {*left, *following.let_go, *(loss.rank for loss in changed.lost)}:
+            self._adoption.forget(rank)
             self._leases.end(rank)
-        self._left.clear()
-        self._losses.clear()
+        self._departures.clear()
         filling = changed.membership.filling
         self._synced = {(p, rank) for p, rank in self._synced if rank in filling[p]}
-        self._waiting_s = None
+        self._adoption.settled()
         self._remember(membership=changed.membership, vacant=following.vacant)
         return [Announce(changed), *(Unwanted(rank) for rank in following.let_go)]
-
-    def _not_adopted(self) -> list[Member]:
-        """The members on which calm changes wait."""
-        now = self.membership
-        assert now is not None
-        return [
-            one
-            for one in now.members
-            if self.is_here(one.rank)
-            and self._adopted.get(one.rank, 0)
-            < (now.workers_since if one.role == "worker" else now.generation)
-        ]
 
     # -- small things ------------------------------------------------------------------------
 
     def _remember(self, **news: object) -> None:
         self.state = msgspec.structs.replace(self.state, **news)
 
-    def _require_elastic(self, else_what: str) -> None:
-        if not self.policy.is_elastic:
-            raise RendezvousError(
-                f"this job is not elastic, {else_what}; start it with --min, --max or --on-loss"
-            )
-
     def is_here(self, rank: int) -> bool:
         """Say whether a member is there: listed, and neither lost nor gone."""
-        gone = {*self._losses, *self._left, *(loss.rank for loss in self.state.vacant)}
-        return self.membership is not None and rank in self.membership.ranks and rank not in gone
+        is_listed = self.membership is not None and rank in self.membership.ranks
+        return is_listed and not self._departures.has(rank, self.state)
 
     def _release(self, rank: int) -> None:
         """Give up the place of a newcomer that is a member now, or never will be."""
@@ -450,7 +378,7 @@ class Roster:
         first, *mates = places.unit_places(self.policy, self.state, rank) or (None,)
         if first is None:
             return []
-        reason = units.because_of(f"{first.role} {first.number}", why)
+        reason = places.because_of(f"{first.role} {first.number}", why)
         for place in (first, *mates):
             self._release(place.rank)
         return [
@@ -464,16 +392,8 @@ class Roster:
 
     def _explain_wait(self, now_s: float) -> list[Decision]:
         """Say once, after a while, on whom a newcomer waits."""
-        if self.membership is None or not self._candidates or self.state.over:
-            self._waiting_s = None
+        if self.membership is None or self.state.over:
             return []
-        if self._waiting_s is None:
-            self._waiting_s = now_s
-        late = self._not_adopted()
-        if now_s - self._waiting_s < _PATIENCE_S or not late:
-            return []
-        self._waiting_s = float("inf")
-        newcomers = ", ".join(who(one) for one in self._candidates.values())
-        whom = ", ".join(who(one) for one in late)
         generation = self.membership.generation
-        return [Remark(f"{newcomers} will join when {whom} works in generation {generation}")]
+        text = self._adoption.explain(self._candidates, self.late, generation, now_s)
+        return [Remark(text)] if text else []

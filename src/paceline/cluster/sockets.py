@@ -3,6 +3,11 @@
 Frames are a 4-byte little-endian length and that many bytes. They are read with exact sizes and
 never ahead, because a link's descriptor goes to the C++ core afterwards: a byte too many would be
 lost to it. All sockets are non-blocking and close-on-exec; all functions run in an asyncio loop.
+
+Sockets must not live on in forked children (`close_in_children`). A data loader forks workers out
+of a training process: such a child would keep the parent's connections and ports open after the
+parent was killed, and nobody would notice the loss. Programs started with exec are no concern:
+Python's descriptors are close-on-exec.
 """
 
 from __future__ import annotations
@@ -13,11 +18,11 @@ import errno
 import os
 import socket
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.cluster.fork import close_in_children
 from paceline.errors import BadFrame, ConnectError, PortInUse, SetupError
 
 MAX_HELLO_BYTES = 4096  # any frame before authentication
@@ -195,3 +200,20 @@ async def keep_trying(attempt: Callable[[], Awaitable[T]], *, what: str, timeout
             )
         await asyncio.sleep(pause_s)
         pause_s = min(pause_s * 2, 0.5)
+
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_children(sock: socket.socket) -> socket.socket:
+    """Close this socket in every child that is forked while it is open; returns the socket."""
+    _sockets.add(sock)
+    return sock
+
+
+def _close_all() -> None:
+    for sock in list(_sockets):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from paceline.cluster import messages as m
-from paceline.cluster.store_calls import expect
+from paceline.cluster.calls import expect
 from paceline.config import clock_id
 from paceline.errors import PacelineError
 from paceline.telemetry.clock import Offset, Ping, estimate, set_offset

@@ -21,9 +21,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.cluster.calls import lent
 from paceline.cluster.messages import Answer
 from paceline.cluster.notice import WaitNotice
-from paceline.cluster.pool_calls import lent
 from paceline.cluster.rendezvous import AnyAgent
 from paceline.contribution import Announcer
 from paceline.data.cursor import Cursor, Plain

@@ -10,7 +10,7 @@ not. A step that one part of a model has made and another has not would be of no
     a change begins        when some mate has heard of it, behind the same step in all columns
 
 Mates tell each other where they are behind every attempt and every adoption: a few numbers. Nobody
-is lost in between: who has lost a mate is lost too (cluster/units.py).
+is lost in between: who has lost a mate is lost too (cluster/departures.py).
 """
 
 from __future__ import annotations

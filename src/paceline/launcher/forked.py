@@ -27,7 +27,7 @@ from typing import NoReturn
 
 import msgspec
 
-from paceline.cluster.fork import close_in_children
+from paceline.cluster.sockets import close_in_children
 from paceline.config import adopt_environ
 from paceline.errors import LaunchError, UsageError
 from paceline.launcher.lifeline import Guard

@@ -25,9 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from paceline.cluster.coordinator import CoordinatorThread
-from paceline.cluster.fork import close_in_children
+from paceline.cluster.rendezvous import CoordinatorThread
 from paceline.cluster.secret_file import create_secret_file, load_secret
+from paceline.cluster.sockets import close_in_children
 from paceline.config import EngineConfig, inherited_environ, runtime_dir
 from paceline.errors import LaunchError, UsageError
 from paceline.launcher.environment import (

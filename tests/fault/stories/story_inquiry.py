@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.cluster.operator import Operator
-from paceline.cluster.operator_messages import Status
+from paceline.cluster.operator import Operator, Status
 from paceline.cluster.secret_file import load_secret
 from paceline.errors import PacelineError
 from paceline.launcher.elastic.facts import JobFacts, read_facts

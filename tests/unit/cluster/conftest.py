@@ -10,8 +10,8 @@ import time
 import pytest
 
 from paceline.cluster.agent import Agent
-from paceline.cluster.coordinator import CoordinatorThread
 from paceline.cluster.member import Member
+from paceline.cluster.rendezvous import CoordinatorThread
 from paceline.cluster.sockets import split_address
 
 JOB = "job-1"

@@ -18,7 +18,7 @@ from paceline.telemetry.events import Note
 
 SERVE = """
 import sys
-from paceline.cluster.coordinator import CoordinatorThread
+from paceline.cluster.rendezvous import CoordinatorThread
 print(CoordinatorThread("job-1", bytes(range(32)), 1).start(), flush=True)
 sys.stdin.read()
 """

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from paceline.cluster.agent import Agent
-from paceline.cluster.coordinator import CoordinatorThread
+from paceline.cluster.rendezvous import CoordinatorThread
 from paceline.errors import AuthError, ConnectError, PeerLost, PortInUse, RendezvousError
 from paceline.telemetry.events import Note, Progress
 

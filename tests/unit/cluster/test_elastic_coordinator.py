@@ -9,7 +9,7 @@ import time
 import pytest
 
 from paceline.cluster import messages as m
-from paceline.cluster import operator_messages as o
+from paceline.cluster import operator as o
 from paceline.cluster.decisions import Unwanted, Wanted
 from paceline.cluster.local_agent import LocalAgent
 from paceline.cluster.member import Member

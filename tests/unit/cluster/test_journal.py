@@ -14,7 +14,7 @@ from paceline.cluster.journal import Answered, Forgotten, Header, Journal, Recor
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.policy import Policy
 from paceline.cluster.record import Record
-from paceline.cluster.store_service import StoreService
+from paceline.cluster.store import StoreService
 from paceline.errors import BadFrame, SetupError
 
 POLICY = Policy(num_workers=2, is_elastic=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from paceline.cluster import operator_messages as o
+from paceline.cluster import operator as o
 from paceline.cluster.operator import Operator
 from paceline.telemetry.events import Progress
 

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cluster import messages as m
+from paceline.cluster.calls import lent
 from paceline.cluster.journal import Journal
 from paceline.cluster.local_agent import LocalAgent
 from paceline.cluster.member import Member
 from paceline.cluster.policy import Policy
-from paceline.cluster.pool_calls import lent
 from paceline.cluster.pools import Pools
 from paceline.cluster.record import Record
-from paceline.cluster.store_service import StoreService
+from paceline.cluster.store import StoreService
 from paceline.errors import UsageError
 
 

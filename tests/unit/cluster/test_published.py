@@ -8,7 +8,7 @@ import stat
 import msgspec
 import pytest
 
-from paceline.cluster.published import Contents, publish, wait_for
+from paceline.cluster.secret_file import Contents, publish, wait_for
 from paceline.config import job_env, process_start
 from paceline.errors import AuthError, RendezvousError
 

@@ -13,9 +13,8 @@ import threading
 import pytest
 
 from paceline.cluster.auth import create_secret_file
-from paceline.cluster.coordinator import CoordinatorThread
 from paceline.cluster.local_agent import LocalAgent
-from paceline.cluster.rendezvous import establish, establish_from_store
+from paceline.cluster.rendezvous import CoordinatorThread, establish, establish_from_store
 from paceline.cluster.secret_file import load_secret
 from paceline.config import EngineConfig, job_env
 from paceline.errors import AuthError, ConfigError, ConnectError, PortInUse, RendezvousError

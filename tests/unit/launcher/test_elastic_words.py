@@ -10,7 +10,7 @@ from paceline.cli.steering import describe, server_table
 from paceline.cluster.decisions import Place, Wanted
 from paceline.cluster.member import Member, Membership
 from paceline.cluster.messages import LossKind, Presence
-from paceline.cluster.operator_messages import Status
+from paceline.cluster.operator import Status
 from paceline.cluster.policy import Policy
 from paceline.launcher.board import Board
 from paceline.launcher.elastic.chronicle import Chronicle, hottest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.cluster import messages as m
 from paceline.cluster.member import Member, Membership
-from paceline.cluster.operator_messages import Happened, Status
+from paceline.cluster.operator import Happened, Status
 from paceline.cluster.policy import Policy
 from paceline.launcher.watched import Watched
 from paceline.telemetry.events import Progress

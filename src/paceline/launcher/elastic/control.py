@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from paceline.cluster.decisions import Place
 from paceline.cluster.messages import LossKind
-from paceline.cluster.operator import Operator
-from paceline.cluster.operator_messages import News, Status
+from paceline.cluster.operator import News, Operator, Status
 from paceline.cluster.policy import Policy
 from paceline.config import EngineConfig
 from paceline.launcher.elastic.coordination import Coordination

@@ -26,7 +26,7 @@ from dataclasses import replace
 from paceline.cluster import messages as m
 from paceline.cluster.decisions import Remark, Unwanted, Wanted
 from paceline.cluster.messages import LossKind
-from paceline.cluster.operator_messages import Happened, News
+from paceline.cluster.operator import Happened, News
 from paceline.config import process_start
 from paceline.launcher.display import Display
 from paceline.launcher.elastic.chronicle import Chronicle, hottest

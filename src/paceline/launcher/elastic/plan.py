@@ -4,7 +4,7 @@ Without any of these options a job is what it always was: it ends with its first
 them it is ELASTIC: it goes on with other processes. The defaults of the others then change nothing
 by themselves: as many workers as the job was started with, no fewer and no more. Servers may become
 twice as many, because their tables are cut for that anyway. With a mesh all numbers of workers are
-of whole units (cluster/units.py).
+of whole units (cluster/places.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline import coordinate
 from paceline.cluster.decisions import Wanted
-from paceline.cluster.operator_messages import News
+from paceline.cluster.operator import News
 from paceline.config import EngineConfig, bind_address
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.display import Display
