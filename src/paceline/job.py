@@ -301,7 +301,7 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torc
 def report(step: int | None = None, **values: float) -> None:
     """Tell the launcher how far this rank is; shown live. Never blocks.
 
-    Without a step number the steps that `distribute` has counted are shown. At most ten reports a
+    Without a step number the steps that `distribute` has counted are shown. At most five reports a
     second are sent; of those in between, the newest value of each name counts.
 
     >>> pl.report(loss=0.25)

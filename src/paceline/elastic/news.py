@@ -66,10 +66,11 @@ class News:
     def await_change(self, error: PeerError | None) -> Membership:
         """Wait for a membership with other workers than ours."""
         started_s = accused_s = time.monotonic()
+        culprit = None if error is None else error.rank
         notice = WaitNotice(
             f"rank {self._fabric.rank} waits for the job's next membership",
             "a change of the membership",
-            [rank for rank in (getattr(error, "rank", None),) if rank is not None and rank >= 0],
+            [] if culprit is None else [culprit],
         )
         agent, fabric = self._agent, self._fabric
         while True:
@@ -82,8 +83,7 @@ class News:
                 return newest
             now_s = time.monotonic()
             self._require_contact(now_s - started_s, error)
-            culprit = getattr(error, "rank", None)
-            if culprit is not None and culprit >= 0 and now_s - accused_s > _ACCUSE_S:
+            if error is not None and culprit is not None and now_s - accused_s > _ACCUSE_S:
                 accused_s = now_s  # over and over: a coordinator that is restarted forgets it
                 agent.accuse(culprit, str(error)[:300])
             agent.wait_for_generation(newest.generation if newest is not None else 0, _SLICE_S)

@@ -149,9 +149,8 @@ class Host:
     def _is_over(self) -> bool:
         if not self.is_elastic:
             return not any(partition.server.lines for partition in self.partitions.values())
-        ending = getattr(self._agent, "ending", None)
-        if ending is not None:
-            raise ending
+        if self._agent.ending is not None:
+            raise self._agent.ending
         return self.rank not in self._ranks or all(
             self.why_gone(rank) == LEFT for rank in self._workers
         )

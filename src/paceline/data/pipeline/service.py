@@ -100,7 +100,7 @@ class Service:
         if all(one is not None and one.state in ("left", "lost") for one in known):
             return True
         agent = self._job.rendezvous.agent
-        is_cut_off = not getattr(agent, "is_attached", True)
+        is_cut_off = not agent.is_attached
         return is_cut_off and not self._lines and not self._meeting
 
     def _wait(self) -> None:
