@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from paceline.checkpoint import manifest, reading, retention, writing
+from paceline.checkpoint import manifest, reading, writing
 from paceline.errors import CheckpointError
 from support.checkpoints import bits, save
 from support.traced import Call, calls_of, needs_strace, run_injected
@@ -43,7 +43,7 @@ def tensors_of(which: int) -> tuple[dict[str, torch.Tensor], ...]:
 def saving(root: str, step: int) -> Callable[[], tuple[str, str, str | None]]:
     """Prepare a process; return the save: what it has come to, the message, the path in it."""
     save(Path(root) / "elsewhere", 1)  # everything is imported
-    retention.retain(Path(root) / "elsewhere", 1)
+    writing.retain(Path(root) / "elsewhere", 1)
     shutil.rmtree(Path(root) / "elsewhere")
     tensors = tensors_of(NEW)
 
@@ -62,7 +62,7 @@ def saving(root: str, step: int) -> Callable[[], tuple[str, str, str | None]]:
             writing.abandon(staging)
             return "refused", str(error), error.path
         try:
-            retention.retain(Path(root), 1)
+            writing.retain(Path(root), 1)
         except CheckpointError as error:
             return "kept too many", str(error), error.path
         return "saved", "", None
@@ -109,13 +109,13 @@ def killed_at(calls: Sequence[Call], fresh: Callable[[], Path], step: int) -> Co
         outcome = run_injected(call, "signal=KILL", saving, str(root), step)
         assert outcome.status == -9, f"{call}: {outcome}"
         seen["new" if assert_valid(root, OLD, NEW) == NEW else "old"] += 1
-        retention.sweep(root)
+        writing.sweep(root)
         for left in root.glob(".saving-*"):  # killed before it could say whose that is
             assert not list(left.glob("checkpoint/*"))
             os.utime(left, (0, 0))
             for inside in left.iterdir():
                 os.utime(inside, (0, 0))
-            retention.sweep(root)
+            writing.sweep(root)
         assert not list(root.glob(".*")), call
         save(root, step, tensors_of(NEXT), {"which": NEXT})
         assert_valid(root, NEXT)
@@ -137,7 +137,7 @@ def failed_at(
             assert not list(root.glob(".saving-*")), f"{call}: {outcome}"
         else:
             assert valid == NEW
-            retention.sweep(root)  # only what was being removed may be left
+            writing.sweep(root)  # only what was being removed may be left
         if came_to != "saved":
             assert str(root) in text and path is not None and path.startswith(str(root)), call
             assert os.strerror(getattr(errno, error)) in text, call

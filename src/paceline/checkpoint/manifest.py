@@ -7,6 +7,11 @@ It is JSON for people, and begins with its own hash:
      "format": 1,
 
 So any change of it is noticed before it is parsed; the parts' hashes are in it.
+
+Files have fixed names, so nothing that a manifest says can lead out of its directory. Names of
+tensors are never used as paths here, but other programs may do so with what is exported. A step
+that is saved again gets the next ATTEMPT of its name ("step-000000100.2"): the one before stays
+untouched until the new one is there, and one rename is enough in every case.
 """
 
 from __future__ import annotations
@@ -22,10 +27,21 @@ from typing import Annotated, Any
 import msgspec
 
 import paceline
-from paceline.checkpoint import layout, names
+from paceline.checkpoint import layout
 from paceline.checkpoint.layout import Size, TensorRecord
-from paceline.errors import CheckpointCorrupt, CheckpointUnsupported, UsageError
+from paceline.errors import (
+    CheckpointCorrupt,
+    CheckpointUnsafe,
+    CheckpointUnsupported,
+    UsageError,
+)
 
+MANIFEST = "manifest.json"
+MAX_PARTS = 100_000
+_MAX_NAME = 1024
+_CHECKPOINT = re.compile(r"step-([0-9]{9,18})(?:\.([1-9][0-9]{0,5}))?", re.ASCII)
+_PART = re.compile(r"part-[0-9]{5}\.safetensors", re.ASCII)
+_PICKLE = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
 FORMAT = 1
 MAX_BYTES = 256 << 20
 _BEGINNING = b'{\n "sha256": "'
@@ -88,7 +104,7 @@ def encode(manifest: Manifest) -> bytes:
 
 def decode(data: bytes, path: Path) -> Manifest:
     """Verify and parse; `path` is for the messages. CheckpointError of the class that applies."""
-    names.require_no_pickle(data[:8], path)
+    require_no_pickle(data[:8], path)
     told = data[_HASH].decode("ascii", errors="replace")
     blanked = data[: _HASH.start] + _BLANK.encode() + data[_HASH.stop :]
     actual = hashlib.sha256(blanked).hexdigest()
@@ -114,12 +130,12 @@ def check(manifest: Manifest, path: Path) -> None:
     files: set[str] = set()
     seen: set[str] = set()
     for part in manifest.parts:
-        names.require_part_name(part.file, path)
+        require_part_name(part.file, path)
         if part.file in files:
             raise _corrupt(path, f"it names {part.file} twice")
         files.add(part.file)
         for name, record in part.tensors.items():
-            names.require_tensor_name(name, path)
+            require_tensor_name(name, path)
             if name in seen:
                 raise _corrupt(path, f"tensor {name!r} is in two parts")
             if fault := layout.fault_of(record):
@@ -149,6 +165,64 @@ def require_json(value: Any, where: str) -> None:
         raise UsageError(f"{where} is {value!r}, which is no valid text")
     elif not (value is None or isinstance(value, bool | int | float | str)):
         raise UsageError(f"{where} is a {type(value).__name__}; a manifest holds only plain JSON")
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+def checkpoint_name(step: int, attempt: int = 1) -> str:
+    return f"step-{step:09d}" if attempt == 1 else f"step-{step:09d}.{attempt}"
+
+
+def parse_checkpoint(name: str) -> tuple[int, int] | None:
+    """Return (step, attempt), or None when it is no checkpoint's name."""
+    found = _CHECKPOINT.fullmatch(name)
+    return None if found is None else (int(found[1]), int(found[2] or 1))
+
+
+def part_name(number: int) -> str:
+    if not 0 <= number < MAX_PARTS:
+        raise ValueError(f"part {number}: expected 0 to {MAX_PARTS - 1}")
+    return f"part-{number:05d}.safetensors"
+
+
+def require_part_name(name: str, path: Path) -> None:
+    if not _PART.fullmatch(name):
+        raise CheckpointUnsafe(
+            f"{path} names a part {name[:100]!r}; expected part-NNNNN.safetensors beside it: a"
+            " checkpoint may only name files of its own directory",
+            path=path,
+        )
+
+
+def require_tensor_name(name: str, path: Path) -> None:
+    """Let through what modules and optimizers call their tensors, on one printable line."""
+    reason = ""
+    if not 0 < len(name) <= _MAX_NAME:
+        reason = f"has {len(name)} characters, expected 1 to {_MAX_NAME}"
+    elif not name.isprintable() or "\\" in name:
+        reason = "has a control character or a backslash in it"
+    elif name.startswith("/") or ".." in name.split("/"):
+        reason = "leads out of its directory"
+    elif name == "__metadata__":
+        reason = "has a meaning of its own in safetensors files"
+    if reason:
+        raise CheckpointUnsafe(f"{path}: tensor name {name[:100]!r} {reason}", path=path)
+
+
+def require_no_pickle(beginning: bytes, path: Path) -> None:
+    """Refuse by name what torch.save and pickle write; called when a file is not ours anyway."""
+    # A safetensors file begins with a length whose upper bytes are 0: it is no pickle.
+    if _PICKLE.match(beginning) and beginning[5:8] != b"\0\0\0":
+        raise CheckpointUnsafe(
+            f"refusing pickle: {path} was written by torch.save or pickle, and loading such a file"
+            " can run any code; if you trust it, torch.load(..., weights_only=True) it in your"
+            " script and give the result to model.load_state_dict",
+            path=path,
+        )
+
+
+# -- what is wrong with a manifest -----------------------------------------------------------------
 
 
 def _require_known_format(data: bytes, path: Path, *, is_intact: bool) -> None:

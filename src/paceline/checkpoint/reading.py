@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.checkpoint import files, layout, manifest, names
+from paceline.checkpoint import files, layout, manifest
 from paceline.checkpoint.manifest import Manifest, PartRecord
 from paceline.errors import CheckpointCorrupt, CheckpointError, UsageError
 
@@ -69,7 +69,7 @@ def listing(root: Path) -> list[Found]:
             entries = os.listdir(root)
         except FileNotFoundError:
             return []
-    parsed = {name: names.parse_checkpoint(name) for name in entries}
+    parsed = {name: manifest.parse_checkpoint(name) for name in entries}
     found = [_found(root / name, *place) for name, place in parsed.items() if place is not None]
     return sorted(found, key=lambda each: (each.step, each.attempt), reverse=True)
 
@@ -145,12 +145,12 @@ def _found(path: Path, step: int, attempt: int) -> Found:
 
 
 def _look(path: Path, directory: int) -> Manifest:
-    described = _manifest(path / names.MANIFEST, directory)
-    parsed = names.parse_checkpoint(path.name)
+    described = _manifest(path / manifest.MANIFEST, directory)
+    parsed = manifest.parse_checkpoint(path.name)
     if parsed is not None and parsed[0] != described.step:
         raise _corrupt(path, f"its manifest is that of step {described.step}")
     present = {name for name in os.listdir(directory) if not name.startswith(".")}
-    known = {names.MANIFEST, *(part.file for part in described.parts)}
+    known = {manifest.MANIFEST, *(part.file for part in described.parts)}
     if present - known:
         extra = ", ".join(sorted(present - known)[:5])
         raise _corrupt(path, f"it holds {extra}, which its manifest does not name; remove that")
@@ -185,7 +185,7 @@ def _opened_part(path: Path, directory: int, part: PartRecord) -> Iterator[int]:
         raise _corrupt(where, f"it is missing, {expected}") from None
     with files.opened_file(where, directory) as (fd, size):
         if size != part.bytes:
-            names.require_no_pickle(os.pread(fd, 8, 0), where)
+            manifest.require_no_pickle(os.pread(fd, 8, 0), where)
             raise _corrupt(where, f"expected {part.bytes} bytes, found {size}")
         yield fd
 
@@ -207,10 +207,10 @@ def _read_part(path: Path, directory: int, part: PartRecord, into: memoryview | 
             at += count
     actual = digest.hexdigest()
     if actual != part.sha256:
-        names.require_no_pickle(beginning, where)
+        manifest.require_no_pickle(beginning, where)
         raise _corrupt(where, f"expected sha256 {part.sha256}, found {actual}")
     if not is_ours:
-        names.require_no_pickle(beginning, where)
+        manifest.require_no_pickle(beginning, where)
         text = "its hash is right, but its header is not the one of the tensors in the manifest"
         raise _corrupt(where, f"{text} (another order, overlapping or outlying places, a length)")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.checkpoint import layout, names
+from paceline.checkpoint import layout, manifest
 from paceline.checkpoint.files import PIECE_BYTES
 from paceline.checkpoint.layout import TensorRecord
 from paceline.errors import UnsupportedTensor
@@ -15,7 +15,7 @@ from paceline.errors import UnsupportedTensor
 
 def record_of(name: str, tensor: torch.Tensor, path: Path) -> TensorRecord:
     """Describe a tensor; UnsupportedTensor when a file cannot hold it."""
-    names.require_tensor_name(name, path)
+    manifest.require_tensor_name(name, path)
     dtype = str(tensor.dtype).removeprefix("torch.")
     reason = ""
     if tensor.layout is not torch.strided:

@@ -8,12 +8,14 @@
 
 Nothing here communicates: workers on several hosts need a file system that they share. All of it
 may run on a background thread. Nothing is a checkpoint until the one rename of `publish`, before
-which every file is on the disk. After any error: `abandon(staging)`.
+which every file is on the disk. After any error: `abandon(staging)`. `retain` removes old
+checkpoints, `sweep` what saves that never ended have left.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -22,18 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paceline.checkpoint import files, layout, manifest, names
+from paceline.checkpoint import files, layout, manifest, reading
 from paceline.checkpoint.manifest import Manifest, PartRecord
-from paceline.checkpoint.retention import retain as retain
-from paceline.checkpoint.retention import sweep as sweep
 from paceline.checkpoint.staging import abandon as abandon
 from paceline.checkpoint.staging import begin as begin
-from paceline.checkpoint.staging import outer_of
+from paceline.checkpoint.staging import is_dead, outer_of
 from paceline.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
+_GOING = re.compile(r"\.deleting-[A-Za-z0-9_.-]+", re.ASCII)
 _POLL_S = 0.02
 _ROOM_BYTES = 64 << 10  # for records and the manifest, when space is checked
 
@@ -54,7 +55,7 @@ def write_part(staging: Path, number: int, tensors: Mapping[str, torch.Tensor]) 
     """
     from paceline.checkpoint.tensors import pieces, record_of
 
-    path = staging / names.part_name(number)
+    path = staging / manifest.part_name(number)
     records = layout.in_order({name: record_of(name, t, path) for name, t in tensors.items()})
     head = layout.header(records)
     need = layout.size_bytes(records)
@@ -122,7 +123,7 @@ def publish(staging: Path, described: Manifest) -> Path:
     """
     outer = outer_of(staging)
     root = outer.parent
-    path = staging / names.MANIFEST
+    path = staging / manifest.MANIFEST
     manifest.check(described, path)
     _require_files(staging, described)
     data = manifest.encode(described)
@@ -135,11 +136,57 @@ def publish(staging: Path, described: Manifest) -> Path:
     return final
 
 
+# -- removing: what goes is renamed first, so that no checkpoint is found half removed ---------
+
+
+def retain(root: Path, keep: int, *, saved: Path | None = None) -> list[Path]:
+    """Keep the newest checkpoints, remove the older ones; return what was removed.
+
+    Counted are those that look whole (manifest intact, parts of the right size), the last attempt
+    of each step. So what is damaged never displaces what is not; it goes when it is older than all
+    that is kept. `saved`, the one that was published just now, is the first of those that are kept:
+    after a resume from an older step there may be others with higher ones.
+    """
+    if keep < 1:
+        raise UsageError(f"keep={keep}: expected at least 1")
+    kept: set[int] = set()
+    going = []
+    every = reading.listing(root)  # newest first
+    for found in sorted(every, key=lambda found: found.path != saved):
+        if len(kept) >= keep or found.step in kept:
+            going.append(found.path)
+        elif found.manifest is not None:
+            kept.add(found.step)
+    for path in reversed(going):
+        files.remove_at_once(path)
+    return going
+
+
+def sweep(root: Path) -> list[Path]:
+    """Remove what saves and removals that died have left; return what that was.
+
+    Saves that somebody may still work on stay.
+    """
+    if not root.is_dir():
+        return []
+    with files.disk_errors("look into", root):
+        entries = sorted(
+            path for path in root.glob(".*") if path.is_dir() and not path.is_symlink()
+        )
+    dead = [path for path in entries if _GOING.fullmatch(path.name) or is_dead(path)]
+    for path in dead:
+        files.remove_tree(path)
+    return dead
+
+
+# -- steps of saving ----------------------------------------------------------------------------
+
+
 def _rename(staging: Path, root: Path, step: int) -> Path:
     with files.disk_errors("publish in", root):
-        parsed = [names.parse_checkpoint(name) for name in os.listdir(root)]
+        parsed = [manifest.parse_checkpoint(name) for name in os.listdir(root)]
         attempt = max((found[1] for found in parsed if found and found[0] == step), default=0) + 1
-        final = root / names.checkpoint_name(step, attempt)
+        final = root / manifest.checkpoint_name(step, attempt)
         staging.rename(final)
     return final
 
@@ -160,7 +207,7 @@ def _require_files(staging: Path, described: Manifest) -> None:
 
 
 def _record_path(staging: Path, number: int) -> Path:
-    return outer_of(staging) / names.part_name(number).replace("part", "record").replace(
+    return outer_of(staging) / manifest.part_name(number).replace("part", "record").replace(
         "safetensors", "json"
     )
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from paceline.checkpoint import reading
-from paceline.checkpointing.choosing import RESUME, choose
 from paceline.checkpointing.contents import (
     Said,
     farewell,
@@ -26,12 +25,13 @@ from paceline.checkpointing.contents import (
     is_lockstep,
     restore,
     restore_weights,
+    saved_models,
+    saved_objects,
     steps_of,
 )
 from paceline.checkpointing.cut import Call, Cut
 from paceline.checkpointing.due import Due
-from paceline.checkpointing.meeting import meet_in
-from paceline.checkpointing.objects import saved_models, saved_objects
+from paceline.checkpointing.meeting import RESUME, choose, meet_in
 from paceline.checkpointing.teller import Teller
 from paceline.checkpointing.writer import Plan, Writer
 from paceline.data_parallel.succession import Succession

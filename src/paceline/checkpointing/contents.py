@@ -10,23 +10,90 @@ What all workers have alike is written once: each writes a part of it, by size.
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.checkpoint.reading import Loaded
-from paceline.checkpointing.random_state import random_state, set_random_state
 from paceline.data.resumption import data_state, resume_data
+from paceline.data_parallel.distribute import distributed
 from paceline.data_parallel.restoring import SavedModel
 from paceline.data_parallel.saving import Picture
 from paceline.data_parallel.succession import Succession
 from paceline.elastic.written import read_back, write_down
-from paceline.errors import CheckpointMismatch
+from paceline.errors import CheckpointMismatch, UsageError
 from paceline.job import Job
 from paceline.mesh import Mesh
-from paceline.model_parallel.registry import meshed_by
+from paceline.model_parallel.registry import meshed, meshed_by
+from paceline.state.carried import Carried
+from paceline.state.protocol import State
+
+_TORCH, _NUMPY, _CUDA = "random/torch", "random/numpy", "random/cuda"
+
+
+def random_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the state of torch's, Python's and numpy's generators; tensors go to `tensors`."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    tensors[_TORCH] = torch.get_rng_state()
+    tensors[_NUMPY] = torch.from_numpy(np.asarray(keys, dtype=np.uint32).view(np.int32).copy())
+    if torch.cuda.is_initialized():
+        for device, state in enumerate(torch.cuda.get_rng_state_all()):
+            tensors[f"{_CUDA}/{device}"] = state
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, int(position), int(has_gauss), float(cached)],
+    }
+
+
+def set_random_state(plain: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Let the generators go on from there."""
+    version, internal, gauss = plain["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, position, has_gauss, cached = plain["numpy"]
+    keys = tensors[_NUMPY].clone().numpy().view(np.uint32)
+    np.random.set_state((kind, keys, position, has_gauss, cached))
+    torch.set_rng_state(tensors[_TORCH].clone())  # torch reads it as a struct: it must be aligned
+    states = [tensors[name].clone() for name in sorted(tensors) if name.startswith(_CUDA)]
+    if torch.cuda.is_available() and len(states) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states)
+
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _distributed() -> list[tuple[Any, Succession]]:
+    """Return the script's models, whole or in parts, in order."""
+    in_parts = {id(made.succession): model for model, made in meshed.items()}
+    return [(in_parts.get(id(one), model), one) for model, one in distributed()]
+
+
+def saved_models(given: Mapping[str, Any]) -> list[Succession]:
+    """Return the distributed models that are saved: those given by name, or all there are."""
+    known = _distributed()
+    chosen = [one for model, one in known if any(thing is model for thing in given.values())]
+    return chosen or [one for _, one in known]
+
+
+def saved_objects(job: Job, given: Mapping[str, Any]) -> dict[str, Carried]:
+    """Return the given objects, and those of `pl.carry`; not what is distributed anyway."""
+    pairs = [(model, one.optimizer) for model, one in _distributed()]
+    covered = {id(thing) for pair in pairs for thing in pair}
+    found: dict[str, Carried] = {}
+    for name, thing in {**job.carried, **given}.items():
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"Checkpoint({name!r}=...): expected a plain name")
+        part = Carried(name, thing, "Checkpoint")
+        is_known = any(thing is other.thing for other in found.values())
+        if id(thing) not in covered and not is_known:
+            found[name] = part
+    return found
+
 
 Tensors = dict[str, torch.Tensor]
 
@@ -40,7 +107,9 @@ class Said:
     common: dict[str, Any]  # JSON; the first worker's counts
 
 
-def gather(job: Job, saved: Sequence[Succession], objects: Mapping[str, Any], steps: int) -> Said:
+def gather(
+    job: Job, saved: Sequence[Succession], objects: Mapping[str, Carried], steps: int
+) -> Said:
     """Return everything that a checkpoint has of this worker. Collective."""
     shared, mine, models = Tensors(), Tensors(), list[dict[str, Any]]()
     rank, size = job.world.rank, job.world.size
@@ -53,8 +122,8 @@ def gather(job: Job, saved: Sequence[Succession], objects: Mapping[str, Any], st
         models.append({**picture.plain, "steps": succession.steps})
         own["models"].append({**picture.own_plain, "steps": succession.steps})
     written, found = {}, Tensors()
-    for name, thing in objects.items():
-        written[name] = write_down(thing.state_dict(), f"object/{name}", found)
+    for name, part in objects.items():
+        written[name] = write_down(part.state().shared["state"], f"object/{name}", found)
     if rank == 0:
         mine.update(found)
     generators = Tensors()
@@ -119,7 +188,7 @@ def farewell(job: Job, saved: Sequence[Succession], steps: int) -> dict[str, Any
 
 
 def restore(
-    job: Job, loaded: Loaded, models: Sequence[Succession], objects: Mapping[str, Any]
+    job: Job, loaded: Loaded, models: Sequence[Succession], objects: Mapping[str, Carried]
 ) -> list[str]:
     """Let everything go on from a checkpoint; return what was mapped, in words. Collective."""
     content, tensors = loaded.content, loaded.tensors
@@ -197,7 +266,7 @@ def _workers(count: int) -> str:
 
 
 def _restore_objects(
-    loaded: Loaded, written: Mapping[str, Any], objects: Mapping[str, Any]
+    loaded: Loaded, written: Mapping[str, Any], objects: Mapping[str, Carried]
 ) -> None:
     lacking = [name for name in objects if name not in written]
     foreign = [name for name in written if name not in objects]
@@ -206,8 +275,8 @@ def _restore_objects(
             f"{loaded.path} has the objects {sorted(written)}, the script gives {sorted(objects)};"
             " give pl.Checkpoint the same ones, by the same names"
         )
-    for name, thing in objects.items():
-        thing.load_state_dict(read_back(written[name], loaded.tensors))
+    for name, part in objects.items():
+        part.load(State(shared={"state": read_back(written[name], loaded.tensors)}), None)
 
 
 def _saved_model(content: Any, tensors: Tensors, number: int) -> SavedModel:

@@ -1,5 +1,8 @@
 """Writing in the background: one thread for each worker, which writes what was copied.
 
+The copy takes the time of one memcpy, so that training can go on at once. Its memory is used again
+for the next one: fresh pages from the kernel would cost more than the copying itself.
+
 Every worker writes its part; the first one waits for all parts and publishes. If one fails (a full
 disk), the save is given up and the one before stays what counts: training goes on, and is told.
 
@@ -16,10 +19,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import manifest, retention, staging, writing
+import torch
+
+from paceline.checkpoint import manifest, staging, writing
 from paceline.checkpointing.contents import Said
-from paceline.checkpointing.snapshot import SnapshotMemory
 from paceline.errors import CheckpointError, PacelineError
+
+_ALIGNMENT = 64
+
+
+class SnapshotMemory:
+    """One piece of memory for one copy at a time. Whoever takes a copy is done with the last."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return copies, contiguous and on the CPU."""
+        sizes = {name: _room(tensor) for name, tensor in tensors.items()}
+        total = sum(sizes.values())
+        if self._memory.numel() < total:
+            self._memory = torch.empty(total, dtype=torch.uint8)
+        copies, at = dict[str, torch.Tensor](), 0
+        for name, tensor in tensors.items():
+            num_bytes = tensor.numel() * tensor.element_size()
+            place = self._memory[at : at + num_bytes].view(tensor.dtype).view(tensor.shape)
+            copies[name] = place.copy_(tensor.detach())
+            at += sizes[name]
+        return copies
+
+
+def _room(tensor: torch.Tensor) -> int:
+    num_bytes = tensor.numel() * tensor.element_size()
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
 
 _PARTS_S = 120.0  # how long the first worker waits for the parts of the others
 
@@ -133,7 +166,7 @@ class Writer:
             step=plan.step, world=plan.num_workers, content=content, parts=records
         )
         path = writing.publish(directory, described)
-        retention.retain(plan.root, plan.keep, saved=path)
+        writing.retain(plan.root, plan.keep, saved=path)
         while self._given_up:  # by now all are through with those
             staging.abandon(self._given_up.pop())
         return path, described.num_bytes

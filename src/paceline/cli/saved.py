@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import files, names, reading
+from paceline.checkpoint import files, manifest, reading
 from paceline.checkpoint.files import size_text
 from paceline.checkpoint.manifest import Manifest
 from paceline.errors import CheckpointError, UsageError
@@ -140,19 +140,19 @@ def _checkpoint(path: Path) -> Path:
     _require_directory(path)
     found = reading.listing(path)
     if not found:
-        text = f"{path} is no checkpoint (it has no {names.MANIFEST}) and holds none"
+        text = f"{path} is no checkpoint (it has no {manifest.MANIFEST}) and holds none"
         raise CheckpointError(text, path=path)
     return found[0].path
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return names.parse_checkpoint(path.name) is not None or (path / names.MANIFEST).exists()
+    return manifest.parse_checkpoint(path.name) is not None or (path / manifest.MANIFEST).exists()
 
 
 def _require_directory(path: Path) -> None:
     if path.is_file():
         with path.open("rb") as file:
-            names.require_no_pickle(file.read(8), path)
+            manifest.require_no_pickle(file.read(8), path)
         raise CheckpointError(f"{path} is a file; expected a directory of checkpoints", path=path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory", path=path)

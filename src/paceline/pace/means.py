@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.group import Group
+from paceline.compress.parse import CodecSpec, parse_codec
+from paceline.errors import UsageError
 from paceline.pace.compressed import Journeys
 from paceline.pace.exchange import Bucket
+from paceline.pace.method import Setting
 from paceline.state.protocol import Change, State
 from paceline.work import Work
 
@@ -21,10 +23,22 @@ from paceline.work import Work
 class Means:
     """Makes means of flat tensors of all workers. Main thread only."""
 
-    def __init__(self, workers: Group, journeys: Journeys | None) -> None:
-        self._workers = workers
-        self._journeys = journeys
+    def __init__(self, setting: Setting) -> None:
+        self._workers = setting.workers
         self._changes: dict[int, torch.Tensor] = {}  # by the number of the bucket
+        codec = parse_codec(setting.options["compress"])
+        _check(setting, codec)
+        self.compresses = codec.is_on
+        self._journeys: Journeys | None = None
+        if codec.is_on and setting.another is not None:
+            self._journeys = Journeys(
+                codec,
+                setting.allocate,
+                setting.workers,
+                setting.another,
+                is_elastic=setting.is_elastic,
+            )
+            setting.open_books(str(codec), self._journeys.accounts)
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Look after more buckets."""
@@ -86,3 +100,16 @@ class Means:
         """Take it over."""
         if self._journeys is not None:
             self._journeys.load(state, change)
+
+
+def _check(setting: Setting, codec: CodecSpec) -> None:
+    if codec.row.only_gradients:
+        raise UsageError(
+            f"pace {setting.pace} brings models together, and compress={codec} cannot be used on"
+            f" them: {codec.row.only_gradients}"
+        )
+    if codec.is_on and setting.centre is not None:
+        raise UsageError(
+            f"pace {setting.pace} with servers: models travel to them as they are; leave out"
+            " compress, or start the job without -s"
+        )

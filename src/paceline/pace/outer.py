@@ -34,11 +34,9 @@ from typing import Any
 
 import torch
 
-from paceline.compress.parse import parse_codec
 from paceline.errors import PeerError, UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.centre import Place, outer_settings
-from paceline.pace.compressed import Journeys
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
 from paceline.pace.means import Means
 from paceline.pace.method import Method, Setting
@@ -76,9 +74,8 @@ class OuterSteps(Method):
         self.after = int(setting.number("after"))  # steps that are taken together first
         self._num_fragments = int(setting.number("fragments"))
         self._parts: list[_Part] = []
-        self._codec = parse_codec(setting.options["compress"])
         self._check()
-        self._means = Means(self.workers, self._make_journeys())
+        self._means = Means(setting)
 
     @property
     def momentum(self) -> float:
@@ -106,27 +103,6 @@ class OuterSteps(Method):
             )
         if self.momentum >= 1:
             raise UsageError(f"pace {pace}: momentum={self.momentum:g}, expected less than 1")
-        if self._codec.row.only_gradients:
-            raise UsageError(
-                f"pace {pace} brings models together, and compress={self._codec} cannot be used on"
-                f" them: {self._codec.row.only_gradients}"
-            )
-        if self._codec.is_on and self.setting.centre is not None:
-            raise UsageError(
-                f"pace {pace} with servers: models travel to them as they are; leave out compress,"
-                " or start the job without -s"
-            )
-
-    def _make_journeys(self) -> Journeys | None:
-        another = self.setting.another
-        if not self._codec.is_on or another is None:
-            return None
-        elastic = self.setting.is_elastic
-        journeys = Journeys(
-            self._codec, self.setting.allocate, self.workers, another, is_elastic=elastic
-        )
-        self.setting.open_books(str(self._codec), journeys.accounts)
-        return journeys
 
     def describe(self) -> str:
         words = f"every {self.every} steps"
@@ -153,7 +129,7 @@ class OuterSteps(Method):
                 part.begin = part.place.values
             elif not self._is_plain:
                 part.begin, part.momentum = bucket.params.clone(), torch.zeros_like(bucket.params)
-            elif self._codec.is_on:  # what is compressed is what has changed since
+            elif self._means.compresses:  # what is compressed is what has changed since
                 part.begin = bucket.params.clone()
             if part.place is None:
                 part.mean = self.setting.allocate(bucket.params.numel(), bucket.params.dtype)

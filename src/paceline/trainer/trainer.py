@@ -23,13 +23,11 @@ from paceline.mesh import Mesh
 from paceline.model_parallel.distribute import distribute
 from paceline.model_parallel.registry import meshed
 from paceline.trainer import checks
-from paceline.trainer.averages import Averages, Meeting
 from paceline.trainer.callbacks import Callbacks
-from paceline.trainer.evaluation import Evaluation, Metric
-from paceline.trainer.objective import Objective
+from paceline.trainer.evaluation import Averages, Evaluation, Meeting, Metric
 from paceline.trainer.progress import FitResult, Progress
 from paceline.trainer.saving import Saving, arguments_of
-from paceline.trainer.stepping import Stepping
+from paceline.trainer.stepping import Objective, Stepping
 
 _AGREE_EVERY = 16  # steps: so often the workers ask each other whether a callback wants to stop
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.checkpoint import reading, retention, staging, writing
+from paceline.checkpoint import reading, staging, writing
 from paceline.errors import CheckpointError, UsageError
 from support.checkpoints import PARTS, save
 
@@ -25,28 +25,28 @@ def damage(path: Path) -> None:
 
 def test_the_newest_are_kept(tmp_path):
     paths = [save(tmp_path, step) for step in (5, 20, 100, 1_000_000_000)]
-    assert retention.retain(tmp_path, 4) == []
-    assert retention.retain(tmp_path, 2) == [paths[1], paths[0]]
+    assert writing.retain(tmp_path, 4) == []
+    assert writing.retain(tmp_path, 2) == [paths[1], paths[0]]
     assert names(tmp_path) == ["step-000000100", "step-1000000000"]
-    assert retention.retain(tmp_path, 1) == [paths[2]]
+    assert writing.retain(tmp_path, 1) == [paths[2]]
     with pytest.raises(UsageError, match="keep=0"):
-        retention.retain(tmp_path, 0)
+        writing.retain(tmp_path, 0)
 
 
 def test_the_one_just_saved_is_kept_though_others_have_higher_steps(tmp_path):
     paths = [save(tmp_path, step) for step in (200, 300, 400)]
     saved = save(tmp_path, 250)
-    assert retention.retain(tmp_path, 3, saved=saved) == [paths[0]]
-    assert retention.retain(tmp_path, 1, saved=saved) == [paths[2], paths[1]]
+    assert writing.retain(tmp_path, 3, saved=saved) == [paths[0]]
+    assert writing.retain(tmp_path, 1, saved=saved) == [paths[2], paths[1]]
     again = save(tmp_path, 250)
-    assert retention.retain(tmp_path, 1, saved=again) == [saved]
+    assert writing.retain(tmp_path, 1, saved=again) == [saved]
 
 
 def test_what_is_damaged_displaces_nothing(tmp_path):
     paths = [save(tmp_path, step) for step in (1, 2, 3, 4, 5)]
     for at in (0, 3, 4):
         damage(paths[at])
-    assert retention.retain(tmp_path, 1) == [paths[1], paths[0]]
+    assert writing.retain(tmp_path, 1) == [paths[1], paths[0]]
     loaded = reading.newest(tmp_path).loaded
     assert loaded is not None and loaded.step == 3
 
@@ -62,14 +62,14 @@ def test_a_step_that_is_saved_again_wins(tmp_path):
     ]
     loaded = reading.newest(tmp_path).loaded
     assert loaded is not None and loaded.content == {"attempt": 3}
-    assert retention.retain(tmp_path, 5) == [second, first], "one of each step"
+    assert writing.retain(tmp_path, 5) == [second, first], "one of each step"
     assert save(tmp_path, 7).name == "step-000000007.4"
 
 
 def test_a_damaged_repetition_does_not_displace_the_first(tmp_path):
     first = save(tmp_path, 7)
     damage(save(tmp_path, 7))
-    retention.retain(tmp_path, 1)
+    writing.retain(tmp_path, 1)
     loaded = reading.newest(tmp_path).loaded
     assert loaded is not None and loaded.path == first
 
@@ -88,11 +88,11 @@ input()
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == b"begun\n"
-        assert retention.sweep(tmp_path) == []
+        assert writing.sweep(tmp_path) == []
         other.kill()
         other.wait()
-    assert [path.name for path in retention.sweep(tmp_path)] == [".saving-000000004-theirs"]
-    assert mine.is_dir() and retention.sweep(tmp_path) == [], "one of its owners is this process"
+    assert [path.name for path in writing.sweep(tmp_path)] == [".saving-000000004-theirs"]
+    assert mine.is_dir() and writing.sweep(tmp_path) == [], "one of its owners is this process"
     writing.abandon(mine)
     writing.abandon(mine)
     assert names(tmp_path) == []
@@ -127,9 +127,9 @@ def test_what_others_put_there_stays(tmp_path):
     (tmp_path / ".deleting-link").symlink_to(tmp_path / "notes")
     before = names(tmp_path)
     (tmp_path / ".deleting-step-000000001-abc").mkdir()
-    assert [path.name for path in retention.sweep(tmp_path)] == [".deleting-step-000000001-abc"]
+    assert [path.name for path in writing.sweep(tmp_path)] == [".deleting-step-000000001-abc"]
     assert names(tmp_path) == before
-    assert retention.sweep(tmp_path / "no") == []
+    assert writing.sweep(tmp_path / "no") == []
 
 
 def test_links_in_the_place_of_a_save_are_not_used(tmp_path):

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.trainer.averages import Averages
+from paceline.trainer.evaluation import Averages
 from paceline.trainer.progress import Progress
 
 numbers = st.floats(-100, 100)
