@@ -15,12 +15,8 @@ from torch import nn
 import paceline as pl
 from paceline.cluster.policy import Policy
 from paceline.collectives.group import Group
-from paceline.grammar import WHOLE
+from paceline.extend import WHOLE, Bucket, Change, Method, Pace, Setting, State, register_pace
 from paceline.job import current
-from paceline.pace.exchange import Bucket
-from paceline.pace.known import Pace, register
-from paceline.pace.method import Method, Setting
-from paceline.state.protocol import Change, State
 from support import run_ranks, tell
 from support.elastic import ElasticJob, elastic_job
 
@@ -78,7 +74,7 @@ class Anchored(Method):
 
 
 def make() -> tuple[Any, torch.optim.Optimizer]:
-    register("anchored", Pace(number="the steps of a block", kind=WHOLE, method=Anchored))
+    register_pace("anchored", Pace(number="the steps of a block", kind=WHOLE, method=Anchored))
     torch.manual_seed(0)
     net: Any = nn.Sequential(nn.Linear(20, 32), nn.Linear(32, 1))
     return pl.distribute(net, torch.optim.SGD(net.parameters(), lr=0.01), pace="anchored:3")
