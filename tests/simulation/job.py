@@ -49,6 +49,7 @@ class Cores:
     unit_worker: Any = UnitWorker
     announces_first: bool = False
     accuses_once: bool = False
+    applies_again_alone: bool = False  # takes a request that is sent again for a new one
 
 
 PRODUCTION = Cores()

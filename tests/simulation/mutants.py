@@ -14,7 +14,6 @@ from paceline.cluster.member import Membership
 from paceline.cluster.messages import LossKind
 from paceline.cluster.roster import Roster
 from paceline.elastic.verdict import Status, Verdict, judge
-from paceline.ps.applied import Applied
 from paceline.ps.chain import Entry, FillStart, Message
 from paceline.ps.replication import Replica
 from paceline.ps.unanswered import Content, Numbered, Unanswered
@@ -97,20 +96,6 @@ class ForgetsOnLoss(Replica):
     def _start(self, index: int) -> None:
         self._kept.clear()
         super()._start(max(index, self.index) if index >= 0 else index)
-
-
-class _Credible(Applied):
-    def take(self, rank: int, seq: int) -> bool:
-        super().take(rank, seq)
-        return True
-
-
-class AppliesAgainAlone(Replica):
-    """Takes a request that is sent again for a new one, while it is alone."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.applied = _Credible()
 
 
 class StaysAlone(Replica):
@@ -261,7 +246,7 @@ MUTANTS = {
     "reads alone": Mutant(Cores(replica=ReadsAlone), 9),
     "opens at once": Mutant(Cores(replica=OpensAtOnce), 207),
     "forgets on loss": Mutant(Cores(replica=ForgetsOnLoss), 0),
-    "applies again alone": Mutant(Cores(replica=AppliesAgainAlone), 10),
+    "applies again alone": Mutant(Cores(applies_again_alone=True), 10),
     "stays alone": Mutant(Cores(replica=StaysAlone), 9),
     "hands over to newcomers": Mutant(Cores(replica=HandsOverToNewcomers), 3166),
     "promotes the filling": Mutant(Cores(roster=PromotesTheFilling), 0),

@@ -101,11 +101,16 @@ class Copy:
 
     def take(self, rank: int, seq: int, op: Any) -> None:
         """Apply a new request if this copy is alone, else submit it; as ps/server.py does."""
-        if self.replica.is_alone and self.replica.applied.take(rank, seq):
-            self.server.oracle.counted["requests taken alone"] += 1
-            self.table.apply(rank, seq, op, self.answer)
-        else:
+        applied, cores = self.replica.applied, self.server.job.cores
+        client = applied.clients.get(rank)
+        is_new = client is not None and (seq > client.last or cores.applies_again_alone)
+        if not self.replica.is_alone or client is None or not is_new:
             self.replica.submit(rank, seq, op)
+            return
+        client.last = seq
+        applied.index += 1
+        self.server.oracle.counted["requests taken alone"] += 1
+        self.table.apply(rank, seq, op, self.answer)
 
     def answer(self, rank: int, seq: int, answer: Any, extra: Any = None) -> None:
         """Answer a request, at once if this copy is alone."""

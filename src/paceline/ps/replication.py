@@ -31,9 +31,9 @@ and can answer nothing: its successor was downstream of it, and has another upst
 What was applied and answered is in applied.py, which all copies have alike.
 
 ALONE. A primary without a downstream has nobody to wait for: its owner applies new requests by
-itself (`applied.take`, then `applied.keep` for answers) and calls neither `submit` nor `answer`.
-Requests that come again, and events, are submitted as always. `is_alone` can only change in
-`adopt`, `receive` and `disconnected`, never while an entry is applied.
+itself, keeps the books of `applied` (index, last, answers) and calls neither `submit` nor `answer`.
+Requests that come again, a client's first one, and events are submitted as always. `is_alone` can
+only change in `adopt`, `receive` and `disconnected`, never while an entry is applied.
 
 Interface: `adopt` every membership in turn; `connected` and `disconnected` when a line to another
 copy comes up or breaks (between the two, messages arrive in order and none is left out); `receive`

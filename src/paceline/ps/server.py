@@ -31,6 +31,7 @@ from paceline import _core
 from paceline.errors import BadFrame, PacelineError, PeerError, ProtocolError, UnknownKey
 from paceline.ps import messages as m
 from paceline.ps import peer_messages as p
+from paceline.ps.applied import REMEMBERED
 from paceline.ps.caller import Caller
 from paceline.ps.handlers import HANDLERS
 from paceline.ps.hosted import STEP, Hosted
@@ -144,10 +145,13 @@ class Server:
 
     def take(self, rank: int, asked: Asked) -> None:
         """Apply a new request at once if this copy is alone; else it is for all of them."""
-        if self._replica.is_alone and self._applied.take(rank, asked.request.seq):
-            self.apply(self.callers[rank], asked)
-        else:
-            self._share(rank, asked)
+        client, seq = self._applied.clients.get(rank), asked.request.seq
+        if not self._replica.is_alone or client is None or seq <= client.last:
+            self._share(rank, asked)  # there it is known what was answered before
+            return
+        client.last = seq
+        self._applied.index += 1
+        self.apply(self.callers[rank], asked)
 
     def _find_landing(self, line: Line, request: m.AnyRequest) -> Landing:
         caller = self.callers.get(line.rank)
@@ -265,11 +269,14 @@ class Server:
         self, caller: Caller, reply: m.Reply, deliveries: Sequence[torch.Tensor] = ()
     ) -> None:
         """Give an answer, which may have been given before; it leaves when all copies have it."""
-        if self._replica.is_alone:
-            self._applied.keep(caller.rank, reply.seq, reply)
-            self.deliver(caller.rank, reply.seq, reply, deliveries)
-        else:
+        if not self._replica.is_alone:
             self._replica.answer(caller.rank, reply.seq, reply, deliveries)
+            return
+        answers = self._applied.clients[caller.rank].answers
+        answers[reply.seq] = reply
+        if len(answers) > REMEMBERED:
+            answers.popitem(last=False)
+        self.deliver(caller.rank, reply.seq, reply, deliveries)
 
     def find_landing(self, caller: Caller, request: m.AnyRequest, *, is_sent: bool) -> Landing:
         """Return where the tensors of a request are, or are to be received if they are sent."""

@@ -52,8 +52,11 @@ class Copy:
     def ask(self, seq: int, op: str) -> bool:
         """Ask as a server does: what is new is applied at once by a copy that is alone."""
         applied = self.replica.applied
-        if not (self.replica.is_alone and applied.take(CLIENT, seq)):
+        client = applied.clients.get(CLIENT)
+        if not self.replica.is_alone or client is None or seq <= client.last:
             return self.replica.submit(CLIENT, seq, op)
+        client.last = seq
+        applied.index += 1
         self.state.append(op)
         applied.keep(CLIENT, seq, len(self.state))
         self.deliver(CLIENT, seq, len(self.state), None)

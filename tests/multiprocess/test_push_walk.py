@@ -1,0 +1,64 @@
+"""A push at `ps` goes through few files, and docs/gradient-journey.md names exactly those."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import paceline as pl
+from paceline import serve
+from paceline.pace.server import ServerExchange
+from paceline.ps.hosted import Hosted
+from paceline.ps.server import Server
+from support.body import pack, tell
+from support.environs import job_environs
+from support.ranks import _unpack_and_join, started_processes
+from support.walks import Walk, documented
+
+LIMIT = 20
+PAGE = Path(__file__).parents[2] / "docs" / "gradient-journey.md"
+# On both sides: a frame goes out, is awaited and comes in; in between the average is made. Leaves
+# that only compute (the bytes of a header, checksums, kernels of an instruction set) are left out.
+CPP = (
+    "bindings/module.cc",
+    "paceline/collectives/group.cc",
+    "paceline/collectives/point_to_point.cc",
+    "paceline/engine/engine.cc",
+    "paceline/loop/operation.cc",
+    "paceline/transport/port.cc",
+    "paceline/transport/channel.cc",
+    "paceline/reduce/kernels.cc",
+)
+STEPS = 8
+
+
+def train(_group: object) -> list[str]:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = pl.distribute(model, optimizer, pace="ps")
+    walk = Walk(ServerExchange.submit, ServerExchange.call_roll)
+    for _ in range(STEPS):
+        with walk:
+            model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return walk.last(2)
+
+
+def serve_and_tell() -> None:
+    with Walk(Server.serve, keep=Hosted.on_push) as walk:
+        status = serve.main()
+    tell(walk.last(4))
+    assert status == 0
+
+
+def test_a_push_goes_through_the_files_that_the_page_names() -> None:
+    with job_environs(2, 1, None, 1, None, ()) as environs:
+        joining = (_unpack_and_join, (pack(train), ()))
+        with started_processes([joining, joining, (serve_and_tell, ())], environs) as ranks:
+            on_server = ranks.hear(2)
+            on_worker, *_ = ranks.values(60)
+    walked = {*on_worker, "ps/hosting.py", *on_server, *(f"cpp/{name}" for name in CPP)}
+    assert walked == set(documented(PAGE, "## The server route"))
+    assert len(walked) <= LIMIT, sorted(walked)
