@@ -34,8 +34,7 @@ from paceline.options import Options
 from paceline.pace.parse import PaceSpec
 from paceline.pace.server import ServerExchange
 from paceline.ps.items import Held, Item
-from paceline.ps.means import mean_codec_of
-from paceline.ps.packing import Packing
+from paceline.ps.packing import Packing, mean_codec_of
 from paceline.ps.precision import kept_dtype
 from paceline.ps.remote_table import RemoteTable
 from paceline.ps.rule import rule_of

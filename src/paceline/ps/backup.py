@@ -74,7 +74,8 @@ class FirstArrivals(Barrier):
             return True
         if self._means[number] is not None:
             self._begin_anew(worker, number)  # it is the average of an older round
-        self._pushes[number][worker] = self._in_own_dtype(worker, number, push)
+        grad = self._shards[number].widened(worker, push.grad)
+        self._pushes[number][worker] = Push(grad, push.absent)
         if self._has_pushed(worker):
             self._close_if_complete()
             if not self._members and self._is_behind(worker):

@@ -50,7 +50,6 @@ class Barrier:
         self._committed: set[int] = set()
         self._verdicts: dict[int, str] = {}  # by shard: why the step must not be applied
         self._notices: dict[int, str] = {}  # by shard: what was left out of its average
-        self._converted: dict[tuple[int, int], torch.Tensor] = {}  # by shard and worker
         self._orphaned = ""  # why the step under way cannot be applied: its speaker is gone
         # (worker, shard): its next push comes too late, or for the second time.
         self._counted: set[tuple[int, int]] = set()
@@ -71,7 +70,8 @@ class Barrier:
             return True
         if self._means[number] is not None:
             self._begin_anew(worker, number)
-        self._pushes[number][worker] = self._in_own_dtype(worker, number, push)
+        grad = self._shards[number].widened(worker, push.grad)
+        self._pushes[number][worker] = Push(grad, push.absent)
         self._reduce_if_complete(number)
         return True
 
@@ -110,8 +110,8 @@ class Barrier:
         self._committed.discard(worker)
         self._ledger.stopping.discard(worker)
         self._forget_repeats(worker)
-        for key in [key for key in self._converted if key[1] == worker]:
-            del self._converted[key]
+        for shard in self._shards:
+            shard.forget(worker)
         if self._clocks.workers:
             for number in range(len(self._shards)):
                 self._reduce_if_complete(number)
@@ -178,7 +178,7 @@ class Barrier:
         return all(worker in pushes for pushes in self._pushes)
 
     def on_read(self, _worker: int, _number: int) -> None:
-        """Nothing needs to be remembered: nobody computes from old values."""
+        """Remember nothing: nobody computes from old values."""
 
     # -- for another copy ---------------------------------------------------------------------
 
@@ -264,16 +264,6 @@ class Barrier:
         self._verdicts.pop(number, None)
         self._notices.pop(number, None)
         self._orphaned = ""
-
-    def _in_own_dtype(self, worker: int, number: int, push: Push) -> Push:
-        """Averages are made in the parameters' dtype; a narrower wire is widened before."""
-        own = self._shards[number].own_dtype
-        if push.grad.dtype is own:
-            return push
-        kept = self._converted.get((number, worker))
-        if kept is None:
-            kept = self._converted[number, worker] = torch.empty_like(push.grad, dtype=own)
-        return Push(kept.copy_(push.grad), push.absent)
 
     def _reduce_if_complete(self, number: int) -> None:
         if self._means[number] is not None:
@@ -397,11 +387,9 @@ class Barrier:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._committed.clear()
-        self._verdicts.clear()
-        self._notices.clear()
-        self._counted.clear()
-        self._inherited.clear()
+        begun = (self._committed, self._verdicts, self._notices, self._counted, self._inherited)
+        for memory in begun:
+            memory.clear()
         self._orphaned = ""
         for pushes in self._pushes:
             pushes.clear()

@@ -6,8 +6,8 @@ import math
 
 from paceline.errors import ShapeMismatch, UsageError
 from paceline.options import ServerOptions, server_options
-from paceline.ps.means import can_send_means
 from paceline.ps.optimizer import optimizer_class
+from paceline.ps.packing import can_send_means
 from paceline.ps.precision import FLOATING
 from paceline.ps.spec import Rule, ShardSpec, TableSpec
 

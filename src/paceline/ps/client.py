@@ -27,12 +27,11 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.ps import arrays, connection
-from paceline.ps.array_spec import ArraySpec
 from paceline.ps.checks import check_table
 from paceline.ps.key import Key, Receipt
 from paceline.ps.operation import Operation
 from paceline.ps.optimizer import optimizer_class
-from paceline.ps.remote_array import RemoteArray, find, known_keys
+from paceline.ps.remote_array import ArraySpec, RemoteArray, find, known_keys
 from paceline.ps.rule import client_rule
 from paceline.ps.spec import OptimizerSpec
 from paceline.ps.subscription import Subscription

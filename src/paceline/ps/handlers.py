@@ -17,9 +17,9 @@ import torch
 
 from paceline.errors import PacelineError, UsageError
 from paceline.ps import messages as m
-from paceline.ps.caller import Caller
 from paceline.ps.hosted import Parked
 from paceline.ps.opening import keys, on_find, on_open
+from paceline.ps.seats import Caller
 from paceline.ps.state_wire import read_state, write_state
 
 _MAX_FOLLOWERS = 1024  # of one worker and table

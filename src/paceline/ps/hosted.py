@@ -19,10 +19,9 @@ import torch
 
 from paceline.errors import PacelineError
 from paceline.ps import messages as m
-from paceline.ps.caller import Caller
 from paceline.ps.ledger import Outcome
 from paceline.ps.line import Landing
-from paceline.ps.seats import DTYPES, Seats, Tensorful
+from paceline.ps.seats import DTYPES, Caller, Seats, Tensorful
 from paceline.ps.table import Table
 
 

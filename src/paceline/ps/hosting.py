@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from paceline import _core
@@ -37,17 +36,14 @@ from paceline.ps.chain import Role
 from paceline.ps.line import Line, Pair, form_line
 from paceline.ps.meeting import Meetings
 from paceline.ps.partition import LEFT, Partition
-from paceline.ps.peer_line import form_peer_line
-from paceline.ps.peers import Peers
-from paceline.ps.watching import Complaints, Load, long_waits
-from paceline.telemetry.events import Note, ServerLoad
+from paceline.ps.peers import Peers, form_peer_line
+from paceline.ps.server import Server
+from paceline.ps.watching import Reports
+from paceline.telemetry.events import Note
 from paceline.telemetry.trace import tracer
-from paceline.telemetry.waiting import WaitTeller
 
 _TICK_S = 0.25  # how soon a worker's end is noticed
-_WAITS_S = 0.5  # how often the launcher hears who waits for whom, if that changes
 _ELASTIC_TICK_S = 0.02  # how soon a change of the membership is
-_REPORT_S = 1.0
 _FORGET_S = 10.0  # for so long the memory of lost workers is kept
 _RETIRE_S = 30.0  # for so long a worker that was asked to leave may take part in its last step
 _AGAIN_S = 0.2  # until a line that could not be formed is tried again
@@ -62,6 +58,10 @@ class Host:
         self.engine = fabric.engine
         self.partitions: dict[int, Partition] = {}
         self._fabric, self._agent = fabric, agent
+        self._control: Agent | None = None  # where a coordinator decides who is in the job
+        if env.is_elastic:
+            assert isinstance(agent, Agent), "an elastic job has a coordinator"
+            self._control = agent
         self._membership = fabric.membership
         self._peers = Peers(self._on_broken)
         self._forgettable: list[tuple[float, set[int]]] = []  # when, whom
@@ -76,19 +76,14 @@ class Host:
         self._workers: tuple[int, ...] = ()
         self._news = 0  # counts what partitions have to look at
         self._adopted = 0  # the generation that the coordinator was told
-        self._reported_s = time.monotonic()
-        self._load = Load()  # told so far
-        self._waits, self._told_waits_s = WaitTeller(agent.report), 0.0
-        self._complaints = Complaints()
-        self._queued = 0  # most requests that one turn has found, since then
+        self._reports = Reports(self.rank, self.number, agent.report)
 
     # -- the loop -----------------------------------------------------------------------------
 
     def run(self) -> None:
         """Serve until every worker has left or was lost."""
-        if self.is_elastic:
-            assert isinstance(self._agent, Agent), "an elastic job has a coordinator"
-            self._agent.on_changed = self._on_changed
+        if self._control is not None:
+            self._control.on_changed = self._on_changed
         self._adopt(self._membership, ())
         self._see()
         while not self._is_over():
@@ -117,13 +112,11 @@ class Host:
     def _turn(self) -> None:
         for peer, message, tensors in self._peers.hear(self._is_due, self._find_landing):
             self._hear(peer, message, tensors)
-        before = self._num_requests()
         for partition in self.partitions.values():
             partition.server.serve()
             if partition.server.broken:
                 partition.drop_broken()
-        # What has come during one turn is what the next one finds waiting.
-        self._queued = max(self._queued, self._num_requests() - before)
+        self._reports.turned(self._servers())
         self._look_around()
         for partition in self.partitions.values():
             partition.flush()
@@ -147,10 +140,10 @@ class Host:
         return self._partition(message.partition).find_peer_landing(message)
 
     def _is_over(self) -> bool:
-        if not self.is_elastic:
-            return not any(partition.server.lines for partition in self.partitions.values())
-        if self._agent.ending is not None:
-            raise self._agent.ending
+        if self._control is None:
+            return not any(server.lines for server in self._servers())
+        if self._control.ending is not None:
+            raise self._control.ending
         return self.rank not in self._ranks or all(
             self.why_gone(rank) == LEFT for rank in self._workers
         )
@@ -161,19 +154,12 @@ class Host:
             self._adopt_changes()
             self._take_lines(now_s)
         self._see()
-        for partition in self.partitions.values():
-            self._complaints.check(partition.server, now_s)
-        if now_s - self._told_waits_s >= _WAITS_S:
-            self._told_waits_s = now_s
-            self._tell_waits(now_s)
         if self.is_elastic:
             self._tell_adopted()
             for rank, why in self._peers.accused(now_s, self._ranks):
                 self._agent.accuse(rank, why)
             self._forget(now_s)
-        if now_s - self._reported_s >= _REPORT_S:
-            self._report_load(now_s - self._reported_s)
-            self._reported_s = now_s
+        if self._reports.check(self._servers(), now_s):
             self._send_reports()
             tracer.flush()
 
@@ -243,13 +229,13 @@ class Host:
         return self.partitions[index]
 
     def _tell_adopted(self) -> None:
+        assert self._control is not None
         generation = self._membership.generation
         if generation > self._adopted and all(
             partition.replica.is_settled for partition in self.partitions.values()
         ):
             self._adopted = generation
-            assert isinstance(self._agent, Agent)
-            self._agent.adopted(generation)
+            self._control.adopted(generation)
 
     def _forget(self, now_s: float) -> None:
         """Drop the memory of those who are gone, when no copy can still be told to look there."""
@@ -377,34 +363,14 @@ class Host:
         return self._peers.backlog(peer)
 
     def tell_in_sync(self, partition: int, generation: int) -> None:
-        assert isinstance(self._agent, Agent)
-        self._agent.in_sync(partition, generation)
+        assert self._control is not None
+        self._control.in_sync(partition, generation)
 
     def say(self, text: str) -> None:
         self._agent.report(Note(self.rank, f"server {self.number}: {text}"))
 
-    def _num_requests(self) -> int:
-        return sum(partition.server.load.requests for partition in self.partitions.values())
-
-    def _tell_waits(self, now_s: float) -> None:
-        """Tell the launcher which workers wait for which others in the tables that are here."""
-        found = [w for p in self.partitions.values() for w in long_waits(p.server, now_s)]
-        self._waits.tell(msgspec.structs.replace(wait, told_by=self.rank) for wait in found)
-
-    def _report_load(self, seconds: float) -> None:
-        total = sum((partition.server.load for partition in self.partitions.values()), Load())
-        lately, self._load = total - self._load, total
-        queued, self._queued = self._queued, 0
-        self._agent.report(
-            ServerLoad(
-                self.rank,
-                self.number,
-                lately.requests / seconds,
-                lately.num_bytes / seconds,
-                lately.busy_s / seconds,
-                queued,
-            )
-        )
+    def _servers(self) -> list[Server]:
+        return [partition.server for partition in self.partitions.values()]
 
     def _send_reports(self) -> None:
         for partition in self.partitions.values():

@@ -12,9 +12,8 @@ import torch
 from paceline.collectives.memory import allocate
 from paceline.errors import ShapeMismatch, UnknownKey, UsageError
 from paceline.ps import messages as m
-from paceline.ps.caller import Caller
 from paceline.ps.hosted import Hosted
-from paceline.ps.seats import Seats, view
+from paceline.ps.seats import Caller, Seats, view
 from paceline.ps.spec import TableSpec
 from paceline.ps.table import Table
 

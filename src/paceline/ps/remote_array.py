@@ -1,7 +1,8 @@
 """One array on the servers, as a worker or a reader asks for it.
 
-The array is a table of its own, cut over the servers if it is large. The server that has the
-beginning is the array's HOME: whoever makes it there first gives all values.
+The array is a table of its own. Large arrays are cut into a part for each server; small ones lie
+whole on one server, which follows from the name, so that many of them spread evenly. The server
+that has the beginning is the array's HOME: whoever makes it there first gives all values.
 
 Tensors in these calls are flat and complete; those that servers of this host read or write must lie
 in engine memory. Nothing here waits except where it says so.
@@ -9,19 +10,59 @@ in engine memory. Nothing here waits except where it says so.
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from paceline.errors import UnknownKey, UsageError
 from paceline.ps import messages as m
-from paceline.ps.array_spec import ArraySpec, home_of
+from paceline.ps import placement
 from paceline.ps.connection import Connection
 from paceline.ps.link import ServerLink
-from paceline.ps.placement import Part
+from paceline.ps.placement import ELEMENTWISE, Part
+from paceline.ps.seats import dtype_of
+from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
 from paceline.work import Work
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """What workers have to agree on."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    workers: tuple[int, ...]  # those who push
+    optimizer: OptimizerSpec
+    rule: Rule
+
+    def on_one_server(self, part: Part) -> TableSpec:
+        count = part.stop - part.start
+        shape = self.shape if count == math.prod(self.shape) else (count,)
+        piece = Piece(self.name, 0, 0, 0, count, shape)
+        shard = ShardSpec(f"[{part.start}:{part.stop}]", self.dtype, count, (piece,))
+        return TableSpec(
+            self.name, self.workers, (shard,), self.optimizer, self.rule, shape=self.shape
+        )
+
+    def parts(self, num_servers: int) -> list[Part]:
+        """Say which server has what; the first part is at home."""
+        size, itemsize = math.prod(self.shape), dtype_of(self.dtype).itemsize
+        can_cut = self.rule.push != "grad" or self.optimizer.name in ELEMENTWISE
+        cuts: list[list[int]] | None = None if can_cut else [[]]
+        parts = placement.place([size], num_servers, itemsizes=[itemsize], cuts=cuts)
+        first = home_of(self.name, num_servers)
+        return [replace(part, server=(part.server + first) % num_servers) for part in parts]
+
+
+def home_of(name: str, num_servers: int) -> int:
+    """Return the server that has the beginning of an array."""
+    return zlib.crc32(name.encode()) % num_servers
+
 
 _SHOWN = 8
 

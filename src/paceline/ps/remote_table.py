@@ -20,11 +20,10 @@ from paceline.ps import messages as m
 from paceline.ps.health import is_finite
 from paceline.ps.items import Item, ShardOf, dtype_name, homes_of, seat_of, spec_of
 from paceline.ps.link import Into, ServerLink, no_landing
-from paceline.ps.packets import Packets
 from paceline.ps.packing import Packing
 from paceline.ps.placement import Part, balance, place
 from paceline.ps.spec import OptimizerSpec, Rule, ShardSpec, TableSpec
-from paceline.ps.transit import Incoming, Landed, Outgoing, Staging
+from paceline.ps.transit import Incoming, Landed, Outgoing, Packets, Staging
 from paceline.work import Together, Work
 
 MakeAbout = Callable[[int, int, m.Where | None], m.AnyRequest]  # number, table, place

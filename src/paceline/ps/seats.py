@@ -17,11 +17,20 @@ from paceline import _core
 from paceline.collectives.memory import allocate
 from paceline.errors import UsageError
 from paceline.ps import messages as m
-from paceline.ps.caller import Caller
 from paceline.ps.line import Landing
 from paceline.ps.packing import Unpacking, unpack
 from paceline.ps.spec import ShardSpec
 from paceline.ps.table import Table
+
+
+@dataclass(eq=False)
+class Caller:
+    """Who asks."""
+
+    rank: int  # of the process: whose memory it is, and whose requests
+    worker: int  # its number: whose place in the tables
+    is_here: bool  # on this host: its memory can be seen
+
 
 Tensorful: TypeAlias = m.Assign | m.Push | m.Replace  # a tensor comes with them
 

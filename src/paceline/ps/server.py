@@ -32,11 +32,11 @@ from paceline.errors import BadFrame, PacelineError, PeerError, ProtocolError, U
 from paceline.ps import messages as m
 from paceline.ps import peer_messages as p
 from paceline.ps.applied import REMEMBERED
-from paceline.ps.caller import Caller
 from paceline.ps.handlers import HANDLERS
 from paceline.ps.hosted import STEP, Hosted
 from paceline.ps.line import Arrival, Landing, Line
 from paceline.ps.replication import Replica
+from paceline.ps.seats import Caller
 from paceline.ps.state_wire import landing
 from paceline.ps.watching import Load, ServerSpans
 from paceline.telemetry.trace import tracer

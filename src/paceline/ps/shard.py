@@ -16,8 +16,8 @@ from paceline.collectives.bits import Coin, majority
 from paceline.collectives.tensors import Buffer
 from paceline.errors import ShapeMismatch, UnknownKey, UsageError
 from paceline.ps.grains import GrainedOptimizer, OnDone
-from paceline.ps.means import MeanPackets
 from paceline.ps.optimizer import Settings, StateEntry
+from paceline.ps.packing import MeanPackets
 from paceline.ps.precision import (
     FLOATING,
     Scratch,
@@ -50,6 +50,7 @@ class Shard:
         self._reduced = Buffer(self.average) if self.average is not None else None
         self._packets = MeanPackets(spec, rule.mean_codec) if rule.mean_codec else None
         self._packet: tuple[str, torch.Tensor] | None = None
+        self._wide: dict[int, torch.Tensor] = {}  # by worker: what came in a narrower dtype
         self._num_unpacked = 0  # workers that the average is of, if it can still be packed
         self.is_assigned = False
         self._scratch = scratch
@@ -102,6 +103,18 @@ class Shard:
         if self._packets is not None and not self._packets.is_exact:
             self.packet()  # which rounds it
         return self.average
+
+    def widened(self, worker: int, grad: torch.Tensor) -> torch.Tensor:
+        """Return a worker's gradient in the parameters' dtype, in which averages are made."""
+        if grad.dtype is self.own_dtype:
+            return grad
+        if worker not in self._wide:
+            self._wide[worker] = torch.empty_like(grad, dtype=self.own_dtype)
+        return self._wide[worker].copy_(grad)
+
+    def forget(self, worker: int) -> None:
+        """Drop the memory of a worker that is gone."""
+        self._wide.pop(worker, None)
 
     def packet(self) -> tuple[str, torch.Tensor] | None:
         """Return the average as a packet, with the codec that reads it; None: there is none."""

@@ -25,13 +25,12 @@ from typing import cast
 import torch
 
 from paceline.errors import UsageError
-from paceline.ps.accounts import Accounts
 from paceline.ps.arrivals import Arrivals, Outs
 from paceline.ps.backup import FirstArrivals
 from paceline.ps.barrier import Barrier
 from paceline.ps.checks import check_table
 from paceline.ps.clock import Clocks, Unit
-from paceline.ps.ledger import Ledger, Outcome, Push
+from paceline.ps.ledger import Accounts, Ledger, Outcome, Push
 from paceline.ps.optimizer import Settings, StateEntry
 from paceline.ps.precision import Scratch
 from paceline.ps.shard import Memory, Shard

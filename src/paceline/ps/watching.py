@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from paceline.ps import messages as m
-from paceline.ps.caller import Caller
+from paceline.ps.seats import Caller
+from paceline.telemetry.events import ServerLoad
 from paceline.telemetry.trace import tracer
-from paceline.telemetry.waiting import Waiting
+from paceline.telemetry.waiting import Waiting, WaitTeller
 
 if TYPE_CHECKING:
     from paceline.ps.server import Server
 
 _PATIENCE_S = 2.0  # a longer wait says on whom
+_WAITS_S = 0.5  # how often the launcher hears who waits for whom, if that changes
+_REPORT_S = 1.0
 _VERBS = {
     m.Push: "apply push",
     m.Commit: "apply commit",
@@ -119,24 +124,64 @@ def long_waits(server: Server, now_s: float) -> list[Waiting]:
     return found
 
 
-class Complaints:
-    """Says now and then which workers have waited long, and for whom."""
+class Reports:
+    """What a server process tells about all of its partitions. Used by its loop."""
 
-    def __init__(self) -> None:
-        self._due_s = 0.0  # when a long wait is talked about again
+    def __init__(self, rank: int, number: int, report: Callable[[Any], None]) -> None:
+        self._rank, self._number, self._report = rank, number, report
+        self._waits, self._told_waits_s = WaitTeller(report), 0.0
+        self._complain_s = 0.0  # when a long wait is talked about again
+        self._reported_s = time.monotonic()
+        self._load, self._turn = Load(), Load()  # told so far; as the last turn left it
+        self._queued = 0  # most requests that one turn has found, since then
 
-    def check(self, server: Server, now_s: float) -> None:
-        """Say who has waited long, and for whom."""
-        if now_s < self._due_s:
+    def turned(self, servers: Sequence[Server]) -> None:
+        """Count a turn: what has come during it is what the next one finds waiting."""
+        requests = sum(server.load.requests for server in servers)
+        self._queued = max(self._queued, requests - self._turn.requests)
+        self._turn = Load(requests)
+
+    def check(self, servers: Sequence[Server], now_s: float) -> bool:
+        """Tell what is due; true: it was time for the report of each second."""
+        for server in servers:
+            self._complain(server, now_s)
+        if now_s - self._told_waits_s >= _WAITS_S:
+            self._told_waits_s = now_s
+            found = [wait for server in servers for wait in long_waits(server, now_s)]
+            self._waits.tell(msgspec.structs.replace(one, told_by=self._rank) for one in found)
+        if now_s - self._reported_s < _REPORT_S:
+            return False
+        self._report_load(servers, now_s - self._reported_s)
+        self._reported_s = now_s
+        return True
+
+    def _complain(self, server: Server, now_s: float) -> None:
+        """Say which workers have waited long, and for whom."""
+        if now_s < self._complain_s:
             return
         for hosted in server.hosted:
             waiting = itertools.chain(hosted.readers, *hosted.pushes.values())
             late = {p.caller.worker for p in waiting if now_s - p.since_s > _PATIENCE_S}
             if late:
-                self._due_s = now_s + 5 * _PATIENCE_S
+                self._complain_s = now_s + 5 * _PATIENCE_S
                 verb = "waits" if len(late) == 1 else "wait"
                 others = hosted.table.describe_wait(sorted(late))
                 server.surroundings.say(f"{_names('worker', late)} {verb} for {others}")
+
+    def _report_load(self, servers: Sequence[Server], seconds: float) -> None:
+        total = sum((server.load for server in servers), Load())
+        lately, self._load = total - self._load, total
+        queued, self._queued = self._queued, 0
+        self._report(
+            ServerLoad(
+                self._rank,
+                self._number,
+                lately.requests / seconds,
+                lately.num_bytes / seconds,
+                lately.busy_s / seconds,
+                queued,
+            )
+        )
 
 
 def _names(noun: str, numbers: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.ps.accounts import Accounts
+from paceline.ps.ledger import Accounts
 from paceline.telemetry.staleness import TableReport, WorkerReport
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.options import ServerOptions
 from paceline.pace.parse import parse
-from paceline.ps.array_spec import ArraySpec
+from paceline.ps.remote_array import ArraySpec
 from paceline.ps.rule import client_rule, rule_of
 from paceline.ps.spec import OptimizerSpec
 
