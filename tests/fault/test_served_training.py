@@ -225,7 +225,8 @@ def test_many_losses_of_any_kind(pace: str, seed: int) -> None:
     chosen, steps = random.Random(seed), 400
     expected = undisturbed("ps", steps) if pace == "ps" else {}
     with elastic_job(policy(on_loss="replace")) as job:
-        job.start(train, pace, steps, 0.0)
+        # The last loss comes with 80 steps to go: they must take longer than the sleep before it.
+        job.start(train, pace, steps, 0.004)
         diary, workers, servers = Diary(job), [0, 1], [2, 3]
         for round_number in range(6):
             diary.hear_until(workers[0], 20 + 60 * round_number, 60)
