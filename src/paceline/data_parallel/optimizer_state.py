@@ -29,7 +29,7 @@ from paceline.collectives.group import Group
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.ownership import Range
 from paceline.data_parallel.update import replace_method, restore_method
-from paceline.ps import table_state
+from paceline.ps import state_wire
 from paceline.ps.optimizer import StateEntry
 from paceline.ps.placement import Part
 from paceline.ps.remote_table import RemoteTable
@@ -244,7 +244,7 @@ class ServedState(WholeState):
         self._settle()
         parts: dict[Slot, list[tuple[Range, torch.Size, dict[str, Any]]]] = defaultdict(list)
         for table, buckets in self._buckets:
-            for part, spec, entries in table_state.fetch(table):
+            for part, spec, entries in state_wire.fetch(table):
                 self._collect(parts, buckets[part.item], spec, part, entries)
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict, mine)
         for slot, pieces in parts.items():
@@ -276,7 +276,7 @@ class ServedState(WholeState):
                         entries.append(StateEntry(index, key, mine))
             return entries
 
-        table_state.send(table, entries_of)
+        state_wire.send(table, entries_of)
 
 
 _Entries = tuple[Range, torch.Size, dict[str, Any]]  # of one piece: which, its shape, its state

@@ -30,7 +30,7 @@ import torch
 from paceline.collectives.group import Group
 from paceline.job import Job
 from paceline.pace.exchange import Bucket
-from paceline.ps import table_state
+from paceline.ps import state_wire
 from paceline.ps.items import Held, Item
 from paceline.ps.optimizer import StateEntry
 from paceline.ps.remote_table import RemoteTable
@@ -100,7 +100,7 @@ class Place:
     def remembered(self) -> torch.Tensor:
         """Fetch the momentum that the servers' SGD has, as a flat tensor; zeros: none. Blocks."""
         flat = torch.zeros_like(self.values)
-        for part, _, entries in table_state.fetch(self.table):
+        for part, _, entries in state_wire.fetch(self.table):
             for entry in entries:
                 if entry.key == _MOMENTUM and isinstance(entry.value, torch.Tensor):
                     values = entry.value.reshape(-1)
@@ -109,7 +109,7 @@ class Place:
 
     def remember(self, flat: torch.Tensor) -> None:
         """Let the servers' SGD have that momentum. Blocks."""
-        table_state.send(
+        state_wire.send(
             self.table,
             lambda part, spec: [
                 StateEntry(0, _MOMENTUM, flat[part.start : part.start + spec.count].clone())

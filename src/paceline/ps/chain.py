@@ -35,14 +35,14 @@ class Entry(msgspec.Struct, frozen=True):
     again: bool = False  # it was applied before: only the answer is wanted, made anew
 
 
-class Begin(msgspec.Struct, frozen=True):
+class Begin(msgspec.Struct, frozen=True, tag=True):
     """Upstream: I pass entries on to you from now on, and am that far."""
 
     generation: int
     index: int
 
 
-class Standing(msgspec.Struct, frozen=True):
+class Standing(msgspec.Struct, frozen=True, tag=True):
     """Downstream, to Begin: I am that far; EMPTY: I have nothing."""
 
     generation: int
@@ -54,7 +54,7 @@ class Forward(msgspec.Struct, frozen=True):
     entry: Entry
 
 
-class Ack(msgspec.Struct, frozen=True):
+class Ack(msgspec.Struct, frozen=True, tag=True):
     """Downstream: this copy and all behind it have applied everything up to the index."""
 
     generation: int
@@ -76,7 +76,7 @@ class FillPart(msgspec.Struct, frozen=True):
     content: Any  # the owner's
 
 
-class FillEnd(msgspec.Struct, frozen=True):
+class FillEnd(msgspec.Struct, frozen=True, tag=True):
     """Upstream: you have everything, and I wait for you with every answer."""
 
     generation: int

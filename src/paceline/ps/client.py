@@ -28,8 +28,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.ps import arrays, connection
 from paceline.ps.checks import check_table
-from paceline.ps.key import Key, Receipt
-from paceline.ps.operation import Operation
+from paceline.ps.key import Key, Operation, Receipt
 from paceline.ps.optimizer import optimizer_class
 from paceline.ps.remote_array import ArraySpec, RemoteArray, find, known_keys
 from paceline.ps.rule import client_rule

@@ -1,6 +1,6 @@
 """What servers say to each other about the copies of a partition, as typed values.
 
-The words are replication.py's; here they have the form in which they travel. Tensors follow a
+The words are those of chain.py; here they have the form in which they travel. Tensors follow a
 message where the other server cannot see the worker's memory, and with parts of a state.
 """
 
@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from paceline.ps import chain as r
 from paceline.ps import messages as m
 from paceline.ps.line import decode
 from paceline.ps.snapshot_form import Part, Shapes
@@ -61,16 +62,10 @@ class PeerMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     generation: int
 
 
-class Begin(PeerMessage, frozen=True):
-    index: int
+class Said(PeerMessage, frozen=True):
+    """A word of replication that travels as it is."""
 
-
-class Standing(PeerMessage, frozen=True):
-    index: int
-
-
-class Ack(PeerMessage, frozen=True):
-    index: int
+    word: r.Begin | r.Standing | r.Ack | r.FillEnd
 
 
 class Forward(PeerMessage, frozen=True):
@@ -91,17 +86,13 @@ class FillPart(PeerMessage, frozen=True):
     part: Part
 
 
-class FillEnd(PeerMessage, frozen=True):
-    pass
-
-
 class Sees(PeerMessage, frozen=True):
     """This server sees the memory of these workers, and of no others."""
 
     ranks: tuple[m.Rank, ...]
 
 
-AnyMessage: TypeAlias = Sees | Begin | Standing | Ack | Forward | FillStart | FillPart | FillEnd
+AnyMessage: TypeAlias = Sees | Said | Forward | FillStart | FillPart
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 

@@ -45,13 +45,7 @@ def encode(
         return p.FillPart(partition, generation, part), tensors
     if isinstance(message, r.FillStart):
         return p.FillStart(partition, generation, message.index, message.clients), ()
-    if isinstance(message, r.FillEnd):
-        return p.FillEnd(partition, generation), ()
-    if isinstance(message, r.Ack):
-        return p.Ack(partition, generation, message.index), ()
-    if isinstance(message, r.Begin):
-        return p.Begin(partition, generation, message.index), ()
-    return p.Standing(partition, generation, message.index), ()
+    return p.Said(partition, generation, message), ()
 
 
 def _op(entry: r.Entry, server: Server, *, sees_worker: bool) -> tuple[p.Op, Tensors]:
@@ -122,14 +116,8 @@ def decode(message: p.AnyMessage, tensors: Tensors) -> r.Message:
         return r.FillPart(generation, (message.part, tensors))
     if isinstance(message, p.FillStart):
         return r.FillStart(generation, message.index, message.clients)
-    if isinstance(message, p.FillEnd):
-        return r.FillEnd(generation)
-    if isinstance(message, p.Ack):
-        return r.Ack(generation, message.index)
-    if isinstance(message, p.Begin):
-        return r.Begin(generation, message.index)
-    assert isinstance(message, p.Standing), message
-    return r.Standing(generation, message.index)
+    assert isinstance(message, p.Said), message
+    return message.word
 
 
 def _asked(message: p.Forward, tensors: Tensors) -> object:

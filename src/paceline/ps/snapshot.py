@@ -14,9 +14,9 @@ import torch
 from paceline import errors
 from paceline.errors import ProtocolError
 from paceline.ps import messages as m
+from paceline.ps.handlers import host_copy
 from paceline.ps.hosted import Hosted, Parked
 from paceline.ps.ledger import Push
-from paceline.ps.opening import host_copy
 from paceline.ps.optimizer import StateEntry
 from paceline.ps.peer_wire import shapes_of
 from paceline.ps.placement import ELEMENTWISE

@@ -1,22 +1,29 @@
-"""The optimizer's state of a shard on its way between a server and a worker.
+"""The optimizer's state of a shard on its way between a server and a worker: both ends.
 
 Plain values travel in the message; tensors follow it, one after the other, in the order of their
 entries. This is rare (a checkpoint), so tensors are sent also on one host, and they are copied
-before: others go on with their updates while they are under way.
+before: others go on with their updates while they are under way. Entries are about PIECES: what a
+shard has of one parameter. Any one worker may fetch, whenever it likes; the state that a worker
+sends replaces what was there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.errors import ShapeMismatch, UsageError
 from paceline.ps import messages as m
 from paceline.ps.optimizer import StateEntry
-from paceline.ps.spec import Piece
+from paceline.ps.placement import Part
+from paceline.ps.spec import Piece, ShardSpec
 from paceline.ps.table import Table
+
+if TYPE_CHECKING:
+    from paceline.ps.remote_table import RemoteTable
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -88,3 +95,31 @@ def from_entries(
 def write_state(table: Table, request: m.LoadState, tensors: Sequence[torch.Tensor]) -> None:
     """Replace a shard's state."""
     table.load_state(request.shard, list(from_entries(request.entries, tensors)))
+
+
+def fetch(table: RemoteTable) -> Iterator[tuple[Part, ShardSpec, list[StateEntry]]]:
+    """Yield the entries of every shard."""
+    for link, number, spec, part in table.shards():
+        landed: list[torch.Tensor] = []
+
+        def land(reply: m.Reply, landed: list[torch.Tensor] = landed) -> Sequence[torch.Tensor]:
+            landed[:] = landing(reply.entries)
+            return landed
+
+        on_server = table.table_on(link)
+        reply = link.ask(
+            lambda seq, t=on_server, n=number: m.FetchState(seq, t, n),  # type: ignore[misc]
+            into=land,
+        ).wait()
+        yield part, spec, list(from_entries(reply.entries, landed))
+
+
+def send(table: RemoteTable, entries: Callable[[Part, ShardSpec], list[StateEntry]]) -> None:
+    """Replace the entries of every shard. Blocks."""
+    for link, number, spec, part in table.shards():
+        told, tensors = to_entries(entries(part, spec))
+        on_server = table.table_on(link)
+        link.ask(
+            lambda seq, t=on_server, n=number, e=told: m.LoadState(seq, t, n, e),  # type: ignore[misc]
+            payload=lambda tensors=tensors: tensors,  # type: ignore[misc]
+        ).wait()
