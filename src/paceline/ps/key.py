@@ -191,7 +191,7 @@ class Key:
         if not self.is_worker:
             return self.peek(out)
         with self._mu:
-            self._settle("pull", *(["push"] if self.remote.takes_turns else []))
+            self._settle("pull", *(["push"] if self.spec.rule.takes_turns else []))
             target = self._target(out, "inbox", as_torch=self._as_torch)
             works = self.remote.pull(target.memory)
             return self._start("pull", works, lambda _: target.deliver(), (out, target))

@@ -109,11 +109,6 @@ class RemoteArray:
         """The elements at which parts begin."""
         return [place.part.start for place in self._places]
 
-    @property
-    def takes_turns(self) -> bool:
-        """Whether servers are asked one after the other; see RemoteTable."""
-        return self.spec.rule.unit == "version" and self.spec.rule.bound is not None
-
     # -- making and finding -------------------------------------------------------------------
 
     def open(self, values: Callable[[], torch.Tensor]) -> bool:
@@ -163,7 +158,7 @@ class RemoteArray:
         self, grad: torch.Tensor, settings: dict[str, Any] | None, out: torch.Tensor
     ) -> list[Work[Any]]:
         """Hand over an update; the answers come with values, when the rule allows."""
-        if not self.takes_turns:
+        if not self.spec.rule.takes_turns:
             return self._push(grad, settings, out)
         works = self.push(grad, settings)
         for work in works:
@@ -177,7 +172,7 @@ class RemoteArray:
             works.append(
                 self._read(place, out, lambda seq, n, into: m.Pull(seq, n, in_turn=True, into=into))
             )
-            if self.takes_turns:
+            if self.spec.rule.takes_turns:
                 works[-1].wait()
         return works
 

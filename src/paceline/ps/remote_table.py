@@ -237,7 +237,7 @@ class RemoteTable:
         """
         self.clock += 1
         told, bad = None if settings is None else tuple(settings), self._bad_servers()
-        reads, clock = not self._takes_turns and not self.rule.votes, self.clock
+        reads, clock = not self.rule.takes_turns and not self.rule.votes, self.clock
 
         def make(seq: int, table: int, index: int) -> m.Commit:
             counts = not bad or index in bad
@@ -258,7 +258,7 @@ class RemoteTable:
 
     def pull(self, *, in_turn: bool = False) -> Work[list[m.Reply]]:
         """Read the newest values into every item's `params`, at once or when the rule allows it."""
-        if self._stands_aside or (self._takes_turns and not in_turn):
+        if self._stands_aside or (self.rule.takes_turns and not in_turn):
             return self._look()
         return self._read(lambda seq, table, _: m.Pull(seq, table, in_turn))
 
@@ -341,19 +341,9 @@ class RemoteTable:
                 into=incoming,
             )
             works.append(Landed(work, incoming))
-            if self._takes_turns:
+            if self.rule.takes_turns:
                 works[-1].wait()
         return Together(works).work()
-
-    @property
-    def _takes_turns(self) -> bool:
-        """Whether servers must be asked one after the other.
-
-        A bound in versions lets some workers read at a time. If two asked two servers at once, each
-        could be let in by one of them and wait for the other (clock.py). For the same reason a step
-        is committed on all servers before any of them is asked again.
-        """
-        return self.rule.unit == "version" and self.rule.bound is not None
 
     def _ask(self, outgoing: Outgoing, make: MakeAbout, into: Into = no_landing) -> Work[m.Reply]:
         link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]

@@ -60,6 +60,16 @@ class Rule(ServerOptions, frozen=True):
     is_elastic: bool = False  # backups: of the workers that are there, not of those at the start
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether a worker must ask the servers one after the other.
+
+        A bound in versions lets some workers read at a time. If two asked two servers at once, each
+        could be let in by one of them and wait for the other (clock.py). For the same reason a step
+        is committed on all servers before any of them is asked again.
+        """
+        return self.unit == "version" and self.bound is not None
+
+    @property
     def is_lockstep(self) -> bool:
         """Whether all workers take the same steps together."""
         return self.aggregate and not self.backup
