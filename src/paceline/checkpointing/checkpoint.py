@@ -287,12 +287,12 @@ class Checkpoint:
 
     def state(self) -> State:
         """Return how far it is."""
-        return State([self._calls, self._num_saves, self._saved_at, self._due.pack()])
+        return State([self._calls, self._num_saves, self._saved_at, self._due.counts()])
 
     def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
         """Take it over."""
         self._calls, self._num_saves, self._saved_at, due = state.counts
-        self._due.unpack(due)
+        self._due.load(due)
 
     def resume(self, change: Change) -> None:
         """Nothing is left to do."""

@@ -25,12 +25,12 @@ from paceline.data_parallel.distribute import distributed
 from paceline.data_parallel.restoring import SavedModel
 from paceline.data_parallel.saving import Picture
 from paceline.data_parallel.succession import Succession
-from paceline.elastic.written import read_back, write_down
 from paceline.errors import CheckpointMismatch, UsageError
 from paceline.job import Job
 from paceline.mesh import Mesh
 from paceline.model_parallel.registry import meshed, meshed_by
 from paceline.state.carried import Carried
+from paceline.state.plain import read_back, write_down
 from paceline.state.protocol import State
 
 _TORCH, _NUMPY, _CUDA = "random/torch", "random/numpy", "random/cuda"

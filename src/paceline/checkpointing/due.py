@@ -44,11 +44,11 @@ class Due:
             self._plan(steps, agree)
         return self.next_at is not None and steps >= self.next_at
 
-    def pack(self) -> list[int | None]:
+    def counts(self) -> list[int | None]:
         """Return what a newcomer must know to come to the same answers."""
         return [self._since, self.next_at, self._looks_at]
 
-    def unpack(self, told: Sequence[int | None]) -> None:
+    def load(self, told: Sequence[int | None]) -> None:
         """Take it over."""
         since, self.next_at, self._looks_at = told
         self._since = since or 0

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.checkpoint.files import size_text
 from paceline.checkpoint.reading import Loaded
 from paceline.checkpointing.writer import Outcome
 from paceline.console import say, warn
@@ -61,7 +62,7 @@ class Teller:
         if self._num_saved <= _ALWAYS or now_s - self._told_s >= _EVERY_S:
             self._told_s = now_s
             say(
-                f"saved {self._shown(outcome.path)}: {_size(outcome.num_bytes)} in"
+                f"saved {self._shown(outcome.path)}: {size_text(outcome.num_bytes)} in"
                 f" {outcome.took_s:.1f} s, training stalled for {_ms(outcome.stalled_s)}"
             )
 
@@ -88,13 +89,6 @@ class Teller:
 
     def _shown(self, path: Path) -> str:
         return f"{self._root.name}/{path.name}"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {name}"
-    return f"{num_bytes} bytes"
 
 
 def _ms(seconds: float) -> str:

@@ -20,9 +20,9 @@ from paceline.data_parallel.handover import mean_state, params_of
 from paceline.data_parallel.saving import Tensors, codec_of, layout_of, names_of
 from paceline.data_parallel.training import Training
 from paceline.data_parallel.training_state import numbered_groups
-from paceline.elastic.written import read_back
 from paceline.errors import CheckpointMismatch
 from paceline.pace.method import PaceState
+from paceline.state.plain import read_back
 from paceline.state.protocol import State
 
 _SHOWN = 5

@@ -25,8 +25,8 @@ from torch import nn
 from paceline.data_parallel.handover import params_of
 from paceline.data_parallel.training import Training
 from paceline.data_parallel.training_state import settings_of
-from paceline.elastic.written import write_down
 from paceline.pace.method import PaceState
+from paceline.state.plain import write_down
 from paceline.state.protocol import Part
 
 Tensors = dict[str, torch.Tensor]

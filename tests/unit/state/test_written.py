@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from paceline.elastic.written import read_back, write_down
 from paceline.errors import UsageError
+from paceline.state.plain import read_back, write_down
 
 LEAVES = (
     some.none()
