@@ -113,7 +113,7 @@ class Partitioned:
         parts = own_parts(indices, *shares, steps=self._steps, is_batched=is_batched, this=this)
         key = ("partition", *settings_of(self._loader))
         copy = this.memory.copy_for(key, lambda: IndexedLoader(self._loader))
-        yield from copy.run(parts, this.announcer, seed)
+        yield from this.noted(copy.run(parts, this.announcer, seed))
 
 
 class FilePart(IterableDataset[Any]):
@@ -153,8 +153,6 @@ class Counting:
 
 class Files:
     """A list of files, each owned by one worker."""
-
-    is_noted = True
 
     def __init__(self, given: FileList, group: Group, *, pad: bool) -> None:
         self._given, self._rank = given, group.rank

@@ -90,7 +90,7 @@ class Replicated:
             ("replicate", *settings_of(loader)), lambda: IndexedLoader(loader)
         )
         seed = mixed(this.seed, this.epoch, 1 + rank)
-        yield from copy.run(parts, this.announcer, seed)
+        yield from this.noted(copy.run(parts, this.announcer, seed))
 
     def _units(self, this: Pass) -> Iterable[Any]:
         if self._plan.told is not None:

@@ -122,13 +122,11 @@ class Sharded:
             pad=options.pad,
             resize=options.resize,
         )
-        began_s, batches = time.monotonic(), self._source.batches(this)
-        is_noted = getattr(self._source, "is_noted", False)  # by itself
+        began_s = time.monotonic()
         try:
-            given = batches if is_noted else this.noted(batches)
             if torch.is_grad_enabled():
                 job.reporter.headway.begin_pass(self._length)
-            yield from timed(given, job, announcer)
+            yield from timed(self._source.batches(this), job, announcer)
         finally:
             announcer.close()
             ended, self._line.ended = self._line.ended, None
@@ -193,7 +191,7 @@ class Sharded:
         seed = self._options.seed
         self._seed = natural if seed is None else operator.index(seed)
         self._lookahead: int = max(theirs["lookahead"] for theirs in told)
-        self._length: int | None = getattr(self._source, "length", None)
+        self._length: int | None = self._source.length
         if self._options.pad and self._options.presharded:
             lengths = [theirs["length"] for theirs in told]
             self._length = None if None in lengths else max(lengths)

@@ -28,8 +28,7 @@ _EMPTY_ITERATOR = "; it is a generator or iterator, which can be used once only:
 
 
 class Source(Protocol):
-    """Something that can be shared out. One with `is_noted = True` enters its passes into the
-    ledger by itself; of any other the batches are counted as they are handed out."""
+    """Something that can be shared out."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -40,13 +39,12 @@ class Source(Protocol):
         """How many batches this rank gets by itself."""
 
     def batches(self, this: Pass) -> Iterator[Any]:
-        """Yield the batches of one pass, each with its weight announced."""
+        """Yield the batches of one pass, each with its weight announced, and enter it into the
+        ledger."""
 
 
 class Indexed:
     """A DataLoader whose samples have indices."""
-
-    is_noted = True
 
     def __init__(
         self,
@@ -116,8 +114,6 @@ class Indexed:
 class Stream:
     """A DataLoader over an iterable dataset, which all workers read."""
 
-    is_noted = True
-
     def __init__(self, loader: DataLoader[Any], nominal: int, batch: str) -> None:
         self._loader, self._batch = loader, batch
         size = loader.batch_size
@@ -178,8 +174,6 @@ class Stream:
 class Items:
     """Something that yields batches: a list, a generator, another library's loader."""
 
-    is_noted = True
-
     def __init__(self, items: Iterable[Any], group: Group, *, pad: bool) -> None:
         self._items = items
         count = length_of(items)
@@ -211,8 +205,6 @@ class Items:
 
 class Presharded:
     """Whatever yields batches, other ones on each worker."""
-
-    is_noted = True
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches

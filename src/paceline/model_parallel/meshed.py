@@ -129,7 +129,8 @@ class Meshed:
             self._is_compared = False
 
     def _compare_inputs(self, _model: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and not self._is_compared:
+        is_traced = torch.compiler.is_compiling()  # then these are no tensors with values
+        if torch.is_grad_enabled() and not (self._is_compared or is_traced):
             self._inputs.compare(inputs=inputs, **named)
 
     @property

@@ -77,7 +77,8 @@ def _described(leaf: Any) -> Iterator[str]:
 def _has_values(tensor: torch.Tensor) -> bool:
     """Whether the values can be read, and are the whole tensor's: a DTensor has a part of them."""
     is_part = isinstance(tensor, torch.distributed.tensor.DTensor)
-    return tensor.layout is torch.strided and not (tensor.is_meta or is_part)
+    is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    return is_plain and not (tensor.is_meta or is_part)
 
 
 def _hash(tensor: torch.Tensor) -> str:
