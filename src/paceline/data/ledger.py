@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,54 +29,13 @@ from paceline.data.loaders import Memory
 from paceline.job import Job
 from paceline.state.protocol import Change, State
 
+if TYPE_CHECKING:
+    from paceline.data.loops import Loop
+
 OTHERS = "others"  # the line of whatever cannot be remembered
 
 _MANY = 256  # loaders
 _ALL = 1 << 60  # more passes than anybody makes
-
-
-class Loop:
-    """How far one loop of pl.steps or pl.epochs is, for those who come into it later."""
-
-    def __init__(self, number: int, *, counts_steps: bool) -> None:
-        self.number = number
-        self._counts_steps = counts_steps
-        self._has_committed = False
-        self.has_taken = False  # a batch, since then
-        self.index = 0  # item under way
-        self._place: dict[str, Any] = {}  # where the script was when that began
-        self._given: list[str] = []  # loaders given since then, by the order of the first time
-
-    def begin(self, index: int, place: dict[str, Any]) -> None:
-        """Note that an item begins."""
-        self.index, self._place, self._has_committed = index, place, False
-        self.has_taken = False
-        self._given = []
-
-    def give(self, key: str) -> None:
-        """Note that a loader was given to pl.shard."""
-        if key not in self._given:
-            self._given.append(key)
-
-    def commit(self) -> None:
-        """Note that a step has counted."""
-        self._has_committed = True
-
-    def under_way(self) -> list[Any]:
-        """Return where a newcomer begins: an item and its place; None stands for here and now."""
-        return self._begin_at(is_done=self._counts_steps and self._has_committed)
-
-    def state(self, *, is_in_pass: bool) -> list[Any]:
-        """Return the same for a checkpoint, which is made behind everything that belongs to a step.
-        An epoch in which anything was taken is done, unless a pass is under way."""
-        is_done = self._has_committed or self.has_taken
-        if not self._counts_steps:
-            is_done = self.has_taken and not is_in_pass
-        return self._begin_at(is_done=is_done)
-
-    def _begin_at(self, *, is_done: bool) -> list[Any]:
-        place = None if is_done else {**self._place, "given": self._given}
-        return [self.number, self.index + is_done, place]
 
 
 @dataclass
@@ -210,18 +169,18 @@ class Ledger:
 
     # -- loops --------------------------------------------------------------------------------
 
-    def open_loop(self, count: int, *, counts_steps: bool) -> tuple[Loop, int]:
-        """Begin a loop; return it and the item that comes first: `count` when all are over."""
-        number = self._num_loops
+    def open_loop(self, loop: Loop, count: int) -> int:
+        """Begin a loop; return the item that comes first: `count` when all are over."""
+        number = loop.number = self._num_loops
         self._num_loops += 1
-        loop = self._loops[number] = Loop(number, counts_steps=counts_steps)
+        self._loops[number] = loop
         if number >= self._others[1]:
-            return loop, 0
+            return 0
         if number not in self._told_loops:
-            return loop, count
+            return count
         first, place = self._told_loops.pop(number)
         self._go_to(place)
-        return loop, first
+        return first
 
     def begin_item(self, loop: Loop, index: int) -> None:
         """Note that an item of a loop begins."""
