@@ -213,4 +213,4 @@ def test_out_of_memory_is_said_with_evidence(bench: Workbench) -> None:
         group.rmdir()
     assert done.returncode == 137
     assert "killed by SIGKILL" in done.stderr and "possibly out of memory" in done.stderr
-    assert "limit 96.0 MB, peak 96.0 MB" in done.stderr
+    assert "limit 96 MiB, peak 96 MiB" in done.stderr

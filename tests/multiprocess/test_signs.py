@@ -78,7 +78,7 @@ def test_a_process_is_diagnosed_by_its_own_memory_group(tmp_path: Path) -> None:
         process.release()
     finally:
         group.rmdir()
-    assert words == "killed by signal 9, memory cgroup limit 96.0 MB reached"
+    assert words == "killed by signal 9, memory cgroup limit 96 MiB reached"
 
 
 def test_an_adopted_process_is_pinned_and_its_status_unknown() -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline.errors import CheckpointCorrupt, CheckpointError, CheckpointUnsafe
+from paceline.figures import data_size
 
 PIECE_BYTES = 4 << 20  # written or read at a time: other threads run in between
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -32,7 +33,7 @@ def disk_errors(action: str, path: Path, *, need_bytes: int = 0) -> Iterator[Non
         reason = error.strerror or str(error)
         text = f"cannot {action} {path}: {reason}"
         if error.errno in _NO_SPACE:
-            text += f": need {size_text(need_bytes)}, {free_text(path)}"
+            text += f": need {data_size(need_bytes)}, {free_text(path)}"
         raise CheckpointError(text, path=path) from error
 
 
@@ -42,7 +43,7 @@ def require_space(need_bytes: int, directory: Path) -> None:
         free = _free_bytes(directory)
     if free < need_bytes:
         raise CheckpointError(
-            f"need {size_text(need_bytes)}, {size_text(free)} free on {directory}; make room, save"
+            f"need {data_size(need_bytes)}, {data_size(free)} free on {directory}; make room, save"
             " elsewhere or keep fewer checkpoints",
             path=directory,
         )
@@ -159,19 +160,11 @@ def read_into(fd: int, buffer: memoryview, path: Path) -> None:
         buffer = buffer[count:]
 
 
-def size_text(count: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            share = count / scale
-            return f"{share:.0f} {unit}" if share >= 100 else f"{share:.3g} {unit}"
-    return f"{count} bytes"
-
-
 def free_text(path: Path) -> str:
     """Say how much is free where a path is, or was to be."""
     for place in (path, *path.parents):
         with suppress(OSError):
-            return f"{size_text(_free_bytes(place))} free on {place}"
+            return f"{data_size(_free_bytes(place))} free on {place}"
     return "free space unknown"
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median_high
 
-from paceline.checkpoint.files import size_text
 from paceline.checkpoint.reading import Loaded
 from paceline.checkpointing.writer import Outcome
 from paceline.console import say, warn
+from paceline.figures import data_size, short_duration
 from paceline.job import Job
 from paceline.telemetry.events import Preemptible
 
@@ -62,8 +63,8 @@ class Teller:
         if self._num_saved <= _ALWAYS or now_s - self._told_s >= _EVERY_S:
             self._told_s = now_s
             say(
-                f"saved {self._shown(outcome.path)}: {size_text(outcome.num_bytes)} in"
-                f" {outcome.took_s:.1f} s, training stalled for {_ms(outcome.stalled_s)}"
+                f"saved {self._shown(outcome.path)}: {data_size(outcome.num_bytes)} in"
+                f" {outcome.took_s:.1f} s, training stalled for {short_duration(outcome.stalled_s)}"
             )
 
     def on_preemption(self, steps: int) -> None:
@@ -75,12 +76,11 @@ class Teller:
         """Say what all saves came to, if there were more than have been told."""
         if not self._is_first or self._num_saved <= _ALWAYS or self._last is None:
             return
-        stalls = sorted(self._stalls_s)
         failed = f", {self._num_failed} failed" if self._num_failed else ""
         say(
             f"{self._num_saved} checkpoints saved{failed}, the last behind step {self._last.step};"
-            f" training stalled for {_ms(stalls[len(stalls) // 2])} each (median), at most"
-            f" {_ms(stalls[-1])}"
+            f" training stalled for {short_duration(median_high(self._stalls_s))} each (median), at"
+            f" most {short_duration(max(self._stalls_s))}"
         )
 
     def _what_stays(self) -> str:
@@ -89,7 +89,3 @@ class Teller:
 
     def _shown(self, path: Path) -> str:
         return f"{self._root.name}/{path.name}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1.0 else f"{seconds:.2g} s"

@@ -26,8 +26,9 @@ from pathlib import Path
 from paceline.cli.versions import installed_version, paceline_version
 from paceline.config import runtime_dir
 from paceline.errors import PacelineError
+from paceline.figures import memory_size
 from paceline.launcher.jobdir import JobDirectory
-from paceline.launcher.machine import cgroup_dirs, human_bytes, memory, usable_cores
+from paceline.launcher.machine import cgroup_dirs, memory, usable_cores
 
 _SIOCGIFADDR = 0x8915
 _MIN_OPEN_FILES = 256
@@ -103,9 +104,9 @@ def cores_and_memory() -> Iterator[Finding]:
     total, usable = os.cpu_count() or 1, usable_cores()
     yield Finding("cores", f"{usable} usable of {total}")
     found = memory()
-    free = human_bytes(found.available_bytes)
-    yield Finding("memory", f"{free} free of {human_bytes(found.total_bytes)}")
-    limit = "none" if found.limit_bytes is None else human_bytes(found.limit_bytes)
+    free = memory_size(found.available_bytes)
+    yield Finding("memory", f"{free} free of {memory_size(found.total_bytes)}")
+    limit = "none" if found.limit_bytes is None else memory_size(found.limit_bytes)
     groups = cgroup_dirs("memory")
     yield Finding("memory limit", f"{limit} ({groups[0] if groups else 'no control group'})")
 
@@ -131,7 +132,7 @@ def shared_memory() -> Iterator[Finding]:
     advice = (
         "data loaders may fail; in a container raise --shm-size" if free < _MIN_SHM_BYTES else ""
     )
-    yield Finding("/dev/shm", f"{human_bytes(free)} free of {human_bytes(size)}", advice)
+    yield Finding("/dev/shm", f"{memory_size(free)} free of {memory_size(size)}", advice)
 
 
 def network() -> Iterator[Finding]:

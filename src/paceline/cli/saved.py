@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import files, manifest, reading
-from paceline.checkpoint.files import size_text
 from paceline.checkpoint.manifest import Manifest
 from paceline.errors import CheckpointError, UsageError
+from paceline.figures import data_size
 
 _SHOWN_ITEMS = 8  # of a long list
 _SHOWN_CHARACTERS = 200  # of a long text
@@ -35,7 +35,7 @@ def ls(directory: Path) -> int:
         if (described := each.manifest) is not None:
             pace = described.content.get("pace") if isinstance(described.content, dict) else None
             told = (
-                size_text(described.num_bytes),
+                data_size(described.num_bytes),
                 described.created,
                 str(described.world),
                 pace if isinstance(pace, str) else "",
@@ -55,7 +55,7 @@ def show(path: Path) -> int:
         str(path),
         f"step {told.step}, saved {told.created} by {told.world} workers with Paceline"
         f" {told.paceline}; format {told.format}, {len(told.parts)} parts,"
-        f" {size_text(told.num_bytes)}",
+        f" {data_size(told.num_bytes)}",
         "",
         *json.dumps(_shortened(told.content), indent=2, ensure_ascii=False).splitlines(),
         "",
@@ -64,7 +64,7 @@ def show(path: Path) -> int:
     for part in told.parts:
         for name, record in part.tensors.items():
             shape = "x".join(map(str, record.shape)) or "scalar"
-            size = size_text(record.num_bytes)
+            size = data_size(record.num_bytes)
             rows.append((name, record.dtype, shape, size, part.file.removesuffix(".safetensors")))
     _print([*lines, *_columns(rows, right=(3,))])
     return 0
@@ -159,7 +159,7 @@ def _require_directory(path: Path) -> None:
 
 
 def _counted(told: Manifest) -> str:
-    return f"{len(told.parts)} parts, {len(told.tensors)} tensors, {size_text(told.num_bytes)}"
+    return f"{len(told.parts)} parts, {len(told.tensors)} tensors, {data_size(told.num_bytes)}"
 
 
 def _shortened(value: Any) -> Any:

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.launcher.figures import duration, number, rate
+from paceline.figures import duration, number, rate
 from paceline.launcher.lines import printable
 from paceline.launcher.picture import Picture, Row
 from paceline.launcher.recent import Course, Recent, Trail
@@ -248,7 +248,7 @@ class Board:
         done = min((rank.course.done for rank in self._running()), default=1.0)
         if not left or done >= 1:
             return []
-        return [f"{100 * done:.0f} % done, {duration(max(left))} left"]
+        return [f"{100 * done:.0f} % done, {duration(round(max(left)))} left"]
 
     def straggler(self, now_s: float) -> str | None:
         """Name the worker that all others wait for; None when no one stands out.

@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.figures import number, rate
 from paceline.launcher.advice import slowest_words
 from paceline.launcher.board import BY_THEMSELVES, Board
-from paceline.launcher.figures import number, rate
 from paceline.launcher.lines import printable
 from paceline.launcher.picture import Picture, Row
 from paceline.launcher.table import table_lines

@@ -148,15 +148,3 @@ class OomCount:
         if self.machine > before.machine:
             return "possibly out of memory: the OOM killer was active on this machine"
         return None
-
-
-def human_bytes(count: int | None) -> str:
-    """Write a size for people: 512 B, 3.5 MB, 24.1 GB."""
-    if count is None:
-        return "unknown"
-    size = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1024 or unit == "GB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

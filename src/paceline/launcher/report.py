@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import names_of_peer_errors
-from paceline.launcher.machine import Memory, OomCount, human_bytes
+from paceline.figures import memory_size
+from paceline.launcher.machine import Memory, OomCount
 from paceline.launcher.process import ExitStatus
 from paceline.launcher.seat import Seat, names
 
@@ -112,8 +113,8 @@ def why_killed(status: ExitStatus, before: OomCount, after: OomCount, memory: Me
     if evidence is None:
         return "by another process; no sign of the OOM killer"
     if memory.limit_bytes is None:
-        return f"{evidence} ({human_bytes(memory.total_bytes)} in all)"
-    limit, peak = human_bytes(memory.limit_bytes), human_bytes(memory.peak_bytes)
+        return f"{evidence} ({memory_size(memory.total_bytes)} in all)"
+    limit, peak = memory_size(memory.limit_bytes), memory_size(memory.peak_bytes)
     return f"{evidence} (limit {limit}, peak {peak})"
 
 

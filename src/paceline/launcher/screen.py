@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from paceline.launcher.figures import width_of
+from paceline.figures import width_of
 from paceline.launcher.picture import Picture
 from paceline.launcher.seat import Seat
 from paceline.launcher.table import table_lines

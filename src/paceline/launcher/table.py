@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from paceline.launcher.figures import cut, megabytes, number, rate, width_of
+from paceline.figures import cut, megabytes, number, rate, width_of
 from paceline.launcher.picture import Picture, Row
 
 _GAPS = (3, 2)  # between columns

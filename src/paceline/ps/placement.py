@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from paceline.errors import UsageError
+from paceline.figures import data_size
 
 # Optimizers that treat every element of a parameter by itself, so that it can be cut anywhere.
 ELEMENTWISE = (
@@ -90,7 +91,7 @@ def balance(parts: Sequence[Part], itemsizes: Sequence[int], num_servers: int) -
         loads[part.server] += (part.stop - part.start) * itemsizes[part.item]
         counts[part.server] += 1
     shares = [
-        f"server {server}: {_readable(load)} in {count} shard{'s' * (count != 1)}"
+        f"server {server}: {data_size(load)} in {count} shard{'s' * (count != 1)}"
         for server, (load, count) in enumerate(zip(loads, counts, strict=True))
         if load
     ]
@@ -100,12 +101,3 @@ def balance(parts: Sequence[Part], itemsizes: Sequence[int], num_servers: int) -
     mean = sum(loads) / num_servers
     worst = f" (largest {max(loads) / mean:.2f} x the mean)" if mean else ""
     return ", ".join(shares) + worst
-
-
-def _readable(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"

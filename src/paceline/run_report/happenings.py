@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.run_report.words import duration, number, seconds_of, usable
+from paceline.figures import duration, short_number
+from paceline.run_report.words import seconds_of, usable
 from paceline.telemetry.events import (
     CoordinatorBack,
     EpochEnded,
@@ -92,7 +93,7 @@ def _epoch(event: EpochEnded) -> str:
 
 def _count(value: int) -> str:
     drawable = usable(value)
-    return "very many" if drawable is None else number(drawable)
+    return "very many" if drawable is None else short_number(drawable)
 
 
 def _servers(event: Promoted | Moved | Filled) -> str:

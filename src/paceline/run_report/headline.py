@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from datetime import datetime, timezone
 
+from paceline.figures import duration, percent, short_number
 from paceline.run_report.gathering import Gathered, is_loss
 from paceline.run_report.reading import Run, Setting
 from paceline.run_report.series import Curve
-from paceline.run_report.words import TEXT_LIMIT, duration, number, percent, shown, usable
+from paceline.run_report.words import TEXT_LIMIT, shown, usable
 from paceline.telemetry.steps import Slowest
 
 _VERSIONS = {"paceline_version": "Paceline", "python_version": "Python", "torch_version": "torch"}
@@ -106,10 +107,14 @@ def _speed(gathered: Gathered) -> _Tile:
     workers = len(gathered.waits.workers)
     if gathered.samples:
         mean = gathered.samples / trained_s
-        each = f"{number(mean / workers)} per worker, " if workers > 1 else ""
-        return "samples per second", number(mean), f"{each}{number(gathered.samples)} in all"
+        each = f"{short_number(mean / workers)} per worker, " if workers > 1 else ""
+        return (
+            "samples per second",
+            short_number(mean),
+            f"{each}{short_number(gathered.samples)} in all",
+        )
     steps_s = gathered.steps / workers / trained_s
-    return "steps per second", number(steps_s), "samples were not counted"
+    return "steps per second", short_number(steps_s), "samples were not counted"
 
 
 def main_loss(curves: dict[str, Curve]) -> str | None:
@@ -129,10 +134,10 @@ def _final_loss(gathered: Gathered) -> _Tile:
     bins = curve.all.in_order()
     if not bins:
         return label, "not finite", "no value was finite"
-    first, low = number(bins[0].mean), number(min(one.low for one in bins))
+    first, low = short_number(bins[0].mean), short_number(min(one.low for one in bins))
     if not math.isfinite(final):
         return label, "not finite", f"from {first}, lowest {low}"
-    return label, number(final), f"from {first}, lowest {low}"
+    return label, short_number(final), f"from {first}, lowest {low}"
 
 
 def _waiting(gathered: Gathered) -> _Tile:
@@ -155,8 +160,8 @@ def _steps(gathered: Gathered) -> _Tile:
     took_s = sum(one.took_s for one in workers.values()) / gathered.steps
     mean = f"{duration(took_s)} each"
     if least == most:
-        return "steps", number(most), mean
-    return "steps", number(most), f"fewest of a worker: {number(least)}; {mean}"
+        return "steps", short_number(most), mean
+    return "steps", short_number(most), f"fewest of a worker: {short_number(least)}; {mean}"
 
 
 def slowest_sentence(gathered: Gathered) -> str:
@@ -180,7 +185,7 @@ def _accusation(slowest: Slowest) -> str:
         "compute": "it computes longer",
     }.get(slowest.cause, shown(slowest.cause))
     times = usable(slowest.times)
-    factor = number(times) if times is not None and times < 1e4 else "very many"
+    factor = short_number(times) if times is not None and times < 1e4 else "very many"
     return (
         f"<strong>Worker {slowest.worker} is the slowest: {why}.</strong> Without waiting, its"
         f" steps take {factor} times as long as those of the others; {lost}"

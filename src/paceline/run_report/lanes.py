@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.run_report.words import duration
+from paceline.figures import duration
 from paceline.telemetry.steps import StepTimes
 
 # Kinds of bars, in the order of the legend.

@@ -14,13 +14,14 @@ from pathlib import Path
 from string import Template
 
 from paceline.errors import UsageError
+from paceline.figures import duration, short_number
 from paceline.run_report import sections
 from paceline.run_report.happenings import KINDS, Happened
 from paceline.run_report.headline import head, slowest_sentence, tiles
 from paceline.run_report.page_style import style_sheet
 from paceline.run_report.plots.timeline import timeline
 from paceline.run_report.reading import Run
-from paceline.run_report.words import TEXT_LIMIT, duration, number, shown
+from paceline.run_report.words import TEXT_LIMIT, shown
 
 REPORT_FILE = "report.html"
 _PAGE = Template("""<!DOCTYPE html>
@@ -66,7 +67,7 @@ def render(run: Run) -> str:
         title=f"{shown(name, 100)} \u00b7 Paceline",
         style=style_sheet(),
         body="\n".join(part for part in parts if part),
-        lines=number(run.gathered.num_lines),
+        lines=short_number(run.gathered.num_lines),
     )
 
 
@@ -78,7 +79,7 @@ def _what_happened(run: Run) -> str:
     between = gathered.num_happenings - len(told)
     rows = [_row(one) for one in gathered.first_happenings]
     if between:
-        rows.append(f"<tr><td></td><td></td><td>... {number(between)} more ...</td></tr>")
+        rows.append(f"<tr><td></td><td></td><td>... {short_number(between)} more ...</td></tr>")
     rows += [_row(one) for one in gathered.last_happenings]
     drawing = timeline(told, max(gathered.wall_s, told[-1].t))
     picture = sections.figure("When", drawing, "", "", "wide")

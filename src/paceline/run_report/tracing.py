@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from paceline.figures import duration
 from paceline.run_report.lanes import Bar, Lane, Picture
-from paceline.run_report.words import duration, usable
+from paceline.run_report.words import usable
 
 _MAX_BYTES = 256 << 20
 _MAX_LANES = 24

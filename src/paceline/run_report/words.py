@@ -1,4 +1,4 @@
-"""How names and numbers from a run get onto the page: escaped, shortened, in units for people.
+"""How names and numbers from a run get onto the page: escaped, and in a range that can be drawn.
 
 Whatever a run brings along (names, notes, its command) is foreign text. `shown` is the only way for
 it into the page: what HTML would take for markup is escaped, control characters and marks that
@@ -10,6 +10,8 @@ from __future__ import annotations
 import html
 import math
 import re
+
+from paceline.figures import exponent
 
 NAME_LIMIT = 48
 TEXT_LIMIT = 600
@@ -52,26 +54,13 @@ def count_of(value: int) -> int:
     return min(max(value, 0), 1 << 53)
 
 
-def number(value: float) -> str:
-    """Write a value with three digits that count: 0.0123, 12,300, 4.56M."""
-    if value == 0 or not math.isfinite(value):
-        return "0" if value == 0 else "not finite"
-    size = abs(value)
-    if size >= 1e15 or size < 1e-4:
-        return _exponent(f"{value:.2e}")
-    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if size >= factor:
-            return f"{value / factor:.3g}{unit}"
-    return f"{value:,.0f}" if size >= 999.5 else f"{value:.3g}"
-
-
 def tick(value: float, step: float) -> str:
     """Write a value on an axis, as exactly as the distance of its ticks asks for."""
     if value == 0:
         return "0"
     size = max(abs(value), step)
     if size >= 1e15 or step < 1e-4:
-        return _exponent(f"{value:.2g}")
+        return exponent(f"{value:.2g}")
     for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= 10 * factor or (size >= factor and factor > 1e3):
             return f"{value / factor:.{_decimals(step / factor)}f}{unit}"
@@ -80,39 +69,6 @@ def tick(value: float, step: float) -> str:
 
 def _decimals(step: float) -> int:
     return min(max(0, math.ceil(-math.log10(step) - 1e-9)), 6)
-
-
-def _exponent(text: str) -> str:
-    """Write 1e-05 as 1e-5."""
-    return re.sub(r"e([+-])0*(\d)", lambda m: f"e{m[1].replace('+', '')}{m[2]}", text)
-
-
-def duration(time_s: float) -> str:
-    """Write a time in the two largest units that matter: 350 ms, 4.2 s, 3 min 20 s, 2 h 5 min."""
-    if time_s < 60:
-        return short_duration(time_s)
-    whole = round(time_s)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    whole = round(time_s / 60)
-    if whole < 48 * 60:
-        return f"{whole // 60} h {whole % 60} min"
-    return f"{whole // 1440} d {whole % 1440 // 60} h"
-
-
-def short_duration(time_s: float) -> str:
-    """Write a time with one unit and up to three digits: 0.4 ms, 35 ms, 4.21 s."""
-    if time_s == 0:
-        return "0 s"
-    if time_s < 0.9995:
-        return f"{1000 * time_s:.3g} ms" if time_s >= 1e-6 else "0 ms"
-    return f"{time_s:.3g} s" if time_s < 999.5 else f"{time_s:,.0f} s"
-
-
-def percent(share: float) -> str:
-    """Write a share of 1: 0.4 %, 23 %."""
-    value = 100 * share
-    return f"{value:.1f} %" if 0 < value < 1 else f"{value:.0f} %"
 
 
 def time_unit(span_s: float) -> tuple[float, str]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from paceline.telemetry.traffic import human_bytes
+from paceline.figures import data_size
 
 
 class Compression(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ def describe(workers: Sequence[Compression]) -> list[str]:
     sent = sum(worker.sent_bytes for worker in workers)
     spent_s = sum(worker.spent_s for worker in workers)
     trained_s = sum(worker.trained_s for worker in workers)
-    text = f"{codecs}: {human_bytes(sent / steps)} per step instead of {human_bytes(plain / steps)}"
+    text = f"{codecs}: {data_size(sent / steps)} per step instead of {data_size(plain / steps)}"
     text += f" (1/{plain / sent:.3g})" if sent else ""
     text += f", {1000 * spent_s / steps:.1f} ms per step to encode and decode"
     text += f" ({100 * spent_s / trained_s:.0f} % of the time)" if trained_s > 0 else ""

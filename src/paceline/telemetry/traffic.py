@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from paceline.figures import data_size
+
 
 class Traffic(msgspec.Struct, frozen=True):
     """What a worker has sent, up to its last step."""
@@ -73,12 +75,12 @@ def describe(workers: Sequence[Traffic]) -> list[str]:
     if not sum(sent):
         return []
     who = "1 worker" if len(sent) == 1 else f"{len(sent)} workers"
-    what = f"{who} sent {_span(sent, human_bytes)}{' each' if len(sent) > 1 else ''}"
+    what = f"{who} sent {_span(sent, data_size)}{' each' if len(sent) > 1 else ''}"
     steps = [worker.per_step for worker in workers if worker.per_step is not None]
     if steps:
-        what += f" ({_span(steps, human_bytes)} per step)"
+        what += f" ({_span(steps, data_size)} per step)"
     if len(sent) > 1:
-        what += f", {human_bytes(sum(sent))} in all"
+        what += f", {data_size(sum(sent))} in all"
     what += _where(workers)
     shares = [w.waited_s / w.trained_s for w in workers if w.trained_s > 0]
     if shares:
@@ -92,7 +94,7 @@ def _where(workers: Sequence[Traffic]) -> str:
         return ""  # the rule
     if not sum(worker.on_host for worker in workers):
         return ", over the network"
-    return f", {human_bytes(network)} of it over the network"
+    return f", {data_size(network)} of it over the network"
 
 
 def _span(values: Sequence[float], write: Callable[[float], str], unit: str = " ") -> str:
@@ -107,12 +109,3 @@ def _span(values: Sequence[float], write: Callable[[float], str], unit: str = " 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f}"
-
-
-def human_bytes(count: float) -> str:
-    """Write an amount of data in decimal units, as networks are measured: 512 B, 3.5 MB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 999.5 or unit == "TB":
-            break
-        count /= 1000
-    return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"

@@ -70,7 +70,7 @@ def test_verify_says_which_file_and_which_hashes(tmp_path, paceline):
         save(tmp_path, step)
     assert paceline("verify", tmp_path)[:2] == (
         0,
-        "step-000000003: valid, 2 parts, 3 tensors, 357 bytes\n",
+        "step-000000003: valid, 2 parts, 3 tensors, 357 B\n",
     )
     flip(tmp_path / "step-000000002" / "part-00001.safetensors")
     assert paceline("verify", tmp_path)[0] == 0, "only the newest one"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.launcher.figures import cut, duration, number, rate, width_of
+from paceline.figures import cut, duration, number, rate, width_of
 from paceline.launcher.picture import Picture, Row
 from paceline.launcher.table import table_lines
 
@@ -28,7 +28,7 @@ def test_rates_and_times_are_readable() -> None:
         "0.12", "10.0", "100", "12346", "3e+09",
     ]  # fmt: skip
     assert [duration(v) for v in (0.4, 59.6, 190, 3600, 7500, 90_000)] == [
-        "0 s", "1 min", "3 min 10 s", "1 h", "2 h 5 min", "1 d 1 h",
+        "400 ms", "1 min", "3 min 10 s", "1 h", "2 h 5 min", "1 d 1 h",
     ]  # fmt: skip
 
 

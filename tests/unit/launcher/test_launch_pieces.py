@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError, LaunchError
+from paceline.figures import memory_size
 from paceline.launcher.guard import end_processes, job_processes
 from paceline.launcher.jobdir import JobDirectory, sweep
-from paceline.launcher.machine import OomCount, human_bytes, memory, usable_cores
+from paceline.launcher.machine import OomCount, memory, usable_cores
 from paceline.launcher.seat import Seat
 from paceline.launcher.spec import RunSpec, parse_env
 from paceline.pace.parse import parse as parse_pace
@@ -94,7 +95,7 @@ def test_control_groups_of_version_1_are_read(tmp_path: Path) -> None:
 def test_a_machine_without_any_of_it_is_unknown_not_wrong(tmp_path: Path) -> None:
     found = memory(tmp_path)
     assert (found.limit_bytes, found.total_bytes) == (None, None)
-    assert human_bytes(None) == "unknown" and human_bytes(3 << 29) == "1.5 GB"
+    assert memory_size(None) == "unknown" and memory_size(3 << 29) == "1.5 GiB"
 
 
 def test_a_spec_is_checked_when_it_is_made(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_last_words_fall_back_to_standard_output() -> None:
     ("before", "after", "words"),
     [
         (OomCount(0, 0), OomCount(0, 0), "no sign of the OOM killer"),
-        (OomCount(3, 5), OomCount(4, 6), "possibly out of memory: .* control group .*1.0 GB"),
+        (OomCount(3, 5), OomCount(4, 6), "possibly out of memory: .* control group .*1 GiB"),
         (OomCount(0, 5), OomCount(0, 6), "possibly out of memory: .* this machine"),
     ],
 )

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.figures import duration, percent, short_number
 from paceline.run_report.plots.canvas import Scale, nice, spanning
-from paceline.run_report.words import duration, number, percent, tick
+from paceline.run_report.words import tick
 from paceline.telemetry import events as ev
 from paceline.telemetry.record import RunEnded, RunStarted
 from paceline.telemetry.staleness import TableReport, WorkerReport
@@ -201,7 +202,7 @@ def test_every_range_has_a_few_ticks(one: float, other: float, from_zero: bool) 
      (1e-7, "1.00e-7"), (math.nan, "not finite")],
 )  # fmt: skip
 def test_numbers_for_people(value: float, words: str) -> None:
-    assert number(value) == words
+    assert short_number(value) == words
 
 
 def test_times_shares_and_ticks_for_people() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.figures import data_size
 from paceline.telemetry.events import Progress
 from paceline.telemetry.reporter import Reporter
-from paceline.telemetry.traffic import Traffic, describe, human_bytes
+from paceline.telemetry.traffic import Traffic, describe
 
 
 def test_the_first_step_does_not_count_for_what_a_step_costs() -> None:
@@ -53,4 +54,4 @@ def test_nothing_is_said_when_nothing_was_sent() -> None:
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_600, "1 MB"), (64_400, "64.4 kB")],
 )
 def test_amounts_are_decimal(count: int, words: str) -> None:
-    assert human_bytes(count) == words
+    assert data_size(count) == words

@@ -10,10 +10,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
+from paceline.figures import memory_size
 from paceline.launcher.machine import (
     OomCount,
     cgroup_dirs,
-    human_bytes,
     memory_limit,
     oom_kills,
     processor_s,
@@ -101,7 +101,7 @@ class Signs:
         if oom_kills(self._groups) > self._kills:
             limit, _ = memory_limit(self._groups)
             if limit is not None:
-                return f"{words}, memory cgroup limit {human_bytes(limit)} reached"
+                return f"{words}, memory cgroup limit {memory_size(limit)} reached"
             return f"{words}, out of memory in its control group"
         if OomCount.read().machine > self._machine_kills[0]:
             return f"{words}, possibly out of memory: the OOM killer was active on this machine"

@@ -22,13 +22,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from paceline.figures import data_size
 from paceline.launcher.recording.files import RunFiles
 from paceline.launcher.recording.measures import Measures
 from paceline.launcher.recording.prometheus import Metrics
 from paceline.launcher.seat import Seat
 from paceline.telemetry import clock
 from paceline.telemetry.record import Recorded, RunEnded
-from paceline.telemetry.traffic import human_bytes
 
 MOST_EVENTS = 20_000  # in the queue
 BACKLOG_LIMIT_BYTES = 4 << 20  # of output
@@ -150,7 +150,7 @@ class Recorder:
         if self._thread.is_alive():
             return [f"paceline: {self._files.directory}: the disk does not answer; its end is lost"]
         parts = [f"{self._dropped_events} events"] * (self._dropped_events > 0)
-        parts += [f"{human_bytes(self._dropped_bytes)} of output"] * (self._dropped_bytes > 0)
+        parts += [f"{data_size(self._dropped_bytes)} of output"] * (self._dropped_bytes > 0)
         what = " and ".join(parts)
         words = "the disk was too slow for them"
         return [f"paceline: {self._files.directory}: {what} are missing: {words}"] if what else []

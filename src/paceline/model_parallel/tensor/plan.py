@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from paceline.errors import UsageError
+from paceline.figures import data_size
 from paceline.model_parallel.parts import Part
 from paceline.model_parallel.tensor.styles import WORDS, Style, cut_class, indivisible
 
@@ -163,17 +164,17 @@ def table_of(plan: TensorPlan) -> str:
         table.add_column(head, justify="right", no_wrap=True)
     for name, rows in _folded(plan.rows, lambda row: row.style):
         before, after = sum(r.bytes_before for r in rows), sum(r.bytes_after for r in rows)
-        table.add_row(name, rows[0].style, size(before), size(after), *_collectives(rows))
+        table.add_row(name, rows[0].style, data_size(before), data_size(after), *_collectives(rows))
     table.add_section()
     for name, wholes in _folded(plan.replicated, lambda row: row.reason):
         num_bytes = sum(one.num_bytes for one in wholes)
         text = f"whole: {wholes[0].reason}"
-        table.add_row(name, text, size(num_bytes), size(num_bytes), "", "")
+        table.add_row(name, text, data_size(num_bytes), data_size(num_bytes), "", "")
     table.add_section()
     whole = sum(one.num_bytes for one in plan.replicated)
     before = sum(row.bytes_before for row in plan.rows) + whole
     after = sum(row.bytes_after for row in plan.rows) + whole
-    table.add_row("all", "", size(before), size(after), *_collectives(plan.rows))
+    table.add_row("all", "", data_size(before), data_size(after), *_collectives(plan.rows))
     console = Console(width=WIDTH, color_system=None, force_terminal=False, markup=False)
     with console.capture() as captured:
         console.print(table)
@@ -186,15 +187,6 @@ def _collectives(rows: list[Row]) -> list[str]:
     """Return the sums, forward and backward; "?" if one of them is not known."""
     columns = ([row.num_forward for row in rows], [row.num_backward for row in rows])
     return ["?" if None in column else str(sum(n or 0 for n in column)) for column in columns]
-
-
-def size(num_bytes: float) -> str:
-    """Return a number of bytes for people."""
-    for unit in ("B", "KB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} GB"
 
 
 def _folded(rows: Sequence[AnyRow], key: Callable[[AnyRow], str]) -> list[tuple[str, list[AnyRow]]]:

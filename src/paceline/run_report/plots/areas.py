@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.figures import percent, short_number
 from paceline.run_report.plots.canvas import (
     WIDTH,
     Scale,
@@ -15,7 +16,6 @@ from paceline.run_report.plots.canvas import (
     svg,
 )
 from paceline.run_report.plots.curves import BOTTOM, HEIGHT, TOP, XAxis, axes
-from paceline.run_report.words import number, percent
 
 Stretch = tuple[float, float, float]  # begin, end, value
 Shares = tuple[float, float, Sequence[float]]  # begin, end, amount of each kind
@@ -34,10 +34,10 @@ def rate_plot(
     parts += [line(x.at(at), TOP, x.at(at), BOTTOM, "mark") for at in marks]
     parts += [polyline(top, "only")]
     for begin, end, value in stretches:
-        tip = f"{x.words((begin + end) / 2)}: {number(value)} {y_label}"
+        tip = f"{x.words((begin + end) / 2)}: {short_number(value)} {y_label}"
         left = x.at(begin)
         parts.append(rect(left, TOP, x.at(end) - left, BOTTOM - TOP, "tip", tip))
-    words = f"{title}: {number(min(rates))} to {number(max(rates))} {y_label}"
+    words = f"{title}: {short_number(min(rates))} to {short_number(max(rates))} {y_label}"
     return svg(WIDTH, HEIGHT, title, words, parts)
 
 

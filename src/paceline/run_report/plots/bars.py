@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from paceline.figures import percent, short_duration
 from paceline.run_report.plots.canvas import WIDTH, Scale, line, rect, svg, text
-from paceline.run_report.words import percent, short_duration, time_unit
+from paceline.run_report.words import time_unit
 from paceline.telemetry.steps import WorkerTimes
 
 KINDS = ("input", "compute", "wait")

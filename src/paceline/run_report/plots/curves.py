@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.figures import short_duration, short_number
 from paceline.run_report.plots.canvas import (
     WIDTH,
     Scale,
@@ -17,7 +18,7 @@ from paceline.run_report.plots.canvas import (
     text,
 )
 from paceline.run_report.series import Curve
-from paceline.run_report.words import number, short_duration, time_unit
+from paceline.run_report.words import time_unit
 
 HEIGHT = 270
 LEFT, RIGHT, TOP, BOTTOM = 58, WIDTH - 16, 30, HEIGHT - 42
@@ -60,7 +61,7 @@ class XAxis:
         """Say a value of this axis, for the mouse."""
         if self.label.startswith("time"):
             return f"at {short_duration(value)}"
-        return f"at {number(value)} {self.label}"
+        return f"at {short_number(value)} {self.label}"
 
 
 def axes(x: XAxis, y: Scale, y_label: str) -> list[str]:
@@ -96,8 +97,9 @@ def curve_plot(
         parts += [line(at, TOP, at, BOTTOM, "bad", "the first value that is not finite")]
     parts += _lines(curve, x, y, is_load)
     parts += _tips(curve, x, y_label)
-    words = f"{title}: from {number(bins[0].mean)} to {number(bins[-1].mean)}, lowest {number(low)}"
-    return svg(WIDTH, HEIGHT, title, f"{words}, highest {number(high)}", parts)
+    values = (bins[0].mean, bins[-1].mean, low, high)
+    words = "{}: from {} to {}, lowest {}, highest {}".format(title, *map(short_number, values))
+    return svg(WIDTH, HEIGHT, title, words, parts)
 
 
 def _placed(points: Points, x: XAxis, y: Scale) -> list[tuple[float, float]]:
@@ -134,8 +136,8 @@ def _tips(curve: Curve, x: XAxis, y_label: str) -> list[str]:
     middles = [(a + b) / 2 for a, b in zip(places, places[1:], strict=False)]
     parts = []
     for one, left, right in zip(bins, [LEFT, *middles], [*middles, RIGHT], strict=True):
-        words = f"{x.words(one.x)}: {y_label} {number(one.mean)}"
+        words = f"{x.words(one.x)}: {y_label} {short_number(one.mean)}"
         if one.high > one.low:
-            words += f" ({number(one.low)} to {number(one.high)})"
+            words += f" ({short_number(one.low)} to {short_number(one.high)})"
         parts.append(rect(left, TOP, right - left, BOTTOM - TOP, "tip", words))
     return parts

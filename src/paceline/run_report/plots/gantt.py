@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.figures import short_duration
 from paceline.run_report.lanes import Lane, Picture
 from paceline.run_report.plots.canvas import WIDE, Scale, line, rect, svg, text
-from paceline.run_report.words import short_duration, shown, time_unit
+from paceline.run_report.words import shown, time_unit
 
 MOST = 24  # lanes
 _LEFT, _RIGHT, _TOP = 110, WIDE - 16, 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
+from paceline.figures import short_duration
 from paceline.run_report.plots.canvas import rect, svg, text
-from paceline.run_report.words import short_duration
 
 MOST = 24  # workers on either side
 _NUMBERS = 14  # up to so many workers there is room for a number in each square

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from paceline.figures import percent, short_number
 from paceline.run_report.plots.canvas import WIDTH, line, rect, svg, text
-from paceline.run_report.words import number, percent
 from paceline.telemetry.staleness import WorkerReport
 
 MOST = 16  # rows
@@ -27,12 +27,12 @@ def staleness_rows(workers: Sequence[WorkerReport], title: str) -> str:
     for at, worker in enumerate(workers):
         base = _TOP + (at + 1) * row - 4
         parts += [text(_LEFT - 8, base - 6, f"worker {worker.worker}", "tick", "end")]
-        parts += [text(WIDTH - 8, base - 6, number(worker.mean_staleness), "tick", "end")]
+        parts += [text(WIDTH - 8, base - 6, short_number(worker.mean_staleness), "tick", "end")]
         parts += [line(_LEFT, base, _RIGHT, base, "grid")]
         parts += _bars(worker, num_bins, width, (slot, bar, base, row - 8))
     every = ceil(num_bins / 8)
     for at in range(0, num_bins, every):
-        words = number(at * width)
+        words = short_number(at * width)
         parts += [text(_LEFT + (at + 0.5) * slot, bottom + 12, words, "tick", "middle")]
     label = "staleness (versions)" if width == 1 else f"staleness (versions, {width} in a bar)"
     parts += [text((_LEFT + _RIGHT) / 2, bottom + 34, label, "name", "middle")]
@@ -54,7 +54,7 @@ def _bars(
             continue
         ages = f"{at * width}" if width == 1 else f"{at * width} to {(at + 1) * width - 1}"
         tip = (
-            f"worker {worker.worker}: {number(count)} updates"
+            f"worker {worker.worker}: {short_number(count)} updates"
             f" ({percent(count / counted)}) were {ages} versions stale"
         )
         height = max(1.0, high * count / fullest)

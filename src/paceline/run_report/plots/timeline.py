@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.figures import short_duration
 from paceline.run_report.happenings import KINDS, Happened
 from paceline.run_report.plots.canvas import WIDE, Scale, line, place, svg, text
-from paceline.run_report.words import short_duration, shown, time_unit
+from paceline.run_report.words import shown, time_unit
 
 _LEFT, _RIGHT, _TOP, _ROW = 110, WIDE - 16, 6, 24
 
