@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.run_report.gathering import Gathered
 from paceline.run_report.page import render
 from paceline.run_report.reading import Run
 from paceline.telemetry.events import Progress
@@ -59,9 +58,9 @@ def write_record(directory: Path, events: Iterable[Timed], tail: bytes = b"") ->
 
 def page_of(events: Iterable[Timed]) -> str:
     """Make the page without any file."""
-    run = Run(Path("some-run"), Gathered())
+    run = Run(Path("some-run"))
     for t, event in events:
-        run.gathered.add(Line(t, event))
+        run.add(Line(t, event))
     return render(run)
 
 

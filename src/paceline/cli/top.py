@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.steering import operating
 from paceline.config import inherited_environ, process_start
+from paceline.launcher.board import Picture
 from paceline.launcher.display import can_move_cursor
 from paceline.launcher.elastic.facts import FoundJob, find_job
 from paceline.launcher.jobdir import is_held
 from paceline.launcher.lines import printable
-from paceline.launcher.picture import Picture
 from paceline.launcher.screen import LiveScreen, PlainScreen, Screen
 from paceline.launcher.table import table_lines
 from paceline.launcher.watched import Watched

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from paceline.figures import number, rate
 from paceline.launcher.advice import slowest_words
-from paceline.launcher.board import BY_THEMSELVES, Board
+from paceline.launcher.board import BY_THEMSELVES, Board, Picture, Row
 from paceline.launcher.lines import printable
-from paceline.launcher.picture import Picture, Row
 from paceline.launcher.table import table_lines
 from paceline.telemetry import staleness
 from paceline.telemetry.staleness import TableReport
@@ -39,7 +38,9 @@ class Closing:
         one line, and nothing is told in short."""
         before, after = self._table(width), [f"paceline: {text}" for text in self.told]
         board = self.board
-        advice = slowest_words(board.waits, self.reports, board.mesh, has_servers=self.has_servers)
+        advice = slowest_words(
+            board.state.waits, self.reports, board.state.mesh, has_servers=self.has_servers
+        )
         if advice is not None:
             before.append(f"paceline: {advice}")
         tables = [printable(line.encode()) for line in staleness.describe(self.reports)]

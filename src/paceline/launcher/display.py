@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from paceline.config import inherited_environ
 from paceline.errors import LaunchError
-from paceline.launcher.picture import Picture
+from paceline.launcher.board import Picture
 from paceline.launcher.recording.recorder import Recorder
 from paceline.launcher.screen import LiveScreen, PlainScreen, Screen, Summary
 from paceline.launcher.seat import Seat

@@ -28,7 +28,7 @@ from pathlib import Path
 from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.secret_file import create_secret_file, load_secret
 from paceline.config import EngineConfig, runtime_dir
-from paceline.launcher.board import Board
+from paceline.launcher.board import Board, Picture
 from paceline.launcher.crew import Crew
 from paceline.launcher.display import Display
 from paceline.launcher.elastic.facts import JobFacts, facts_of, write_facts
@@ -46,14 +46,13 @@ from paceline.launcher.lines import printable
 from paceline.launcher.machine import OomCount, memory, usable_cores
 from paceline.launcher.outcome import Outcome
 from paceline.launcher.outlet import Outlet
-from paceline.launcher.picture import Picture
 from paceline.launcher.process import RankProcess
 from paceline.launcher.seat import Seat, names
 from paceline.launcher.spawner import Spawner
 from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
 from paceline.launcher.trace_file import TraceFile
 from paceline.telemetry.compression import Compression
-from paceline.telemetry.events import Event, Note, Preemptible, Progress
+from paceline.telemetry.events import Event, Note, Preemptible
 from paceline.telemetry.record import Recorded
 from paceline.telemetry.staleness import TableReport
 from paceline.telemetry.traffic import Traffic
@@ -88,9 +87,6 @@ class LocalJob:
         self._crew = Crew(display, self._on_end)
         self._spawner = Spawner(spec, self._say)
         self._starting: asyncio.Future[None] | None = None
-        self._table_reports: dict[tuple[str, int], TableReport] = {}
-        self._traffic: dict[int, Traffic] = {}  # by rank, also of those who are gone
-        self._compression: dict[int, Compression] = {}  # the same
         steps = spec.trace_in(environ)
         self._trace = TraceFile(steps) if steps is not None else None
         self._interrupts: list[signal.Signals] = []
@@ -163,15 +159,15 @@ class LocalJob:
 
     def table_reports(self) -> list[TableReport]:
         """Return the last word of every server about each of its tables."""
-        return [self._table_reports[key] for key in sorted(self._table_reports)]
+        return [report for _, report in sorted(self._board.state.tables.items())]
 
     def traffic(self) -> list[Traffic]:
         """Return what each worker has sent, as far as it told."""
-        return [self._traffic[rank] for rank in sorted(self._traffic)]
+        return [traffic for _, traffic in sorted(self._board.state.traffic.items())]
 
     def compression(self) -> list[Compression]:
         """Return what each worker has compressed, by rank; of those who did."""
-        return [self._compression[rank] for rank in sorted(self._compression)]
+        return [told for _, told in sorted(self._board.state.compression.items())]
 
     def write_trace(self, directory: Path | None) -> str | None:
         """Write the trace that was asked for; return a line about it, None: nobody asked."""
@@ -329,14 +325,7 @@ class LocalJob:
         if isinstance(event, Recorded):
             self._display.record(event)
         self._board.on_event(event, time.monotonic())
-        if isinstance(event, TableReport):
-            self._table_reports[event.table, event.server] = event
-        elif isinstance(event, Progress):
-            if event.traffic is not None:
-                self._traffic[event.rank] = event.traffic
-            if event.compression is not None:
-                self._compression[event.rank] = event.compression
-        elif isinstance(event, Preemptible):
+        if isinstance(event, Preemptible):
             self._saves_when_stopped = True
         elif isinstance(event, Waiting):
             self._hangs.heard(event, time.monotonic())

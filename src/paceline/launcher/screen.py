@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from paceline.figures import width_of
-from paceline.launcher.picture import Picture
+from paceline.launcher.board import Picture
 from paceline.launcher.seat import Seat
 from paceline.launcher.table import table_lines
 

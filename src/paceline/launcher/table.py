@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from paceline.figures import cut, megabytes, number, rate, width_of
-from paceline.launcher.picture import Picture, Row
+from paceline.launcher.board import Picture, Row
 
 _GAPS = (3, 2)  # between columns
 _SHORT_STATE = 12  # a longer one is cut before a column goes

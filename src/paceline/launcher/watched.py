@@ -14,8 +14,7 @@ import time
 from paceline.cluster import messages as m
 from paceline.cluster.member import Member
 from paceline.cluster.operator import Happened, News, Status
-from paceline.launcher.board import Board
-from paceline.launcher.picture import Picture
+from paceline.launcher.board import Board, Picture
 from paceline.launcher.seat import Seat, names
 
 _STATES = {"left": "finished", "lost": "lost", "silent": "silent", "back": "running"}

@@ -6,7 +6,7 @@ import math
 from datetime import datetime, timezone
 
 from paceline.figures import duration, percent, short_number
-from paceline.run_report.gathering import Gathered, is_loss
+from paceline.run_report.history import is_loss
 from paceline.run_report.reading import Run, Setting
 from paceline.run_report.series import Curve
 from paceline.run_report.words import TEXT_LIMIT, shown, usable
@@ -17,9 +17,9 @@ _VERSIONS = {"paceline_version": "Paceline", "python_version": "Python", "torch_
 
 def head(run: Run) -> str:
     """Write the name of the run, its command and the facts about it."""
-    started = run.gathered.started
+    started = run.state.started
     name = shown((started.run if started else "") or run.directory.resolve().name, 120)
-    pill, css = _state(run.gathered)
+    pill, css = _state(run)
     parts = [
         '<p class="over">Paceline run report</p>',
         f'<div class="head"><h1>{name}</h1><span class="pill {css}">{pill}</span></div>',
@@ -30,23 +30,23 @@ def head(run: Run) -> str:
     return "".join(parts) + (f'<dl class="facts">{rows}</dl>' if rows else "")
 
 
-def _state(gathered: Gathered) -> tuple[str, str]:
-    if gathered.ended is None:
+def _state(run: Run) -> tuple[str, str]:
+    if run.state.ended is None:
         return "running or killed", "open"
-    code = gathered.ended.exit_code
+    code = run.state.ended.exit_code
     return ("finished", "good") if code == 0 else (f"exit code {shown(code, 20)}", "bad-pill")
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    gathered, started = run.gathered, run.gathered.started
+    started = run.state.started
     facts = []
     if started:
         facts += [
             ("script", shown(started.script, 200)),
             ("started", _moment(started.started)),
         ]
-    took = duration(gathered.wall_s)
-    facts += [("took", took if gathered.ended else f"{took} so far recorded")]
+    took = duration(run.wall_s)
+    facts += [("took", took if run.state.ended else f"{took} so far recorded")]
     if started:
         facts += [
             ("workers", shown(started.workers)),
@@ -56,8 +56,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
             ("mesh", _settled(run, "mesh", started.mesh)),
             ("host", shown(started.host)),
         ]
-    if gathered.ended and gathered.ended.words:
-        facts += [("end", shown(gathered.ended.words.removeprefix("paceline: "), 200))]
+    if run.state.ended and run.state.ended.words:
+        facts += [("end", shown(run.state.ended.words.removeprefix("paceline: "), 200))]
     facts += [("versions", _versions(run.settings, started.version if started else ""))]
     return [(what, fact) for what, fact in facts if fact]
 
@@ -86,9 +86,9 @@ def _versions(settings: list[Setting], of_paceline: str) -> str:
     return ", ".join(told)
 
 
-def tiles(gathered: Gathered) -> str:
+def tiles(run: Run) -> str:
     """Write the numbers that people look for first."""
-    made = [_speed(gathered), _final_loss(gathered), _waiting(gathered), _steps(gathered)]
+    made = [_speed(run), _final_loss(run), _waiting(run), _steps(run)]
     boxes = [
         f'<div class="tile"><span>{name}</span><b>{value}</b><span>{more}</span></div>'
         for name, value, more in (one for one in made if one is not None)
@@ -99,21 +99,21 @@ def tiles(gathered: Gathered) -> str:
 _Tile = tuple[str, str, str] | None
 
 
-def _speed(gathered: Gathered) -> _Tile:
-    rate = gathered.rate
+def _speed(run: Run) -> _Tile:
+    rate = run.history.rate
     trained_s = rate.end - (rate.end if rate.begin is None else rate.begin)
     if trained_s <= 0:
         return None
-    workers = len(gathered.waits.workers)
-    if gathered.samples:
-        mean = gathered.samples / trained_s
+    workers = len(run.state.waits.workers)
+    if run.state.samples:
+        mean = run.state.samples / trained_s
         each = f"{short_number(mean / workers)} per worker, " if workers > 1 else ""
         return (
             "samples per second",
             short_number(mean),
-            f"{each}{short_number(gathered.samples)} in all",
+            f"{each}{short_number(run.state.samples)} in all",
         )
-    steps_s = gathered.steps / workers / trained_s
+    steps_s = run.state.steps / workers / trained_s
     return "steps per second", short_number(steps_s), "samples were not counted"
 
 
@@ -124,11 +124,11 @@ def main_loss(curves: dict[str, Curve]) -> str | None:
     return next(iter(exact or losses), None)
 
 
-def _final_loss(gathered: Gathered) -> _Tile:
-    name = main_loss(gathered.values)
+def _final_loss(run: Run) -> _Tile:
+    name = main_loss(run.history.values)
     if name is None:
         return None
-    curve = gathered.values[name]
+    curve = run.history.values[name]
     label = "final loss" if name.lower() == "loss" else f"final {shown(name, 24)}"
     final = sum(curve.last.values()) / len(curve.last)
     bins = curve.all.in_order()
@@ -140,8 +140,8 @@ def _final_loss(gathered: Gathered) -> _Tile:
     return label, short_number(final), f"from {first}, lowest {low}"
 
 
-def _waiting(gathered: Gathered) -> _Tile:
-    times = gathered.waits.workers.values()
+def _waiting(run: Run) -> _Tile:
+    times = run.state.waits.workers.values()
     took_s = sum(one.took_s for one in times)
     if took_s <= 0:
         return None
@@ -151,24 +151,24 @@ def _waiting(gathered: Gathered) -> _Tile:
     return "waiting for others", percent(share), more
 
 
-def _steps(gathered: Gathered) -> _Tile:
-    workers = gathered.waits.workers
-    if not gathered.steps:
+def _steps(run: Run) -> _Tile:
+    workers = run.state.waits.workers
+    if not run.state.steps:
         return None
     most = max(one.steps for one in workers.values())
     least = min(one.steps for one in workers.values())
-    took_s = sum(one.took_s for one in workers.values()) / gathered.steps
+    took_s = sum(one.took_s for one in workers.values()) / run.state.steps
     mean = f"{duration(took_s)} each"
     if least == most:
         return "steps", short_number(most), mean
     return "steps", short_number(most), f"fewest of a worker: {short_number(least)}; {mean}"
 
 
-def slowest_sentence(gathered: Gathered) -> str:
+def slowest_sentence(run: Run) -> str:
     """Name who or what held the workers up; "" where there is nobody to compare."""
-    if len(gathered.waits.workers) < 2:
+    if len(run.state.waits.workers) < 2:
         return ""
-    slowest = gathered.waits.slowest()
+    slowest = run.state.waits.slowest()
     if slowest is None:
         return "No worker held the others up."
     return _accusation(slowest)

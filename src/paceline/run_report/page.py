@@ -49,13 +49,13 @@ of the job; point at a plot for its values.</footer>
 
 def render(run: Run) -> str:
     """Return the page about a run."""
-    started = run.gathered.started
+    started = run.state.started
     name = (started.run if started else "") or run.directory.resolve().name
-    said = slowest_sentence(run.gathered)
+    said = slowest_sentence(run)
     parts = [
         f"<header>{head(run)}</header>",
         *(f'<p class="remark">{shown(remark, TEXT_LIMIT)}</p>' for remark in run.remarks),
-        tiles(run.gathered),
+        tiles(run),
         f'<p class="say">{said}</p>' if said else "",
         sections.learning(run),
         sections.speed(run),
@@ -67,21 +67,20 @@ def render(run: Run) -> str:
         title=f"{shown(name, 100)} \u00b7 Paceline",
         style=style_sheet(),
         body="\n".join(part for part in parts if part),
-        lines=short_number(run.gathered.num_lines),
+        lines=short_number(run.state.num_events),
     )
 
 
 def _what_happened(run: Run) -> str:
-    gathered = run.gathered
-    told = [*gathered.first_happenings, *gathered.last_happenings]
+    told = [*run.history.first_happenings, *run.history.last_happenings]
     if not told:
         return ""
-    between = gathered.num_happenings - len(told)
-    rows = [_row(one) for one in gathered.first_happenings]
+    between = run.history.num_happenings - len(told)
+    rows = [_row(one) for one in run.history.first_happenings]
     if between:
         rows.append(f"<tr><td></td><td></td><td>... {short_number(between)} more ...</td></tr>")
-    rows += [_row(one) for one in gathered.last_happenings]
-    drawing = timeline(told, max(gathered.wall_s, told[-1].t))
+    rows += [_row(one) for one in run.history.last_happenings]
+    drawing = timeline(told, max(run.wall_s, told[-1].t))
     picture = sections.figure("When", drawing, "", "", "wide")
     heads = '<th class="num">time</th><th>what</th><th></th>'
     return (

@@ -12,10 +12,12 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.run_report.gathering import Gathered
+from paceline.run_report.history import RunHistory, drawable
 from paceline.run_report.lanes import Picture
 from paceline.run_report.tracing import read_trace
-from paceline.telemetry.record import EVENTS_FILE, Reading, RunStarted
+from paceline.run_report.words import seconds_of
+from paceline.telemetry.record import EVENTS_FILE, Line, Reading, RunStarted
+from paceline.telemetry.state import RunState
 
 CONFIG_FILE = "config.json"
 TRACE_FILE = "trace.json"
@@ -38,31 +40,47 @@ class Run:
     """All that is known about a run."""
 
     directory: Path
-    gathered: Gathered
     settings: list[Setting] = field(default_factory=list)
     trace: Picture | None = None
     remarks: list[str] = field(default_factory=list)  # about files, for the reader of the page
+
+    def __post_init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin with nothing: what was read was an earlier run."""
+        self.history = RunHistory()
+        self.state = RunState(takes_strangers=True, history=self.history)
+
+    def add(self, line: Line) -> None:
+        """Take in a line of the record."""
+        self.state.apply(seconds_of(line.t), drawable(line.event))
+
+    @property
+    def wall_s(self) -> float:
+        """How long the run took, or has taken as far as is known."""
+        return max(self.state.last_s, self.state.ended.wall_s if self.state.ended else 0.0)
 
 
 def read_run(directory: Path) -> Run:
     """Read the directory of a run; UsageError where it is none."""
     path = _events_file(directory)
-    run = Run(directory, Gathered())
+    run = Run(directory)
     reading, earlier = Reading(path), 0
     try:
         for line in reading.lines():
-            if isinstance(line.event, RunStarted) and run.gathered.num_lines:
-                run.gathered = Gathered()
+            if isinstance(line.event, RunStarted) and run.state.num_events:
+                run.forget()
                 earlier += 1
-            run.gathered.add(line)
+            run.add(line)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}); {_EXPECTED}") from None
-    if reading.damaged and not run.gathered.num_lines:
+    if reading.damaged and not run.state.num_events:
         raise UsageError(
             f"{path}: none of its {reading.damaged} lines is an event of a run; {_EXPECTED}, as"
             ' {"t": 0.0, "event": {...}} in each line'
         )
-    run.remarks += _remarks(reading.damaged, earlier, run.gathered.num_lines)
+    run.remarks += _remarks(reading.damaged, earlier, run.state.num_events)
     _read_config(run)
     _read_trace(run)
     return run

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from paceline.run_report.gathering import COMPUTE, INPUT, SAMPLES, STEPS, WAIT, Gathered
 from paceline.run_report.headline import main_loss
+from paceline.run_report.history import COMPUTE, INPUT, SAMPLES, STEPS, WAIT
 from paceline.run_report.lanes import KINDS as LANE_KINDS
 from paceline.run_report.lanes import picture_of
 from paceline.run_report.plots import bars, gantt, heatmap, histogram
@@ -64,9 +64,9 @@ def _kinds_legend(kinds: Iterable[str]) -> str:
     return _legend([(f"k-{kind}", kind) for kind in kinds])
 
 
-def _marks(gathered: Gathered) -> list[float]:
+def _marks(run: Run) -> list[float]:
     """Return when the membership changed, for lines in all plots over time."""
-    told = [*gathered.first_happenings, *gathered.last_happenings]
+    told = [*run.history.first_happenings, *run.history.last_happenings]
     return [one.t for one in told if one.kind in ("lost", "joined")][:_MAX_MARKS]
 
 
@@ -93,71 +93,69 @@ def _who(curve: Curve) -> str:
 
 def learning(run: Run) -> str:
     """Loss, learning rate, and whatever else the script reports."""
-    gathered = run.gathered
-    name = main_loss(gathered.values)
+    name = main_loss(run.history.values)
     figures = []
-    if name is not None and gathered.values[name].all.bins:
-        figures += _losses(gathered, name)
-    others = [one for one in gathered.values if one != name]
+    if name is not None and run.history.values[name].all.bins:
+        figures += _losses(run, name)
+    others = [one for one in run.history.values if one != name]
     others.sort(key=lambda one: one != LEARNING_RATE)
-    drawn = [one for one in others if gathered.values[one].all.bins][:_MAX_VALUES]
-    figures += [_value(gathered, one) for one in drawn]
+    drawn = [one for one in others if run.history.values[one].all.bins][:_MAX_VALUES]
+    figures += [_value(run, one) for one in drawn]
     made = section("Learning", figures)
-    left_out = len(others) - len(drawn) + len(gathered.left_out)
+    left_out = len(others) - len(drawn) + len(run.history.left_out)
     if left_out and made:
         values = "1 more value was" if left_out == 1 else f"{left_out} more values were"
         made += f'<p class="more">{values} reported.</p>'
     return made
 
 
-def _losses(gathered: Gathered, name: str) -> list[str]:
-    curve = gathered.values[name]
+def _losses(run: Run, name: str) -> list[str]:
+    curve = run.history.values[name]
     label = shown(name, 24)
     title = label[:1].upper() + label[1:]
-    legend, marks = _lines_legend(curve), _marks(gathered)
+    legend, marks = _lines_legend(curve), _marks(run)
     over_time = curve_plot(
         curve, _over_time(curve), title=f"{title} over time", y_label=label, marks=marks
     )
     figures = [figure(f"{title} over time", over_time, _about(curve, _who(curve), marks), legend)]
-    unit = "samples" if gathered.samples else "steps"
-    other = (gathered.over_samples if gathered.samples else gathered.over_steps)[name]
+    unit = "samples" if run.state.samples else "steps"
+    other = (run.history.over_samples if run.state.samples else run.history.over_steps)[name]
     bins = other.all.in_order()
     x = XAxis.of_counts(unit, 0.0, max(max(one.low_x, one.high_x) for one in bins))
     title = f"{title} over {unit}"
     drawing = curve_plot(other, x, title=title, y_label=label)
-    about = "Samples of all workers together." if gathered.samples else "Steps of each worker."
+    about = "Samples of all workers together." if run.state.samples else "Steps of each worker."
     return [*figures, figure(title, drawing, about, legend)]
 
 
-def _value(gathered: Gathered, name: str) -> str:
-    curve = gathered.values[name]
+def _value(run: Run, name: str) -> str:
+    curve = run.history.values[name]
     title, label, about = _KNOWN.get(name) or (shown(name), shown(name, 24), _who(curve))
     if name == LEARNING_RATE:  # it is the same everywhere: one line
         curve.workers, curve.is_crowded = {0: curve.all}, False
-    marks = _marks(gathered)
+    marks = _marks(run)
     drawing = curve_plot(curve, _over_time(curve), title=title, y_label=label, marks=marks)
     return figure(title, drawing, _about(curve, about), _lines_legend(curve))
 
 
 def speed(run: Run) -> str:
     """Throughput, where the time went, and one step in detail."""
-    gathered = run.gathered
     # With less than some steps in each bin, the plot would show how steps and bins meet.
-    gathered.rate.coarsen(max(20, gathered.steps // max(len(gathered.waits.workers), 1) // 4))
-    stretches = [s for s in gathered.rate.stretches() if s[1] > s[0]]
+    run.history.rate.coarsen(max(20, run.state.steps // max(len(run.state.waits.workers), 1) // 4))
+    stretches = [s for s in run.history.rate.stretches() if s[1] > s[0]]
     figures = []
     if stretches:
-        kind, unit = (SAMPLES, "samples/s") if gathered.samples else (STEPS, "worker steps/s")
+        kind, unit = (SAMPLES, "samples/s") if run.state.samples else (STEPS, "worker steps/s")
         x = XAxis.of_time(stretches[0][0], stretches[-1][1])
         rates = [(begin, end, told[kind] / (end - begin)) for begin, end, told in stretches]
-        drawing = rate_plot(rates, x, title="Throughput", y_label=unit, marks=_marks(gathered))
+        drawing = rate_plot(rates, x, title="Throughput", y_label=unit, marks=_marks(run))
         figures.append(figure("Throughput", drawing, "Of all workers together."))
         kinds = ("compute", "input", "wait")
         shares = [(a, b, (told[COMPUTE], told[INPUT], told[WAIT])) for a, b, told in stretches]
         drawing = share_plot(shares, kinds, x, title="Time of all workers")
         legend = _kinds_legend(kinds)
         figures.append(figure("What the workers did", drawing, "All of them together.", legend))
-    workers = gathered.waits.workers
+    workers = run.state.waits.workers
     if rows := bars.chosen(workers):
         more = "A mean step of each worker."
         if len(rows) < len(workers):
@@ -171,8 +169,8 @@ def speed(run: Run) -> str:
 
 
 def _one_step(run: Run) -> list[str]:
-    times = run.gathered.typical.choose()
-    rows = bars.chosen(run.gathered.waits.workers)
+    times = run.history.typical.choose()
+    rows = bars.chosen(run.state.waits.workers)
     picture = run.trace or picture_of({who: times[who] for who in rows if who in times})
     if picture is None:
         return []
@@ -187,8 +185,7 @@ def _one_step(run: Run) -> list[str]:
 
 def _waiting(run: Run) -> list[str]:
     """Who waited for whom: as servers counted it, else as the times of the steps tell it."""
-    gathered = run.gathered
-    tables = merge(list(gathered.tables.values()))
+    tables = merge(list(run.state.tables.values()))
     matrix: dict[int, dict[int, float]] = {}
     if tables:
         for worker in (one for table in tables for one in table.workers):
@@ -198,7 +195,7 @@ def _waiting(run: Run) -> list[str]:
                 matrix[worker.worker] = dict(worker.waited_s)
         source = "As the servers counted it."
     else:
-        matrix = {who: dict(times.waited_for_s) for who, times in gathered.waits.workers.items()}
+        matrix = {who: dict(times.waited_for_s) for who, times in run.state.waits.workers.items()}
         source = "In each step, all wait for the worker that needed longest for its own part."
     if not any(time_s > 0 for waited in matrix.values() for time_s in waited.values()):
         return []
@@ -209,9 +206,9 @@ def _waiting(run: Run) -> list[str]:
     return [figure("Who waited for whom", drawing, source, "", "natural")]
 
 
-def _staleness(gathered: Gathered) -> list[str]:
+def _staleness(run: Run) -> list[str]:
     """How stale the updates of each worker were, table by table."""
-    tables = [table for table in merge(list(gathered.tables.values())) if _counted(table)]
+    tables = [table for table in merge(list(run.state.tables.values())) if _counted(table)]
     figures = []
     for table in tables[:_MAX_TABLES]:
         counted = _counted(table)
@@ -237,9 +234,9 @@ def servers(run: Run) -> str:
         "requests_s": ("Requests", "requests/s", "That each server answered."),
         "bytes_s": ("Data", "MB/s", "Tensors that came with the requests."),
     }
-    figures = _staleness(run.gathered)
+    figures = _staleness(run)
     for name, (title, label, about) in titles.items():
-        curve = run.gathered.servers.get(name)
+        curve = run.history.servers.get(name)
         if curve is None or not curve.all.bins:
             continue
         x = _over_time(curve)

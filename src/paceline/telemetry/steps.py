@@ -59,6 +59,16 @@ class WorkerTimes:
     def compute_s(self) -> float:
         return max(0.0, self.took_s - self.wait_s - self.input_s)
 
+    def since(self, before: WorkerTimes) -> WorkerTimes:
+        """Return what was added since these sums were kept; without for whom it waited."""
+        return WorkerTimes(
+            self.steps - before.steps,
+            self.samples - before.samples,
+            self.took_s - before.took_s,
+            self.input_s - before.input_s,
+            self.wait_s - before.wait_s,
+        )
+
     def add(self, step: StepTimes) -> None:
         self.steps += 1
         self.samples += step.samples

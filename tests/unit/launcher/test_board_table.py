@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.figures import cut, duration, number, rate, width_of
-from paceline.launcher.picture import Picture, Row
+from paceline.launcher.board import Picture, Row
 from paceline.launcher.table import table_lines
 
 

@@ -38,21 +38,21 @@ def _board(
 
 
 def test_a_slow_loader_is_named_with_its_cost() -> None:
-    words = slowest_words(_board(3, slow=2, slow_input_s=0.06).waits, has_servers=False)
+    words = slowest_words(_board(3, slow=2, slow_input_s=0.06).state.waits, has_servers=False)
     assert words is not None
     assert words.startswith("slowest: rank 2, 2.5 times the others' time per step, in its input")
     assert "the others waited 60 % of theirs for it; give it more loader workers" in words
 
 
 def test_a_slow_computation_is_named_as_such() -> None:
-    words = slowest_words(_board(3, slow=1).waits, has_servers=False)
+    words = slowest_words(_board(3, slow=1).state.waits, has_servers=False)
     assert words is not None and "slowest: rank 1" in words and "in its computation:" in words
     assert "ssp:3" in words
 
 
 @pytest.mark.parametrize(("has_servers", "where"), [(True, "with the servers"), (False, "itself")])
 def test_a_slow_exchange_is_nobodys_fault(has_servers: bool, where: str) -> None:
-    words = slowest_words(_board(4, slow=None, wait_s=0.04).waits, has_servers=has_servers)
+    words = slowest_words(_board(4, slow=None, wait_s=0.04).state.waits, has_servers=has_servers)
     assert words is not None
     assert words.startswith(f"nobody is slow: 40 % of the time went into the exchange {where};")
 
@@ -73,11 +73,11 @@ def test_parts_of_a_model_have_a_place_and_remedies_of_their_own(
     """No pace helps a unit whose parts wait for each other."""
     board = _board(4, slow=3)
     board.on_event(Settled(0, {"mesh": mesh}), 0.0)
-    assert board.mesh == Mesh.parse(mesh)
-    words = slowest_words(board.waits, mesh=board.mesh)
+    assert board.state.mesh == Mesh.parse(mesh)
+    words = slowest_words(board.state.waits, mesh=board.state.mesh)
     assert words is not None and words.startswith(f"slowest: {place}") and remedy in words
     assert ("--pace" in words) == (mesh == "dp=4")
-    waiting = slowest_words(_board(4, slow=None, wait_s=0.04).waits, mesh=board.mesh)
+    waiting = slowest_words(_board(4, slow=None, wait_s=0.04).state.waits, mesh=board.state.mesh)
     assert waiting is not None
     assert ("--pace" in waiting) == (mesh == "dp=4")
 
@@ -85,7 +85,7 @@ def test_parts_of_a_model_have_a_place_and_remedies_of_their_own(
 @pytest.mark.parametrize("waited_s", [0.0, 3.0])
 def test_servers_know_whether_a_worker_was_waited_for(waited_s: float) -> None:
     """At free-running paces a worker that takes longer costs the others nothing."""
-    waits = _board(3, slow=1).waits
+    waits = _board(3, slow=1).state.waits
     workers = tuple(WorkerReport(w, 100, {1: 100}, {1: waited_s}) for w in (0, 2))
     words = slowest_words(waits, [TableReport("dense", 0, 300, workers)], has_servers=True)
     assert words is not None
@@ -103,8 +103,8 @@ def test_the_learning_rate_is_no_result() -> None:
 
 
 def test_what_costs_little_is_not_worth_a_word() -> None:
-    assert slowest_words(_board(4, slow=2, wait_s=0.004).waits, has_servers=False) is None
-    assert slowest_words(_board(1, slow=None).waits, has_servers=False) is None
+    assert slowest_words(_board(4, slow=2, wait_s=0.004).state.waits, has_servers=False) is None
+    assert slowest_words(_board(1, slow=None).state.waits, has_servers=False) is None
 
 
 def _reports(num_workers: int) -> list[TableReport]:

@@ -148,14 +148,14 @@ def test_the_table_of_servers_shows_who_is_busy() -> None:
 
 def test_a_replacement_goes_on_in_the_row_of_its_predecessor() -> None:
     board = Board(seats(2))
-    board.on_progress(Progress(1, 40, {"loss": 2.0}), 1.0)
-    board.on_progress(Progress(0, 50), 1.0)
+    board.on_event(Progress(1, 40, {"loss": 2.0}), 1.0)
+    board.on_event(Progress(0, 50), 1.0)
     assert board.line(1.0).startswith("steps 40 to 50")
     board.set_state(1, "killed by SIGKILL (killed)")
     assert board.line(1.0) == "step 50", "who is lost has no step any more"
     board.seat(Seat(5, 1, is_newcomer=True))
-    board.on_progress(Progress(1, 99), 2.0)  # a late word of the dead
-    board.on_progress(Progress(5, 42), 2.0)
+    board.on_event(Progress(1, 99), 2.0)  # a late word of the dead
+    board.on_event(Progress(5, 42), 2.0)
     rows = board.rows(2.0)
     assert [(row.label, row.step, row.state) for row in rows] == [
         ("0", 50, "running"),

@@ -152,9 +152,9 @@ def test_without_servers_nothing_is_said_of_them(tmp_path: Path) -> None:
 
 def test_a_server_has_a_row_when_it_reports() -> None:
     board = Board(seats(2, 2))
-    board.on_progress(Progress(3, 40, {"version": 40.0}), 0.0)
+    board.on_event(Progress(3, 40, {"version": 40.0}), 0.0)
     assert board.has_progress and board.line(0.0) == "0 of 2 ranks reporting"
-    board.on_progress(Progress(0, 7, {"loss": 0.5}), 0.0)
+    board.on_event(Progress(0, 7, {"loss": 0.5}), 0.0)
     assert [row.label for row in board.rows(0.0)] == ["0", "1", "s1"]
     assert board.rows(0.0)[-1].values == {"version": 40.0}
     assert board.line(0.0) == "step 7, loss 0.5, 1 of 2 ranks reporting"

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from paceline.launcher.picture import Picture, Row
+from paceline.launcher.board import Picture, Row
 from paceline.launcher.screen import LiveScreen, PlainScreen
 from paceline.launcher.seat import Seat
 

@@ -13,8 +13,8 @@ import pytest
 
 from paceline.launcher.recording import recorder as module
 from paceline.launcher.recording.files import RunFiles
-from paceline.launcher.recording.measures import Measures
 from paceline.launcher.recording.recorder import Recorder
+from paceline.launcher.recording.sampling import Sampler
 from paceline.launcher.seat import Seat, seats
 from paceline.telemetry.events import Note, Progress
 from paceline.telemetry.record import Reading, RunEnded
@@ -25,7 +25,7 @@ NOISE = os.urandom(4096)
 def recorder_of(directory: Path, num_workers: int = 2, **more) -> Recorder:
     return Recorder(
         RunFiles(directory, seats(num_workers), lambda _: b"{}\n", **more),
-        Measures(seats(num_workers)),
+        Sampler(seats(num_workers)),
     )
 
 
@@ -245,11 +245,11 @@ import sys
 from pathlib import Path
 sys.modules["tensorboard"] = None  # as if it were not installed
 from paceline.launcher.recording.files import RunFiles
-from paceline.launcher.recording.measures import Measures
+from paceline.launcher.recording.sampling import Sampler
 from paceline.launcher.recording.recorder import Recorder
 from paceline.launcher.seat import seats
 from paceline.telemetry.events import Progress
-recorder = Recorder(RunFiles(Path(sys.argv[1]), seats(2), lambda _: b""), Measures(seats(2)))
+recorder = Recorder(RunFiles(Path(sys.argv[1]), seats(2), lambda _: b""), Sampler(seats(2)))
 recorder.start(print)
 recorder.record(Progress(0, 1, {"loss": 1.0}))
 recorder.record(Progress(1, 1, {"loss": 1.0}))

@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-from paceline.launcher.recording.measures import JOB, Sample
+from paceline.launcher.recording.sampling import JOB, Sample
 from paceline.launcher.recording.tensorboard import TensorBoard, _checksum, safe_tag
 
 

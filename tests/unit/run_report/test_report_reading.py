@@ -20,7 +20,7 @@ def text_of(directory: Path) -> str:
 
 def test_a_whole_run_has_no_remarks(tmp_path: Path) -> None:
     run = read_run(write_record(tmp_path, whole(training())))
-    assert run.remarks == [] and run.gathered.steps == 40
+    assert run.remarks == [] and run.state.steps == 40
 
 
 def test_a_line_that_is_cut_is_counted_and_the_rest_is_shown(tmp_path: Path) -> None:

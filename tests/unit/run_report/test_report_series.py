@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.run_report.series import LINES, Curve, Rate, Series
-from paceline.run_report.typical import TypicalStep
+from paceline.run_report.series import LINES, Curve, Rate, Series, TypicalStep
 from paceline.telemetry.steps import StepTimes
 
 points = st.lists(

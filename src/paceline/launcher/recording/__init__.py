@@ -2,7 +2,7 @@
 
     launcher's loop ── events, output ──► Recorder ── a thread ──► files.py  *.log, events.jsonl
                                                       │
-                                                      └ measures.py: a sample per second
+                                                      └ sampling.py: a sample per second
                                                              ├► tensorboard.py
                                                              └► prometheus.py
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from paceline.launcher.recording.configuration import configuration, encode, version_of
 from paceline.launcher.recording.files import RunFiles
-from paceline.launcher.recording.measures import Measures
 from paceline.launcher.recording.prometheus import Metrics
 from paceline.launcher.recording.recorder import Recorder
+from paceline.launcher.recording.sampling import Sampler
 from paceline.launcher.spec import RunSpec
 from paceline.telemetry import clock
 from paceline.telemetry.record import EVENTS_FILE, Reading, RunStarted
@@ -29,7 +29,7 @@ def begin_record(
     metrics = None if spec.metrics_port is None else Metrics(spec.metrics_port)
     directory, cwd = spec.log_dir, Path.cwd()
     if directory is None:
-        return None if metrics is None else Recorder(None, Measures(spec.seats), metrics)
+        return None if metrics is None else Recorder(None, Sampler(spec.seats), metrics)
     files = RunFiles(
         directory,
         spec.seats,
@@ -39,7 +39,7 @@ def begin_record(
     )
     started = _started(directory) if is_resumed else None
     clock_s = clock.now_s() if started is None else started.clock_s
-    recorder = Recorder(files, Measures(spec.seats), metrics, clock_s=clock_s)
+    recorder = Recorder(files, Sampler(spec.seats), metrics, clock_s=clock_s)
     if started is None:
         recorder.record(_first_line(spec, environ, directory, clock_s))
     return recorder

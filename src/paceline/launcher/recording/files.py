@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from paceline.launcher.recording.measures import Sample
+from paceline.launcher.recording.sampling import Sample
 from paceline.launcher.recording.tensorboard import TensorBoard, write_all
 from paceline.launcher.seat import Seat
 from paceline.telemetry.events import Settled

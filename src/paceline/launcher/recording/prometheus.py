@@ -14,24 +14,25 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
-from paceline.launcher.recording import measures
-from paceline.launcher.recording.measures import Sample, Who
+from paceline.launcher.recording import sampling
+from paceline.launcher.recording.sampling import Sample
+from paceline.telemetry.state import Who
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
 
 _ADDRESS = "127.0.0.1"
 _GAUGES = {
-    measures.STEPS_S: ("steps_per_second", "Training steps per second."),
-    measures.SAMPLES_S: ("samples_per_second", "Samples per second."),
-    measures.WAIT: ("wait_share", "Share of the time spent waiting for others."),
-    measures.INPUT: ("input_share", "Share of the time spent waiting for the loader."),
-    measures.COMPUTE: ("compute_share", "Share of the time spent computing."),
-    measures.BYTES_SENT: ("bytes_sent", "Bytes handed to other processes so far."),
-    measures.STALE: ("staleness_mean", "Versions by others that updates had not seen."),
-    measures.RATIO: ("compression_ratio", "Plain bytes for each byte that was sent."),
-    measures.QUEUE: ("server_queue", "Requests that were found waiting."),
-    measures.BUSY: ("server_busy", "Share of the time that went into requests."),
+    sampling.STEPS_S: ("steps_per_second", "Training steps per second."),
+    sampling.SAMPLES_S: ("samples_per_second", "Samples per second."),
+    sampling.WAIT: ("wait_share", "Share of the time spent waiting for others."),
+    sampling.INPUT: ("input_share", "Share of the time spent waiting for the loader."),
+    sampling.COMPUTE: ("compute_share", "Share of the time spent computing."),
+    sampling.BYTES_SENT: ("bytes_sent", "Bytes handed to other processes so far."),
+    sampling.STALE: ("staleness_mean", "Versions by others that updates had not seen."),
+    sampling.RATIO: ("compression_ratio", "Plain bytes for each byte that was sent."),
+    sampling.QUEUE: ("server_queue", "Requests that were found waiting."),
+    sampling.BUSY: ("server_busy", "Share of the time that went into requests."),
 }
 
 
@@ -109,11 +110,11 @@ class Metrics:
         def family(name: str, words: str, *more: str) -> GaugeMetricFamily:
             return GaugeMetricFamily(f"paceline_{name}", words, labels=("role", "worker", *more))
 
-        job = self._newest.get(measures.JOB, Sample(measures.JOB, 0))
+        job = self._newest.get(sampling.JOB, Sample(sampling.JOB, 0))
         yield GaugeMetricFamily(
-            "paceline_workers", "Workers alive.", value=job.measured.get(measures.WORKERS, 0)
+            "paceline_workers", "Workers alive.", value=job.measured.get(sampling.WORKERS, 0)
         )
-        others = [sample for who, sample in sorted(self._newest.items()) if who != measures.JOB]
+        others = [sample for who, sample in sorted(self._newest.items()) if who != sampling.JOB]
         step = family("step", "The last training step that was finished.")
         age = family("seconds_since_report", "How long ago it last told anything.")
         reported = family("reported", "What the script reports, by name.", "name")

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 from paceline.figures import data_size
 from paceline.launcher.recording.files import RunFiles
-from paceline.launcher.recording.measures import Measures
 from paceline.launcher.recording.prometheus import Metrics
+from paceline.launcher.recording.sampling import Sampler
 from paceline.launcher.seat import Seat
 from paceline.telemetry import clock
 from paceline.telemetry.record import Recorded, RunEnded
@@ -56,13 +56,13 @@ class Recorder:
     def __init__(
         self,
         files: RunFiles | None,
-        measures: Measures,
+        sampler: Sampler,
         metrics: Metrics | None = None,
         *,
         clock_s: float | None = None,
     ) -> None:
         self._files = files
-        self._measures: Measures | None = measures  # None: they failed
+        self._sampler: Sampler | None = sampler  # None: they failed
         self._metrics = metrics
         self._clock_s = clock.now_s() if clock_s is None else clock_s
         self._say: Callable[[str], None] = lambda _: None
@@ -171,7 +171,7 @@ class Recorder:
             self._busy_since_s = time.monotonic()
             self._keep_item(item)
             if is_over or self._busy_since_s - self._sampled_s >= _SAMPLE_S:
-                self._keep_measures(self._keep_sample)
+                self._keep_samples(self._keep_sample)
             self._keep_files(lambda files: files.flush_if_due())
             self._busy_since_s = None
         self._busy_since_s = time.monotonic()
@@ -186,23 +186,23 @@ class Recorder:
             self._keep_files(lambda files: files.output(item.seat, item.data))
         elif item is not None:
             self._keep_files(lambda files: files.event(item.t, item.event))
-            self._keep_measures(lambda measures: measures.take(item.t, item.event))
+            self._keep_samples(lambda sampler: sampler.state.apply(item.t, item.event))
 
-    def _keep_sample(self, measures: Measures) -> None:
+    def _keep_sample(self, sampler: Sampler) -> None:
         self._sampled_s = time.monotonic()
-        samples = measures.sample(clock.now_s() - self._clock_s)
+        samples = sampler.sample(clock.now_s() - self._clock_s)
         if self._metrics is not None:
-            self._metrics.update(samples, measures.alive)
+            self._metrics.update(samples, sampler.state.alive())
         self._keep_files(lambda files: files.samples(samples, self._say))
 
-    def _keep_measures(self, use: Callable[[Measures], None]) -> None:
-        """Do something with the measures; an error of ours ends them, and nothing else."""
-        if self._measures is None:
+    def _keep_samples(self, use: Callable[[Sampler], None]) -> None:
+        """Do something with the sampler; an error of ours ends them, and nothing else."""
+        if self._sampler is None:
             return
         try:
-            use(self._measures)
+            use(self._sampler)
         except Exception as error:
-            self._measures = None
+            self._sampler = None
             self._say(f"paceline: no more curves are recorded: {error!r}; the job goes on")
 
     def _keep_files(

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from paceline.launcher.recording.measures import Sample
+from paceline.launcher.recording.sampling import Sample
 
 _UNSAFE = re.compile(r"[^\w ./%()+=#:-]")  # also markup: others than TensorBoard may show the names
 _LONGEST_TAG = 100

@@ -1,0 +1,159 @@
+"""What the page shows beside the state of a run: curves over its whole length, and what happened.
+
+Everything here is bounded: a run of a week with hundreds of workers needs as much memory as its
+plots show. `drawable` brings numbers into a range that can be drawn on their way in, so nobody
+after it has to think of infinities, or of what a foreign file may hold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from paceline.run_report.happenings import Happened, happened
+from paceline.run_report.series import Curve, Rate, TypicalStep
+from paceline.run_report.words import count_of, seconds_of, usable
+from paceline.telemetry.events import (
+    COMM_SHARE,
+    COMPUTE_SHARE,
+    DONE_SHARE,
+    Progress,
+    ServerLoad,
+)
+from paceline.telemetry.record import Recorded, RunEnded, RunStarted
+from paceline.telemetry.staleness import TableReport, WorkerReport
+from paceline.telemetry.state import Process, RunState
+from paceline.telemetry.steps import StepTimes
+
+_MAX_NAMES = 16  # values that scripts report
+_MAX_HAPPENINGS = 100  # at the beginning of the run, and as many at its end
+SAMPLES, STEPS, INPUT, COMPUTE, WAIT = range(5)  # kinds of amounts in `RunHistory.rate`
+
+
+class RunHistory:
+    """The curves of a run; a `RunState` feeds it."""
+
+    def __init__(self) -> None:
+        self.typical = TypicalStep()
+        self.rate = Rate(kinds=5)
+        self.values: dict[str, Curve] = {}  # over time, by name
+        self.over_samples: dict[str, Curve] = {}
+        self.over_steps: dict[str, Curve] = {}
+        self.left_out: set[str] = set()  # names of values beyond those that are kept
+        self.servers: dict[str, Curve] = {}  # what servers tell about their load
+        self.first_happenings: list[Happened] = []
+        self.last_happenings: deque[Happened] = deque(maxlen=_MAX_HAPPENINGS)
+        self.num_happenings = 0
+        self._clock_s: float | None = None  # the job's clock at t = 0
+
+    def on_progress(self, t: float, process: Process, event: Progress, state: RunState) -> None:
+        """Add the steps and values of a worker to the curves."""
+        if not process.is_worker:
+            return
+        if event.steps:
+            self._on_steps(t, process.number, event.steps)
+        when_s = seconds_of(t - event.age_s)
+        for name, given in event.values.items():
+            if name in (COMPUTE_SHARE, COMM_SHARE, DONE_SHARE):
+                continue  # steps and their times say that more exactly
+            value = usable(given)
+            if name not in self.values:
+                if len(self.values) >= _MAX_NAMES and not is_loss(name):
+                    self.left_out.add(name[:256])
+                    continue
+                self.values[name] = Curve(1e-3)
+            self.values[name].add(process.number, when_s, value)
+            if is_loss(name):
+                by_samples = self.over_samples.setdefault(name, Curve(1.0))
+                by_samples.add(process.number, float(count_of(state.samples)), value)
+                by_steps = self.over_steps.setdefault(name, Curve(1.0))
+                by_steps.add(process.number, float(event.step), value)
+
+    def _on_steps(self, t: float, worker: int, steps: tuple[StepTimes, ...]) -> None:
+        if self._clock_s is None:
+            self._clock_s = steps[-1].end_s - t
+        for step in steps:
+            self.typical.add(worker, step)
+            end_s = seconds_of(step.end_s - self._clock_s)
+            amounts = (step.samples, 1, step.input_s, step.compute_s, step.wait_s)
+            self.rate.spread(seconds_of(end_s - step.took_s), end_s, amounts)
+
+    def on_load(self, t: float, event: ServerLoad) -> None:
+        """Add what a server had to do."""
+        told = {
+            "busy": 100 * event.busy,
+            "queued": event.queued,
+            "requests_s": event.requests_s,
+            "bytes_s": event.bytes_s / 1e6,
+        }
+        for name, value in told.items():
+            curve = self.servers.setdefault(name, Curve(1e-3))
+            curve.add(event.server, t, usable(value))
+
+    def on_other(self, t: float, event: Recorded) -> None:
+        """Keep what happened, if it is something that people ask about."""
+        if isinstance(event, RunStarted):
+            self._clock_s = usable(event.clock_s) or None
+        one = happened(t, event)
+        if one is None:
+            return
+        self.num_happenings += 1
+        if len(self.first_happenings) < _MAX_HAPPENINGS:
+            self.first_happenings.append(one)
+        else:
+            self.last_happenings.append(one)
+
+
+def is_loss(name: str) -> bool:
+    """Tell whether a value that a script reports is what it minimizes."""
+    return "loss" in name[:256].lower()
+
+
+def drawable(event: Recorded) -> Recorded:
+    """Return an event whose numbers can be drawn, as those of nearly all events can."""
+    match event:
+        case Progress():
+            steps = tuple(map(_sane, event.steps))
+            age_s, step = seconds_of(event.age_s), count_of(event.step)
+            if steps != event.steps or (age_s, step) != (event.age_s, event.step):
+                return msgspec.structs.replace(event, step=step, age_s=age_s, steps=steps)
+        case TableReport():
+            workers = tuple(map(_drawable_worker, event.workers))
+            return TableReport(event.table, event.server, count_of(event.version), workers)
+        case RunEnded():
+            return msgspec.structs.replace(event, wall_s=seconds_of(event.wall_s))
+        case RunStarted():
+            counts = [count_of(n) for n in (event.workers, event.servers, event.data_workers)]
+            return msgspec.structs.replace(
+                event, workers=counts[0], servers=counts[1], data_workers=counts[2]
+            )
+    return event
+
+
+def _sane(step: StepTimes) -> StepTimes:
+    is_sane = 0 <= step.wait_s <= step.took_s < 1e6 and abs(step.end_s) < 1e9
+    if is_sane and 0 <= step.input_s <= step.took_s - step.wait_s and 0 <= step.samples < 1 << 40:
+        return step  # as nearly all are; a comparison with NaN is false
+    took_s = seconds_of(step.took_s)
+    wait_s = min(seconds_of(step.wait_s), took_s)
+    return StepTimes(
+        step.step,
+        usable(step.end_s) or 0.0,
+        took_s,
+        min(seconds_of(step.input_s), took_s - wait_s),
+        wait_s,
+        count_of(step.samples),
+    )
+
+
+def _drawable_worker(one: WorkerReport) -> WorkerReport:
+    return WorkerReport(
+        one.worker,
+        count_of(one.updates),
+        {count_of(age): count_of(count) for age, count in one.staleness.items()},
+        {who: seconds_of(time_s) for who, time_s in one.waited_s.items()},
+        count_of(one.dropped),
+        count_of(one.skipped),
+        count_of(one.overwritten),
+    )
