@@ -30,8 +30,8 @@ from paceline.mesh import Mesh
 from paceline.place import PACELINE
 from paceline.ps import connection
 from paceline.state.carried import Carried
-from paceline.telemetry.stacks import show_on_request
 from paceline.telemetry.trace import tracer
+from paceline.telemetry.waiting import show_on_request
 from paceline.torch_plugin import register as register_with_torch
 
 register_with_torch()  # again, for those who are not installed: `import torch` found no plugin

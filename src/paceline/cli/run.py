@@ -23,15 +23,13 @@ from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.lines import printable
 from paceline.launcher.local import LocalJob, new_job_id
 from paceline.launcher.machine import usable_cores
-from paceline.launcher.outcome import Outcome
-from paceline.launcher.recording.beginning import begin_record
+from paceline.launcher.outcome import Outcome, state_words
+from paceline.launcher.recording.beginning import ROOT, begin_record, run_directory
 from paceline.launcher.recording.recorder import Recorder
-from paceline.launcher.recording.run_directory import ROOT, run_directory
-from paceline.launcher.report import state_words
 from paceline.launcher.spec import RunSpec
 from paceline.launcher.trace_file import require_directory
-from paceline.telemetry import compression, traffic
 from paceline.telemetry.record import RunEnded
+from paceline.telemetry.traffic import describe_compression, describe_traffic
 
 # After Ctrl-C, for a terminal that is held or a reader that does not read.
 _PATIENCE_S = 1.5
@@ -142,7 +140,7 @@ def _tell(
         command=shlex.join((Path(spec.target).name, *spec.arguments)),
         board=job.board,
         reports=reports,
-        told=traffic.describe(job.traffic()) + compression.describe(job.compression()),
+        told=describe_traffic(job.traffic()) + describe_compression(job.compression()),
         has_servers=spec.num_servers > 0,
     )
     display.summary(closing.lines)

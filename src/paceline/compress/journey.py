@@ -20,7 +20,7 @@ import torch
 from paceline.collectives.group import Group
 from paceline.compress.codec import Codec, Ground
 from paceline.compress.draw import Draw
-from paceline.telemetry.compression import Account
+from paceline.telemetry.traffic import Account
 from paceline.work import Work
 
 _LOOK_EVERY = 50  # steps between two looks at the error

@@ -20,7 +20,7 @@ import torch
 from paceline.compress.codec import Codec, Ground
 from paceline.compress.draw import Draw
 from paceline.compress.layout import Layout, Span
-from paceline.telemetry.compression import Account
+from paceline.telemetry.traffic import Account
 
 _LOOK_EVERY = 50  # packets between two looks at the error
 

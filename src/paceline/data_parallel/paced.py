@@ -28,8 +28,7 @@ from paceline.errors import UsageError
 from paceline.job import Job
 from paceline.pace.known import find
 from paceline.pace.method import Method, Setting
-from paceline.telemetry.stopwatch import Stopwatch
-from paceline.telemetry.trace import tracer
+from paceline.telemetry.trace import Stopwatch, tracer
 from paceline.work import Work
 
 

@@ -1,4 +1,4 @@
-"""The closing summary: what ran, how fast, where the time went, and what to do about it.
+"""The closing summary: what ran, how fast, who or what held it up, and what to do about it.
 
 It fits on one screen of 24 lines and 80 columns for up to eight workers. Tables of staleness, which
 have a line for each worker, are told in one line each where they would not fit.
@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.figures import number, rate
-from paceline.launcher.advice import slowest_words
 from paceline.launcher.board import BY_THEMSELVES, Board, Picture, Row
 from paceline.launcher.lines import printable
 from paceline.launcher.table import table_lines
+from paceline.mesh import Mesh
 from paceline.telemetry import staleness
 from paceline.telemetry.staleness import TableReport
+from paceline.telemetry.steps import Slowest, Waits
 
 _SCREEN_LINES = 24
 _MOST_ROWS = 16
@@ -114,3 +115,107 @@ def _broken(lines: Sequence[str], width: int) -> list[str]:
         is_sentence = line.startswith("paceline: ")
         broken += textwrap.wrap(line, width, subsequent_indent="  ") if is_sentence else [line]
     return broken
+
+
+_NOTEWORTHY = 0.05  # of the others' time that servers let them wait for the slowest worker
+_EXCHANGE = 0.15  # of all time, before the exchange is worth a word
+
+_CAUSES = {"input": "its input (data loading)", "compute": "its computation"}
+_MORE_LOADERS = "give it more loader workers (num_workers=)"
+_BY_SPEED = 'share by speed: pl.shard(mode="dynamic")'
+_NO_WAITING = (
+    '--pace ssp:3 or async (with -s 1) would not wait for it, pl.shard(batch="auto") gives it less'
+    " to do"
+)
+_LESS_WAITING = "--pace async, or ssp with a larger bound, would wait for it less"
+# Parts of one model go in lockstep at any pace.
+_IN_A_UNIT = {
+    "pp": "if its stage has more to do than others, leave splits= out: the cuts are then measured",
+    "fsdp": "if its batches are larger than others', make them equal; else see who is on its core",
+    "tp": "all on tp have the same to do: see what shares its core, or limits it",
+}
+_EXCHANGE_OF = {
+    "pp": 'more microbatches= or schedule="zero-bubble" make the gaps of a pipeline smaller',
+    "fsdp": "larger batches gather the parameters less often; where the model fits, dp sends less",
+    "tp": "larger batches, or tp over fewer processes, send less for each sample",
+}
+
+
+def slowest_words(
+    waits: Waits,
+    reports: Sequence[TableReport] = (),
+    mesh: Mesh | None = None,
+    *,
+    has_servers: bool = False,
+) -> str | None:
+    """Name the slowest worker, its cause, and what to do; None where nothing is worth a word.
+
+    With servers a worker waits for those, and a slow worker is one of several possible reasons: the
+    servers have counted for whom they let it wait.
+    """
+    slowest = waits.slowest()
+    if slowest is None:
+        return None
+    worker, waited = slowest.worker, 0.0
+    if worker is not None:
+        waited = _share_waited(waits, worker, staleness.merge(reports) if has_servers else None)
+    if worker is None or (has_servers and waited < _NOTEWORTHY):
+        return _exchange_words(slowest.cost, mesh, has_servers=has_servers)
+    return (
+        f"slowest: rank {worker}{_place(worker, mesh)}, {_times(slowest)} the others' time per"
+        f" step, in {_CAUSES[slowest.cause]}: the others waited {100 * waited:.0f} % of theirs for"
+        f" it; {_remedy(slowest.cause, mesh, has_servers=has_servers)}"
+    )
+
+
+def _remedy(cause: str, mesh: Mesh | None, *, has_servers: bool) -> str:
+    axis = _inner_axis(mesh)
+    if cause == "input":
+        return _MORE_LOADERS if axis else f"{_MORE_LOADERS}, or {_BY_SPEED}"
+    if axis is not None:
+        return _IN_A_UNIT[axis]
+    return _LESS_WAITING if has_servers else _NO_WAITING
+
+
+def _exchange_words(cost: float, mesh: Mesh | None, *, has_servers: bool) -> str | None:
+    if cost < _EXCHANGE:
+        return None
+    axis = _inner_axis(mesh)
+    if axis is not None:
+        where, remedy = f"waiting for each other on {mesh}", _EXCHANGE_OF[axis]
+    elif has_servers:
+        where = "the exchange with the servers"
+        remedy = "send less (compress=int8), or use more servers (-s)"
+    else:
+        where = "the exchange itself"
+        remedy = "send less (compress=int8), or less often (--pace local:8)"
+    return f"nobody is slow: {100 * cost:.0f} % of the time went into {where}; {remedy}"
+
+
+def _inner_axis(mesh: Mesh | None) -> str | None:
+    """Return the axis inside a unit on which most is waited: that of stages, if there is one."""
+    return mesh.inner[0][0] if mesh is not None and mesh.inner else None
+
+
+def _place(worker: int, mesh: Mesh | None) -> str:
+    """Say which part of the model a worker has."""
+    if mesh is None or not mesh.inner:
+        return ""
+    return f" ({', '.join(f'{axis} {mesh.index(worker, axis)}' for axis, _ in mesh.inner)})"
+
+
+def _times(slowest: Slowest) -> str:
+    return f"{slowest.times:.1f} times" if slowest.times < 100 else "more than 100 times"
+
+
+def _share_waited(waits: Waits, worker: int, tables: Sequence[TableReport] | None) -> float:
+    """Return the share of the others' time in which they waited for this one; `tables`: as the
+    servers have counted it."""
+    others = {number: times for number, times in waits.workers.items() if number != worker}
+    took_s = sum(times.took_s for times in others.values())
+    if tables is None:
+        waited_s = sum(times.waited_for_s.get(worker, 0.0) for times in others.values())
+    else:
+        told = [one for table in tables for one in table.workers if one.worker in others]
+        waited_s = sum(one.waited_s.get(worker, 0.0) for one in told)
+    return min(1.0, waited_s / took_s) if took_s > 0 else 0.0

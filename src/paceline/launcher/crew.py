@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from paceline.launcher.display import Display
 from paceline.launcher.guard import end_processes
 from paceline.launcher.lifeline import Sessions
+from paceline.launcher.outcome import RankResult, first_cause
 from paceline.launcher.output import RankOutput
 from paceline.launcher.process import RankProcess
-from paceline.launcher.report import RankResult, first_cause
 from paceline.launcher.seat import Seat
 
 # How long after its end a rank's pipes may stay open (something it started may hold them).

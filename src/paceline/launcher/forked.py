@@ -31,9 +31,9 @@ from paceline.cluster.sockets import close_in_children
 from paceline.config import adopt_environ
 from paceline.errors import LaunchError, UsageError
 from paceline.launcher.lifeline import Guard
+from paceline.launcher.outcome import RankResult
 from paceline.launcher.plain import pack
 from paceline.launcher.process import ExitStatus, die_with, peek_status
-from paceline.launcher.report import RankResult
 from paceline.launcher.seat import Seat
 
 VALUE, ERROR, NOT_PLAIN = b"v", b"e", b"n"

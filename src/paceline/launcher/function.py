@@ -43,8 +43,8 @@ from paceline.launcher.guard import end_processes
 from paceline.launcher.jobdir import JobDirectory
 from paceline.launcher.lifeline import Guard, hold_port
 from paceline.launcher.local import CAUSE_GRACE_S, SERVERS_GRACE_S
+from paceline.launcher.outcome import RankResult, failure_report, first_cause
 from paceline.launcher.plain import unpack
-from paceline.launcher.report import RankResult, failure_report, first_cause
 from paceline.launcher.seat import Seat, names
 
 _TICK_S = 0.1  # an end that closes no socket is seen after so long

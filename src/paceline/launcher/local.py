@@ -51,11 +51,10 @@ from paceline.launcher.seat import Seat, names
 from paceline.launcher.spawner import Spawner
 from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
 from paceline.launcher.trace_file import TraceFile
-from paceline.telemetry.compression import Compression
 from paceline.telemetry.events import Event, Note, Preemptible
 from paceline.telemetry.record import Recorded
 from paceline.telemetry.staleness import TableReport
-from paceline.telemetry.traffic import Traffic
+from paceline.telemetry.traffic import Compression, Traffic
 from paceline.telemetry.waiting import Waiting
 
 # How long the cause of a consequence may take to exit: closing a large interpreter is slow.

@@ -1,27 +1,173 @@
-"""The end of a job: its exit code and what the user is told.
+"""The end of a job: what became of its processes, its exit code, and what the user is told.
+
+When one rank fails, the others fail too: they lose their peer, or the launcher stops them. A report
+that lists them in order of arrival buries the cause under its consequences. So each failure is
+classed: a CONSEQUENCE is a rank whose last exception says that a peer was lost or did not answer;
+everything else is a CAUSE. The first cause is named with its traceback, the others get a line.
 
 A script that reports no progress and succeeds gets no words at all: `paceline run` then looks like
 the script itself. Otherwise the closing summary comes first and the failure report last, because
 the end of the output is what people read and paste.
+
+Pure functions over values: the launcher collects `RankResult`s, tests make them by hand.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.errors import names_of_peer_errors
+from paceline.figures import memory_size
 from paceline.launcher.machine import Memory, OomCount
-from paceline.launcher.report import (
-    RankResult,
-    failure_report,
-    last_words,
-    state_words,
-    why_killed,
-)
-from paceline.launcher.seat import counted
+from paceline.launcher.process import ExitStatus
+from paceline.launcher.seat import Seat, counted, names
 from paceline.stopping import PREEMPTED
+
+TAIL_LINES = 40
+_TRACEBACK = "Traceback (most recent call last):"
+# What torch puts before each line once torch.distributed is there: its rank, on a mesh in the unit.
+_TORCHS_RANK = re.compile(r"^\[rank\d+\]: ")
+_CHAINED = ("During handling of the above", "The above exception was the direct cause")
+# A traceback's last line that tells of somebody else's end: our own errors, and what gloo says.
+# Ours may be wrapped by torch, as in "RuntimeError: PeerLost: rank 2 ...".
+_CONSEQUENCE = re.compile(
+    rf"^(?:[\w.]+: .*)?(?:\w+\.)*\b(?:{'|'.join(names_of_peer_errors())})\b"
+    r"|^[\w.]+: .*Connection (?:closed|reset) by peer"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """How one process ended. `was_stopped`: the launcher had told it to stop when it ended.
+
+    `was_over`: every worker had ended before it, which only a server can do without harm.
+    """
+
+    seat: Seat
+    pid: int
+    status: ExitStatus
+    ran_s: float
+    was_stopped: bool = False
+    was_over: bool = False
+    was_frozen: bool = False
+    stderr_tail: Sequence[str] = ()
+    last_stdout: str = ""
+
+    @property
+    def has_failed(self) -> bool:
+        is_good = self.status.is_success or self.status.is_preempted
+        return not (is_good or self.was_stopped or self.was_over)
+
+    @property
+    def last_exception(self) -> str:
+        """The line that ends the rank's last traceback, or "" when there was none."""
+        block = traceback_tail(self.stderr_tail)
+        if not block or not block[0].startswith(_TRACEBACK):
+            return ""
+        unindented = [line for line in block if line and not line[0].isspace()]
+        named = [line for line in unindented if not line.startswith((_TRACEBACK, *_CHAINED))]
+        return named[-1] if named else ""
+
+    @property
+    def is_consequence(self) -> bool:
+        """True when the rank died of what happened to another one; a crash never is."""
+        block = traceback_tail(self.stderr_tail)
+        is_traceback = bool(block) and block[0].startswith(_TRACEBACK)
+        is_exception = is_traceback and self.status.signal is None
+        return is_exception and any(_CONSEQUENCE.match(line) for line in block)
+
+
+def first_cause(failures: Sequence[RankResult]) -> RankResult | None:
+    """Choose from failures in order of their end: the first cause, else the first consequence."""
+    causes = [result for result in failures if not result.is_consequence]
+    return next(iter(causes or failures), None)
+
+
+def traceback_tail(lines: Sequence[str]) -> list[str]:
+    """Cut the last traceback out of standard error, with those it was chained to; else all."""
+    lines = [_TORCHS_RANK.sub("", line) for line in lines]
+    starts = [i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    if not starts:
+        return list(lines)
+    start = starts.pop()
+    while starts and any(line.startswith(_CHAINED) for line in lines[starts[-1] : start]):
+        start = starts.pop()
+    return list(lines[start:])
+
+
+def failure_report(
+    results: Sequence[RankResult], first: RankResult, *, why_killed: str | None, log_hint: str = ""
+) -> str:
+    """Write the report: the first failing rank with its last words, then one line per other."""
+    how = f"{first.status}, {why_killed}" if why_killed else str(first.status)
+    where = f"pid {first.pid}" + (f", whole output in {log_hint}" if log_hint else "")
+    text = [f"paceline: {first.seat} failed first: {how} after {first.ran_s:.1f} s ({where})"]
+    text += [f"  | {line}" for line in last_words(first)]
+    for line, seats in _grouped(results, first).items():
+        text.append(f"paceline: {names(seats)}: {line}")
+    return "\n".join(text)
+
+
+def why_killed(status: ExitStatus, before: OomCount, after: OomCount, memory: Memory) -> str | None:
+    """Say why a rank got SIGKILL where the kernel left evidence; never guess."""
+    if status.signal != signal.SIGKILL:
+        return None
+    evidence = after.evidence_since(before)
+    if evidence is None:
+        return "by another process; no sign of the OOM killer"
+    if memory.limit_bytes is None:
+        return f"{evidence} ({memory_size(memory.total_bytes)} in all)"
+    limit, peak = memory_size(memory.limit_bytes), memory_size(memory.peak_bytes)
+    return f"{evidence} (limit {limit}, peak {peak})"
+
+
+def state_words(result: RankResult, first: RankResult | None) -> str:
+    """Say in a few words what became of one rank, as seen from the first failure."""
+    if result.status.is_preempted:
+        return "saved and stopped"
+    if result.status.is_success:
+        return "finished"
+    if result.was_over and not result.was_stopped:
+        return f"{result.status} after the last worker had ended"
+    if first is None:
+        return "stopped"
+    if result.seat == first.seat:
+        return f"failed: {result.status}"
+    if result.was_stopped or result.is_consequence:
+        return f"stopped because {first.seat} failed"
+    return f"failed as well: {result.status}"
+
+
+def last_words(first: RankResult) -> list[str]:
+    """Return the end of what a process printed: its last traceback, if there is one."""
+    words = traceback_tail(first.stderr_tail)
+    if words:
+        return words[-TAIL_LINES:]
+    if first.last_stdout:
+        return [f"(nothing on standard error; last line of output: {first.last_stdout})"]
+    return ["(it printed nothing)"]
+
+
+def _grouped(results: Sequence[RankResult], first: RankResult) -> dict[str, list[Seat]]:
+    """Gather processes that met the same end, so that 64 of them still fit on a screen."""
+    lines: dict[str, list[Seat]] = {}
+    for result in results:
+        if result.seat != first.seat:
+            lines.setdefault(_one_line(result, first), []).append(result.seat)
+    return lines
+
+
+def _one_line(result: RankResult, first: RankResult) -> str:
+    words = state_words(result, first)
+    if result.was_frozen:
+        words += "; it was frozen (SIGSTOP or a debugger) at that time"
+    elif not result.was_stopped and result.last_exception:
+        words += f" ({result.last_exception[:160]})"
+    return words
 
 
 @dataclass(frozen=True, kw_only=True)

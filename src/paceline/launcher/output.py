@@ -12,9 +12,9 @@ import os
 from collections import deque
 
 from paceline.launcher.display import Display
+from paceline.launcher.hang import StackBlocks
 from paceline.launcher.lines import LineSplitter
 from paceline.launcher.process import RankProcess
-from paceline.launcher.stacks import StackBlocks
 
 _READ_BYTES = 1 << 16
 _RETRY_S = 0.05

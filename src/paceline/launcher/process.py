@@ -32,7 +32,7 @@ from paceline.errors import LaunchError
 from paceline.launcher.outlet import Outlet
 from paceline.launcher.seat import Seat
 from paceline.stopping import PREEMPTED
-from paceline.telemetry.stacks import STACKS_SIGNAL
+from paceline.telemetry.waiting import STACKS_SIGNAL
 
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 0x4

@@ -21,7 +21,7 @@ from paceline.compress.parse import CodecSpec
 from paceline.pace.allreduce import COMPOUND, AllReduce
 from paceline.pace.exchange import Bucket
 from paceline.state.protocol import Change, Part, State
-from paceline.telemetry.compression import Account
+from paceline.telemetry.traffic import Account
 from paceline.work import Work
 
 

@@ -32,7 +32,7 @@ from paceline.pace.centre import Centre
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.parse import PaceSpec
 from paceline.state.protocol import Change, State
-from paceline.telemetry.compression import Account
+from paceline.telemetry.traffic import Account
 
 
 @dataclass(frozen=True)

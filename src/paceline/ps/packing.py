@@ -31,7 +31,7 @@ from paceline.compress.parse import CodecSpec, parse_codec
 from paceline.errors import ShapeMismatch, UsageError
 from paceline.ps import messages as m
 from paceline.ps.spec import ShardSpec
-from paceline.telemetry.compression import Account
+from paceline.telemetry.traffic import Account
 
 _MOST = 4096  # ways to read packets that are remembered: whoever pushes names the codec
 _SHOWN = 80

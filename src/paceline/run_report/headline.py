@@ -6,10 +6,10 @@ import math
 from datetime import datetime, timezone
 
 from paceline.figures import duration, percent, short_number
+from paceline.run_report.canvas import TEXT_LIMIT, shown, usable
 from paceline.run_report.history import is_loss
 from paceline.run_report.reading import Run, Setting
 from paceline.run_report.series import Curve
-from paceline.run_report.words import TEXT_LIMIT, shown, usable
 from paceline.telemetry.steps import Slowest
 
 _VERSIONS = {"paceline_version": "Paceline", "python_version": "Python", "torch_version": "torch"}

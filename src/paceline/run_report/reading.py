@@ -12,15 +12,14 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import UsageError
+from paceline.run_report.canvas import seconds_of
 from paceline.run_report.history import RunHistory, drawable
-from paceline.run_report.lanes import Picture
-from paceline.run_report.tracing import read_trace
-from paceline.run_report.words import seconds_of
+from paceline.run_report.tracing import Picture, read_trace
+from paceline.telemetry.chrome_trace import TRACE_FILE
 from paceline.telemetry.record import EVENTS_FILE, Line, Reading, RunStarted
 from paceline.telemetry.state import RunState
 
 CONFIG_FILE = "config.json"
-TRACE_FILE = "trace.json"
 _EXPECTED = f"expected the directory of a run, which `paceline run` makes, with {EVENTS_FILE} in it"
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_SETTINGS = 300

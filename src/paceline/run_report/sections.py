@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from paceline.run_report import rows as plots
+from paceline.run_report.canvas import shown
+from paceline.run_report.charts import COLOURS, XAxis, curve_plot, rate_plot, share_plot
 from paceline.run_report.headline import main_loss
 from paceline.run_report.history import COMPUTE, INPUT, SAMPLES, STEPS, WAIT
-from paceline.run_report.lanes import KINDS as LANE_KINDS
-from paceline.run_report.lanes import picture_of
-from paceline.run_report.plots import bars, gantt, heatmap, histogram
-from paceline.run_report.plots.areas import rate_plot, share_plot
-from paceline.run_report.plots.curves import COLOURS, XAxis, curve_plot
 from paceline.run_report.reading import Run
 from paceline.run_report.series import Curve
-from paceline.run_report.words import shown
+from paceline.run_report.tracing import LANE_KINDS, picture_of
 from paceline.telemetry.events import CODEC_ERROR, LEARNING_RATE, STALENESS
 from paceline.telemetry.staleness import TableReport, WorkerReport, merge
 
@@ -156,12 +154,12 @@ def speed(run: Run) -> str:
         legend = _kinds_legend(kinds)
         figures.append(figure("What the workers did", drawing, "All of them together.", legend))
     workers = run.state.waits.workers
-    if rows := bars.chosen(workers):
+    if rows := plots.chosen(workers):
         more = "A mean step of each worker."
         if len(rows) < len(workers):
             more = f"{len(rows)} of {len(workers)} workers: those that wait least, and most."
-        drawing = bars.time_bars(workers, rows)
-        legend = _kinds_legend(bars.KINDS)
+        drawing = plots.time_bars(workers, rows)
+        legend = _kinds_legend(plots.STEP_PARTS)
         figures.append(figure("Where the time of a step goes", drawing, more, legend))
     figures += _waiting(run)
     figures += _one_step(run)
@@ -170,16 +168,16 @@ def speed(run: Run) -> str:
 
 def _one_step(run: Run) -> list[str]:
     times = run.history.typical.choose()
-    rows = bars.chosen(run.state.waits.workers)
+    rows = plots.chosen(run.state.waits.workers)
     picture = run.trace or picture_of({who: times[who] for who in rows if who in times})
     if picture is None:
         return []
-    lanes, more = picture.lanes[: gantt.MOST], picture.words
+    lanes, more = picture.lanes[: plots.MOST_LANES], picture.words
     if len(lanes) < len(picture.lanes) or (run.trace is None and len(lanes) < len(times)):
         more += f" {len(lanes)} of {max(len(picture.lanes), len(times))} processes."
     there = {bar.kind for lane in lanes for bar in lane.bars}
     legend = _kinds_legend(kind for kind in LANE_KINDS if kind in there)
-    drawing = gantt.gantt(picture, lanes)
+    drawing = plots.gantt(picture, lanes)
     return [figure("One step, all workers on one clock", drawing, shown(more, 300), legend, "wide")]
 
 
@@ -199,10 +197,10 @@ def _waiting(run: Run) -> list[str]:
         source = "In each step, all wait for the worker that needed longest for its own part."
     if not any(time_s > 0 for waited in matrix.values() for time_s in waited.values()):
         return []
-    workers = heatmap.busiest(matrix)
-    if len(workers) >= heatmap.MOST:
+    workers = plots.busiest(matrix)
+    if len(workers) >= plots.MOST_SQUARES:
         source += f" The {len(workers)} workers with most of it."
-    drawing = heatmap.wait_matrix(matrix, workers)
+    drawing = plots.wait_matrix(matrix, workers)
     return [figure("Who waited for whom", drawing, source, "", "natural")]
 
 
@@ -212,12 +210,12 @@ def _staleness(run: Run) -> list[str]:
     figures = []
     for table in tables[:_MAX_TABLES]:
         counted = _counted(table)
-        stalest = sorted(counted, key=lambda one: -one.mean_staleness)[: histogram.MOST]
+        stalest = sorted(counted, key=lambda one: -one.mean_staleness)[: plots.MOST_HISTOGRAMS]
         more = "Versions by others that an update had not seen."
         if len(stalest) < len(counted):
             more += f" The {len(stalest)} stalest of {len(counted)} workers."
         title = f"Staleness of table {shown(table.table)}"
-        drawing = histogram.staleness_rows(sorted(stalest, key=lambda one: one.worker), title)
+        drawing = plots.staleness_rows(sorted(stalest, key=lambda one: one.worker), title)
         figures.append(figure(title, drawing, more))
     return figures
 

@@ -1,22 +1,89 @@
-"""One step out of a trace: what every process did in it, from trace.json in Chrome's format.
+"""What several processes did at the same time: lanes of bars on one clock.
 
-Only complete events ("X") and the names of processes ("M") are looked at. Steps are events called
-"step N"; of several the one with the median duration is shown.
+A `Picture` of one step comes from the run's trace where there is one, which knows every bucket and
+every push; else from the times of the step, which know its three parts. Of a trace only complete
+events ("X") and the names of processes ("M") are looked at; steps are events called "step N", and
+of several the one with the median duration is shown.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
+from msgspec import UnsetType
 
 from paceline.figures import duration
-from paceline.run_report.lanes import Bar, Lane, Picture
-from paceline.run_report.words import usable
+from paceline.run_report.canvas import usable
+from paceline.telemetry.chrome_trace import COMPLETE, PROCESS_NAME, TraceEvent, decode
+from paceline.telemetry.steps import StepTimes
+
+# Kinds of bars, in the order of the legend.
+LANE_KINDS = ("input", "compute", "exchange", "wait", "other")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that a process did, in seconds since the beginning of the picture."""
+
+    begin_s: float
+    end_s: float
+    kind: str
+    name: str
+    depth: int = 0  # under how many other bars it lies
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one process did."""
+
+    name: str
+    bars: tuple[Bar, ...]
+
+    @property
+    def depth(self) -> int:
+        """How many rows its bars need."""
+        return 1 + max((bar.depth for bar in self.bars), default=0)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One step. Names are foreign text."""
+
+    lanes: tuple[Lane, ...]
+    span_s: float
+    words: str  # which step this is, and why that one
+
+
+def picture_of(workers: Mapping[int, StepTimes]) -> Picture | None:
+    """Draw a step from the times of its workers: first the input, at the end the waiting."""
+    if not workers:
+        return None
+    origin_s = min(step.end_s - step.took_s for step in workers.values())
+    lanes = tuple(
+        Lane(f"worker {worker}", _parts(step, step.end_s - step.took_s - origin_s))
+        for worker, step in workers.items()
+    )
+    span_s = max(step.end_s for step in workers.values()) - origin_s
+    one = next(iter(workers.values()))
+    took = duration(max(step.took_s for step in workers.values()))
+    words = f"Step {one.step}, which took {took}: the median of the steps."
+    return Picture(lanes, span_s, words) if span_s > 0 else None
+
+
+def _parts(step: StepTimes, begin_s: float) -> tuple[Bar, ...]:
+    bars = []
+    parts = (("input", step.input_s), ("compute", step.compute_s), ("wait", step.wait_s))
+    for kind, took_s in parts:
+        if took_s > 0:
+            bars.append(Bar(begin_s, begin_s + took_s, kind, kind))
+        begin_s += took_s
+    return tuple(bars)
+
 
 _MAX_BYTES = 256 << 20
 _MAX_LANES = 24
@@ -34,8 +101,8 @@ _KINDS = (  # the first that fits
 
 
 class _Span(NamedTuple):
-    process: object
-    row: object
+    process: int | str
+    row: int | str
     name: str
     begin_s: float
     end_s: float
@@ -45,51 +112,26 @@ def read_trace(path: Path) -> Picture | None:
     """Draw a step of a trace; None when there is none in it. ValueError: it is no trace."""
     if path.stat().st_size > _MAX_BYTES:
         raise ValueError(f"it is larger than {_MAX_BYTES >> 20} MB")
-    try:
-        found = msgspec.json.decode(path.read_bytes())
-    except msgspec.DecodeError as error:
-        raise ValueError(f"it is cut short or no JSON: {error}") from None
-    events = found.get("traceEvents") if isinstance(found, dict) else found
-    if not isinstance(events, list):
-        raise ValueError("it has no traceEvents")
-    events = [event for event in events if isinstance(event, dict)]
-    return _picture(list(_spans(events)), _names(events))
+    events = decode(path.read_bytes())
+    names = {e.pid: str(e.args.get("name", "")) for e in events if e.name == PROCESS_NAME}
+    return _picture(list(_spans(events)), names)
 
 
-def _names(events: Iterable[dict[str, Any]]) -> dict[object, str]:
-    names = {}
+def _spans(events: Iterable[TraceEvent]) -> Iterable[_Span]:
     for event in events:
-        args = event.get("args")
-        if event.get("name") == "process_name" and isinstance(args, dict):
-            names[_key(event.get("pid"))] = str(args.get("name", ""))
-    return names
+        begin_s, took_s = _seconds(event.ts), _seconds(event.dur)
+        if event.ph == COMPLETE and begin_s is not None and took_s is not None and took_s > 0:
+            whom = event.args.get("for")  # of a wait
+            name = event.name if whom is None else f"{event.name} for {whom}"
+            yield _Span(event.pid, event.tid, name, begin_s, begin_s + took_s)
 
 
-def _spans(events: Iterable[dict[str, Any]]) -> Iterable[_Span]:
-    for event in events:
-        begin_s, took_s = _seconds(event.get("ts")), _seconds(event.get("dur"))
-        if event.get("ph") == "X" and begin_s is not None and took_s is not None and took_s > 0:
-            who = _key(event.get("pid")), _key(event.get("tid"))
-            yield _Span(*who, _name(event), begin_s, begin_s + took_s)
-
-
-def _name(event: dict[str, Any]) -> str:
-    """Return what it is called; of a wait also whom it was for."""
-    name, args = str(event.get("name")), event.get("args")
-    whom = args.get("for") if isinstance(args, dict) else None
-    return name if whom is None else f"{name} for {whom}"
-
-
-def _key(value: object) -> object:
-    return value if isinstance(value, str | int | float) else str(value)
-
-
-def _seconds(microseconds: object) -> float | None:
-    value = usable(microseconds) if isinstance(microseconds, int | float) else None
+def _seconds(microseconds: float | UnsetType) -> float | None:
+    value = None if isinstance(microseconds, UnsetType) else usable(microseconds)
     return None if value is None else value / 1e6
 
 
-def _picture(spans: Sequence[_Span], names: dict[object, str]) -> Picture | None:
+def _picture(spans: Sequence[_Span], names: Mapping[int | str, str]) -> Picture | None:
     steps: defaultdict[int, list[_Span]] = defaultdict(list)
     for span in spans:
         if match := _STEP.match(span.name):
@@ -118,9 +160,9 @@ def _picture(spans: Sequence[_Span], names: dict[object, str]) -> Picture | None
     return Picture(lanes, end_s - begin_s, words)
 
 
-def _in_order(number: object) -> tuple[bool, float, str]:
+def _in_order(number: int | str) -> tuple[bool, float, str]:
     """Sort numbers as such, and before everything else."""
-    value = usable(number) if isinstance(number, int | float) else None
+    value = usable(number) if isinstance(number, int) else None
     return (value is None, value or 0.0, str(number))
 
 
@@ -135,7 +177,7 @@ def _lane(name: str, origin_s: float, spans: Sequence[_Span]) -> Lane:
     """Give every bar a row: below those of its thread that it lies in, threads below each other."""
     bars: list[Bar] = []
     top = 0
-    rows: defaultdict[object, list[_Span]] = defaultdict(list)
+    rows: defaultdict[int | str, list[_Span]] = defaultdict(list)
     for span in spans:
         rows[span.row].append(span)
     for row in sorted(rows, key=_in_order):

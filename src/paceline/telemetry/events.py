@@ -19,11 +19,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from paceline.telemetry.compression import Compression
 from paceline.telemetry.staleness import TableReport
 from paceline.telemetry.steps import StepTimes
 from paceline.telemetry.trace import Spans
-from paceline.telemetry.traffic import Traffic
+from paceline.telemetry.traffic import Compression, Traffic
 from paceline.telemetry.waiting import Waiting
 
 # Shares of a step's time, in percent of it, measured without the script's help.

@@ -17,7 +17,6 @@ from typing import Protocol, TypeAlias
 
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
-from paceline.telemetry.compression import Compression
 from paceline.telemetry.events import (
     DONE_SHARE,
     Event,
@@ -33,7 +32,7 @@ from paceline.telemetry.recent import Course, Recent, Trail
 from paceline.telemetry.record import Recorded, RunEnded, RunStarted
 from paceline.telemetry.staleness import TableReport
 from paceline.telemetry.steps import Waits
-from paceline.telemetry.traffic import Traffic
+from paceline.telemetry.traffic import Compression, Traffic
 
 RUNNING, FINISHED, LOST = "running", "finished", "lost"
 ROLES = {"worker": "", "server": "s", "data": "d"}  # in the order of rows; what labels begin with

@@ -28,6 +28,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -209,10 +210,37 @@ class Tracer:
             chunk = tuple(spans[first : first + CHUNK])
             self._send(Spans(self._rank, offset_s, chunk, self._part, self._is_cut))
 
-    def flush_sometimes(self, now_s: float) -> None:
-        """Send what there is, if it is long ago; for those who count no steps."""
-        if self._spans and now_s - self._flushed_s > FLUSH_S:
-            self.flush()
-
 
 tracer = Tracer()
+
+
+class Stopwatch:
+    """Seconds so far, which only grow: whoever wants those of a step takes the difference.
+
+    May be nested: what is inside counts once. Main thread only.
+    """
+
+    __slots__ = ("_depth", "_start_s", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+        self._start_s = 0.0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._start_s = time.perf_counter()
+        self._depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            took_s = time.perf_counter() - self._start_s
+            self.seconds += took_s
+            if tracer.on:
+                tracer.add("wait", time.monotonic() - took_s)

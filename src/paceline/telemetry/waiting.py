@@ -1,14 +1,21 @@
-"""Who waits for whom at this moment: the event, and the one who tells it.
+"""Who waits for whom at this moment, and where a process is that others wait for.
 
 A process that waits for others longer than a limit tells the launcher: what it waits in, and
 without whom it cannot go on. It tells so again when others are missing than before, every few
 seconds (who has fallen silent may be out of its wait by now, and stuck elsewhere), and when it is
 over: then it waits for no ranks. Servers speak for workers: only they know whose part an answer is
 still short of.
+
+The one that is missing prints the stacks of its threads when the launcher sends it a signal.
+Python's own fault handler does that, inside of the signal: also when the process holds the GIL in a
+loop of C, which is when nobody else could say where it is. The signal is one of those that mean
+nothing to anybody else, so a script may use SIGUSR1 and SIGUSR2 as it likes.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -49,3 +56,12 @@ class WaitTeller:
             rank, operation = key
             self._report(Waiting(rank, operation, told_by=self._told[key].told_by))
         self._told = now
+
+
+STACKS_SIGNAL = signal.SIGRTMIN + 10
+
+
+def show_on_request() -> None:
+    """Print stacks to stderr on that signal, unless the script has a handler of its own."""
+    if signal.getsignal(STACKS_SIGNAL) is signal.SIG_DFL:
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)

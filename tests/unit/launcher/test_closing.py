@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.launcher.advice import slowest_words
 from paceline.launcher.board import Board
-from paceline.launcher.closing import Closing
+from paceline.launcher.closing import Closing, slowest_words
 from paceline.launcher.seat import seats
 from paceline.mesh import Mesh
 from paceline.telemetry.events import Progress, Settled

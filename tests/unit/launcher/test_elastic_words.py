@@ -16,9 +16,8 @@ from paceline.launcher.board import Board
 from paceline.launcher.elastic.chronicle import Chronicle, hottest
 from paceline.launcher.elastic.plan import ElasticPlan, plan_changes
 from paceline.launcher.machine import Memory, OomCount
-from paceline.launcher.outcome import Outcome
+from paceline.launcher.outcome import Outcome, RankResult
 from paceline.launcher.process import ExitStatus
-from paceline.launcher.report import RankResult
 from paceline.launcher.seat import Seat, seats
 from paceline.launcher.servers import ServerPlan
 from paceline.telemetry.events import Filled, Moved, Progress, Promoted, Resumed

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.launcher.hang import HangWatch
+from paceline.launcher.hang import HangWatch, StackBlocks
 from paceline.launcher.seat import seats
-from paceline.launcher.stacks import StackBlocks
 from paceline.telemetry.waiting import AGAIN_S, Waiting, WaitTeller
 
 

@@ -7,14 +7,14 @@ import signal
 import pytest
 
 from paceline.launcher.machine import Memory, OomCount
-from paceline.launcher.process import ExitStatus
-from paceline.launcher.report import (
+from paceline.launcher.outcome import (
     RankResult,
     failure_report,
     first_cause,
     traceback_tail,
     why_killed,
 )
+from paceline.launcher.process import ExitStatus
 from paceline.launcher.seat import Seat
 
 _CAUSE = ["noise", "Traceback (most recent call last):", '  File "x.py"', "ValueError: boom"]

@@ -13,10 +13,9 @@ from paceline.errors import ConfigError, UsageError
 from paceline.launcher.board import Board
 from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.machine import Memory, OomCount
-from paceline.launcher.outcome import Outcome
+from paceline.launcher.outcome import Outcome, RankResult, failure_report, first_cause
 from paceline.launcher.plain import pack, unpack
 from paceline.launcher.process import ExitStatus
-from paceline.launcher.report import RankResult, failure_report, first_cause
 from paceline.launcher.seat import counted, names, seats
 from paceline.launcher.servers import ServerPlan, plan_servers
 from paceline.launcher.spec import RunSpec

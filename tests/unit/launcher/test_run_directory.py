@@ -11,9 +11,8 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.launcher.elastic.plan import ElasticPlan
-from paceline.launcher.recording.configuration import configuration, encode
-from paceline.launcher.recording.git_commit import git_commit
-from paceline.launcher.recording.run_directory import run_directory
+from paceline.launcher.recording.beginning import run_directory
+from paceline.launcher.recording.configuration import configuration, encode, git_commit
 from paceline.launcher.spec import RunSpec
 from paceline.pace.schedule import parse_schedule
 

@@ -6,11 +6,10 @@ import math
 
 from paceline.launcher.recording import sampling as m
 from paceline.launcher.seat import seats
-from paceline.telemetry.compression import Compression
 from paceline.telemetry.events import MemberJoined, MemberLost, Progress, ServerLoad
 from paceline.telemetry.staleness import TableReport, WorkerReport
 from paceline.telemetry.steps import StepTimes
-from paceline.telemetry.traffic import Traffic
+from paceline.telemetry.traffic import Compression, Traffic
 
 
 def by_who(samples: list[m.Sample]) -> dict[m.Who, m.Sample]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.run_report.words import shown
+from paceline.run_report.canvas import shown
 from paceline.telemetry.events import EpochEnded, MemberLost, Note, Progress
 from paceline.telemetry.record import RunEnded, RunStarted
 from paceline.telemetry.staleness import TableReport, WorkerReport

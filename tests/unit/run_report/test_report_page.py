@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.figures import duration, percent, short_number
-from paceline.run_report.plots.canvas import Scale, nice, spanning
-from paceline.run_report.words import tick
+from paceline.run_report.canvas import Scale, nice, spanning, tick
 from paceline.telemetry import events as ev
 from paceline.telemetry.record import RunEnded, RunStarted
 from paceline.telemetry.staleness import TableReport, WorkerReport

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.run_report.lanes import Picture
 from paceline.run_report.page import render
 from paceline.run_report.reading import read_run
-from paceline.run_report.tracing import kind_of, read_trace
+from paceline.run_report.tracing import Picture, kind_of, read_trace
 from support.recorded import training, whole, write_record
 
 

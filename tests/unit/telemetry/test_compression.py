@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.telemetry.compression import Account, Books, Compression, describe
+from paceline.telemetry.traffic import Account, Books, Compression, describe_compression
 
 
 def test_accounts_add_up_over_codecs() -> None:
@@ -40,11 +40,13 @@ def test_one_line_for_people() -> None:
         Compression("int8", 10, 1e6, 2.5e5, 0.02, 1.0, 0.5),
         Compression("int8", 10, 1e6, 2.5e5, 0.04, 1.0, 0.25),
     ]
-    (line,) = describe(workers)
+    (line,) = describe_compression(workers)
     assert line == (
         "int8: 25 kB per step instead of 100 kB (1/4), 3.0 ms per step to encode and decode (3 % of"
         " the time); 37.5 % of a gradient waits for the next step"
     )
-    assert describe([]) == []
-    (line,) = describe([Compression("fp16", 1, 0.0, 0.0, 0.0)])  # a worker alone sends nothing
+    assert describe_compression([]) == []
+    (line,) = describe_compression(
+        [Compression("fp16", 1, 0.0, 0.0, 0.0)]
+    )  # a worker alone sends nothing
     assert line == "fp16: 0 B per step instead of 0 B, 0.0 ms per step to encode and decode"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.telemetry.events import DONE_SHARE, Progress
-from paceline.telemetry.headway import Headway
-from paceline.telemetry.reporter import Reporter
+from paceline.telemetry.reporter import Headway, Reporter
 
 
 def test_outside_of_loops_nothing_is_said() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +79,11 @@ def test_many_steps_are_few_messages() -> None:
     count = len(sent)
     reporter.flush()
     assert len(sent) == count, "nothing new, nothing sent"
+
+
+def test_the_documentation_says_how_often_messages_leave() -> None:
+    words = {0.2: "at most five reports a second"}[INTERVAL_S]
+    guide = Path(__file__).parents[3] / "docs/guides/seeing.md"
+    source = Path(reporting.__file__).parents[1] / "job.py"
+    for path in (guide, source):
+        assert words in " ".join(path.read_text().lower().split()), path

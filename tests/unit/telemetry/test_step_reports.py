@@ -10,11 +10,11 @@ import pytest
 from paceline.config import times_steps
 from paceline.errors import ConfigError
 from paceline.telemetry import reporter as reporting
-from paceline.telemetry.compression import Account
 from paceline.telemetry.events import Progress
 from paceline.telemetry.reporter import MOST_STEPS, Reporter
 from paceline.telemetry.steps import StepTimes
-from paceline.telemetry.stopwatch import Stopwatch
+from paceline.telemetry.trace import Stopwatch
+from paceline.telemetry.traffic import Account
 
 
 def told(sent: Sequence[Progress]) -> list[StepTimes]:

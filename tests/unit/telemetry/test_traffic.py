@@ -7,7 +7,7 @@ import pytest
 from paceline.figures import data_size
 from paceline.telemetry.events import Progress
 from paceline.telemetry.reporter import Reporter
-from paceline.telemetry.traffic import Traffic, describe
+from paceline.telemetry.traffic import Traffic, describe_traffic
 
 
 def test_the_first_step_does_not_count_for_what_a_step_costs() -> None:
@@ -30,23 +30,23 @@ def test_a_script_that_only_reports_has_no_traffic() -> None:
 
 def test_workers_that_sent_alike_are_one_number() -> None:
     one = Traffic(100, 1_200_000_000, 0, 12e6, 10.0, 1.4)
-    assert describe([one] * 4) == [
+    assert describe_traffic([one] * 4) == [
         "4 workers sent 1.2 GB each (12 MB per step), 4.8 GB in all; waited 14 % of the time"
     ]
 
 
 def test_differences_and_the_network_are_told() -> None:
     workers = [Traffic(9, 400, 2_000_000, 900_000.0, 1.0, 0.1), Traffic(9, 0, 400, 3e6, 1.0, 0.5)]
-    assert describe(workers) == [
+    assert describe_traffic(workers) == [
         "2 workers sent 400 B to 2 MB each (900 kB to 3 MB per step), 2 MB in all, 2 MB of it over"
         " the network; waited 10 to 50 % of the time"
     ]
-    only = describe([Traffic(1, 0, 5000)])
+    only = describe_traffic([Traffic(1, 0, 5000)])
     assert only == ["1 worker sent 5 kB, over the network"]
 
 
 def test_nothing_is_said_when_nothing_was_sent() -> None:
-    assert describe([]) == describe([Traffic(10, 0, 0, 0.0, 1.0, 0.0)]) == []
+    assert describe_traffic([]) == describe_traffic([Traffic(10, 0, 0, 0.0, 1.0, 0.0)]) == []
 
 
 @pytest.mark.parametrize(

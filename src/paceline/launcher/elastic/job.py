@@ -32,9 +32,8 @@ from paceline.launcher.display import Display
 from paceline.launcher.elastic.chronicle import Chronicle, hottest
 from paceline.launcher.elastic.nursery import MAX_FAILED_STARTS
 from paceline.launcher.elastic.supervision import SupervisedJob
-from paceline.launcher.outcome import Outcome
+from paceline.launcher.outcome import Outcome, RankResult
 from paceline.launcher.process import RankProcess
-from paceline.launcher.report import RankResult
 from paceline.launcher.seat import Seat
 from paceline.launcher.spec import RunSpec
 from paceline.telemetry.events import Event, Happening, Progress, Resumed

@@ -37,7 +37,7 @@ from paceline.model_parallel.pipeline.schedules import forward_order, indices_of
 from paceline.model_parallel.pipeline.shared import Shared
 from paceline.model_parallel.pipeline.stage import Stage
 from paceline.model_parallel.pipeline.wire import DTYPES, Batch, Like, Wire, blank, decode, encode
-from paceline.telemetry.stopwatch import Stopwatch
+from paceline.telemetry.trace import Stopwatch
 
 _WHOLE = -1  # instead of a number of outputs: they are not of rows, so evaluate the batch as one
 

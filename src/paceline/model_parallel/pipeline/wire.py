@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.errors import InconsistentRanks, UsageError
 from paceline.model_parallel.pipeline.stage import Crossing
-from paceline.telemetry.stopwatch import Stopwatch
+from paceline.telemetry.trace import Stopwatch
 
 _HEADER = 1024  # integers: enough for a hundred tensors or more
 _MOST_TENSORS = 256  # of one stage for the next, so that each has a tag
