@@ -92,14 +92,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--servers", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="2 workers, one round")
+    parser.add_argument("--scripts", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS))
+    parser.add_argument("--quick", action="store_true", help="2 workers, init only, one round")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="for start_up.json")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.workers, arguments.rounds = 2, 1
+        arguments.workers, arguments.rounds, arguments.scripts = 2, 1, ["init"]
     served = ["-s", str(arguments.servers), "--pace", "ps"] if arguments.servers else []
     jobs = {
         f"{title}, {name}": (title, count, [*served, *options])
-        for title in SCRIPTS
+        for title in arguments.scripts
         for name, count, options in (
             ("1 worker", 1, []),
             (f"{arguments.workers} workers", arguments.workers, []),
@@ -117,11 +119,14 @@ def main() -> None:
                 title, count, options = jobs[name]
                 samples[name].append(run_once(paths[title], count, options))
             order.append(order.pop(0))
-    report(samples, {name: f"{title}, 1 worker" for name, (title, _, _) in jobs.items()})
+    beside = {name: f"{title}, 1 worker" for name, (title, _, _) in jobs.items()}
+    rows = report(samples, beside)
+    arguments.out.mkdir(exist_ok=True)
+    (arguments.out / "start_up.json").write_text(json.dumps(rows, indent=2) + "\n")
 
 
-def report(samples: dict[str, list[Sample]], beside: dict[str, str]) -> None:
-    """Print a table and write it as JSON; `beside` names the job that each is compared with."""
+def report(samples: dict[str, list[Sample]], beside: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Print a table, and return it; `beside` names the job that each is compared with."""
     rows = {
         name: {
             "min_s": min(one.up_s for one in found),
@@ -140,9 +145,7 @@ def report(samples: dict[str, list[Sample]], beside: dict[str, str]) -> None:
             f"{name:40} {row['min_s']:6.2f} s {row['median_s']:6.2f} s   {times:>12}"
             f"   {row['busy_s']:5.1f} s {row['memory_mb']:6.0f} MB"
         )
-    results = HERE / "results"
-    results.mkdir(exist_ok=True)
-    (results / "start_up.json").write_text(json.dumps(rows, indent=2) + "\n")
+    return rows
 
 
 if __name__ == "__main__":

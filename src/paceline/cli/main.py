@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from paceline.cli import checkpoint
+from paceline.cli import checkpoint, run_options
 from paceline.errors import PacelineError, UsageError
 
 app = typer.Typer(
@@ -49,227 +49,12 @@ def _root(
     del version  # the callback has done its work
 
 
-@app.command(
+app.command(
     context_settings={"allow_interspersed_args": False},
     help="Run a script or module as N cooperating processes on this machine.",
     epilog="Everything after the script's name belongs to the script, also what looks like an"
     " option of paceline. The script's standard input is empty.",
-)
-def run(
-    context: typer.Context,
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="A Python file; a module with -m.")
-    ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own.")
-    ] = None,
-    num_workers: Annotated[
-        int | None,
-        typer.Option(
-            "-n", "--workers", metavar="N", help="How many processes; default: the mesh's, or 1."
-        ),
-    ] = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT names a module.")] = False,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            "--threads-per-worker", metavar="K", help="OMP_NUM_THREADS; default: cores / N."
-        ),
-    ] = None,
-    servers: Annotated[
-        str,
-        typer.Option(
-            "-s",
-            "--servers",
-            metavar="N|colocated",
-            help="How many parameter servers; colocated: one beside each worker.",
-        ),
-    ] = "0",
-    data_workers: Annotated[
-        str,
-        typer.Option(
-            "--data-workers",
-            metavar="N[,N...]",
-            help="How many processes make batches for pl.shard(..., mode='pipeline'); several"
-            " numbers: for stages in a row.",
-        ),
-    ] = "0",
-    server_threads: Annotated[
-        int | None,
-        typer.Option(
-            "--threads-per-server", metavar="K", help="Threads for large updates; default: 2."
-        ),
-    ] = None,
-    replicas: Annotated[
-        int | None,
-        typer.Option("--replicas", metavar="R", help="Servers that hold each value; default: 1."),
-    ] = None,
-    max_servers: Annotated[
-        int | None,
-        typer.Option(
-            "--max-servers", metavar="M", help="How many `paceline servers add` may make of them."
-        ),
-    ] = None,
-    min_workers: Annotated[
-        int | None,
-        typer.Option("--min", metavar="N", help="Go on after losses with so many."),
-    ] = None,
-    max_workers: Annotated[
-        int | None,
-        typer.Option("--max", metavar="N", help="How many `paceline scale` or `join` may make."),
-    ] = None,
-    on_loss: Annotated[
-        str | None,
-        typer.Option(
-            "--on-loss",
-            metavar="shrink|replace",
-            help="Of a worker: go on without it (and let another one join later), or hold the step"
-            " until another has taken its place; default: shrink.",
-        ),
-    ] = None,
-    restarts: Annotated[
-        int | None,
-        typer.Option(
-            "--restarts",
-            metavar="N",
-            help="When too few are left to go on, start all again, at most N times; the script goes"
-            " on from its last checkpoint. Default: 0.",
-        ),
-    ] = None,
-    pace: Annotated[
-        str | None,
-        typer.Option(
-            "--pace",
-            metavar="PACE",
-            help="How the workers agree, such as allreduce, 'allreduce[update=sharded]', or with"
-            " servers ps, async, ssp:3; also a schedule, 'allreduce@0, local:8@500'; wins over the"
-            " script's own. `paceline paces` lists them with their options.",
-        ),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            "--precision",
-            metavar="fp32|bf16|fp16",
-            help="In which the models compute; parameters stay float32. Wins over the script's"
-            " own.",
-        ),
-    ] = None,
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            "--mesh",
-            metavar="AXIS=N[,...]",
-            help="How the processes share out data (dp) and model (pp stages, fsdp shards, tp"
-            " slices), such as dp=2,tp=2; wins over the script's own.",
-        ),
-    ] = None,
-    trace: Annotated[
-        str | None,
-        typer.Option(
-            "--trace",
-            metavar="FIRST:STOP",
-            help="Write trace.json, for Perfetto, of these steps of all processes: 20:30 are steps"
-            " 20 to 29. Also PACELINE_TRACE.",
-        ),
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option("--env", metavar="NAME=VALUE", help="Set for every process; repeatable."),
-    ] = None,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--log-dir",
-            metavar="DIR",
-            help="Keep the run in DIR: output, events, TensorBoard; default: runs/<date>-<script>,"
-            " none: keep nothing. Also PACELINE_LOG_DIR.",
-        ),
-    ] = None,
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(
-            "--metrics-port",
-            metavar="PORT",
-            help="Serve metrics for Prometheus at 127.0.0.1:PORT; 0: any free port.",
-        ),
-    ] = None,
-    grace_s: Annotated[
-        float,
-        typer.Option("--grace", metavar="S", help="Seconds from SIGTERM to SIGKILL; default: 3."),
-    ] = 3.0,
-    detach: Annotated[
-        bool,
-        typer.Option("--detach", help="Run in the background; see `paceline attach`."),
-    ] = False,
-    no_template: Annotated[
-        bool,
-        typer.Option(
-            "--no-template",
-            help="Start each process as a fresh interpreter, instead of forking it from one that"
-            " has imported torch. Also PACELINE_TEMPLATE=off.",
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would run, and stop.")
-    ] = False,
-) -> None:
-    from paceline.cli import run as verb
-    from paceline.launcher.data_workers import parse_data_workers
-    from paceline.launcher.elastic.plan import plan_changes
-    from paceline.launcher.servers import plan_servers
-    from paceline.launcher.spec import RunSpec, parse_env
-    from paceline.mesh import Mesh
-    from paceline.pace.schedule import parse_schedule
-    from paceline.telemetry.trace import TracedSteps
-
-    grid = None if mesh is None else Mesh.parse(mesh)
-    if num_workers is None:
-        num_workers = 1 if grid is None else grid.num_workers
-    planned = plan_servers(
-        servers, num_workers=num_workers, replicas=replicas, threads=server_threads
-    )
-    spec = RunSpec(
-        target=script,
-        arguments=tuple(arguments or ()),
-        is_module=module,
-        num_workers=num_workers,
-        threads_per_worker=threads,
-        servers=planned,
-        data_workers=parse_data_workers(data_workers),
-        pace=None if pace is None else parse_schedule(pace),
-        precision=precision,
-        mesh=grid,
-        trace=None if trace is None else TracedSteps.parse(trace),
-        env=parse_env(env or ()),
-        log_dir=log_dir,
-        metrics_port=metrics_port,
-        elastic=plan_changes(
-            num_workers=num_workers,
-            servers=planned,
-            min_workers=min_workers,
-            max_workers=max_workers,
-            max_servers=max_servers,
-            on_loss=on_loss,
-            restarts=restarts,
-            mesh=grid,
-            is_detached=detach,
-        ),
-        grace_s=grace_s,
-        is_detached=detach,
-        has_template=not no_template,
-        given=_given(context),
-    )
-    raise typer.Exit(verb.dry_run(spec) if dry_run else verb.run(spec))
-
-
-def _given(context: typer.Context) -> frozenset[str]:
-    """Name the parameters that somebody typed; the others have their defaults."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return frozenset(
-        name for name, source in sources.items() if source and source.name != "DEFAULT"
-    )
-
+)(run_options.run)
 
 _Job = Annotated[
     str | None, typer.Argument(metavar="[JOB]", help="Its name; default: the only one.")
@@ -299,7 +84,7 @@ def join(
         typer.Option("--secret-file", metavar="FILE", help="A copy of that job's (mode 0600)."),
     ] = None,
 ) -> None:
-    from paceline.cli import join as verb
+    from paceline.cli import steering as verb
     from paceline.pace.schedule import parse_schedule
 
     code = verb.join(

@@ -1,7 +1,8 @@
 """Start, watch and stop the processes of a job.
 
-spec ----> local ----> crew ----> process (one per rank or server) ----> the user's script, serve
-             |  \\----> guard (ends what is left when the launcher is killed)
+spec ----> local ----> host ----> spawner ----> template ----> the user's script, serve
+             |           |-----> crew (one process per rank or server, its output, its end)
+             |           \\-----> guard (ends what is left when the launcher is killed)
              |-----> display (the only writer to the terminal) <---- board <---- events
              \\-----> report (what happened, first cause first)
 

@@ -53,12 +53,12 @@ def become(
     environ: dict[str, str],
     outputs: Sequence[int],
     signals: Mapping[signal.Signals, Any],
-    parent: int,
+    between: int,
     dies_with: int | None,
 ) -> None:
     """Forget the template: own session, output, environment and command, ordinary signals."""
     os.setsid()
-    while os.getppid() not in (parent, 1):  # the process between is about to end
+    while os.getppid() == between:  # it is about to end, and then the launcher is our parent
         time.sleep(0.0005)
     if dies_with is not None:
         die_with(dies_with)

@@ -1,7 +1,7 @@
 """The crew: the processes of a job, by rank, and what became of each.
 
-It notices ends, sends signals and makes the results; it decides nothing. When the job is over, and
-who has to go, is decided in local.py.
+It notices ends, sends signals and makes the results; it decides nothing. Processes are started and
+left without trace by their host (host.py).
 
 Threads: used on the launcher's main thread only.
 """
@@ -13,8 +13,6 @@ import signal
 from collections.abc import Callable, Iterable
 
 from paceline.launcher.display import Display
-from paceline.launcher.guard import end_processes
-from paceline.launcher.lifeline import Sessions
 from paceline.launcher.outcome import RankResult, first_cause
 from paceline.launcher.output import RankOutput
 from paceline.launcher.process import RankProcess
@@ -38,21 +36,17 @@ class Crew:
         self._ended: list[int] = []  # ranks in the order of their end
         self._over: set[int] = set()  # those that served, and ended after the last worker
 
-    def add(self, process: RankProcess, guard: Sessions) -> None:
+    def add(self, process: RankProcess) -> None:
         """Take in a process that was just started."""
-        guard.watch(process.pid)
         self._processes[process.seat.rank] = process
         self._outputs[process.seat.rank] = RankOutput(process, self._display)
 
-    def retire(self, process: RankProcess, guard: Sessions) -> RankResult:
-        """Let go of one that has ended while the job goes on; what it started ends as well."""
-        process.signal_group(signal.SIGKILL)
-        end_processes("", [process.pid], within_s=0.05)
+    def remove(self, process: RankProcess) -> RankResult:
+        """Let go of one that has ended while the job goes on; return what became of it."""
         rank = process.seat.rank
         self._outputs[rank].close()
         result = self._result(rank)
         process.release()
-        guard.forget(process.pid)
         del self._processes[rank], self._outputs[rank]
         self._ended.remove(rank)
         return result

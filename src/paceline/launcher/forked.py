@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -33,44 +32,37 @@ from paceline.errors import LaunchError, UsageError
 from paceline.launcher.lifeline import Guard
 from paceline.launcher.outcome import RankResult
 from paceline.launcher.plain import pack
-from paceline.launcher.process import ExitStatus, die_with, peek_status
+from paceline.launcher.process import ChildProcess, ExitStatus, die_with
 from paceline.launcher.seat import Seat
 
 VALUE, ERROR, NOT_PLAIN = b"v", b"e", b"n"
 _READ_BYTES = 1 << 20
 
 
-class ForkedProcess:
+class ForkedProcess(ChildProcess):
     """The parent's side of one child. Not thread-safe."""
 
     def __init__(
         self, seat: Seat, function: Callable[[], object], guard: Guard, *, threads: int
     ) -> None:
-        self.seat = seat
-        self.status: ExitStatus | None = None
-        self.started_s = time.monotonic()
-        self.ended_s = 0.0
         self.was_stopped = self.was_over = False
         self._received = bytearray()
         ours, theirs = socket.socketpair()
         self.link = close_in_children(ours)  # no child, this one or another, may keep it open
         launcher = os.getpid()
         try:
-            self.pid = fork_quietly()
+            pid = fork_quietly()
         except OSError as error:
             raise LaunchError(
                 f"{seat} could not be started: {error.strerror}; check the limits with `paceline"
                 " doctor` (processes, memory)"
             ) from error
-        if self.pid == 0:
+        if pid == 0:
             _live(theirs, function, guard, launcher, threads)
+        super().__init__(seat, pid)
         guard.watch(self.pid)
         theirs.close()
         self.link.setblocking(False)
-
-    @property
-    def is_running(self) -> bool:
-        return self.status is None
 
     @property
     def kind(self) -> bytes:
@@ -100,22 +92,11 @@ class ForkedProcess:
             pass  # a child that was killed with our message unread resets the connection
         return False
 
-    def check_ended(self) -> bool:
-        """Look whether the child has ended, without reaping it; true when it just has."""
-        if self.status is not None:
-            return False
+    def _peek(self) -> ExitStatus | None:
         try:
-            self.status = peek_status(self.pid)
+            return super()._peek()
         except ChildProcessError:  # somebody else in this process reaped it, with its exit code
-            self.status = ExitStatus(0 if self.kind == VALUE else 1)
-        if self.status is not None:
-            self.ended_s = time.monotonic()
-        return self.status is not None
-
-    def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to the child and to what it started in its process group."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+            return ExitStatus(0 if self.kind == VALUE else 1)
 
     def tell_to_stop(self) -> None:
         """Ask the child to end; what it does from now on is no failure of its own."""
@@ -134,7 +115,7 @@ class ForkedProcess:
 
     def result(self) -> RankResult:
         """Say how it ended; its traceback stands for what a script prints to standard error."""
-        assert self.status is not None
+        assert self.status is not None and self.ended_s is not None
         text = "" if self.kind == VALUE else self.payload.decode(errors="replace")
         if not text and not self.status.is_success:
             text = "(no traceback; what it printed is in the output of this process)"

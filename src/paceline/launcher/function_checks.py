@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from paceline.config import inherited_environ, requested_mesh, requested_pace
 from paceline.errors import ConfigError, UsageError
-from paceline.launcher.data_workers import MAX_DATA_WORKERS
 from paceline.launcher.forked import fork_quietly
 from paceline.launcher.seat import Seat, seats
-from paceline.launcher.servers import MAX_SERVERS
+from paceline.launcher.servers import MAX_DATA_WORKERS, MAX_SERVERS
 from paceline.launcher.spec import MAX_LOCAL_WORKERS, RESERVED
 from paceline.mesh import Mesh
 from paceline.pace.known import paces_with_servers

@@ -29,7 +29,6 @@ from paceline.cluster.coordinator import Coordinator
 from paceline.cluster.secret_file import create_secret_file, load_secret
 from paceline.config import EngineConfig, runtime_dir
 from paceline.launcher.board import Board, Picture
-from paceline.launcher.crew import Crew
 from paceline.launcher.display import Display
 from paceline.launcher.elastic.facts import JobFacts, facts_of, write_facts
 from paceline.launcher.environment import (
@@ -38,8 +37,8 @@ from paceline.launcher.environment import (
     process_environ,
     template_environ,
 )
-from paceline.launcher.guard import end_processes
 from paceline.launcher.hang import HangWatch
+from paceline.launcher.host import Host
 from paceline.launcher.jobdir import JobDirectory
 from paceline.launcher.lifeline import Guard, Sessions, hold_port
 from paceline.launcher.lines import printable
@@ -48,7 +47,6 @@ from paceline.launcher.outcome import Outcome
 from paceline.launcher.outlet import Outlet
 from paceline.launcher.process import RankProcess
 from paceline.launcher.seat import Seat, names
-from paceline.launcher.spawner import Spawner
 from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
 from paceline.launcher.trace_file import TraceFile
 from paceline.telemetry.events import Event, Note, Preemptible
@@ -83,8 +81,15 @@ class LocalJob:
         self._display = display
         self._job_id = job_id or new_job_id()
         self._board = Board(spec.seats)
-        self._crew = Crew(display, self._on_end)
-        self._spawner = Spawner(spec, self._say)
+        self._host = Host(
+            spec,
+            self._job_id,
+            display,
+            on_end=self._on_end,
+            on_change=self._on_child,
+            say=self._say,
+        )
+        self._crew = self._host.crew
         self._starting: asyncio.Future[None] | None = None
         steps = spec.trace_in(environ)
         self._trace = TraceFile(steps) if steps is not None else None
@@ -95,7 +100,6 @@ class LocalJob:
         self._directory: JobDirectory
         self._secret_path: Path
         self._where: JobAddresses
-        self._guard: Sessions
         self._hangs: HangWatch
 
     async def run(self) -> Outcome:
@@ -108,16 +112,16 @@ class LocalJob:
         self._spec.precision_in(self._environ)
         self._spec.mesh_in(self._environ)
         with ExitStack() as held:
-            held.callback(self._spawner.close)
+            held.callback(self._host.close)
             cores = usable_cores()
             # First of all: it imports torch while we set up the rest.
-            self._spawner.warm_up(
+            self._host.prepare(
                 template_environ(self._environ, self._spec, self._job_id, cores=cores)
             )
             self._directory = held.enter_context(self._open_directory())
             self._secret_path = self._secret_file()
             master_port = self._master_port(held)
-            self._guard = self._set_guard()
+            self._host.guard(self._set_guard())
             try:
                 self._where = JobAddresses(
                     job_id=self._job_id,
@@ -128,9 +132,9 @@ class LocalJob:
                 self._make_known()
                 await self._run_processes()
             finally:
-                await self._clean_up()
+                await self._host.end_all()
+                asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
                 await self._close_control()
-                self._guard.end()
         return Outcome(
             results=self._crew.results(),
             first=self._crew.first_cause(self._stopped_by),
@@ -254,12 +258,10 @@ class LocalJob:
         for seat in self._spec.seats:
             await self._start(seat)
         if self._spec.elastic is None:
-            self._spawner.close()
+            self._host.expect_no_more()
 
     async def _start(self, seat: Seat) -> RankProcess:
-        process = await self._spawner.start(seat, self.environ_of(seat), self.outlet_of(seat))
-        self._crew.add(process, self._guard)
-        return process
+        return await self._host.start(seat, self.environ_of(seat), self.outlet_of(seat))
 
     def outlet_of(self, seat: Seat) -> Outlet:
         del seat  # of a detached job it names a file
@@ -272,7 +274,6 @@ class LocalJob:
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._on_child)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: the user wants the job to outlive the terminal
@@ -335,14 +336,8 @@ class LocalJob:
         self._display.output_line(seat, True, text)
 
     def _on_child(self) -> None:
-        self._crew.look()
-        self._spawner.reap_orphans(self._own_pids())
+        """Called when a process may have ended."""
         self._changed.set()
-
-    def _own_pids(self) -> set[int | None]:
-        """The children of this process that are waited for elsewhere."""
-        guard = self._guard.pid if isinstance(self._guard, Guard) else None
-        return {*self._crew.pids, guard}
 
     def _on_end(self, process: RankProcess) -> None:
         status = process.status
@@ -389,7 +384,7 @@ class LocalJob:
 
     async def _stop(self) -> None:
         """Ask those that still run to end: first the workers, then the servers."""
-        self._on_child()
+        self._host.look()
         crew, heard = self._crew, len(self._interrupts)
         deadline_s = time.monotonic() + self._grace_s
         crew.tell_to_stop(crew.workers)
@@ -410,17 +405,3 @@ class LocalJob:
             " them at once"
         )
         return SAVE_GRACE_S
-
-    async def _clean_up(self) -> None:
-        """Leave nothing behind; runs also when starting failed half-way."""
-        await self._crew.drained()
-        self._crew.kill()
-        for pid in end_processes(self._job_id, self._guard.sessions, within_s=0.8):
-            self._display.say(
-                f"paceline: process {pid} is stuck in the kernel and could not be ended"
-            )
-        self._on_child()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGCHLD, signal.SIGHUP):
-            loop.remove_signal_handler(number)
-        self._crew.release()

@@ -127,19 +127,49 @@ def process_state(pid: int) -> str:
     return _stat(pid)[0]
 
 
-class RankProcess:
-    """A started rank or server, a child of this process. Used by the launcher's main thread only.
+class ChildProcess:
+    """A child of this process that leads a session of its own. Not thread-safe."""
+
+    def __init__(self, seat: Seat, pid: int) -> None:
+        self.seat = seat
+        self.pid = pid
+        self.status: ExitStatus | None = None
+        self.ended_s: float | None = None
+        self.started_s = time.monotonic()
+
+    @property
+    def is_running(self) -> bool:
+        return self.status is None
+
+    def check_ended(self) -> bool:
+        """Look whether the process has ended, without reaping it; true when it just has."""
+        if self.status is not None:
+            return False
+        self.status = self._peek()
+        if self.status is None:
+            return False
+        self.ended_s = time.monotonic()
+        return True
+
+    def _peek(self) -> ExitStatus | None:
+        return peek_status(self.pid)
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Send a signal to the process and to what it started in its process group."""
+        # Gone without being reaped is impossible, but a set-uid child may refuse us.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+
+class RankProcess(ChildProcess):
+    """A started rank or server. Used by the launcher's main thread only.
 
     `outlet` is where its output is read; the process itself has the far ends.
     """
 
     def __init__(self, seat: Seat, pid: int, outlet: Outlet) -> None:
-        self.seat = seat
-        self.pid = pid
+        super().__init__(seat, pid)
         self.outlet = outlet
-        self.status: ExitStatus | None = None
-        self.ended_s: float | None = None
-        self.started_s = time.monotonic()
         self.was_asked_for_stacks = False
         self._popen: subprocess.Popen[bytes] | None = None
 
@@ -176,23 +206,6 @@ class RankProcess:
         process = cls(seat, popen.pid, outlet)
         process._popen = popen
         return process
-
-    @property
-    def is_running(self) -> bool:
-        return self.status is None
-
-    def check_ended(self) -> bool:
-        """Look whether the process has ended, without reaping it; true when it just has."""
-        if self.status is not None:
-            return False
-        self.status = self._peek()
-        if self.status is None:
-            return False
-        self.ended_s = time.monotonic()
-        return True
-
-    def _peek(self) -> ExitStatus | None:
-        return peek_status(self.pid)
 
     def presume_killed(self) -> None:
         """Settle the status of a process that SIGKILL could not end: it hangs in the kernel."""
@@ -233,12 +246,6 @@ class RankProcess:
         """Tell whether it would print them: it has come as far as `pl.init()`."""
         caught = _status(self.pid).get("SigCgt", "0")
         return bool(int(caught, 16) >> (STACKS_SIGNAL - 1) & 1)
-
-    def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to the rank and to what it started in its process group."""
-        # Gone without being reaped is impossible, but a set-uid child may refuse us.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
 
     def release(self) -> None:
         """Reap the process and close the pipes; call once, when it was told to end."""

@@ -1,6 +1,7 @@
-"""How many parameter servers a job gets, and whether its pace has use for them.
+"""How many parameter servers and data workers a job gets, and whether its pace has use for them.
 
-Counts come from the command line as text (`-s 2`, `-s colocated`). Every refusal says what to type
+Counts come from the command line as text (`-s 2`, `-s colocated`; `--data-workers 2`, or `2,1` for
+two stages in a row). Every refusal says what to type
 instead: a pace that needs servers and finds none would otherwise fail in every worker, and servers
 that nobody talks to would only take memory.
 """
@@ -8,6 +9,7 @@ that nobody talks to would only take memory.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
@@ -17,6 +19,8 @@ from paceline.pace.schedule import Schedule
 MAX_SERVERS = 1024
 COLOCATED = "colocated"
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
+MAX_DATA_WORKERS = 1024
+_NUMBERS = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,3 +92,25 @@ def plan_servers(
         replicas=1 if replicas is None else replicas,
         threads=threads,
     )
+
+
+def parse_data_workers(text: str) -> tuple[int, ...]:
+    """Read what was given as --data-workers; "0" means none."""
+    words = text.replace(" ", "")
+    if not _NUMBERS.fullmatch(words):
+        raise ConfigError(
+            f"--data-workers {text[:40]}: expected a number, or one for each stage; for example"
+            " --data-workers 2, or --data-workers 2,1"
+        )
+    counts = tuple(map(int, words.split(",")))
+    return () if counts == (0,) else counts
+
+
+def check_data_workers(counts: Sequence[int]) -> None:
+    """Refuse stages without anybody, and more than a machine can have."""
+    if any(count < 1 for count in counts) or sum(counts) > MAX_DATA_WORKERS:
+        given = ",".join(map(str, counts))
+        raise ConfigError(
+            f"--data-workers {given}: expected at least 1 for each stage, and at most"
+            f" {MAX_DATA_WORKERS} in all; for example --data-workers 2"
+        )

@@ -23,10 +23,9 @@ from paceline.config import (
 )
 from paceline.errors import ConfigError, UsageError
 from paceline.launcher.as_script import Program
-from paceline.launcher.data_workers import check_data_workers
 from paceline.launcher.elastic.plan import MAX_WORKERS, ElasticPlan
 from paceline.launcher.seat import Seat, seats
-from paceline.launcher.servers import ServerPlan
+from paceline.launcher.servers import ServerPlan, check_data_workers
 from paceline.mesh import Mesh
 from paceline.options import require_precision
 from paceline.pace.schedule import Schedule, parse_schedule

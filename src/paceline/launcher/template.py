@@ -117,7 +117,7 @@ class Template:
 
     async def is_ready(self) -> bool:
         """Wait until it has imported everything; false when it cannot be forked from."""
-        return await asyncio.shield(self._warming)
+        return await asyncio.shield(self._warming) and not self.why_not
 
     async def fork(
         self, seat: Seat, program: Program, environ: dict[str, str], outlet: Outlet, *, dies: bool
@@ -135,6 +135,9 @@ class Template:
                     os.write(go_fd, b"g")  # we know of it; without this it ends at once
             except OSError as error:
                 answer, self.why_not = None, f"{error.strerror}"
+            except asyncio.CancelledError:
+                self.why_not = "nobody has heard its last answer"
+                raise
             finally:
                 self.is_asked = False
                 os.close(wait_fd)

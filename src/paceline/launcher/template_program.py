@@ -72,7 +72,7 @@ def serve(control_fd: int) -> Callable[[], None]:
             return lambda: None
         request = msgspec.msgpack.decode(data, type=Request)
         try:
-            pid = _fork_twice()
+            pid, between = _fork_twice()
         except OSError as error:
             answer = Started(0, error.strerror or str(error))
         else:
@@ -80,7 +80,7 @@ def serve(control_fd: int) -> Callable[[], None]:
                 if not os.read(fds[2], 1):
                     os._exit(0)  # the launcher has given up, and does not know of this process
                 launcher = request.launcher if request.dies_with_launcher else None
-                become(request.program, request.environ, fds, signals, request.launcher, launcher)
+                become(request.program, request.environ, fds, signals, between, launcher)
                 return lambda: run(request.program, request.environ)
             answer = Started(pid)
         for fd in fds:
@@ -112,8 +112,8 @@ def _num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _fork_twice() -> int:
-    """Return the pid of a grandchild whose parent has ended; 0 in the grandchild."""
+def _fork_twice() -> tuple[int, int]:
+    """Return the pid of a grandchild, 0 in the grandchild; and that of its parent, which ends."""
     read_end, write_end = os.pipe()
     try:
         between = os.fork()
@@ -122,8 +122,9 @@ def _fork_twice() -> int:
         os.close(write_end)
         raise
     if between == 0:
+        between = os.getpid()
         if (pid := _fork_or_error()) == 0:
-            return 0  # `become` closes the pipe
+            return 0, between  # `become` closes the pipe
         with suppress(OSError):
             os.write(write_end, str(pid).encode())
         os._exit(0)
@@ -133,7 +134,7 @@ def _fork_twice() -> int:
         pid = int(pipe.read(32) or 0)  # not to its end: the new process may still hold it
     if pid <= 0:
         raise OSError(-pid, os.strerror(-pid) if pid else "a fork was killed")
-    return pid
+    return pid, between
 
 
 def _fork_or_error() -> int:

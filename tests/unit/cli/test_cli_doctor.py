@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from paceline.cli import checks, doctor
-from paceline.cli.checks import Finding
+from paceline.cli import doctor
+from paceline.cli.doctor import Finding
 
 
 def _python(code: str) -> str:
@@ -36,10 +36,10 @@ def test_questions_are_answered_with_code_0(arguments: list[str]) -> None:
 
 
 def test_this_machine_passes_the_examinations_that_need_no_build() -> None:
-    for examine in (checks.cores_and_memory, checks.shared_memory, checks.network, checks.limits):
+    for examine in (doctor.cores_and_memory, doctor.shared_memory, doctor.network, doctor.limits):
         findings = list(examine())
         assert findings and not any(finding.broken for finding in findings)
-    assert {"torch", "python"} <= {finding.name for finding in checks.versions()}
+    assert {"torch", "python"} <= {finding.name for finding in doctor.versions()}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_this_machine_passes_the_examinations_that_need_no_build() -> None:
     ],
 )
 def test_version_ranges(version: str, wanted: str, fits: bool) -> None:
-    assert checks._satisfies(version, wanted) is fits
+    assert doctor._satisfies(version, wanted) is fits
 
 
 def test_something_broken_means_code_1_and_says_what_to_do(

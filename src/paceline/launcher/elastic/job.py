@@ -32,6 +32,7 @@ from paceline.launcher.display import Display
 from paceline.launcher.elastic.chronicle import Chronicle, hottest
 from paceline.launcher.elastic.nursery import MAX_FAILED_STARTS
 from paceline.launcher.elastic.supervision import SupervisedJob
+from paceline.launcher.elastic.watch import Silences
 from paceline.launcher.outcome import Outcome, RankResult
 from paceline.launcher.process import RankProcess
 from paceline.launcher.seat import Seat
@@ -40,7 +41,6 @@ from paceline.telemetry.events import Event, Happening, Progress, Resumed
 
 _RETIRED = "retired with its unit"  # the state of a process that ends with its unit
 _LEAVE_S = 30.0  # for one that is out of the job to end by itself, on a busy machine
-_STUCK_S = 8.0  # silent for so long: not for lack of processor time alone
 _MATE_S = 10.0  # for the loss to be seen of which a worker has died
 _VERDICT_S = 3.0  # for the coordinator to say what follows from the last worker's loss
 _SET_UP_S = 300.0  # a script that has reported no step for so long is not setting up any more
@@ -63,8 +63,7 @@ class ElasticJob(SupervisedJob):
         self._given_up: set[int] = set()  # ranks of ours that are lost, and may not have ended yet
         self._dismissed: dict[int, float] = {}  # no longer in the job: when to insist
         self._parting: dict[int, float] = {}  # left before their work was done: the same
-        self._silent_s: dict[int, float] = {}  # since when some are silent, though they run
-        self._stuck: set[int] = set()  # ranks that were called stuck
+        self._silences = Silences()
         self._left: set[int] = set()  # ranks that have said goodbye
         self._losses: list[RankResult] = []
 
@@ -229,7 +228,7 @@ class ElasticJob(SupervisedJob):
         assert self._control is not None and process.status is not None
         seat = process.seat
         why = self._lookout.diagnosis(process)
-        if seat.rank in self._stuck:
+        if self._silences.is_stuck(seat.rank):
             why = f"stuck without a heartbeat, then {why}"
         kind = LossKind.CRASHED if process.status.signal is None else LossKind.KILLED
         self._control.report_end(seat.rank, why, kind)
@@ -290,10 +289,10 @@ class ElasticJob(SupervisedJob):
 
     def _retire(self, process: RankProcess) -> RankResult:
         self._lookout.forget(process)
-        return self._crew.retire(process, self._guard)
+        return self._host.retire(process)
 
     def _tell_loss(self, rank: int, why: str, kind: LossKind) -> None:
-        self._silent_s.pop(rank, None)
+        self._silences.end(rank)
         line = self._chronicle.lost(rank, why, kind, time.monotonic())
         if line is not None:
             self._show(line)
@@ -364,25 +363,21 @@ class ElasticJob(SupervisedJob):
         """Tell of a stopped process at once, of one that runs only when it stays silent."""
         process = self._crew.find(news.rank)
         if news.state == "back":
-            self._stuck.discard(news.rank)
-            if self._silent_s.pop(news.rank, None) is None:
+            if not self._silences.end(news.rank):
                 self._show(self._chronicle.presence(news))
         elif process is None or process.is_frozen():
             self._show(self._chronicle.presence(news))
         else:
-            self._silent_s[news.rank] = time.monotonic()
+            self._silences.begin(news.rank, time.monotonic())
 
     def _name_stuck(self, now_s: float) -> None:
         """Name those that run but have said nothing for long: a busy machine explains no more."""
-        for rank, since_s in list(self._silent_s.items()):
-            if now_s - since_s > _STUCK_S:
-                del self._silent_s[rank]
-                words = f"has sent no heartbeat for {now_s - since_s:.0f} s, though its process"
-                self._tell(f"{self._chronicle.name(rank)} {words} runs: it may be stuck")
-                self._stuck.add(rank)
-                process = self._crew.find(rank)
-                if process is not None:
-                    process.ask_for_stacks()
+        for rank, silent_s in self._silences.stuck_since(now_s):
+            words = f"has sent no heartbeat for {silent_s:.0f} s, though its process runs"
+            self._tell(f"{self._chronicle.name(rank)} {words}: it may be stuck")
+            process = self._crew.find(rank)
+            if process is not None:
+                process.ask_for_stacks()
 
     def _evict(self, rank: int, why: str, kind: LossKind) -> None:
         """End a process that the job has given up; its line comes with its diagnosis."""

@@ -98,7 +98,7 @@ class ResumedJob(DetachedJob):
             self._gone.append(one.rank)
             return
         process.outlet.close_far()
-        self._crew.add(process, self._guard)
+        self._host.take_in(process)
         self._board.seat(one.seat)
         self._know(process)
 

@@ -1,9 +1,9 @@
 """The nursery: where newcomers to a job come from.
 
 A place that lacks a process is filled in three steps: a rank is reserved at the coordinator, the
-process is started by the spawner, which has a template to fork from, and its output and its
-signs of life are watched like anybody's. A script that crashes before it has joined would be
-replaced for ever: after a few attempts in a row its place is given up, with those of its unit.
+process is started on this host, and its output and its signs of life are watched like anybody's. A
+script that crashes before it has joined would be replaced for ever: after a few attempts in a row
+its place is given up, with those of its unit.
 
 Threads: used in the launcher's loop only.
 """
@@ -14,10 +14,7 @@ import asyncio
 from collections import Counter
 from typing import Protocol
 
-from paceline.launcher.outlet import Outlet
-from paceline.launcher.process import RankProcess
 from paceline.launcher.seat import Seat
-from paceline.launcher.spawner import Spawner
 
 MAX_FAILED_STARTS = 3
 _PAUSE_S = 0.5  # after a failed start, and more after each further one
@@ -29,16 +26,14 @@ class House(Protocol):
     """What a newcomer needs of the job."""
 
     async def reserve(self, place: Place) -> int: ...
-    def environ_of(self, seat: Seat) -> dict[str, str]: ...
-    def outlet_of(self, seat: Seat) -> Outlet: ...
-    def take_in(self, process: RankProcess) -> None: ...
+    async def start(self, seat: Seat) -> None: ...
 
 
 class Nursery:
     """Makes newcomers."""
 
-    def __init__(self, house: House, spawner: Spawner) -> None:
-        self._house, self._spawner = house, spawner
+    def __init__(self, house: House) -> None:
+        self._house = house
         self._on_way: set[Place] = set()  # places for which no rank is reserved yet
         self._failed: Counter[Place] = Counter()  # in a row, by the first place of a unit
         self.unit_size = 1  # workers that come together
@@ -60,8 +55,7 @@ class Nursery:
         if self.is_closed:
             return
         seat = Seat(rank, place[1], is_server=bool(place[0]), is_newcomer=True)
-        outlet, environ = self._house.outlet_of(seat), self._house.environ_of(seat)
-        self._house.take_in(await self._spawner.start(seat, environ, outlet))
+        await self._house.start(seat)
 
     def failed(self, place: Place) -> bool:
         """Note that a newcomer ended before it had joined; true when its place is given up."""

@@ -21,8 +21,7 @@ from paceline.config import EngineConfig, bind_address
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.display import Display
 from paceline.launcher.elastic.chronicle import stamped
-from paceline.launcher.elastic.control import Control, policy_of
-from paceline.launcher.elastic.coordination import Coordination
+from paceline.launcher.elastic.control import Control, Coordination, policy_of
 from paceline.launcher.elastic.facts import record
 from paceline.launcher.elastic.nursery import Nursery, Place
 from paceline.launcher.elastic.plan import ElasticPlan
@@ -47,7 +46,8 @@ class SupervisedJob(LocalJob):
         super().__init__(spec, environ, display, job_id)
         assert spec.elastic is not None
         self._plan: ElasticPlan = spec.elastic
-        self._nursery = Nursery(self, self._spawner)
+        self._nursery = Nursery(self)
+        self._host.others = lambda: {None if self._control is None else self._control.pid}
         self._control: Control | None = None
         self._lookout = Lookout()
         self._started: set[int] = set()  # ranks of all processes of ours
@@ -89,7 +89,7 @@ class SupervisedJob(LocalJob):
     async def _close_control(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
-        self._spawner.close()
+        self._host.expect_no_more()
         if self._control is not None:
             await self._control.close()
 
@@ -122,9 +122,8 @@ class SupervisedJob(LocalJob):
         role = "server" if place[0] else "worker"
         return (await self._control.reserve(role, place[1])).rank
 
-    def take_in(self, process: RankProcess) -> None:
-        self._crew.add(process, self._guard)
-        self._know(process)
+    async def start(self, seat: Seat) -> None:
+        process = await self._start(seat)
         self._board.seat(process.seat)
         self._board.set_state(process.seat.rank, "starting")
         if self._is_ending:  # it comes too late for the others' SIGTERM
@@ -136,7 +135,7 @@ class SupervisedJob(LocalJob):
         """Look at every process a few times per second, and tell the coordinator."""
         assert self._control is not None
         while True:
-            self._on_child()
+            self._host.look()
             now_s = time.monotonic()
             for rank, stopped_s in self._lookout.look(self._crew.running, now_s).items():
                 self._control.report_seen(rank, stopped_s)
@@ -151,9 +150,6 @@ class SupervisedJob(LocalJob):
                 self._control.look()
         except LaunchError as error:
             self._end_job(str(error))
-
-    def _own_pids(self) -> set[int | None]:
-        return {*super()._own_pids(), None if self._control is None else self._control.pid}
 
     # -- tasks and words ---------------------------------------------------------------------
 

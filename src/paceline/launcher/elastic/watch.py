@@ -21,6 +21,8 @@ from paceline.launcher.machine import (
 from paceline.launcher.process import ExitStatus, RankProcess, process_state
 from paceline.launcher.seat import Seat
 
+_STUCK_S = 8.0  # silent for so long: not for lack of processor time alone
+
 
 class Lookout:
     """What is known about every process of ours, by rank."""
@@ -59,6 +61,34 @@ class Lookout:
         """Say how a process ended, and for which reason as far as the kernel shows one."""
         assert process.status is not None
         return self._signs[process.seat.rank].diagnosis(process.status)
+
+
+class Silences:
+    """Processes that are silent though they run: of a busy machine, or because they are stuck."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[int, float] = {}  # by rank
+        self._stuck: set[int] = set()
+
+    def begin(self, rank: int, now_s: float) -> None:
+        self._since_s[rank] = now_s
+
+    def end(self, rank: int) -> bool:
+        """Note a sign of life, or the end; return whether the silence was not yet told."""
+        self._stuck.discard(rank)
+        return self._since_s.pop(rank, None) is not None
+
+    def stuck_since(self, now_s: float) -> list[tuple[int, float]]:
+        """Return who has been silent for long, and how long, once each."""
+        late = {rank: now_s - since_s for rank, since_s in self._since_s.items()}
+        stuck = [(rank, silent_s) for rank, silent_s in late.items() if silent_s > _STUCK_S]
+        for rank, _ in stuck:
+            del self._since_s[rank]
+            self._stuck.add(rank)
+        return stuck
+
+    def is_stuck(self, rank: int) -> bool:
+        return rank in self._stuck
 
 
 class Signs:
