@@ -21,7 +21,9 @@ from paceline.console import say
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.launcher.display import Display
 from paceline.launcher.elastic.facts import FoundJob, find_job, job_name
-from paceline.launcher.elastic.keeper import EXIT_CODE, JOB_LOG, DetachedJob, ResumedJob
+from paceline.launcher.elastic.job import ElasticJob
+from paceline.launcher.elastic.keeper import EXIT_CODE, JOB_LOG, ResumedJob
+from paceline.launcher.holding import Detached
 from paceline.launcher.local import LocalJob
 from paceline.launcher.recording.beginning import begin_record
 from paceline.launcher.recording.files import Logs
@@ -43,7 +45,7 @@ def detach(spec: RunSpec, job_id: str) -> int:
     keep(
         spec,
         lambda: begin_record(spec, environ),
-        lambda display: DetachedJob(spec, environ, display, job_id),
+        lambda display: ElasticJob(spec, environ, display, job_id, Detached()),
     )
     say(f"job {name} runs in the background; its output is in {spec.log_dir}")
     say(f"follow it with: paceline attach {name}")
@@ -68,7 +70,7 @@ def _make_files(spec: RunSpec, directory: Path) -> None:
 def keep(
     spec: RunSpec,
     begin: Callable[[], Recorder | None],
-    make: Callable[[Display], DetachedJob],
+    make: Callable[[Display], LocalJob],
 ) -> None:
     """Supervise a job from a new process in the background; LaunchError if it does not start.
 
@@ -96,7 +98,7 @@ def keep(
 def _be_keeper(
     spec: RunSpec,
     begin: Callable[[], Recorder | None],
-    make: Callable[[Display], DetachedJob],
+    make: Callable[[Display], LocalJob],
     log: Path,
     write_end: int,
 ) -> None:

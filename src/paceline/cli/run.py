@@ -18,10 +18,11 @@ from paceline.config import inherited_environ
 from paceline.launcher.closing import Closing
 from paceline.launcher.display import Display, choose_screen
 from paceline.launcher.elastic.chronicle import stamped
+from paceline.launcher.elastic.facts import new_job_id
 from paceline.launcher.elastic.job import ElasticJob
 from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.lines import printable
-from paceline.launcher.local import LocalJob, new_job_id
+from paceline.launcher.local import LocalJob
 from paceline.launcher.machine import usable_cores
 from paceline.launcher.outcome import Outcome, state_words
 from paceline.launcher.recording.beginning import ROOT, begin_record, run_directory

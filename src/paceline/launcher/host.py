@@ -36,9 +36,9 @@ class Host:
         spec: RunSpec,
         job_id: str,
         display: Display,
-        *,
         on_end: Callable[[RankProcess], None],
         on_change: Callable[[], None],
+        *,
         say: Callable[[str], None],
     ) -> None:
         self.crew = Crew(display, on_end)

@@ -6,8 +6,7 @@ The launcher is one asyncio loop on the main thread. In it run the coordinator, 
 processes' output and the signal handlers (SIGCHLD tells that one ended). The display has a thread
 of its own, and there is the guard process for the case that the launcher itself is killed.
 
-One rank that ends with code 0 while others run is no failure: it may simply have less to do. Every
-process that a rank started and left behind ends with the job.
+One rank that ends with code 0 while others run is no failure: it may simply have less to do.
 
 Servers serve until the last worker has left, and then end by themselves; those that do not are
 stopped. So workers decide when the job is over. They are also stopped first: a worker that saves
@@ -18,7 +17,6 @@ Data workers are treated alike, but the job goes on without one that dies: other
 from __future__ import annotations
 
 import asyncio
-import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +24,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from paceline.cluster.coordinator import Coordinator
-from paceline.cluster.secret_file import create_secret_file, load_secret
-from paceline.config import EngineConfig, runtime_dir
+from paceline.cluster.secret_file import load_secret
+from paceline.config import EngineConfig
 from paceline.launcher.board import Board, Picture
 from paceline.launcher.display import Display
-from paceline.launcher.elastic.facts import JobFacts, facts_of, write_facts
+from paceline.launcher.elastic.facts import facts_of, new_job_id, write_facts
 from paceline.launcher.environment import (
     SERVER_PATIENCE_S,
     JobAddresses,
@@ -38,13 +36,12 @@ from paceline.launcher.environment import (
     template_environ,
 )
 from paceline.launcher.hang import HangWatch
+from paceline.launcher.holding import Foreground
 from paceline.launcher.host import Host
 from paceline.launcher.jobdir import JobDirectory
-from paceline.launcher.lifeline import Guard, Sessions, hold_port
 from paceline.launcher.lines import printable
 from paceline.launcher.machine import OomCount, memory, usable_cores
 from paceline.launcher.outcome import Outcome
-from paceline.launcher.outlet import Outlet
 from paceline.launcher.process import RankProcess
 from paceline.launcher.seat import Seat, names
 from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
@@ -64,31 +61,27 @@ _LAST_EVENTS_S = 0.5
 _LOOK_S = 0.5  # how often long waits are looked at
 
 
-def new_job_id() -> str:
-    """Make the random word by which a job's processes are told from all others."""
-    return secrets.token_hex(8)
-
-
 class LocalJob:
     """Runs one job; `run` is called once, on the main thread. See elastic/job.py for the other."""
 
     def __init__(
-        self, spec: RunSpec, environ: Mapping[str, str], display: Display, job_id: str = ""
+        self,
+        spec: RunSpec,
+        environ: Mapping[str, str],
+        display: Display,
+        job_id: str = "",
+        holding: Foreground | None = None,
     ) -> None:
         self._spec = spec
         self._seats = {seat.rank: seat for seat in spec.seats}
         self._environ = environ
         self._display = display
         self._job_id = job_id or new_job_id()
+        self._holding = holding or Foreground()
+        self.on_up: Callable[[], None] = lambda: None  # called when all are started
         self._board = Board(spec.seats)
-        self._host = Host(
-            spec,
-            self._job_id,
-            display,
-            on_end=self._on_end,
-            on_change=self._on_child,
-            say=self._say,
-        )
+        events = (self._on_end, self._on_child)
+        self._host = Host(spec, self._job_id, display, *events, say=self._say)
         self._crew = self._host.crew
         self._starting: asyncio.Future[None] | None = None
         steps = spec.trace_in(environ)
@@ -118,10 +111,11 @@ class LocalJob:
             self._host.prepare(
                 template_environ(self._environ, self._spec, self._job_id, cores=cores)
             )
-            self._directory = held.enter_context(self._open_directory())
-            self._secret_path = self._secret_file()
-            master_port = self._master_port(held)
-            self._host.guard(self._set_guard())
+            directory = self._holding.directory(self._environ, self._job_id)
+            self._directory = held.enter_context(directory)
+            self._secret_path = self._holding.secret_file(directory)
+            master_port = self._holding.master_port(held)
+            self._host.guard(self._holding.guard(self._job_id, directory))
             try:
                 self._where = JobAddresses(
                     job_id=self._job_id,
@@ -201,25 +195,10 @@ class LocalJob:
 
     # -- start -------------------------------------------------------------------------------
 
-    def _open_directory(self) -> JobDirectory:
-        return JobDirectory(Path(runtime_dir(self._environ)))
-
     def _make_known(self) -> None:
         """Let commands of this user find the job."""
-        write_facts(self._directory.path, self._facts())
-
-    def _facts(self) -> JobFacts:
-        return facts_of(self._spec, self._where)
-
-    def _secret_file(self) -> Path:
-        return create_secret_file(self._directory.path)
-
-    def _master_port(self, held: ExitStack) -> int:
-        port: int = held.enter_context(hold_port()).getsockname()[1]
-        return port
-
-    def _set_guard(self) -> Sessions:
-        return Guard(self._job_id, self._directory.path)
+        facts = facts_of(self._spec, self._where)
+        write_facts(self._directory.path, self._holding.facts(facts, self._spec, self._environ))
 
     async def _open_control(self, secret: bytes, config: EngineConfig) -> str:
         """Run the coordinator in this loop; return its address."""
@@ -245,6 +224,7 @@ class LocalJob:
         self._starting = asyncio.ensure_future(self._start_all())
         with suppress(asyncio.CancelledError):  # interrupted while the template was importing
             await self._starting
+        self.on_up()
         self._display.start()
         tasks = [asyncio.ensure_future(run()) for run in (self._paint, self._explain_hangs)]
         try:
@@ -261,11 +241,8 @@ class LocalJob:
             self._host.expect_no_more()
 
     async def _start(self, seat: Seat) -> RankProcess:
-        return await self._host.start(seat, self.environ_of(seat), self.outlet_of(seat))
-
-    def outlet_of(self, seat: Seat) -> Outlet:
-        del seat  # of a detached job it names a file
-        return Outlet.pipes()
+        outlet = self._holding.outlet(self._spec, seat)
+        return await self._host.start(seat, self.environ_of(seat), outlet)
 
     def environ_of(self, seat: Seat) -> dict[str, str]:
         """Return the complete environment of one process."""

@@ -8,6 +8,7 @@ was started; whoever takes over the supervision of a detached job reads them fro
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,11 @@ from paceline.launcher.seat import Seat
 from paceline.launcher.spec import RunSpec
 
 _FACTS, _PROCESSES = "job.json", "processes"
+
+
+def new_job_id() -> str:
+    """Make the random word by which a job's processes are told from all others."""
+    return secrets.token_hex(8)
 
 
 def job_name(spec: RunSpec, job_id: str) -> str:

@@ -31,8 +31,10 @@ from paceline.config import process_start
 from paceline.launcher.display import Display
 from paceline.launcher.elastic.chronicle import Chronicle, hottest
 from paceline.launcher.elastic.nursery import MAX_FAILED_STARTS
+from paceline.launcher.elastic.restarts import was_lost_at_start, was_lost_with_too_many
 from paceline.launcher.elastic.supervision import SupervisedJob
 from paceline.launcher.elastic.watch import Silences
+from paceline.launcher.holding import Foreground
 from paceline.launcher.outcome import Outcome, RankResult
 from paceline.launcher.process import RankProcess
 from paceline.launcher.seat import Seat
@@ -43,16 +45,20 @@ _RETIRED = "retired with its unit"  # the state of a process that ends with its 
 _LEAVE_S = 30.0  # for one that is out of the job to end by itself, on a busy machine
 _MATE_S = 10.0  # for the loss to be seen of which a worker has died
 _VERDICT_S = 3.0  # for the coordinator to say what follows from the last worker's loss
-_SET_UP_S = 300.0  # a script that has reported no step for so long is not setting up any more
 
 
 class ElasticJob(SupervisedJob):
     """Runs one elastic job; `run` is called once, on the main thread."""
 
     def __init__(
-        self, spec: RunSpec, environ: Mapping[str, str], display: Display, job_id: str = ""
+        self,
+        spec: RunSpec,
+        environ: Mapping[str, str],
+        display: Display,
+        job_id: str = "",
+        holding: Foreground | None = None,
     ) -> None:
-        super().__init__(spec, environ, display, job_id)
+        super().__init__(spec, environ, display, job_id, holding)
         mesh = spec.mesh_in(environ)
         self._unit_size = mesh.unit_size if mesh is not None else 1
         self._nursery.unit_size = self._unit_size
@@ -75,25 +81,10 @@ class ElasticJob(SupervisedJob):
         return replace(outcome, first=first, over=self._over, lost=tuple(self._losses))
 
     def was_lost_at_start(self, outcome: Outcome) -> bool:
-        """Say whether processes were lost before the first step, and nothing else was wrong.
-
-        Nothing has been achieved then that a new start would lose. While they set up, workers are
-        not ready to go on without each other: they have nothing yet that they could hand over.
-        """
-        if outcome.interrupted_by is not None or self._board.has_progress:
-            return False
-        ended = [*self._losses, *(one for one in outcome.results if not one.status.is_success)]
-        is_lost = any(one.status.signal is not None and not one.was_stopped for one in ended)
-        is_all = all(
-            one.status.signal is not None or one.was_stopped or one.is_consequence for one in ended
-        )
-        return is_lost and is_all and outcome.wall_s < _SET_UP_S
+        return was_lost_at_start(outcome, self._losses, self._board.has_progress)
 
     def may_start_again(self, outcome: Outcome) -> bool:
-        """Say whether the job was lost with too many of its processes, for no reason of its own."""
-        if not outcome.over or not self._losses or outcome.interrupted_by is not None:
-            return False
-        return outcome.first is None or outcome.first.is_consequence
+        return was_lost_with_too_many(outcome, self._losses)
 
     def story(self) -> list[str]:
         return [*self._chronicle.summary(), *hottest(self._lookout.busy_servers())]

@@ -12,76 +12,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from pathlib import Path
 
 from paceline.cluster.messages import LossKind
-from paceline.cluster.sockets import split_address
 from paceline.launcher.display import Display
-from paceline.launcher.elastic.facts import FoundJob, JobFacts, Record, recorded
+from paceline.launcher.elastic.facts import FoundJob, Record, recorded
 from paceline.launcher.elastic.job import ElasticJob
-from paceline.launcher.jobdir import JobDirectory
-from paceline.launcher.lifeline import Sessions
+from paceline.launcher.holding import TakenOver
 from paceline.launcher.outcome import Outcome
-from paceline.launcher.outlet import Outlet
 from paceline.launcher.process import UNKNOWN, AdoptedProcess, ExitStatus, RankProcess
-from paceline.launcher.seat import Seat
 from paceline.launcher.spec import RunSpec
 
 JOB_LOG, EXIT_CODE = "job.log", "exit-code"
 _FAREWELL_S = 0.5  # after the end of a process: for the coordinator to say that it had left
 
 
-class DetachedJob(ElasticJob):
-    """A job that outlives whoever supervises it; `on_up` is called when all are started."""
-
-    on_up: Callable[[], None] = staticmethod(lambda: None)
-
-    async def _watch(self) -> None:
-        self.on_up()
-        await super()._watch()
-
-    def _open_directory(self) -> JobDirectory:
-        directory = super()._open_directory()
-        directory.keep(self._job_id)
-        return directory
-
-    def _set_guard(self) -> Sessions:
-        return Sessions()
-
-    def _facts(self) -> JobFacts:
-        return super()._facts().with_plan(self._spec, self._environ)
-
-    def outlet_of(self, seat: Seat) -> Outlet:
-        assert self._spec.log_dir is not None, "the output of a detached job goes to files"
-        return Outlet.file(self._spec.log_dir / seat.log_name)
-
-
-class ResumedJob(DetachedJob):
+class ResumedJob(ElasticJob):
     """A detached job whose keeper was killed, and which goes on under another."""
 
     def __init__(self, found: FoundJob, spec: RunSpec, display: Display) -> None:
-        self._found = found
         self._gone: list[int] = []  # ranks that ended while there was no keeper
-        super().__init__(spec, found.facts.environ, display, found.facts.job_id)
+        facts = found.facts
+        super().__init__(spec, facts.environ, display, facts.job_id, TakenOver(found))
 
     def may_start_again(self, outcome: Outcome) -> bool:
         del outcome  # it was taken over as it was, and has no beginning of its own
         return False
-
-    def _open_directory(self) -> JobDirectory:
-        return JobDirectory.take_over(self._found.directory)
-
-    def _secret_file(self) -> Path:
-        return Path(self._found.facts.secret_file)
-
-    def _master_port(self, held: ExitStack) -> int:
-        del held  # rank 0 may listen there, so it cannot be held again
-        return self._found.facts.master_port
-
-    def _coordinator_port(self) -> int:
-        return split_address(self._found.facts.coordinator)[1]
 
     async def _start_all(self) -> None:
         assert self._control is not None
@@ -92,9 +47,11 @@ class ResumedJob(DetachedJob):
                 self._gone.append(one.rank)
 
     def _adopt(self, one: Record) -> None:
+        outlet = self._holding.outlet(self._spec, one.seat)
         try:
-            process = AdoptedProcess(one.seat, one.pid, self.outlet_of(one.seat))
+            process = AdoptedProcess(one.seat, one.pid, outlet)
         except ProcessLookupError:
+            outlet.close()
             self._gone.append(one.rank)
             return
         process.outlet.close_far()

@@ -27,6 +27,7 @@ from paceline.launcher.elastic.nursery import Nursery, Place
 from paceline.launcher.elastic.plan import ElasticPlan
 from paceline.launcher.elastic.watch import Lookout
 from paceline.launcher.environment import SERVER_PATIENCE_S
+from paceline.launcher.holding import Foreground
 from paceline.launcher.lines import printable
 from paceline.launcher.local import LocalJob
 from paceline.launcher.process import RankProcess
@@ -41,9 +42,14 @@ class SupervisedJob(LocalJob):
     """The hands of an elastic job. `_on_news`, `_on_failed_start` and the rest are job.py's."""
 
     def __init__(
-        self, spec: RunSpec, environ: Mapping[str, str], display: Display, job_id: str = ""
+        self,
+        spec: RunSpec,
+        environ: Mapping[str, str],
+        display: Display,
+        job_id: str = "",
+        holding: Foreground | None = None,
     ) -> None:
-        super().__init__(spec, environ, display, job_id)
+        super().__init__(spec, environ, display, job_id, holding)
         assert spec.elastic is not None
         self._plan: ElasticPlan = spec.elastic
         self._nursery = Nursery(self)
@@ -70,7 +76,7 @@ class SupervisedJob(LocalJob):
     async def _open_control(self, secret: bytes, config: EngineConfig) -> str:
         # A worker may join from another host (`paceline join`), if the user says where to listen.
         host = bind_address({**self._environ, **self._spec.env})
-        coordination = Coordination(host, self._coordinator_port(), self._tell)
+        coordination = Coordination(host, self._holding.coordinator_port, self._tell)
         self._control = Control(coordination, secret, self._job_id, self._on_news)
         has_servers = bool(self._spec.num_servers)
         arguments = coordinate.arguments(
@@ -82,9 +88,6 @@ class SupervisedJob(LocalJob):
         )
         coordination.start(arguments, self._environ)
         return coordination.address
-
-    def _coordinator_port(self) -> int:
-        return 0
 
     async def _close_control(self) -> None:
         if self._looking is not None:
