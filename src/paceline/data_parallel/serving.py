@@ -21,8 +21,10 @@ import torch
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
 from paceline.compress.parse import parse_codec
+from paceline.console import say, warn
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.checks import not_in_optimizer
+from paceline.data_parallel.free_running import LossWatch, remedies, update_notice
 from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.local_optimizer import LocalOptimizer
 from paceline.data_parallel.optimizer_state import ServedState
@@ -98,6 +100,18 @@ class Serving:
         self._settled: list[int] = []  # by table: the last step before its first one
         if job.elastic.is_on:
             job.elastic.register(f"{self._name} on servers", self)
+        self._watch = self._explain(pace)
+
+    def _explain(self, pace: PaceSpec) -> LossWatch | None:
+        """Say on one worker what a free-running update is, and watch the loss that it reports."""
+        workers = len(self._job.fabric.membership.workers)
+        notice = update_notice(self.rule, workers, self._optimizer.param_groups)
+        if not notice or self._workers.rank:
+            return None
+        say(f"{pace}: {notice}")
+        watch = LossWatch(warn, f"pace {pace}; try {remedies(self.rule, workers)}")
+        self._job.reporter.listener = watch
+        return watch
 
     @property
     def averages(self) -> str:
@@ -180,6 +194,8 @@ class Serving:
     def close(self) -> None:
         """Let go of model and optimizer."""
         self._job.elastic.unregister(f"{self._name} on servers")
+        if self._watch is not None and self._job.reporter.listener is self._watch:
+            self._job.reporter.listener = None
         self.update.close()
         if self.optimizer_state is not None:
             self.optimizer_state.close()

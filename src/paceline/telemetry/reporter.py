@@ -119,6 +119,8 @@ class Reporter:
         self._rank = rank
         self._send = send
         self._mu = threading.Lock()
+        # Hears of every value that the script reports, also of those that are not sent.
+        self.listener: Callable[[Mapping[str, float]], None] | None = None
         self._own_step: int | None = None  # guarded by: _mu, like everything below
         self._own_names: set[str] = set()  # of values that the script has reported
         self._gauges: dict[str, Gauge] = {}
@@ -205,6 +207,8 @@ class Reporter:
                 self._own_step, self._step_s = step, now_s
             self._own_names.update(values)
             self._take(values, now_s)
+        if self.listener is not None:
+            self.listener(values)
 
     def flush(self) -> None:
         """Send what waits for its turn."""
