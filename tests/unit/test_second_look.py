@@ -17,20 +17,22 @@ def test_once():
     flag.touch()
     assert was_there
 """
+MIXED = UNSTABLE + "def test_bad(): assert False"
 BAD = "import pytest\n@pytest.mark.parametrize('n', range({}))\ndef test_bad(n): assert n < 0\n"
 
 
 @pytest.mark.parametrize(
-    ("script", "passes", "words"),
+    ("script", "passes", "words", "unstable"),
     [
-        (UNSTABLE, True, "UNSTABLE: test_it.py::test_once failed beside other tests"),
-        (BAD.format(1), False, "a second look at 1, alone"),
-        (BAD.format(4), False, "4 failed; up to 3 would get a second look"),
-        ("import nothing_of_that_name", False, "ModuleNotFoundError"),
+        (UNSTABLE, True, "UNSTABLE: test_it.py::test_once failed beside other tests", 1),
+        (MIXED, False, "a second look at 2, alone", 1),
+        (BAD.format(1), False, "a second look at 1, alone", 0),
+        (BAD.format(4), False, "4 failed; up to 3 would get a second look", 0),
+        ("import nothing_of_that_name", False, "ModuleNotFoundError", 0),
     ],
 )
 def test_what_failed_is_looked_at_again(
-    script: str, passes: bool, words: str, tmp_path: Path
+    script: str, passes: bool, words: str, unstable: int, tmp_path: Path
 ) -> None:
     (tmp_path / "test_it.py").write_text(script, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n", encoding="utf-8")
@@ -39,4 +41,8 @@ def test_what_failed_is_looked_at_again(
     )
     assert (done.returncode == 0) == passes, done.stdout + done.stderr
     assert words in done.stdout
-    assert ("UNSTABLE" in done.stdout) == passes
+    assert done.stdout.count("UNSTABLE") == unstable
+    ended = f"{'passed' if passes else 'failed'}, {unstable} unstable"
+    assert done.stdout.splitlines()[-1].startswith(f"make test: {ended}")
+    [line] = (tmp_path / ".pytest_cache" / "unstable.txt").read_text().splitlines()
+    assert ended in line and ("test_it.py::test_once" in line) == bool(unstable)

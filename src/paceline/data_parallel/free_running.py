@@ -29,7 +29,7 @@ def remedies(rule: Rule, workers: int) -> str:
 
 
 def update_notice(rule: Rule, workers: int, groups: Iterable[Mapping[str, Any]]) -> str:
-    """Return what one update is at a rule, with an optimizer of these groups; "": as in lockstep."""
+    """Return what one update is, with an optimizer of these groups; "": as in lockstep."""
     pooled = max(1, workers // rule.softsync) if rule.softsync else 1
     if rule.aggregate or workers < 2 or pooled >= workers:
         return ""
