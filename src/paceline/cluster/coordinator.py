@@ -187,9 +187,8 @@ class Coordinator:
                     rank, now_s, is_finished=said.is_finished, is_bereft=said.is_bereft
                 )
             )
-        else:
-            why, kind = self._desk.seen_end(rank) or (reason, m.LossKind.ENDED)
-            self.carry_out(self.roster.lost(rank, why, now_s, kind))
+        elif not self._desk.believe(rank):
+            self.carry_out(self.roster.lost(rank, reason, now_s))
 
     # -- messages ----------------------------------------------------------------------------
 

@@ -121,11 +121,6 @@ class Desk:
             if visitor.is_watching and visitor.hears(event):
                 visitor.tell(o.Happened(event))
 
-    def seen_end(self, rank: int) -> tuple[str, m.LossKind] | None:
-        """Return what the launcher saw of a process whose connection has just ended."""
-        seen = self._ends.pop(rank, None)
-        return None if seen is None else (seen.text, seen.kind or m.LossKind.ENDED)
-
     def _broadcast(self, news: o.News) -> None:
         for visitor in self._visitors:
             if visitor.is_watching:
@@ -177,18 +172,22 @@ class Desk:
         """Take in that a process has ended; its last words may still be unread."""
         self._ends[end.rank] = end
         grace_s = _LAST_WORDS_S if end.rank in self._audience else 0.0
-        asyncio.get_running_loop().call_later(grace_s, self._believe, end.rank)
+        asyncio.get_running_loop().call_later(grace_s, self.believe, end.rank)
 
-    def _believe(self, rank: int) -> None:
+    def believe(self, rank: int) -> bool:
+        """Decide what follows from the end of a process; return whether the launcher saw it."""
         end, roster, now_s = self._ends.pop(rank, None), self._roster, time.monotonic()
         if end is None:
-            return
+            return False
         if roster.membership is None:
             roster.withdraw(rank)
-        elif end.kind is not None:
-            self._carry_out(roster.lost(rank, end.text, now_s, end.kind))
-        else:  # it left in good order while nobody could hear it say so
+        elif end.kind is None:  # it left in good order while nobody could hear it say so
             self._carry_out(roster.left(rank, now_s))
+        elif end.kind is m.LossKind.BEREFT:  # of a loss that may not be believed yet
+            self._carry_out(roster.left(rank, now_s, is_finished=False, is_bereft=True))
+        else:
+            self._carry_out(roster.lost(rank, end.text, now_s, end.kind))
+        return True
 
     def _status(self, request_id: int) -> o.Status:
         """Say how the job is."""

@@ -256,6 +256,27 @@ def test_the_launchers_words_about_an_end_are_told(job, eventually):
     assert (loss.why, loss.kind) == (why, m.LossKind.KILLED)
 
 
+def test_a_mate_whose_end_is_seen_first_is_not_taken_for_the_cause(job, eventually):
+    job = job(4, mesh="dp=2,tp=2", min_workers=2)
+    job.agents[2].leave(is_finished=False, is_bereft=True)
+    job.operator.report_end(2, "exit code 1", m.LossKind.BEREFT)
+    job.operator.report_end(3, "killed by signal 9", m.LossKind.KILLED)
+    eventually(lambda: job.membership.workers == (0, 1))
+    eventually(lambda: job.heard(m.Changed))
+    kinds = {loss.rank: loss.kind for loss in job.heard(m.Changed)[-1].lost}
+    assert kinds == {2: m.LossKind.RETIRED, 3: m.LossKind.KILLED}
+
+
+def test_one_that_ends_with_code_0_and_without_a_word_has_finished(job, eventually):
+    job = job(3)
+    job.operator.report_end(1, "exited with code 0", None)
+    job.operator.status()  # which is answered when that was read
+    job.lose(1)
+    eventually(lambda: job.membership.workers == (0, 2))
+    eventually(lambda: job.heard(m.Changed))
+    assert job.heard(m.Changed)[-1].lost == ()
+
+
 def test_a_last_word_that_was_not_read_yet_is_no_loss(job, eventually):
     job = job(3)
     job.operator.report_end(1, "exited with code 0", None)

@@ -221,9 +221,10 @@ class ElasticJob(SupervisedJob):
         why = self._lookout.diagnosis(process)
         if self._silences.is_stuck(seat.rank):
             why = f"stuck without a heartbeat, then {why}"
+        is_bereft = process.status.signal is None and self._is_bereft(seat)
         kind = LossKind.CRASHED if process.status.signal is None else LossKind.KILLED
-        self._control.report_end(seat.rank, why, kind)
-        if process.status.signal is None and self._is_bereft(seat):
+        self._control.report_end(seat.rank, why, LossKind.BEREFT if is_bereft else kind)
+        if is_bereft:
             told = self._declared.get(seat.rank, (_RETIRED, LossKind.RETIRED))
             self._evicted.setdefault(seat.rank, told)
         why, kind = self._evicted.get(seat.rank, (why, kind))
@@ -338,16 +339,14 @@ class ElasticJob(SupervisedJob):
 
     def _on_presence(self, news: m.Presence) -> None:
         was_in, kind = self._was_in(news.rank), news.kind or LossKind.ENDED
-        if news.state == "lost":  # perhaps a newcomer, with its unit
-            if was_in or self._crew.find(news.rank) is not None:
-                self._evict(news.rank, news.detail, kind)
-        elif not was_in:
-            return
-        elif news.state == "left":
+        is_ours = was_in or self._crew.find(news.rank) is not None  # perhaps a newcomer
+        if news.state == "lost" and is_ours:
+            self._evict(news.rank, news.detail, kind)
+        elif was_in and news.state == "left":
             self._left.add(news.rank)
             if news.kind is LossKind.RELEASED:  # its mates may end it before it does so itself
                 self._evicted.setdefault(news.rank, (news.detail, news.kind))
-        else:
+        elif was_in:
             self._on_silence(news)
 
     def _on_silence(self, news: m.Presence) -> None:
