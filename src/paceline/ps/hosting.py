@@ -35,7 +35,7 @@ from paceline.ps import peer_messages as p
 from paceline.ps.chain import Role
 from paceline.ps.line import Line, Pair, form_line
 from paceline.ps.meeting import Meetings
-from paceline.ps.partition import LEFT, Partition
+from paceline.ps.partition import Departed, Partition
 from paceline.ps.peers import Peers, form_peer_line
 from paceline.ps.server import Server
 from paceline.ps.watching import Reports
@@ -144,9 +144,10 @@ class Host:
             return not any(server.lines for server in self._servers())
         if self._control.ending is not None:
             raise self._control.ending
-        return self.rank not in self._ranks or all(
-            self.why_gone(rank) == LEFT for rank in self._workers
-        )
+        if self.rank not in self._ranks:
+            return True
+        departed = [self.departed(rank) for rank in self._workers]
+        return all(one is not None and one.has_left for one in departed)
 
     def _look_around(self) -> None:
         now_s = time.monotonic()
@@ -243,12 +244,12 @@ class Host:
             for rank in self._forgettable.pop(0)[1]:
                 self._fabric.forget(rank)
 
-    def why_gone(self, rank: int) -> str | None:
+    def departed(self, rank: int) -> Departed | None:
         presence = self._fabric.presence.get(rank)
-        if presence is not None and presence.state in ("lost", "left"):
-            return presence.words if presence.state == "lost" else LEFT
+        if presence is not None and presence.is_gone:
+            return Departed(presence.words, has_left=presence.state == "left")
         is_here = rank in self._ranks or rank in self._retiring
-        return None if is_here else "it is out of the job"
+        return None if is_here else Departed("it is out of the job")
 
     # -- lines --------------------------------------------------------------------------------
 
@@ -273,7 +274,7 @@ class Host:
 
     def _meet(self, key: tuple[Any, ...]) -> None:
         rank, membership = key[-1], self._membership
-        if key in self._met or rank not in membership.ranks or self.why_gone(rank) is not None:
+        if key in self._met or rank not in membership.ranks or self.departed(rank) is not None:
             return
         self._met.add(key)
         form: Callable[[], Pair | None]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -26,7 +26,12 @@ from paceline.ps.server import Asked, Server, Surroundings
 from paceline.ps.snapshot import Filler, restore
 from paceline.ps.snapshot_form import Outline
 
-LEFT = "it left"  # why a worker is gone that said so
+
+class Departed(NamedTuple):
+    """Why a worker is not in the job any more."""
+
+    why: str
+    has_left: bool = False  # it said so: nobody takes its place
 
 
 class House(Surroundings, Protocol):
@@ -47,8 +52,8 @@ class House(Surroundings, Protocol):
     def tell_in_sync(self, partition: int, generation: int) -> None:
         """Tell the coordinator that this server has everything of a partition."""
 
-    def why_gone(self, rank: int) -> str | None:
-        """Say why a worker is not in the job any more; None: it is, as far as is known."""
+    def departed(self, rank: int) -> Departed | None:
+        """Return why a worker is not in the job any more; None: it is, as far as is known."""
 
 
 class Partition:
@@ -111,7 +116,7 @@ class Partition:
             if self._house.is_elastic:  # the membership says who is gone
                 self.server.hang_up(line.rank)
             else:
-                self._lose(line.rank, str(error), vacates=False)
+                self._lose(line.rank, Departed(str(error)), vacates=False)
 
     def find_peer_landing(self, message: p.AnyMessage) -> Sequence[torch.Tensor]:
         """Say where the tensors belong that follow a message of another server."""
@@ -135,31 +140,32 @@ class Partition:
         numbers = membership.worker_numbers
         lines = self.server.lines
         for rank in sorted({*self.server.callers, *lines}):  # one that was muted has only a line
-            why = self._house.why_gone(rank)
-            if why is not None:
+            departed = self._house.departed(rank)
+            if departed is not None:
                 if rank in lines:
                     self.server.serve_line(lines[rank])  # what it said before its end
-                self._lose(rank, why, vacates=self._is_kept(rank, why, numbers))
+                vacates = not departed.has_left and self._is_kept(rank, numbers)
+                self._lose(rank, departed, vacates=vacates)
         for rank in membership.workers:
             is_known = rank in self.server.callers or rank in self.server.gone
-            if not is_known and self._house.why_gone(rank) is None:
+            if not is_known and self._house.departed(rank) is None:
                 number = membership.member(rank).number
                 self.submit(rank, p.Entered(rank, number))
         for number in sorted(self.server.vacant - set(numbers)):
             self.submit(self._house.rank, p.Closed(number))
 
-    def _is_kept(self, rank: int, why: str, numbers: Sequence[int]) -> bool:
-        """Say whether a worker's place waits for another one."""
+    def _is_kept(self, rank: int, numbers: Sequence[int]) -> bool:
+        """Return whether a lost worker's place waits for another one."""
         caller = self.server.callers.get(rank)
         is_held = caller is not None and caller.worker in numbers
-        return is_held and why != LEFT and self._house.on_loss == "replace"
+        return is_held and self._house.on_loss == "replace"
 
-    def _lose(self, rank: int, why: str, *, vacates: bool) -> None:
+    def _lose(self, rank: int, departed: Departed, *, vacates: bool) -> None:
         caller = self.server.callers.get(rank)
         if caller is not None:
             self.submit(rank, p.Gone(rank, vacates))
-            if why != LEFT and not self._house.is_elastic:  # else the membership tells
-                self._house.say(f"worker {caller.worker} is gone: {why}")
+            if not (departed.has_left or self._house.is_elastic):  # else the membership tells
+                self._house.say(f"worker {caller.worker} is gone: {departed.why}")
         self.server.hang_up(rank)
 
     # -- what the replica asks for ------------------------------------------------------------

@@ -57,7 +57,7 @@ class House:
     def tell_in_sync(self, _partition: int, generation: int) -> None:
         self.synced.append(generation)
 
-    def why_gone(self, _rank: int) -> str | None:
+    def departed(self, _rank: int) -> None:
         return None
 
     def take(self, sender: int) -> None:
