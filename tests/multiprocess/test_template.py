@@ -163,6 +163,7 @@ _ENDS = {
     "import threading, time\nx = 'alive'\n"
     "threading.Thread(target=lambda: (time.sleep(0.2), print(x))).start()": "exit code 0",
     "from __main__ import y": "exit code 1",
+    "import atexit, sys\natexit.register(lambda: print(sys.last_value))\n1 / 0\n": "exit code 1",
     "def f(x: Undefined): pass": "exit code 1",
 }
 
