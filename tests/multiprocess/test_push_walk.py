@@ -13,11 +13,12 @@ from paceline.ps.hosted import Hosted
 from paceline.ps.server import Server
 from support.body import pack, tell
 from support.environs import job_environs
+from support.passages import Passages, documented
 from support.ranks import _unpack_and_join, started_processes
-from support.walks import Walk, documented
 
 LIMIT = 20
-PAGE = Path(__file__).parents[2] / "docs" / "gradient-journey.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "gradient-journey.md"
 # On both sides: a frame goes out, is awaited and comes in; in between the average is made. Leaves
 # that only compute (the bytes of a header, checksums, kernels of an instruction set) are left out.
 CPP = (
@@ -30,26 +31,26 @@ CPP = (
     "paceline/transport/channel.cc",
     "paceline/reduce/kernels.cc",
 )
-STEPS = 8
+STEPS, USUAL = 12, 8  # the first steps make what later ones use again
 
 
 def train(_group: object) -> list[str]:
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = pl.distribute(model, optimizer, pace="ps")
-    walk = Walk(ServerExchange.submit, ServerExchange.call_roll)
+    walk = Passages(ServerExchange.submit, ServerExchange.call_roll)
     for _ in range(STEPS):
         with walk:
             model(torch.ones(4, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return walk.last(2)
+    return walk.usual(USUAL)
 
 
 def serve_and_tell() -> None:
-    with Walk(Server.serve, keep=Hosted.on_push) as walk:
+    with Passages(Server.serve, keep=Hosted.on_push) as walk:
         status = serve.main()
-    tell(walk.last(4))
+    tell(walk.usual(USUAL))
     assert status == 0
 
 
@@ -60,5 +61,6 @@ def test_a_push_goes_through_the_files_that_the_page_names() -> None:
             on_server = ranks.hear(2)
             on_worker, *_ = ranks.values(60)
     walked = {*on_worker, "ps/hosting.py", *on_server, *(f"cpp/{name}" for name in CPP)}
+    assert all((ROOT / "cpp" / name).exists() for name in CPP)
     assert walked == set(documented(PAGE, "## The server route"))
     assert len(walked) <= LIMIT, sorted(walked)

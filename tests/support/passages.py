@@ -1,13 +1,14 @@
-"""Which files of ours a call goes through: traced with sys.setprofile, in a real process.
+"""Which files of ours a call goes through, again and again: traced with sys.setprofile.
 
-A WALK records every function of ours that is entered between the call and the return of some
-functions, on the thread that enters the block. Each outermost call of one of them is a PASSAGE.
-C++ cannot be seen from here: a test lists those files by itself.
+A PASSAGE is everything of ours that is entered between the call and the return of one of some
+functions, on the thread that enters the block. C++ cannot be seen from here: a test lists those
+files by itself.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -18,11 +19,11 @@ import paceline
 OWN = Path(paceline.__file__).parent
 
 
-class Walk:
-    """The files that passages go through; `with walk:` records."""
+class Passages:
+    """The files that passages go through; `with passages:` records."""
 
     def __init__(self, *within: Callable[..., Any], keep: Callable[..., Any] | None = None) -> None:
-        """`keep`: only passages count that call this function, and none of its kind."""
+        """`keep`: only passages count that call this function."""
         self.passages: list[list[str]] = []
         self._within = {function.__code__ for function in within}
         self._keep: CodeType | None = None if keep is None else keep.__code__
@@ -30,16 +31,21 @@ class Walk:
         self._files: dict[str, None] = {}
         self._is_kept = False
 
-    def __enter__(self) -> Walk:
+    def __enter__(self) -> Passages:
         sys.setprofile(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
 
-    def last(self, count: int) -> list[str]:
-        """Return the files of the last passages, in the order in which they were first entered."""
-        return list(dict.fromkeys(file for files in self.passages[-count:] for file in files))
+    def usual(self, count: int) -> list[str]:
+        """Return the files of the last passages, in the order in which they were first entered.
+
+        One that only a single passage went through is an accident of the machine, not of the walk:
+        a wait that was long enough to be talked about.
+        """
+        entered = Counter(file for files in self.passages[-count:] for file in files)
+        return [file for file, passages in entered.items() if passages > 1]
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
