@@ -117,9 +117,6 @@ def _broken(lines: Sequence[str], width: int) -> list[str]:
     return broken
 
 
-_NOTEWORTHY = 0.05  # of the others' time that servers let them wait for the slowest worker
-_EXCHANGE = 0.15  # of all time, before the exchange is worth a word
-
 _CAUSES = {"input": "its input (data loading)", "compute": "its computation"}
 _MORE_LOADERS = "give it more loader workers (num_workers=)"
 _BY_SPEED = 'share by speed: pl.shard(mode="dynamic")'
@@ -148,23 +145,17 @@ def slowest_words(
     *,
     has_servers: bool = False,
 ) -> str | None:
-    """Name the slowest worker, its cause, and what to do; None where nothing is worth a word.
-
-    With servers a worker waits for those, and a slow worker is one of several possible reasons: the
-    servers have counted for whom they let it wait.
-    """
-    slowest = waits.slowest()
+    """Name the slowest worker, its cause, and what to do; None where nothing is worth a word."""
+    slowest = waits.slowest(staleness.waited_for(reports) if has_servers else None)
     if slowest is None:
         return None
-    worker, waited = slowest.worker, 0.0
-    if worker is not None:
-        waited = _share_waited(waits, worker, staleness.merge(reports) if has_servers else None)
-    if worker is None or (has_servers and waited < _NOTEWORTHY):
+    worker = slowest.worker
+    if worker is None:
         return _exchange_words(slowest.cost, mesh, has_servers=has_servers)
     return (
         f"slowest: rank {worker}{_place(worker, mesh)}, {_times(slowest)} the others' time per"
-        f" step, in {_CAUSES[slowest.cause]}: the others waited {100 * waited:.0f} % of theirs for"
-        f" it; {_remedy(slowest.cause, mesh, has_servers=has_servers)}"
+        f" step, in {_CAUSES[slowest.cause]}: the others waited {100 * slowest.waited:.0f} % of"
+        f" theirs for it; {_remedy(slowest.cause, mesh, has_servers=has_servers)}"
     )
 
 
@@ -177,9 +168,7 @@ def _remedy(cause: str, mesh: Mesh | None, *, has_servers: bool) -> str:
     return _LESS_WAITING if has_servers else _NO_WAITING
 
 
-def _exchange_words(cost: float, mesh: Mesh | None, *, has_servers: bool) -> str | None:
-    if cost < _EXCHANGE:
-        return None
+def _exchange_words(cost: float, mesh: Mesh | None, *, has_servers: bool) -> str:
     axis = _inner_axis(mesh)
     if axis is not None:
         where, remedy = f"waiting for each other on {mesh}", _EXCHANGE_OF[axis]
@@ -206,16 +195,3 @@ def _place(worker: int, mesh: Mesh | None) -> str:
 
 def _times(slowest: Slowest) -> str:
     return f"{slowest.times:.1f} times" if slowest.times < 100 else "more than 100 times"
-
-
-def _share_waited(waits: Waits, worker: int, tables: Sequence[TableReport] | None) -> float:
-    """Return the share of the others' time in which they waited for this one; `tables`: as the
-    servers have counted it."""
-    others = {number: times for number, times in waits.workers.items() if number != worker}
-    took_s = sum(times.took_s for times in others.values())
-    if tables is None:
-        waited_s = sum(times.waited_for_s.get(worker, 0.0) for times in others.values())
-    else:
-        told = [one for table in tables for one in table.workers if one.worker in others]
-        waited_s = sum(one.waited_s.get(worker, 0.0) for one in told)
-    return min(1.0, waited_s / took_s) if took_s > 0 else 0.0

@@ -183,16 +183,9 @@ def _one_step(run: Run) -> list[str]:
 
 def _waiting(run: Run) -> list[str]:
     """Who waited for whom: as servers counted it, else as the times of the steps tell it."""
-    tables = merge(list(run.state.tables.values()))
-    matrix: dict[int, dict[int, float]] = {}
-    if tables:
-        for worker in (one for table in tables for one in table.workers):
-            known = matrix.get(worker.worker, {})
-            # A worker waits for all tables at once: the longest counts, not the sum.
-            if worker.total_wait_s >= sum(known.values()):
-                matrix[worker.worker] = dict(worker.waited_s)
-        source = "As the servers counted it."
-    else:
+    matrix = run.told_waits
+    source = "As the servers counted it."
+    if not matrix:
         matrix = {who: dict(times.waited_for_s) for who, times in run.state.waits.workers.items()}
         source = "In each step, all wait for the worker that needed longest for its own part."
     if not any(time_s > 0 for waited in matrix.values() for time_s in waited.values()):

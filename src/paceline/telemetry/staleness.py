@@ -94,6 +94,18 @@ def _merge_worker(counts: Sequence[WorkerReport]) -> WorkerReport:
     )
 
 
+def waited_for(reports: Sequence[TableReport]) -> dict[int, dict[int, float]]:
+    """Return for whom each worker waited, and how long.
+
+    A worker waits for all tables at once: the one counts for which it waited longest.
+    """
+    longest: dict[int, WorkerReport] = {}
+    for one in (worker for report in merge(reports) for worker in report.workers):
+        if one.worker not in longest or one.total_wait_s > longest[one.worker].total_wait_s:
+            longest[one.worker] = one
+    return {number: dict(one.waited_s) for number, one in longest.items()}
+
+
 def describe(reports: Sequence[TableReport]) -> list[str]:
     """Write for people, at most 100 columns wide, what became of the updates of each table."""
     merged = [report for report in merge(reports) if report.workers]

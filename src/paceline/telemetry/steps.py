@@ -12,7 +12,7 @@ measured before the exchange, so it tells them apart.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -85,6 +85,7 @@ class Slowest:
     cause: str
     times: float  # its local time, in those of the others' median
     cost: float  # share of all workers' time that went into waiting
+    waited: float = 0.0  # share of the others' time in which they waited for it
 
 
 class Waits:
@@ -115,8 +116,12 @@ class Waits:
             if worker != culprit:
                 self.workers[worker].waited_for_s[culprit] += step.wait_s
 
-    def slowest(self) -> Slowest | None:
-        """Name who or what costs most; None when nothing is worth a word."""
+    def slowest(self, told: Mapping[int, Mapping[int, float]] | None = None) -> Slowest | None:
+        """Name who or what costs most; None when nothing is worth a word.
+
+        With servers a worker waits for those, and a slow worker is one of several possible reasons:
+        `told` is for whom they let each worker wait, and how long.
+        """
         timed = {w: t for w, t in self.workers.items() if t.steps > 1 and t.took_s > 0}
         if len(timed) < 2:
             return None
@@ -127,9 +132,19 @@ class Waits:
         worst = max(local, key=lambda worker: local[worker])
         others = [w for w in timed if w != worst]
         times = local[worst] / max(median(local[w] for w in others), 1e-9)
-        if times >= _STANDS_OUT:
-            return Slowest(worst, _cause(timed[worst], [timed[w] for w in others]), times, cost)
+        waited = self._waited_for(worst, told)
+        if times >= _STANDS_OUT and (told is None or waited >= _NOTEWORTHY):
+            cause = _cause(timed[worst], [timed[w] for w in others])
+            return Slowest(worst, cause, times, cost, waited)
         return Slowest(None, "network", times, cost) if cost >= _NETWORK else None
+
+    def _waited_for(self, whom: int, told: Mapping[int, Mapping[int, float]] | None) -> float:
+        """Return the share of the others' time in which they waited for this one."""
+        others = {worker: times for worker, times in self.workers.items() if worker != whom}
+        took_s = sum(times.took_s for times in others.values())
+        waited = {w: t.waited_for_s for w, t in others.items()} if told is None else told
+        waited_s = sum(waited[worker].get(whom, 0.0) for worker in others if worker in waited)
+        return min(1.0, waited_s / took_s) if took_s > 0 else 0.0
 
 
 def _cause(worst: WorkerTimes, others: Sequence[WorkerTimes]) -> str:

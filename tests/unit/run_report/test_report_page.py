@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,6 +42,17 @@ def test_input_is_named_as_the_cause() -> None:
         for t, e in training()
     ]  # fmt: skip
     assert "Worker 1 is the slowest: it waits longer for its input." in text_of(whole(slow))
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 1.0])
+def test_servers_know_whether_the_slowest_was_waited_for(waited_s: float) -> None:
+    """As in the closing lines: at free-running paces a slow worker costs the others nothing."""
+    told = TableReport("model", 0, 9, (WorkerReport(0, 20, {1: 20}, {1: waited_s}),))
+    first, *others = whole([*training(), (1.9, told)])
+    started = msgspec.structs.replace(first[1], servers=1)
+    text = text_of([(0.0, started), *others])
+    assert ("Worker 1 is the slowest" in text) == bool(waited_s)
+    assert ("it is the exchange itself" in text) == (not waited_s)
 
 
 def test_sections_are_there_when_their_data_is() -> None:

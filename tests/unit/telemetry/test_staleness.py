@@ -11,7 +11,15 @@ from paceline.telemetry.staleness import (
     WorkerReport,
     describe,
     merge,
+    waited_for,
 )
+
+
+def test_a_worker_waits_for_all_tables_at_once() -> None:
+    short = TableReport("a", 0, 1, (WorkerReport(0, 1, {}, {1: 1.0}), WorkerReport(2, 1)))
+    long = TableReport("b", 0, 1, (WorkerReport(0, 1, {}, {1: 0.5, 2: 2.0}),))
+    assert waited_for([short, long]) == waited_for([long, short]) == {0: {1: 0.5, 2: 2.0}, 2: {}}
+
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -10,7 +10,7 @@ counted it, or, in jobs without servers, as the workers' steps tell it (telemetr
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -154,13 +154,10 @@ class Sampler:
     def _add_tables(self, samples: list[Sample], elapsed_s: float) -> None:
         """Add what servers counted about each worker, over all tables."""
         ages: dict[int, Counter[int]] = {}
-        waited: dict[int, dict[int, float]] = {}
-        for report in staleness.merge(list(self.state.tables.values())):
-            for one in report.workers:
-                ages.setdefault(one.worker, Counter()).update(one.staleness)
-                of_worker = waited.setdefault(one.worker, defaultdict(float))
-                for whom, waited_s in one.waited_s.items():
-                    of_worker[whom] += waited_s
+        tables = list(self.state.tables.values())
+        waited = staleness.waited_for(tables)
+        for one in (worker for report in staleness.merge(tables) for worker in report.workers):
+            ages.setdefault(one.worker, Counter()).update(one.staleness)
         found = {sample.who[1]: sample for sample in samples}
         for number, counts in ages.items():
             sample = found.get(number)
