@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median
 
 from paceline.figures import duration, number, rate
@@ -175,8 +176,9 @@ class Board:
         if rates:
             words.append(f"{rate(min(rates))} steps/s")
         words += _samples(told, now_s)
-        shown = [_values(one, self.columns) for one in told]
-        for name in self.columns:
+        columns = self.columns
+        shown = [_values(one, columns) for one in told]
+        for name in columns:
             values = [of_one[name] for of_one in shown if name in of_one]
             if values:
                 words.append(f"{name} {number(values[0])}")
@@ -245,6 +247,7 @@ class Board:
         return [one for one in self.state.workers() if one.is_running]
 
 
+@lru_cache(1024)
 def _shown(name: str) -> str:
     return printable(name.encode())[:20]
 

@@ -136,6 +136,10 @@ class RunState:
         self.num_loads_told: dict[int, int] = {}
         self.mesh: Mesh | None = None  # as the workers have settled it
         self._by_rank: dict[int, Process] = {}
+        # To be looked at again when they are None: all in order; workers that run (how many), and
+        # those that have finished.
+        self._ordered: list[Process] | None = None
+        self._taking_part: tuple[int, list[Process]] | None = None
         self._takes_strangers = takes_strangers
         self._history = history
 
@@ -150,6 +154,7 @@ class RunState:
             process = self.processes[role, number] = Process(role, number, rank)
         process.state = RUNNING
         self._by_rank[rank] = process
+        self._forget_who_is_there()
         return process
 
     def remove(self, rank: int) -> None:
@@ -157,20 +162,25 @@ class RunState:
         process = self._by_rank.pop(rank, None)
         if process is not None:
             del self.processes[process.role, process.number]
+            self._forget_who_is_there()
 
     def set_state(self, rank: int, state: str) -> None:
         """Note in a few words what became of a process."""
         if rank in self._by_rank:
             self._by_rank[rank].state = state
+            self._forget_who_is_there()
 
-    def find(self, rank: int) -> Process | None:
-        """Return the process of that rank, unless it was replaced."""
-        return self._by_rank.get(rank)
+    def _forget_who_is_there(self) -> None:
+        self._ordered = self._taking_part = None
 
     def in_order(self) -> list[Process]:
         """Return all processes: workers, servers, data workers."""
-        order = list(ROLES)
-        return sorted(self.processes.values(), key=lambda one: (order.index(one.role), one.number))
+        if self._ordered is None:
+            order = list(ROLES)
+            self._ordered = sorted(
+                self.processes.values(), key=lambda one: (order.index(one.role), one.number)
+            )
+        return self._ordered
 
     def workers(self) -> list[Process]:
         """Return the workers by number."""
@@ -252,9 +262,11 @@ class RunState:
     def _count_waits(self, process: Process, event: Progress) -> None:
         """Add the times of steps. Who has finished took part in its last steps, which others may
         tell of later; who is lost does not count."""
-        workers = [one for one in self.processes.values() if one.is_worker]
-        running = sum(one.is_running for one in workers)
-        ended = [one.timed_step for one in workers if one.state == FINISHED]
+        if self._taking_part is None:
+            workers = [one for one in self.processes.values() if one.is_worker]
+            finished = [one for one in workers if one.state == FINISHED]
+            self._taking_part = (sum(one.is_running for one in workers), finished)
+        running, finished = self._taking_part
         for step in event.steps:
-            taking_part = running + sum(last >= step.step for last in ended)
-            self.waits.add(process.number, (step,), taking_part)
+            late = sum(one.timed_step >= step.step for one in finished)
+            self.waits.add(process.number, (step,), running + late)

@@ -106,9 +106,9 @@ class Sampler:
 
     def _sample_worker(self, one: Process) -> Sample:
         seen = self._seen_of(one)
-        fresh = {name for name, report in one.heard.items() if report > seen.reports}
+        fresh = [name for name, report in one.heard.items() if report > seen.reports]
         sample = Sample(("worker", one.number), one.step or 0)
-        sample.reported = {n: one.values[n] for n in one.values if n in fresh - _MEASURED_ELSEWHERE}
+        sample.reported = {n: one.values[n] for n in fresh if n not in _MEASURED_ELSEWHERE}
         measured = sample.measured
         times = self.state.waits.workers.get(one.number)
         elapsed_s = one.last[0] - seen.mark[0]
