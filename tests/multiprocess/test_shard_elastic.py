@@ -101,6 +101,46 @@ def save_early(group: Group, samples: int) -> tuple[list[int], str]:
     raise AssertionError("it saves before that")
 
 
+def go_on_late(group: Group, samples: int, path: str) -> None:
+    """Go on from a checkpoint, but not before somebody has come."""
+    resume_data(current(), torch.load(path), is_lockstep=True)
+    learner, loader = Learner(samples), DataLoader(range(samples), 2, shuffle=True)
+    while pl.world_size() < 3:
+        learner.train_alone(torch.tensor([0]))
+    for epoch in pl.epochs(1000):
+        for batch in pl.shard(loader, epoch=epoch):
+            learner.step(epoch, batch)
+
+
+def test_one_who_comes_before_a_checkpoint_is_continued_goes_on_from_it_too(tmp_path: Path) -> None:
+    def save(group: Group) -> tuple[list[int], str]:
+        loader, seen = DataLoader(range(151), 2, shuffle=True), list[int]()
+        for epoch in pl.epochs(2):
+            for number, batch in enumerate(pl.shard(loader, epoch=epoch)):
+                seen += batch.tolist() if epoch == 1 else []
+                if (epoch, number) == (1, 7):
+                    return seen, json.dumps(data_state(current()))
+        raise AssertionError("it saves before that")
+
+    saved = run_ranks(2, save)
+    path = str(tmp_path / "states")
+    torch.save([json.loads(state) for _, state in saved], path)
+    with elastic_job(policy(2)) as job:
+        job.start(go_on_late, 151, path)
+        newcomer = job.add()
+        log = Log(job)
+        log.hear(newcomer)
+        log.hear(newcomer, epoch=3)
+        log.stop(newcomer)
+    counts: dict[int, Counter[int]] = {}
+    for epoch, counted, _ in log.steps.values():
+        counts.setdefault(epoch, Counter()).update(counted)
+    assert min(counts) == 1
+    for seen, _ in saved:
+        counts[1].update(seen)
+    assert counts[1] == counts[2] == Counter(range(151))
+
+
 def test_what_a_checkpoint_left_counts_once_while_workers_come_and_go(tmp_path: Path) -> None:
     saved = run_ranks(2, save_early, 151)
     path = str(tmp_path / "states")

@@ -18,13 +18,13 @@ between workers) they have met since.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.data.cursor import NEWCOMER, PEER, Arrival, Cursor, Plain, Turn
-from paceline.data.line import Before, Line
+from paceline.data.cursor import NEWCOMER, PEER, Arrival, Cursor, Turn
+from paceline.data.line import Before, Line, Waiting
 from paceline.data.loaders import Memory
 from paceline.job import Job
 from paceline.state.protocol import Change, State
@@ -38,16 +38,6 @@ _MANY = 256  # loaders
 _ALL = 1 << 60  # more passes than anybody makes
 
 
-@dataclass
-class _Told:
-    """A line of a loader that this script has not given yet, and what has changed since."""
-
-    state: Plain
-    live: Plain | None
-    how: Arrival
-    turns: list[Turn] = field(default_factory=list)
-
-
 class Ledger:
     """The data of one job. Main thread only."""
 
@@ -56,7 +46,7 @@ class Ledger:
         self._is_elastic = job.elastic.is_on
         self._is_new = job.env.is_newcomer  # and has not heard from the others yet
         self._lines: dict[str, Line] = {}
-        self._told_lines: dict[str, _Told] = {}  # of loaders that this script has not given yet
+        self._told_lines: dict[str, Waiting] = {}  # of loaders that this script has not given yet
         self.is_resumed = False  # from a checkpoint
         self.said: dict[str, Any] = {}  # by line: see epoch_line.py
         self._loops: dict[int, Loop] = {}
@@ -220,11 +210,12 @@ class Ledger:
         for key in [key for key, told in self._told_lines.items() if told.live is None]:
             self._line(key)
         is_in_pass = any(line.is_under_way for line in self._lines.values())
+        told_loops = [[number, *told] for number, told in self._told_loops.items()]
         counts = {
             "lines": {key: line.state() for key, line in self._lines.items()},
             "loops": [
                 *(loop.state(is_in_pass=is_in_pass) for loop in self._loops.values()),
-                *([number, *told] for number, told in self._told_loops.items()),
+                *told_loops,
             ],
             "made": [
                 max(self._num_loaders, self._others[0]),
@@ -232,10 +223,13 @@ class Ledger:
             ],
             "living": [key for key, memory in self._memories.items() if memory() is not None],
         }
+        job = self._job()
+        # Where everybody runs free, each goes on from a place of its own.
+        goes_on = self.is_resumed and job is not None and job.elastic.is_lockstep
         passing = {
-            "lines": {key: line.live() for key, line in self._lines.items()},
-            "loops": [loop.under_way() for loop in self._loops.values()],
-            "made": [self._num_loaders, self._num_loops],
+            "is_resumed": goes_on,
+            "lines": {k: line.live(goes_on=goes_on) for k, line in self._lines.items()},
+            "loops": [*(loop.under_way() for loop in self._loops.values()), *told_loops],
             "workers": [[number, rank] for number, rank in self._workers.items()],
         }
         return State(counts, passing=passing, what="the data")
@@ -258,13 +252,14 @@ class Ledger:
             how = NEWCOMER if self._is_new else PEER
             self._workers = dict(live["workers"])
             if self._is_new:
-                self._follow(live["loops"], live["made"], counts["living"])
+                self.is_resumed = live["is_resumed"]
+                self._follow(live["loops"], counts["made"], counts["living"])
         for key, told in counts["lines"].items():
             line, known = live.get("lines", {}).get(key), self._told_lines.get(key)
             if key in self._lines or (known is not None and known.live is None):
                 self._line(key).load(told, line, how)
             else:  # its loader comes here for the first time: as if this worker were new
-                self._told_lines[key] = _Told(told, line, how if how.is_resumed else NEWCOMER)
+                self._told_lines[key] = Waiting(told, line, how if how.is_resumed else NEWCOMER)
 
     def _follow(self, loops: list[Any], made: list[int], living: list[str]) -> None:
         """Go on in loops where the others are, and name loaders as they do."""
@@ -291,8 +286,7 @@ class Ledger:
         for line in self._lines.values():
             line.turn(turn)
         for told in self._told_lines.values():
-            if told.live is not None:
-                told.turns.append(turn)
+            told.turn(turn)
 
 
 def _is_one_of(key: str, count: int) -> bool:

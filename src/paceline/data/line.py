@@ -11,7 +11,7 @@ continued where they are. In a run that is resumed, the checkpoint takes the pla
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from paceline.data.cursor import (
@@ -30,7 +30,7 @@ from paceline.data.indices import plain_parts, read_parts
 @dataclass
 class Waiting:
     """A pass under way elsewhere, on other workers or in a checkpoint, and here not yet; and what
-    has changed since."""
+    has changed since. The ledger has lines in the same way."""
 
     state: Plain
     live: Plain | None
@@ -45,6 +45,13 @@ class Waiting:
     def require_same_data(self, facts: Facts, epoch: int) -> None:
         """Raise DataError if this is not the data that the pass was over."""
         require_same_data(self.state, facts, epoch, is_same=self.how.is_same)
+
+    def turn(self, turn: Turn) -> None:
+        """Note that there will be other workers."""
+        if self.live is None:
+            self.how = replace(self.how, is_same=False)
+        else:
+            self.turns.append(turn)
 
     def enter(self, cursor: Cursor) -> None:
         """Put the cursor of a pass that begins here to where it is."""
@@ -83,7 +90,17 @@ class Line:
     @property
     def is_pass_known(self) -> bool:
         """Whether the others had begun this worker's next pass before it came."""
+        waiting = self.waiting.get(self.my_passes)
+        if waiting is not None:
+            return waiting.how.is_new
         return not self.before.is_resumed and self.my_passes < self.before.passes
+
+    @property
+    def told_epoch(self) -> int | None:
+        """The epoch of this worker's next pass, if others or a checkpoint had begun it."""
+        waiting = self.waiting.get(self.my_passes)
+        is_told = waiting is not None and (waiting.how.is_resumed or waiting.how.is_new)
+        return waiting.epoch if waiting is not None and is_told else None
 
     @property
     def saved(self) -> Waiting | None:
@@ -162,8 +179,7 @@ class Line:
             if not cursor.is_left:
                 cursor.turn(turn)
         for waiting in self.waiting.values():
-            if not waiting.how.is_resumed:
-                waiting.turns.append(turn)
+            waiting.turn(turn)
 
     @property
     def place(self) -> list[int]:
@@ -192,8 +208,7 @@ class Line:
 
     def state(self) -> dict[str, Any]:
         """Return where this worker's script is."""
-        is_before = self.before.is_resumed and self.my_passes < self.before.passes
-        saved = self._saved if is_before else {}
+        is_before, saved = self._is_before, self._saved if self._is_before else {}
         return {
             "passes": self.before.passes if is_before else self.my_passes,
             "next_epoch": self.before.next_epoch if is_before else self.next_epoch,
@@ -206,9 +221,11 @@ class Line:
             ],
         }
 
-    def live(self) -> dict[str, Any]:
-        """Return what all workers have alike, as long as the job runs."""
+    def live(self, *, goes_on: bool = False) -> dict[str, Any]:
+        """Return what all workers have alike, as long as the job runs. `goes_on`: a newcomer also
+        continues what they still have to continue from a checkpoint."""
         return {
+            "before": list(astuple(self.before)) if goes_on and self._is_before else None,
             "passes": self.passes,
             "next_epoch": self.next_epoch,
             "answers": self.answers,
@@ -238,8 +255,19 @@ class Line:
         # One that has not gone on yet from a checkpoint does so where the others are.
         told = {i: Waiting(*one, NEWCOMER if i in saved else how) for i, one in theirs.items()}
         self.waiting = {**saved, **told}
-        if how.is_new:
+        if how.is_new and live["before"] is not None:  # goes on from the checkpoint with them
+            resumed = Arrival(is_resumed=True, is_same=False)
+            rest = {index: one for index, one in states.items() if index not in told}
+            self.load({**state, "open": list(rest.items())}, None, resumed)
+            self.before = Before(*live["before"])
+            self.waiting.update(told)
+        elif how.is_new:
             self.before = Before(self.passes, live["next_epoch"])
+
+    @property
+    def _is_before(self) -> bool:
+        """Whether this worker's script has not come yet to where a checkpoint was made."""
+        return self.before.is_resumed and self.my_passes < self.before.passes
 
     @property
     def _saved(self) -> dict[int, Waiting]:

@@ -137,8 +137,8 @@ class Sharded:
     def _next_epoch(self) -> int:
         if self._options.epoch is not None:
             return operator.index(self._options.epoch)
-        if self._line.saved is not None:
-            return self._line.saved.epoch
+        if self._line.told_epoch is not None:
+            return self._line.told_epoch
         return max(self._memory.next_epoch, self._line.next_epoch)
 
     def __len__(self) -> int:
