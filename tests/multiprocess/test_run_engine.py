@@ -54,6 +54,9 @@ def test_a_rank_that_raises_is_named_before_those_that_lost_it(bench: Workbench)
 # a function, at the moment that matters; nothing is replaced.
 _FINISHED_EARLY = """
     import os, sys, time
+    rank, has_hosts = int(os.environ["PACELINE_RANK"]), sys.argv[1] == "hosts"
+    if rank == 2 and has_hosts:
+        os.environ["PACELINE_HOST_ID"] = "another"
     import torch, paceline as pl
 
     def hold(function, caller, until):
@@ -69,10 +72,11 @@ _FINISHED_EARLY = """
     def have_both_left(fabric):
         return [fabric.presence[r].state for r in (0, 1) if r in fabric.presence] == ["left"] * 2
 
-    rank = int(os.environ["PACELINE_RANK"])
-    if rank == 0:  # makes the memory of the group: rank 2 has looked for it in vain before
+    if rank == 2 and has_hosts:  # the others connect, and need no answer
+        hold("_patiently", "_link", have_both_left)
+    elif rank == 0 and not has_hosts:  # makes the memory: rank 2 has looked in vain
         hold("_form", "create_group", lambda _: os.path.exists("_require_presence"))
-    if rank == 2:
+    elif rank == 2:
         hold("_require_presence", "_form", have_both_left)
     pl.init()
     print(f"rank {rank} has joined")
@@ -85,8 +89,13 @@ _FINISHED_EARLY = """
 """
 
 
-def test_ranks_that_have_finished_do_not_break_the_start_of_others(bench: Workbench) -> None:
-    done = bench.run("run", "-n", "3", bench.script(_FINISHED_EARLY))
+@pytest.mark.parametrize("where", ["host", "hosts"])
+def test_ranks_that_have_finished_do_not_break_the_start_of_others(
+    bench: Workbench, where: str
+) -> None:
+    done = bench.run("run", "-n", "3", bench.script(_FINISHED_EARLY), where)
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"rank (\d) has joined", done.stdout)) == ["0", "1", "2"]
+    held = {"host": "_require_presence", "hosts": "_patiently"}[where]
+    assert (bench.path / held).exists(), "the moment was met"
     assert "[2] alone now, noticed at once: True" in done.stdout
