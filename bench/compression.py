@@ -24,7 +24,7 @@ import torch
 from harness.report import machine, time_text, write_json
 
 from paceline import _core
-from paceline.compress import kernels
+from paceline.compress import blocks, shared_scales, sparse
 from paceline.compress.kernels import Draw
 
 _DRAW = Draw(1, 2)
@@ -65,67 +65,67 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def block_cases(name: str, values: torch.Tensor, residual: torch.Tensor) -> Iterator[Case]:
-    count, size = len(values), kernels.payload_bytes(name, len(values))
+    count, size = len(values), blocks.payload_bytes(name, len(values))
     rows = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
     payload, out, dense = torch.empty_like(rows[0]), torch.empty(count), 4 * count
     for row in rows:
-        kernels.encode(name, values, row, draw=_DRAW)
+        blocks.encode(name, values, row, draw=_DRAW)
 
     def encode(left: torch.Tensor | None) -> None:
-        kernels.encode(name, values, payload, residual=left, draw=_DRAW)
+        blocks.encode(name, values, payload, residual=left, draw=_DRAW)
 
     def recode(left: torch.Tensor | None) -> None:
-        kernels.recode(name, rows, payload, residual=left, count=count, draw=_DRAW)
+        blocks.recode(name, rows, payload, residual=left, count=count, draw=_DRAW)
 
     yield Case(name, "encode", lambda: encode(None), dense + size)
     yield Case(name, "encode, residual", lambda: encode(residual), 3 * dense + size)
-    yield Case(name, "decode", lambda: kernels.mean(name, rows[:1], out), dense + size)
-    yield Case(name, "mean of 2", lambda: kernels.mean(name, rows, out), dense + 2 * size)
+    yield Case(name, "decode", lambda: blocks.mean(name, rows[:1], out), dense + size)
+    yield Case(name, "mean of 2", lambda: blocks.mean(name, rows, out), dense + 2 * size)
     yield Case(name, "recode of 2", lambda: recode(None), 3 * size)
     yield Case(name, "recode of 2, residual", lambda: recode(residual), 2 * dense + 3 * size)
 
 
 def shared_cases(values: torch.Tensor, residual: torch.Tensor) -> Iterator[Case]:
     count, group = len(values), "int8 shared"
-    absmax = torch.empty(kernels.num_shared_blocks(count))
+    absmax = torch.empty(shared_scales.num_shared_blocks(count))
     part, out = torch.empty(count, dtype=torch.int8), torch.empty(count)
-    kernels.block_absmax(values, None, absmax)
+    shared_scales.block_absmax(values, None, absmax)
 
     def encode() -> None:
-        kernels.encode_shared(values, absmax, 63, part, residual=residual)
+        shared_scales.encode_shared(values, absmax, 63, part, residual=residual)
 
     yield Case(
-        group, "absmax", lambda: kernels.block_absmax(values, residual, absmax), 2 * 4 * count
+        group, "absmax", lambda: shared_scales.block_absmax(values, residual, absmax), 2 * 4 * count
     )
     yield Case(group, "encode, residual", encode, 13 * count)
-    yield Case(group, "decode", lambda: kernels.decode_shared(part, absmax, 63, 2, out), 5 * count)
+    yield Case(
+        group, "decode", lambda: shared_scales.decode_shared(part, absmax, 63, 2, out), 5 * count
+    )
 
 
 def sparse_cases(values: torch.Tensor, residual: torch.Tensor) -> Iterator[Case]:
     count, k = len(values), round(len(values) * _PART)
     indices, chosen = torch.empty(k, dtype=torch.int32), torch.empty(k)
     drawn, out = torch.empty(k, dtype=torch.int32), torch.empty(count)
-    kernels.select(values, k, indices, chosen)
-    width, row = kernels.gap_format(count, k), (indices.clone(), chosen.clone())
-    packed = torch.empty(kernels.gap_bytes(count, k, width), dtype=torch.uint8)
+    sparse.select(values, k, indices, chosen)
+    width, row = sparse.gap_format(count, k), (indices.clone(), chosen.clone())
+    packed = torch.empty(sparse.gap_bytes(count, k, width), dtype=torch.uint8)
     gaps = len(packed) + 4 * k
 
     def select(left: torch.Tensor | None) -> None:
-        kernels.select(values, k, indices, chosen, residual=left)
+        sparse.select(values, k, indices, chosen, residual=left)
 
     group = f"top {_PART:.0%}"
     yield Case(group, "select", lambda: select(None), 0)
     yield Case(group, "select, residual", lambda: select(residual), 0)
+    yield Case(group, "mean of 2", lambda: sparse.scatter_mean([row, row], out), 4 * count + 16 * k)
     yield Case(
-        group, "mean of 2", lambda: kernels.scatter_mean([row, row], out), 4 * count + 16 * k
+        group, "pack gaps", lambda: sparse.pack_gaps(row[0], count, packed, width=width), gaps
     )
     yield Case(
-        group, "pack gaps", lambda: kernels.pack_gaps(row[0], count, packed, width=width), gaps
+        group, "unpack gaps", lambda: sparse.unpack_gaps(packed, count, drawn, width=width), gaps
     )
-    yield Case(
-        group, "unpack gaps", lambda: kernels.unpack_gaps(packed, count, drawn, width=width), gaps
-    )
-    yield Case(group, "random", lambda: kernels.random_indices(count, k, _DRAW, drawn), 4 * k)
+    yield Case(group, "random", lambda: sparse.random_indices(count, k, _DRAW, drawn), 4 * k)
 
 
 def measure(cases: list[Case], values: torch.Tensor, rounds: int) -> None:
@@ -175,7 +175,7 @@ def show(cases: list[Case]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    groups = [*kernels.FORMATS, "shared", "sparse"]
+    groups = [*blocks.FORMATS, "shared", "sparse"]
     parser.add_argument("--elements", type=int, default=25_000_000)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="+", choices=groups, default=groups)

@@ -23,8 +23,8 @@ from __future__ import annotations
 from paceline.cluster.member import Membership
 from paceline.collectives.group import Group
 from paceline.compress.codec import Codec, Ground
-from paceline.compress.draw import Draw
 from paceline.compress.journey import Journey
+from paceline.compress.kernels import Draw
 from paceline.compress.known import register as register_codec
 from paceline.compress.layout import Layout, Segment, Span
 from paceline.compress.packet import Packet

@@ -15,7 +15,7 @@ from torch import nn
 import paceline as pl
 from paceline.collectives.group import Group
 from paceline.compress.codec import Codec
-from paceline.compress.draw import Draw
+from paceline.compress.kernels import Draw
 from paceline.compress.known import register
 from paceline.data_parallel.distribute import _successions
 from paceline.job import current

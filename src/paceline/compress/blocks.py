@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline import _core
-from paceline.compress.draw import Draw
-from paceline.compress.slices import in_slices, require, require_residual
+from paceline.compress.kernels import Draw, in_slices, require, require_residual
 from paceline.errors import UsageError
 
 

@@ -5,7 +5,7 @@
     randomk:r   places that all workers know without a message, so that only values travel, and are
                 averaged as any dense tensor
 
-A payload of topk: k values, then their places as gaps from one to the next (kernels.py), in room
+A payload of topk: k values, then their places as gaps from one to the next (sparse.py), in room
 for the worst case: its size is the same each time. `topk:0.01+int8` encodes the values again. With
 `feedback` (the default) what is not chosen waits in the residual and grows.
 """
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from paceline.collectives.group import Group
-from paceline.compress import kernels
+from paceline.compress import blocks, sparse
 from paceline.compress.codec import Codec, Ground
-from paceline.compress.draw import Draw
 from paceline.compress.journey import Journey
+from paceline.compress.kernels import Draw
 from paceline.compress.parse import CodecSpec
 from paceline.work import Work
 
@@ -33,7 +33,7 @@ class TopK(Codec):
     def __init__(self, spec: CodecSpec) -> None:
         super().__init__(spec)
         self.share = spec.value
-        self._values = kernels.FORMATS[spec.values] if spec.values else None
+        self._values = blocks.FORMATS[spec.values] if spec.values else None
         self._room: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by number of values
 
     def count(self, size: int) -> int:
@@ -42,7 +42,7 @@ class TopK(Codec):
 
     def num_bytes(self, count: int) -> int:
         k = self.count(count)
-        return self._value_bytes(k) + kernels.gap_bytes(count, k, kernels.gap_format(count, k))
+        return self._value_bytes(k) + sparse.gap_bytes(count, k, sparse.gap_format(count, k))
 
     def encode(
         self,
@@ -53,7 +53,7 @@ class TopK(Codec):
     ) -> None:
         size, k = values.numel(), self.count(values.numel())
         indices, chosen = self._space(k)
-        kernels.select(values, k, indices, chosen, residual=residual, draw=draw)
+        sparse.select(values, k, indices, chosen, residual=residual, draw=draw)
         self.pack(payload, size, indices, chosen, residual, draw)
 
     def pack(
@@ -71,29 +71,29 @@ class TopK(Codec):
         if self._values is None:
             payload[:split].view(torch.float32).copy_(chosen)
         else:
-            kernels.encode(self._values.name, chosen, payload[:split], draw=draw)
+            blocks.encode(self._values.name, chosen, payload[:split], draw=draw)
             if residual is not None:
                 rounded = torch.empty_like(chosen)
-                kernels.mean(self._values.name, [payload[:split]], rounded)
+                blocks.mean(self._values.name, [payload[:split]], rounded)
                 # What others see as no number is all there still, except for what is none.
                 left = torch.where(torch.isfinite(rounded), chosen - rounded, chosen)
                 residual.index_add_(0, indices, left.nan_to_num_(0.0, 0.0, 0.0))
-        kernels.pack_gaps(indices, size, payload[split:], width=kernels.gap_format(size, k))
+        sparse.pack_gaps(indices, size, payload[split:], width=sparse.gap_format(size, k))
 
     def mean(self, payloads: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         k = self.count(out.numel())
-        split, width = self._value_bytes(k), kernels.gap_format(out.numel(), k)
+        split, width = self._value_bytes(k), sparse.gap_format(out.numel(), k)
         rows = []
         for payload in payloads:
             indices = torch.empty(k, dtype=torch.int32)
-            kernels.unpack_gaps(payload[split:], out.numel(), indices, width=width)
+            sparse.unpack_gaps(payload[split:], out.numel(), indices, width=width)
             if self._values is None:
                 chosen = payload[:split].view(torch.float32)
             else:
                 chosen = torch.empty(k)
-                kernels.mean(self._values.name, [payload[:split]], chosen)
+                blocks.mean(self._values.name, [payload[:split]], chosen)
             rows.append((indices, chosen))
-        kernels.scatter_mean(rows, out)
+        sparse.scatter_mean(rows, out)
 
     def _value_bytes(self, k: int) -> int:
         return 4 * k if self._values is None else self._values.payload_bytes(k)
@@ -132,7 +132,7 @@ class _KnownPlaces(Journey):
         parts = self._values.split([places.numel() for places in self._places])
         common = Draw(self.codec.seed, draw.step, draw.first)
         for span, places, part in zip(self.layout.large, self._places, parts, strict=True):
-            kernels.random_indices(span.count, places.numel(), common.at(span.start), places)
+            sparse.random_indices(span.count, places.numel(), common.at(span.start), places)
             wanted = span.of(values)
             if self.residual is not None:
                 wanted = span.of(self.residual).add_(wanted)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.compress.draw import Draw
+from paceline.compress.kernels import Draw
 from paceline.compress.known import CODECS
 from paceline.compress.layout import Layout
 from paceline.compress.parse import CodecSpec
@@ -99,7 +99,7 @@ class Codec:
 
     def journey(self, ground: Ground) -> Journey:
         """Return how a flat tensor travels; by default everybody sends everything to everybody."""
-        from paceline.compress.gathered import Gathered
+        from paceline.compress.journey import Gathered
 
         return Gathered(self, ground)
 

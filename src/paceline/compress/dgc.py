@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from paceline.collectives.group import Group
-from paceline.compress import kernels
+from paceline.compress import sparse
 from paceline.compress.chosen import TopK
 from paceline.compress.codec import Ground, make_codec
-from paceline.compress.draw import Draw
-from paceline.compress.gathered import Gathered
+from paceline.compress.journey import Gathered
+from paceline.compress.kernels import Draw
 from paceline.compress.packet import Packet
 from paceline.compress.parse import CodecSpec, parse_codec
 from paceline.work import Work
@@ -66,7 +66,7 @@ class DeepGradient(TopK):
         k = self.count(values.numel())
         velocity.mul_(self.momentum).add_(values)
         indices, chosen = torch.empty(k, dtype=torch.int32), torch.empty(k)
-        kernels.select(velocity, k, indices, chosen, residual=residual, draw=draw)
+        sparse.select(velocity, k, indices, chosen, residual=residual, draw=draw)
         velocity.index_fill_(0, indices.long(), 0.0)
         self.pack(payload, values.numel(), indices, chosen, residual, draw)
 

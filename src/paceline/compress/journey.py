@@ -7,23 +7,26 @@
 `start` is called again, with the same key, when a worker was lost: then what was encoded is sent
 once more, and nothing is added to the residual a second time. Small tensors travel with hop 1 as
 they are.
+
+GATHERED is a journey of one hop: each worker sends all of its payload to all others, who make the
+mean. For payloads that nobody can add up for others, such as chosen values with their places: with
+n workers each sends its payload n - 1 times, so it is for few bytes, or few workers.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from paceline.collectives.group import Group
 from paceline.compress.codec import Codec, Ground
-from paceline.compress.draw import Draw
+from paceline.compress.kernels import Draw
 from paceline.telemetry.traffic import Account
 from paceline.work import Work
 
-_LOOK_EVERY = 50  # steps between two looks at the error
+LOOK_EVERY = 50  # steps between two looks at the error
 
 
 class Journey:
@@ -113,10 +116,7 @@ class Journey:
             self._small_work.wait()
         with self.account.working():
             self.write(out)
-            at = 0
-            for span in self.layout.small:
-                span.of(out).copy_(self._small_mean[at : at + span.count])
-                at += span.count
+            self.layout.unpack_small(self._small_mean, out)
 
     def left_out(self) -> torch.Tensor | None:
         """Return what has not been sent yet."""
@@ -129,18 +129,59 @@ class Journey:
 
     def _encode(self, values: torch.Tensor, key: int) -> None:
         self._key = key
-        is_looking = self.residual is not None and self.steps % _LOOK_EVERY == 0
-        size = self._wanted_size(values) if is_looking else 0.0
+        size = 0.0
+        if self.residual is not None and self.steps % LOOK_EVERY == 0:
+            size = self.layout.wanted_size(values, self.residual)
         self.encode(values, Draw(self.codec.seed + 1 + self.rank, self.steps, self.layout.first))
         self.steps += 1
-        at = 0
-        for span in self.layout.small:
-            self._small[at : at + span.count].copy_(span.of(values))
-            at += span.count
+        self.layout.pack_small(values, self._small)
         if size and self.residual is not None:
             self.account.missed(float(torch.linalg.vector_norm(self.residual)) / size)
 
-    def _wanted_size(self, values: torch.Tensor) -> float:
-        assert self.residual is not None
-        wanted = (span.of(values) + span.of(self.residual) for span in self.layout.large)
-        return math.hypot(*(float(torch.linalg.vector_norm(part)) for part in wanted))
+
+class Gathered(Journey):
+    """One flat tensor, whose spans' payloads lie one behind the other."""
+
+    def __init__(self, codec: Codec, ground: Ground) -> None:
+        super().__init__(codec, ground)
+        self._ends = [0]
+        self._payload = self._rows_memory = torch.empty(0, dtype=torch.uint8)
+        self._rows: Sequence[torch.Tensor] = ()
+        self.resize()
+
+    def resize(self) -> None:
+        """Make room for what the codec sends from now on; between two journeys only."""
+        sizes = [self.codec.num_bytes(span.count) for span in self.layout.large]
+        self._ends = [0]
+        for size in sizes:
+            self._ends.append(self._ends[-1] + -(-size // 4) * 4)  # numbers begin at multiples of 4
+        self._payload = self.allocate(self._ends[-1], torch.uint8)
+        self._rows = ()
+
+    def encode(self, values: torch.Tensor, draw: Draw) -> None:
+        for number, span in enumerate(self.layout.large):
+            residual = None if self.residual is None else span.of(self.residual)
+            payload = self._part(self._payload, number)
+            self.codec.encode(span.of(values), payload, residual, draw.at(span.start))
+
+    def hop(self, group: Group) -> Work[Any]:
+        if len(self._rows) != group.size:
+            size = self._payload.numel()
+            self._rows_memory = self.allocate(size * group.size, torch.uint8)
+            self._rows = [self._rows_memory[n * size : (n + 1) * size] for n in range(group.size)]
+        work = group.all_gather(self._payload, out=self._rows, async_op=True)
+        assert isinstance(work, Work)
+        self.last_hop = work
+        return work
+
+    def write(self, out: torch.Tensor) -> None:
+        for number, span in enumerate(self.layout.large):
+            self.codec.mean([self._part(row, number) for row in self._rows], span.of(out))
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._payload.numel() * (len(self._rows) - 1)
+
+    def _part(self, row: torch.Tensor, number: int) -> torch.Tensor:
+        begin = self._ends[number]
+        return row[begin : begin + self.codec.num_bytes(self.layout.large[number].count)]

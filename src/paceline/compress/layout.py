@@ -7,6 +7,7 @@ between two tensors are a few zeros, so that each begins on a cache line.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,6 +52,26 @@ class Layout:
     def num_small(self) -> int:
         """How many elements stay as they are."""
         return sum(span.count for span in self.small)
+
+    def pack_small(self, values: torch.Tensor, small: torch.Tensor) -> None:
+        """Write what stays as it is to `small`, one tensor after the other."""
+        at = 0
+        for span in self.small:
+            small[at : at + span.count].copy_(span.of(values))
+            at += span.count
+
+    def unpack_small(self, small: torch.Tensor, out: torch.Tensor) -> None:
+        """Write it to its places in `out`."""
+        at = 0
+        for span in self.small:
+            span.of(out).copy_(small[at : at + span.count])
+            at += span.count
+
+    def wanted_size(self, values: torch.Tensor, residual: torch.Tensor) -> float:
+        """Return the norm of what is to be compressed; 0 if it is not finite."""
+        wanted = (span.of(values) + span.of(residual) for span in self.large)
+        size = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in wanted))
+        return size if math.isfinite(size) else 0.0
 
 
 def plan(segments: Sequence[Segment], size: int, first: int, min_elements: int) -> Layout:

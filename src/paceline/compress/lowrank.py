@@ -21,8 +21,8 @@ import torch
 
 from paceline.collectives.group import Group
 from paceline.compress.codec import Codec, Ground
-from paceline.compress.draw import Draw
 from paceline.compress.journey import Journey
+from paceline.compress.kernels import Draw
 from paceline.compress.layout import Layout, Span
 from paceline.work import Work
 

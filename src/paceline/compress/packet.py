@@ -18,11 +18,10 @@ from itertools import pairwise
 import torch
 
 from paceline.compress.codec import Codec, Ground
-from paceline.compress.draw import Draw
+from paceline.compress.journey import LOOK_EVERY
+from paceline.compress.kernels import Draw
 from paceline.compress.layout import Layout, Span
 from paceline.telemetry.traffic import Account
-
-_LOOK_EVERY = 50  # packets between two looks at the error
 
 
 class Contents:
@@ -35,7 +34,8 @@ class Contents:
             size = codec.num_bytes(span.count)
             self._ends.append(self._ends[-1] + -(-size // 4) * 4)
         self.num_bytes = self._ends[-1] + 4 * layout.num_small
-        covered = sorted((span.start, span.start + span.count) for span in _spans(layout))
+        spans = (*layout.large, *layout.small)
+        covered = sorted((span.start, span.start + span.count) for span in spans)
         pairs = pairwise([(0, 0), *covered, (layout.size, layout.size)])
         self._gaps = [Span(stop, start - stop) for (_, stop), (start, _) in pairs if stop < start]
 
@@ -52,10 +52,7 @@ class Contents:
         """Write the numbers of a packet to `out`; zeros where there is no tensor."""
         for number, span in enumerate(self._layout.large):
             self.codec.mean([self.part(payload, number)], span.of(out))
-        small, at = self.small(payload), 0
-        for span in self._layout.small:
-            span.of(out).copy_(small[at : at + span.count])
-            at += span.count
+        self._layout.unpack_small(self.small(payload), out)
         for span in self._gaps:
             span.of(out).zero_()
 
@@ -84,7 +81,9 @@ class Packet:
             return
         self.key = key
         with self.account.working():
-            wanted = self._look(values)
+            wanted = 0.0
+            if self.residual is not None and self.num_filled % LOOK_EVERY == 0:
+                wanted = self.layout.wanted_size(values, self.residual)
             kept = [(span.of(flat), span.of(flat).clone()) for flat in self.kept for span in absent]
             for memory, _ in kept:
                 memory.zero_()
@@ -92,10 +91,7 @@ class Packet:
             self.encode(values, Draw(seed, self.num_filled, self.layout.first))
             for memory, before in kept:
                 memory.copy_(before)
-            small, at = self.contents.small(self.payload), 0
-            for span in self.layout.small:
-                small[at : at + span.count].copy_(span.of(values))
-                at += span.count
+            self.layout.pack_small(values, self.contents.small(self.payload))
             self.num_filled += 1
             if wanted and self.residual is not None:
                 self.account.missed(float(torch.linalg.vector_norm(self.residual)) / wanted)
@@ -117,16 +113,3 @@ class Packet:
         """Make room for what this codec writes from now on."""
         self.contents = Contents(codec, self.layout)
         self.payload = self._allocate(self.contents.num_bytes, torch.uint8)
-
-    def _look(self, values: torch.Tensor) -> float:
-        """Return how large what is wanted is, now and then; 0: it is not looked at."""
-        if self.residual is None or self.num_filled % _LOOK_EVERY:
-            return 0.0
-        spans = self.layout.large
-        sizes = [torch.linalg.vector_norm(s.of(values) + s.of(self.residual)) for s in spans]
-        size = float(torch.linalg.vector_norm(torch.stack(sizes)))
-        return size if size < float("inf") else 0.0
-
-
-def _spans(layout: Layout) -> Sequence[Span]:
-    return (*layout.large, *layout.small)

@@ -22,21 +22,21 @@ from typing import Any
 import torch
 
 from paceline.collectives.group import Group
-from paceline.compress import kernels
+from paceline.compress import blocks
 from paceline.compress.codec import Codec, Ground
-from paceline.compress.draw import Draw
 from paceline.compress.journey import Journey
+from paceline.compress.kernels import Draw
 from paceline.compress.layout import Span
 from paceline.compress.parse import CodecSpec
 from paceline.work import Work
 
 
 class Blocks(Codec):
-    """A format of blocks (kernels.py)."""
+    """A format of blocks (blocks.py)."""
 
     def __init__(self, spec: CodecSpec) -> None:
         super().__init__(spec)
-        self.format = kernels.FORMATS[spec.name]
+        self.format = blocks.FORMATS[spec.name]
 
     def num_bytes(self, count: int) -> int:
         return self.format.payload_bytes(count)
@@ -52,10 +52,10 @@ class Blocks(Codec):
         residual: torch.Tensor | None,
         draw: Draw,
     ) -> None:
-        kernels.encode(self.format.name, values, payload, residual=residual, draw=draw)
+        blocks.encode(self.format.name, values, payload, residual=residual, draw=draw)
 
     def mean(self, payloads: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        kernels.mean(self.format.name, payloads, out)
+        blocks.mean(self.format.name, payloads, out)
 
     def journey(self, ground: Ground) -> Journey:
         if self.spec.text("scales") == "shared":
@@ -96,11 +96,11 @@ class Sliced(Journey):
         self._settle()
         at = 0
         for span in self.layout.large:
-            blocks = self.codec.num_blocks(span.count)
+            length = self.codec.num_blocks(span.count)
             residual = None if self.residual is None else span.of(self.residual)
-            payload = self._cut(self._payload, at, at + blocks)
+            payload = self._cut(self._payload, at, at + length)
             self.codec.encode(span.of(values), payload, residual, draw.at(span.start))
-            at += blocks
+            at += length
         self._draw = Draw(self.codec.seed, draw.step, draw.first)
 
     def hop(self, group: Group) -> Work[Any]:
@@ -121,7 +121,7 @@ class Sliced(Journey):
                 piece.of(self._owed).zero_()
                 residual = self._owed
             rows = [self._cut(row, piece.first - begin, piece.last - begin) for row in self._heard]
-            kernels.recode(
+            blocks.recode(
                 self.codec.format.name,
                 rows,
                 self._cut(self._result, piece.first, piece.last),
@@ -139,9 +139,9 @@ class Sliced(Journey):
     def write(self, out: torch.Tensor) -> None:
         at = 0
         for span in self.layout.large:
-            blocks = self.codec.num_blocks(span.count)
-            self.codec.mean([self._cut(self._result, at, at + blocks)], span.of(out))
-            at += blocks
+            length = self.codec.num_blocks(span.count)
+            self.codec.mean([self._cut(self._result, at, at + length)], span.of(out))
+            at += length
 
     @property
     def sent_bytes(self) -> int:
@@ -181,16 +181,16 @@ class Sliced(Journey):
         begin, end = self._bounds[rank], self._bounds[rank + 1]
         at, width = 0, self.codec.format.values
         for span in self.layout.large:
-            blocks = self.codec.num_blocks(span.count)
-            first, last = max(begin, at), min(end, at + blocks)
+            length = self.codec.num_blocks(span.count)
+            first, last = max(begin, at), min(end, at + length)
             if first < last:
                 start = (first - at) * width
                 count = min(span.count, (last - at) * width) - start
                 yield _Piece(span.start + start, count, first, last)
-            at += blocks
+            at += length
 
-    def _bytes(self, blocks: int) -> torch.Tensor:
-        return self.allocate(blocks * self.codec.format.num_bytes, torch.uint8)
+    def _bytes(self, num_blocks: int) -> torch.Tensor:
+        return self.allocate(num_blocks * self.codec.format.num_bytes, torch.uint8)
 
     def _cut(self, payload: torch.Tensor, first: int, last: int) -> torch.Tensor:
         size = self.codec.format.num_bytes

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline import _core
-from paceline.compress.draw import Draw
-from paceline.compress.slices import in_slices, require, require_residual, require_threads
+from paceline.compress.kernels import Draw, in_slices, require, require_residual, require_threads
 from paceline.errors import UsageError
 
 MOST_ELEMENTS = 2**31 - 1  # an index is an int32

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.compress.codec import Allocate, Codec, Ground, make_codec
-from paceline.compress.draw import Draw
+from paceline.compress.kernels import Draw
 from paceline.compress.layout import Layout, plan
 from paceline.compress.packet import Contents, Packet
 from paceline.compress.parse import CodecSpec, parse_codec
@@ -180,10 +180,7 @@ class MeanPackets:
                 values.copy_(read)
             elif not _are_same(values, read):
                 return None  # somebody has sent more than was thought
-        at, small = 0, contents.small(packet)
-        for span in self._layout.small:
-            small[at : at + span.count].copy_(span.of(average))
-            at += span.count
+        self._layout.pack_small(average, contents.small(packet))
         return str(form), packet
 
     def _form(self, num_workers: int) -> CodecSpec:

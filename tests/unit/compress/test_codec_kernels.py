@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import _core
-from paceline.compress import kernels
+from paceline.compress import blocks
 from paceline.compress.kernels import Draw
 from paceline.errors import UsageError
 
-FORMATS = list(kernels.FORMATS)
+FORMATS = list(blocks.FORMATS)
 BLOCKWISE = ["int8", "int4", "onebit"]  # one value that is not finite spoils its block
 SPECIAL = [0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45, -1e-40, 1.2e-38, 3e38, -3.4e38, 65504.0, 7e4]
 LENGTHS = st.integers(1, 300) | st.sampled_from([511, 512, 513, 2047, 2048, 2049, 5000])
@@ -40,14 +40,14 @@ def numbers(seed: int, count: int, scale: float = 1.0, special: float = 0.0) -> 
 
 
 def encoded(name: str, values: torch.Tensor, **options) -> torch.Tensor:
-    payload = torch.full((kernels.payload_bytes(name, len(values)),), 0xAA, dtype=torch.uint8)
-    kernels.encode(name, values, payload, **{"draw": Draw(1, 2), **options})
+    payload = torch.full((blocks.payload_bytes(name, len(values)),), 0xAA, dtype=torch.uint8)
+    blocks.encode(name, values, payload, **{"draw": Draw(1, 2), **options})
     return payload
 
 
 def decoded(name: str, *rows: torch.Tensor, count: int, threads: int = 1) -> torch.Tensor:
     out = torch.full((count,), 123.0)
-    kernels.mean(name, rows, out, threads=threads)
+    blocks.mean(name, rows, out, threads=threads)
     return out
 
 
@@ -144,7 +144,7 @@ def test_equal_values_come_back(name, value, count):
 @pytest.mark.parametrize("name", BLOCKWISE)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_spoils_its_block_and_no_residual(name, bad):
-    size = kernels.FORMATS[name].values
+    size = blocks.FORMATS[name].values
     values, residual = numbers(1, 3 * size), numbers(2, 3 * size)
     values[size + 5] = bad
     before = residual.clone()
@@ -192,12 +192,12 @@ def test_means_are_added_in_order_and_divided_once(name, seed, count, num_rows):
 
     before = numbers(seed + 99, count)
     residual, payload = before.clone(), torch.empty_like(rows[0])
-    kernels.recode(name, rows, payload, residual=residual, draw=Draw(3, 4, 5))
+    blocks.recode(name, rows, payload, residual=residual, draw=Draw(3, 4, 5))
     assert torch.equal(payload, encoded(name, mean, draw=Draw(3, 4, 5)))
     found = decoded(name, payload, count=count)
     lost = before + num_rows * (mean - found)
     assert same(residual, torch.where(found.isfinite(), lost, before))
-    kernels.recode(name, rows, rows[-1], count=count, draw=Draw(3, 4, 5))
+    blocks.recode(name, rows, rows[-1], count=count, draw=Draw(3, 4, 5))
     assert torch.equal(payload, rows[-1])
 
 
@@ -260,7 +260,7 @@ def test_threads_change_nothing(name):
         rows = [payload, encoded(name, values, draw=Draw(4, 5), threads=threads)]
         mean = decoded(name, *rows, count=count, threads=threads)
         again = torch.empty_like(payload)
-        kernels.recode(name, rows, again, residual=left, draw=Draw(6, 7), threads=threads)
+        blocks.recode(name, rows, again, residual=left, draw=Draw(6, 7), threads=threads)
         results.append((payload, residual, mean.view(torch.int32), again, left))
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
@@ -277,22 +277,22 @@ def test_nothing_is_nothing():
 def test_wrong_tensors_are_refused():
     values, payload = torch.zeros(300), torch.zeros(520, dtype=torch.uint8)
     with pytest.raises(UsageError, match=r"no block format 'int5'; there are bf16, fp16, int8"):
-        kernels.encode("int5", values, payload)
+        blocks.encode("int5", values, payload)
     with pytest.raises(UsageError, match=r"payload: expected 520 elements, got 519"):
-        kernels.encode("int8", values, payload[:519])
+        blocks.encode("int8", values, payload[:519])
     with pytest.raises(UsageError, match=r"values: expected torch.float32, got torch.float64"):
-        kernels.encode("int8", values.double(), payload)
+        blocks.encode("int8", values.double(), payload)
     with pytest.raises(UsageError, match=r"residual: expected 300 elements, got 299"):
-        kernels.encode("int8", values, payload, residual=values[:299])
+        blocks.encode("int8", values, payload, residual=values[:299])
     with pytest.raises(UsageError, match=r"values: expected contiguous memory"):
-        kernels.encode("int8", torch.zeros(600)[::2], payload)
+        blocks.encode("int8", torch.zeros(600)[::2], payload)
     with pytest.raises(UsageError, match=r"int4 rounds at random: say with which draw"):
-        kernels.encode("int4", values, payload[:260])
+        blocks.encode("int4", values, payload[:260])
     with pytest.raises(UsageError, match=r"threads: expected at least 1, got 0"):
-        kernels.encode("int8", values, payload, threads=0)
+        blocks.encode("int8", values, payload, threads=0)
     with pytest.raises(UsageError, match=r"row 1: expected 520 elements"):
-        kernels.mean("int8", [payload, payload[1:]], values)
+        blocks.mean("int8", [payload, payload[1:]], values)
     with pytest.raises(UsageError, match="no rows"):
-        kernels.mean("int8", [], values)
+        blocks.mean("int8", [], values)
     with pytest.raises(UsageError, match="say how many values"):
-        kernels.recode("int8", [payload], payload)
+        blocks.recode("int8", [payload], payload)

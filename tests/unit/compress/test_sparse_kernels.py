@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import _core
-from paceline.compress import kernels
+from paceline.compress import sparse
 from paceline.compress.kernels import Draw
 from paceline.errors import BadFrame, UsageError
 
@@ -25,7 +25,7 @@ def portable(request):
 
 def select(values, k, **options):
     indices, chosen = torch.full((k,), -1, dtype=torch.int32), torch.empty(k)
-    kernels.select(values, k, indices, chosen, **options)
+    sparse.select(values, k, indices, chosen, **options)
     return indices, chosen
 
 
@@ -78,7 +78,7 @@ def test_a_sample_may_mislead():
     assert select(values, 100)[0].tolist() == list(range(0, 1_000_000, 10_000))
     draw = Draw(5, 6)
     where = torch.empty(32768, dtype=torch.int32)
-    kernels.random_indices(1_000_000, 32768, draw, where)
+    sparse.random_indices(1_000_000, 32768, draw, where)
     values = torch.rand(1_000_000)
     values[where.long()] += 100
     assert torch.equal(select(values, 50_000, draw=draw)[0].long(), largest(values, 50_000))
@@ -97,7 +97,7 @@ def test_sparse_rows_are_averaged(seed, count, threads):
         expected[indices.long()] += chosen / num_rows
         rows.append((indices, chosen))
     out = torch.full((count,), np.nan)
-    kernels.scatter_mean(rows, out, threads=threads)
+    sparse.scatter_mean(rows, out, threads=threads)
     assert torch.equal(out, expected)
 
 
@@ -107,7 +107,7 @@ def test_indices_of_others_are_checked_before_anything_is_written(bad):
     good = (torch.tensor([1], dtype=torch.int32), torch.ones(1))
     row = (torch.tensor(bad, dtype=torch.int32), torch.ones(len(bad)))
     with pytest.raises(BadFrame, match=f"sparse row 1: index {bad[-1]} at position"):
-        kernels.scatter_mean([good, row], out)
+        sparse.scatter_mean([good, row], out)
     assert (out == 1).all()
 
 
@@ -122,25 +122,25 @@ def test_gaps_come_back(seed, count, part, width):
     k = round(part * count)
     where = np.sort(np.random.default_rng(seed).choice(count, k, False)).astype(np.int32)
     indices, back = torch.from_numpy(where), torch.full((k,), -1, dtype=torch.int32)
-    packed = torch.zeros(kernels.gap_bytes(count, k, width), dtype=torch.uint8)
-    used = kernels.pack_gaps(indices, count, packed, width=width)
+    packed = torch.zeros(sparse.gap_bytes(count, k, width), dtype=torch.uint8)
+    used = sparse.pack_gaps(indices, count, packed, width=width)
     assert (packed[used:] == 255).all()
-    kernels.unpack_gaps(packed, count, back, width=width)
+    sparse.unpack_gaps(packed, count, back, width=width)
     assert torch.equal(back, indices)
 
 
 def test_the_narrower_gaps_are_chosen_where_entries_are_dense():
     for count, k in [(1000, 500), (10**6, 10**4), (10**6, 10**3), (10**8, 10), (10, 0)]:
-        sizes = {width: kernels.gap_bytes(count, k, width) for width in (1, 2)}
-        assert sizes[kernels.gap_format(count, k)] == min(sizes.values())
-    assert kernels.gap_bytes(1000, 10, 1) == 10 + 3 + 1
-    assert kernels.gap_bytes(70_000, 10, 2) == 2 * (10 + 1 + 1)
+        sizes = {width: sparse.gap_bytes(count, k, width) for width in (1, 2)}
+        assert sizes[sparse.gap_format(count, k)] == min(sizes.values())
+    assert sparse.gap_bytes(1000, 10, 1) == 10 + 3 + 1
+    assert sparse.gap_bytes(70_000, 10, 2) == 2 * (10 + 1 + 1)
 
 
 def test_the_bytes_of_gaps():
     indices = torch.tensor([0, 1, 256, 767, 1023], dtype=torch.int32)
-    packed = torch.zeros(kernels.gap_bytes(1024, 5, 1), dtype=torch.uint8)
-    assert kernels.pack_gaps(indices, 1024, packed, width=1) == 8
+    packed = torch.zeros(sparse.gap_bytes(1024, 5, 1), dtype=torch.uint8)
+    assert sparse.pack_gaps(indices, 1024, packed, width=1) == 8
     assert packed.tolist() == [0, 0, 254, 255, 255, 0, 255, 0, 255, 255]
 
 
@@ -149,14 +149,14 @@ def test_the_bytes_of_gaps():
 def test_corrupted_gaps_give_an_error_or_other_indices_never_worse(seed, width, changes):
     count, k, chance = 3000, 40, np.random.default_rng(seed)
     where = np.sort(chance.choice(count, k, False)).astype(np.int32)
-    packed = torch.zeros(kernels.gap_bytes(count, k, width), dtype=torch.uint8)
-    kernels.pack_gaps(torch.from_numpy(where), count, packed, width=width)
+    packed = torch.zeros(sparse.gap_bytes(count, k, width), dtype=torch.uint8)
+    sparse.pack_gaps(torch.from_numpy(where), count, packed, width=width)
     packed[chance.integers(0, len(packed), changes)] = torch.from_numpy(
         chance.integers(0, 256, changes).astype(np.uint8)
     )
     room = torch.full((k + 64,), -7, dtype=torch.int32)
     try:
-        kernels.unpack_gaps(packed, count, room[:k], width=width)
+        sparse.unpack_gaps(packed, count, room[:k], width=width)
         assert (room[:k].diff() > 0).all() and room[0] >= 0 and room[k - 1] < count
     except BadFrame as error:
         assert "gaps between indices" in str(error)
@@ -164,19 +164,19 @@ def test_corrupted_gaps_give_an_error_or_other_indices_never_worse(seed, width, 
 
 
 def test_gaps_with_too_many_or_too_few_entries_are_refused():
-    packed = torch.full((kernels.gap_bytes(100, 3, 1),), 255, dtype=torch.uint8)
+    packed = torch.full((sparse.gap_bytes(100, 3, 1),), 255, dtype=torch.uint8)
     packed[0] = 5
     room = torch.empty(3, dtype=torch.int32)
     with pytest.raises(BadFrame, match="1 entries instead of the expected 3"):
-        kernels.unpack_gaps(packed, 100, room, width=1)
+        sparse.unpack_gaps(packed, 100, room, width=1)
     packed[:] = 1
     with pytest.raises(BadFrame, match="more than the expected 3 entries"):
-        kernels.unpack_gaps(packed, 100, room, width=1)
+        sparse.unpack_gaps(packed, 100, room, width=1)
     packed[:] = 60
     with pytest.raises(BadFrame, match="index 121 in a tensor of 100 elements"):
-        kernels.unpack_gaps(packed, 100, room, width=1)
+        sparse.unpack_gaps(packed, 100, room, width=1)
     with pytest.raises(UsageError, match="packed: expected 4 elements"):
-        kernels.unpack_gaps(packed[:-1], 100, room, width=1)
+        sparse.unpack_gaps(packed[:-1], 100, room, width=1)
 
 
 @settings(deadline=None, max_examples=30)
@@ -189,9 +189,9 @@ def test_gaps_with_too_many_or_too_few_entries_are_refused():
 def test_random_indices_are_one_of_each_stratum(seed, count, part, threads):
     k = max(1, round(part * count))
     found = [torch.empty(k, dtype=torch.int32) for _ in range(3)]
-    kernels.random_indices(count, k, Draw(seed, 1, 5), found[0], threads=threads)
-    kernels.random_indices(count, k, Draw(seed, 1, 5), found[1])
-    kernels.random_indices(count, k, Draw(seed, 2, 5), found[2])
+    sparse.random_indices(count, k, Draw(seed, 1, 5), found[0], threads=threads)
+    sparse.random_indices(count, k, Draw(seed, 1, 5), found[1])
+    sparse.random_indices(count, k, Draw(seed, 2, 5), found[2])
     assert torch.equal(found[0], found[1])
     borders = torch.arange(k + 1) * count // k
     assert (found[0] >= borders[:-1]).all() and (found[0] < borders[1:]).all()
@@ -204,7 +204,7 @@ def test_random_indices_reach_every_element():
     seen = torch.zeros(1000, dtype=torch.int64)
     where = torch.empty(100, dtype=torch.int32)
     for step in range(400):
-        kernels.random_indices(1000, 100, Draw(1, step), where)
+        sparse.random_indices(1000, 100, Draw(1, step), where)
         seen[where.long()] += 1
     assert seen.min() > 0 and seen.max() < 100  # 40 of them expected, with a deviation of 6
 
@@ -212,19 +212,19 @@ def test_random_indices_reach_every_element():
 def test_wrong_arguments_are_refused():
     values, indices, chosen = torch.zeros(10), torch.zeros(11, dtype=torch.int32), torch.zeros(11)
     with pytest.raises(UsageError, match="cannot take 11 of 10 elements"):
-        kernels.select(values, 11, indices, chosen)
+        sparse.select(values, 11, indices, chosen)
     with pytest.raises(UsageError, match="indices: expected 3 elements, got 11"):
-        kernels.select(values, 3, indices, chosen)
+        sparse.select(values, 3, indices, chosen)
     with pytest.raises(UsageError, match="indices: expected torch.int32, got torch.int64"):
-        kernels.select(values, 3, indices.long(), chosen)
+        sparse.select(values, 3, indices.long(), chosen)
     with pytest.raises(UsageError, match="gaps take 1 or 2 bytes, not 4"):
-        kernels.gap_bytes(100, 3, 4)
+        sparse.gap_bytes(100, 3, 4)
     with pytest.raises(UsageError, match="no rows"):
-        kernels.scatter_mean([], values)
+        sparse.scatter_mean([], values)
     with pytest.raises(BadFrame, match="should lie above"):
-        kernels.pack_gaps(
+        sparse.pack_gaps(
             torch.tensor([5, 4], dtype=torch.int32),
             100,
-            torch.empty(kernels.gap_bytes(100, 2, 1), dtype=torch.uint8),
+            torch.empty(sparse.gap_bytes(100, 2, 1), dtype=torch.uint8),
             width=1,
         )
