@@ -37,7 +37,7 @@ from paceline.checkpointing.writer import Plan, Writer
 from paceline.data_parallel.succession import Succession
 from paceline.errors import UsageError
 from paceline.job import current
-from paceline.state.protocol import Change, State
+from paceline.state.protocol import Change, Part, State
 from paceline.stopping import PREEMPTED
 
 
@@ -105,7 +105,7 @@ class Checkpoint:
         self._cut: Cut | None = None  # where, at the pace of the moment, nobody waits for anybody
         self._due.begin(self.steps)
         if self._job.elastic.is_on:
-            self._job.elastic.register(self._name, self)
+            self._job.elastic.register(self._name, _Counts(self))
         # Without this object, which holds on to the script's: a job may train several models.
         self._job.closers += [self._writer.close, self._teller.close]
 
@@ -283,16 +283,18 @@ class Checkpoint:
         self._saved_at = self.steps
         self._teller.on_resume(loaded, self.steps, [*notices, *mapped])
 
-    # -- changes of the membership ------------------------------------------------------------
+
+class _Counts(Part):
+    """How far a Checkpoint is, for newcomers."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
 
     def state(self) -> State:
-        """Return how far it is."""
-        return State([self._calls, self._num_saves, self._saved_at, self._due.counts()])
+        one = self._checkpoint
+        return State([one._calls, one._num_saves, one._saved_at, one._due.counts()])
 
     def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
-        """Take it over."""
-        self._calls, self._num_saves, self._saved_at, due = state.counts
-        self._due.load(due)
-
-    def resume(self, change: Change) -> None:
-        """Nothing is left to do."""
+        one = self._checkpoint
+        one._calls, one._num_saves, one._saved_at, due = state.counts
+        one._due.load(due)

@@ -27,7 +27,7 @@ from paceline.data.cursor import NEWCOMER, PEER, Arrival, Cursor, Turn
 from paceline.data.line import Before, Line, Waiting
 from paceline.data.loaders import Memory
 from paceline.job import Job
-from paceline.state.protocol import Change, State
+from paceline.state.protocol import Change, Part, State
 
 if TYPE_CHECKING:
     from paceline.data.loops import Loop
@@ -38,7 +38,7 @@ _MANY = 256  # loaders
 _ALL = 1 << 60  # more passes than anybody makes
 
 
-class Ledger:
+class Ledger(Part):
     """The data of one job. Main thread only."""
 
     def __init__(self, job: Job) -> None:

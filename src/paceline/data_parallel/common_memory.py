@@ -14,25 +14,18 @@ from __future__ import annotations
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
 from paceline.data_parallel.housing import Housing
-from paceline.state.protocol import Change, State
+from paceline.state.protocol import Change, Part
 
 _OWN = -1  # of a newcomer, which nobody else maps
 
 
-class CommonMemory:
-    """Keeps all workers in the same memory. Registered behind the state of the model."""
+class CommonMemory(Part):
+    """Keeps all workers in the same memory. Registered after the state of the model."""
 
     def __init__(self, workers: Group, housing: Housing, *, is_newcomer: bool) -> None:
         self._workers = workers
         self._housing = housing
         self._moved_at = _OWN if is_newcomer else 0  # a generation
-
-    def state(self) -> State:
-        """Nothing: values are those of the model's state."""
-        return State()
-
-    def load(self, state: State, change: Change | None) -> None:
-        """Nothing has come."""
 
     def resume(self, change: Change) -> None:
         """Move, unless all map the same."""

@@ -42,10 +42,10 @@ from paceline.ps.remote_table import RemoteTable
 from paceline.ps.rule import rule_of
 from paceline.ps.spec import OptimizerSpec, Rule
 from paceline.ps.subscription import Subscription
-from paceline.state.protocol import Change, State
+from paceline.state.protocol import Change, Part, State
 
 
-class Serving:
+class Serving(Part):
     """The servers' part in the training of one model. Its methods are collective.
 
     It is a participant (elastic/protocol.py): newcomers need little from a peer, for values and

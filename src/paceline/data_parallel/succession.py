@@ -54,7 +54,7 @@ from paceline.job import Job
 from paceline.options import Options
 from paceline.pace.parse import PaceSpec
 from paceline.ps.subscription import Subscription
-from paceline.state.protocol import Change, State
+from paceline.state.protocol import Change, Part, State
 
 Choose = Callable[[str], Chosen]  # what a pace comes to for this script; raises why it cannot be
 
@@ -79,7 +79,7 @@ class _UnderWay:
     is_made: bool = False  # here the next training stands
 
 
-class Succession:
+class Succession(Part):
     """What a distributed model and its optimizer are bound to for good.
 
     It is a part (state/protocol.py): a newcomer must be at the others' pace.
@@ -345,9 +345,6 @@ class Succession:
     def _wished(self, pace: str) -> tuple[PaceSpec, Options]:
         chosen = self._choose(pace)
         return chosen.pace, chosen.options
-
-    def resume(self, change: Change) -> None:
-        """Nothing is left to do."""
 
     # -- what the model is bound to (hooks.py) ------------------------------------------------
 

@@ -23,13 +23,13 @@ from paceline.data_parallel.reducer import Reducer
 from paceline.errors import InconsistentRanks
 from paceline.job import Job
 from paceline.pace.method import PaceState
-from paceline.state.protocol import Change, State
+from paceline.state.protocol import Change, Part, State
 
 _NO_SETTINGS = ("params", "param_names")
 _USES = ("", " pace", " memory", " codec")
 
 
-class TrainingState:
+class TrainingState(Part):
     """The state of one distributed model, as a newcomer receives it."""
 
     def __init__(
@@ -77,9 +77,6 @@ class TrainingState:
         model, optimizer = self._model(), self._optimizer()
         assert model is not None and optimizer is not None, "a worker that is asked is in training"
         return model, optimizer
-
-    def resume(self, change: Change) -> None:
-        """Nothing is left to do: the groups follow by themselves."""
 
 
 def take_part(

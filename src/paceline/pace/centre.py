@@ -198,6 +198,17 @@ class Centre:
         """End a step of these places; fresh values are there then. Blocks."""
         Together([place.commit(settings) for place in places]).wait()
 
+    def assign(self) -> None:
+        """Let the servers begin with what this worker has as the centre: all workers have the same.
+        Collective."""
+        for place in self._places:
+            place.assign()
+        self._workers.barrier()  # nobody pushes before all have said so
+        if self._is_free:
+            for place in self._places:
+                place.pull()
+            self._workers.barrier()  # nobody gives before all have read
+
     # -- changes of the membership ------------------------------------------------------------
 
     def settled(self) -> list[int]:

@@ -25,7 +25,7 @@ from paceline.telemetry.traffic import Account
 from paceline.work import Work
 
 
-class Journeys:
+class Journeys(Part):
     """The journeys of some buckets, in the order in which they are sent. Main thread only."""
 
     def __init__(
@@ -102,9 +102,6 @@ class Journeys:
         self.state().fill(state)
         for journey, steps in zip(self._journeys.values(), state.counts, strict=True):
             journey.steps = steps
-
-    def resume(self, change: Change) -> None:
-        """Nothing is left to do: the groups follow by themselves."""
 
 
 def layout_of(bucket: Bucket, first: int, spec: CodecSpec) -> Layout | None:

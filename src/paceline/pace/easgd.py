@@ -179,17 +179,8 @@ class ElasticAveraging(Method):
         self._assign_centre()
 
     def _assign_centre(self) -> None:
-        """Let the servers begin with what this worker has: all have the same."""
-        for part in self._parts:
-            if part.place is not None:
-                part.place.assign()
-        if self.setting.centre is None:
-            return
-        self.workers.barrier()
-        for part in self._parts:
-            if self.is_free and part.place is not None:
-                part.place.pull()
-        self.workers.barrier()  # nobody gives before all have read
+        if self.setting.centre is not None:
+            self.setting.centre.assign()
 
 
 class ElasticAveragingWithMomentum(ElasticAveraging):

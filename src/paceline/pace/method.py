@@ -31,7 +31,7 @@ from paceline.collectives.group import Group
 from paceline.pace.centre import Centre
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.parse import PaceSpec
-from paceline.state.protocol import Change, State
+from paceline.state.protocol import Change, Part, State
 from paceline.telemetry.traffic import Account
 
 
@@ -59,7 +59,7 @@ class Setting:
         return self.options.get(name) == "yes"
 
 
-class Method:
+class Method(Part):
     """Base of all methods. Main thread only."""
 
     # Steps from one agreement on stopping to the next, where meetings are not of all workers. In an
@@ -145,7 +145,7 @@ class Method:
         now: they were loaded. Collective."""
 
 
-class PaceState:
+class PaceState(Part):
     """A method as a part of the training: with its counts, and the clocks of its centre."""
 
     def __init__(self, method: Method) -> None:

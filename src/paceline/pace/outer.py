@@ -309,12 +309,8 @@ class OuterSteps(Method):
         self._assign_centre()
 
     def _assign_centre(self) -> None:
-        """Let the servers begin with what this worker has: all have the same."""
-        for part in self._parts:
-            if part.place is not None:
-                part.place.assign()
         if self.setting.centre is not None:
-            self.workers.barrier()  # nobody pushes before all have said so
+            self.setting.centre.assign()
 
     def _send_momentum(self, state: State) -> None:
         """Let the servers have what they keep of a checkpoint; the first worker does."""

@@ -120,7 +120,7 @@ class ServerExchange(Exchange):
         return Together([table.pull(in_turn=in_turn) for table in self.tables]).work()
 
 
-class _Packed:
+class _Packed(Part):
     """The packets of all tables, as one part."""
 
     def __init__(self, packets: Sequence[Packets]) -> None:
@@ -137,6 +137,3 @@ class _Packed:
         self.state().fill(state)
         for packets, theirs in zip(self._packets, state.counts, strict=True):
             packets.recount(theirs)
-
-    def resume(self, change: Change) -> None:
-        """Nothing is left to do: servers do not keep it."""

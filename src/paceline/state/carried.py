@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.state.protocol import Change, State
+from paceline.state.protocol import Change, Part, State
 
 
-class Carried:
+class Carried(Part):
     """Has the state that `state_dict()` gives."""
 
     def __init__(self, name: str, thing: Any, caller: str = "carry") -> None:
@@ -25,6 +25,3 @@ class Carried:
 
     def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
         self.thing.load_state_dict(state.shared["state"])
-
-    def resume(self, change: Change) -> None:
-        """Nothing is left to do: it knows nothing of workers."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -92,11 +92,12 @@ class Change:
         return rank in self.joined
 
 
-class Part(Protocol):
-    """Has state between two steps. Called on the main thread."""
+class Part:
+    """Has state between two steps. Called on the main thread. By default it has none."""
 
     def state(self) -> State:
         """Return what it has."""
+        return State()
 
     def load(self, state: State, change: Change | None) -> None:
         """Take over what a peer has, or a checkpoint; its tensors are this worker's own now."""
