@@ -30,7 +30,6 @@ from paceline.cluster.sockets import close_in_children
 from paceline.config import adopt_environ
 from paceline.errors import LaunchError, UsageError
 from paceline.launcher.lifeline import Guard
-from paceline.launcher.outcome import RankResult
 from paceline.launcher.plain import pack
 from paceline.launcher.process import ChildProcess, ExitStatus, die_with
 from paceline.launcher.seat import Seat
@@ -45,7 +44,6 @@ class ForkedProcess(ChildProcess):
     def __init__(
         self, seat: Seat, function: Callable[[], object], guard: Guard, *, threads: int
     ) -> None:
-        self.was_stopped = self.was_over = False
         self._received = bytearray()
         ours, theirs = socket.socketpair()
         self.link = close_in_children(ours)  # no child, this one or another, may keep it open
@@ -92,17 +90,22 @@ class ForkedProcess(ChildProcess):
             pass  # a child that was killed with our message unread resets the connection
         return False
 
+    def check_ended(self) -> bool:
+        """Look whether the child has ended; its traceback stands for what a script prints."""
+        if not super().check_ended():
+            return False
+        self.receive()
+        text = "" if self.kind == VALUE else self.payload.decode(errors="replace")
+        if not text and self.status is not None and not self.status.is_success:
+            text = "(no traceback; what it printed is in the output of this process)"
+        self.stderr_tail.extend(text.splitlines())
+        return True
+
     def _peek(self) -> ExitStatus | None:
         try:
             return super()._peek()
         except ChildProcessError:  # somebody else in this process reaped it, with its exit code
             return ExitStatus(0 if self.kind == VALUE else 1)
-
-    def tell_to_stop(self) -> None:
-        """Ask the child to end; what it does from now on is no failure of its own."""
-        self.was_stopped = True
-        self.signal_group(signal.SIGTERM)
-        self.signal_group(signal.SIGCONT)
 
     def release(self) -> None:
         """Reap the child, which has been killed, and close the link."""
@@ -112,22 +115,6 @@ class ForkedProcess(ChildProcess):
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
         self.link.close()
-
-    def result(self) -> RankResult:
-        """Say how it ended; its traceback stands for what a script prints to standard error."""
-        assert self.status is not None and self.ended_s is not None
-        text = "" if self.kind == VALUE else self.payload.decode(errors="replace")
-        if not text and not self.status.is_success:
-            text = "(no traceback; what it printed is in the output of this process)"
-        return RankResult(
-            seat=self.seat,
-            pid=self.pid,
-            status=self.status,
-            ran_s=self.ended_s - self.started_s,
-            was_stopped=self.was_stopped,
-            was_over=self.was_over,
-            stderr_tail=text.splitlines(),
-        )
 
 
 def fork_quietly() -> int:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import secrets
 import selectors
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from paceline.cluster.secret_file import create_secret_file, load_secret
 from paceline.cluster.sockets import close_in_children
 from paceline.config import EngineConfig, inherited_environ, runtime_dir
 from paceline.errors import LaunchError, UsageError
+from paceline.launcher.crew import Crew
 from paceline.launcher.environment import (
     SERVER_PATIENCE_S,
     JobAddresses,
@@ -43,7 +43,7 @@ from paceline.launcher.guard import end_processes
 from paceline.launcher.jobdir import JobDirectory
 from paceline.launcher.lifeline import Guard, hold_port
 from paceline.launcher.local import CAUSE_GRACE_S, SERVERS_GRACE_S
-from paceline.launcher.outcome import RankResult, failure_report, first_cause
+from paceline.launcher.outcome import RankResult, failure_report
 from paceline.launcher.plain import unpack
 from paceline.launcher.seat import Seat, names
 
@@ -100,7 +100,7 @@ class _Team:
         self._plan = plan
         self._job_id = secrets.token_hex(8)
         self._processes: list[ForkedProcess] = []
-        self._ended: list[ForkedProcess] = []  # in the order of their end
+        self._crew: Crew[ForkedProcess] = Crew(self._on_end)
         self._selector = selectors.DefaultSelector()
         self._is_ended = False
         self._coordinator: CoordinatorThread | None = None
@@ -120,6 +120,7 @@ class _Team:
             threads = self._plan.threads if seat.is_worker else 1
             process = ForkedProcess(seat, body, guard, threads=threads)
             self._processes.append(process)
+            self._crew.add(process)
             self._selector.register(process.link, selectors.EVENT_READ, process)
         self._coordinator = coordinator = CoordinatorThread(
             self._job_id,
@@ -159,29 +160,29 @@ class _Team:
 
     def watch(self) -> None:
         """Return when everybody has ended or had the time to; raises LaunchError, UsageError."""
-        while self._running(servers=False):
+        while self._crew.workers:
             self._wait()
-            if self._failures():
+            if self._crew.failures():
                 self._await_cause()
                 break
             if time.monotonic() > self._deadline_s:
-                left = names(process.seat for process in self._running(servers=False))
+                left = names(process.seat for process in self._crew.workers)
                 raise LaunchError(
                     f"{left} had not finished after timeout_s={self._plan.timeout_s:g}; all"
                     " processes were ended"
                 )
-        first = first_cause(self._failures())
+        first = self._crew.first_cause(None)
         if first is not None:
             raise self._error(first)
         deadline_s = time.monotonic() + SERVERS_GRACE_S
-        while self._running(servers=True) and time.monotonic() < deadline_s:
+        while self._crew.servers and time.monotonic() < deadline_s:
             self._wait()
 
     def _await_cause(self) -> None:
         """Give the cause time to appear when only consequences of it have been seen so far."""
         deadline_s = time.monotonic() + CAUSE_GRACE_S
-        while self._running(servers=False) and time.monotonic() < deadline_s:
-            if not all(result.is_consequence for result in self._failures()):
+        while self._crew.workers and time.monotonic() < deadline_s:
+            if not all(result.is_consequence for result in self._crew.failures()):
                 return
             self._wait()
 
@@ -191,35 +192,22 @@ class _Team:
             process: ForkedProcess = key.data
             if not process.receive():
                 self._selector.unregister(process.link)
-        for process in self._processes:
-            if process.check_ended():
-                process.receive()
-                process.was_over = not process.seat.is_worker and (
-                    not self._running(servers=False) or self._can_do_without(process)
-                )
-                self._ended.append(process)
+        self._crew.look()
 
-    def _running(self, *, servers: bool) -> list[ForkedProcess]:
-        return [p for p in self._processes if p.is_running and p.seat.is_worker != servers]
-
-    def _can_do_without(self, process: ForkedProcess) -> bool:
-        """Say whether the job goes on: others make the batches of a data worker that has joined."""
+    def _on_end(self, process: ForkedProcess) -> None:
+        """Let the job go on without a data worker that has joined: others make its batches."""
         joined = self._coordinator is not None and self._coordinator.coordinator.membership
-        return process.seat.is_data_worker and bool(joined)
+        if process.seat.is_data_worker and joined:
+            self._crew.excuse(process)
 
     # -- results -----------------------------------------------------------------------------
-
-    def _failures(self) -> list[RankResult]:
-        results = [process.result() for process in self._ended]
-        return [result for result in results if result.has_failed]
 
     def _error(self, first: RankResult) -> LaunchError | UsageError:
         process = self._processes[first.seat.rank]
         if process.kind == NOT_PLAIN:
             return UsageError(f"{first.seat}: {process.payload.decode(errors='replace')}")
         self.end()  # what became of the others belongs into the report
-        results = [process.result() for process in self._processes]
-        report = failure_report(results, first, why_killed=None)
+        report = failure_report(self._crew.results(), first, why_killed=None)
         return LaunchError(
             "\n".join(line.removeprefix("paceline: ") for line in report.splitlines())
         )
@@ -238,20 +226,16 @@ class _Team:
         if self._is_ended:
             return
         self._is_ended = True
-        running = [process for process in self._processes if process.is_running]
         try:
-            for process in running:
-                process.tell_to_stop()
+            self._crew.tell_to_stop(self._crew.running)
             deadline_s = time.monotonic() + _STOP_GRACE_S
-            while any(p.is_running for p in running) and time.monotonic() < deadline_s:
+            while self._crew.running and time.monotonic() < deadline_s:
                 self._wait()
         finally:
-            for process in self._processes:
-                process.signal_group(signal.SIGKILL)
-            end_processes(self._job_id, [process.pid for process in self._processes])
+            self._crew.kill()
+            end_processes(self._job_id, self._crew.pids)
             self._selector.close()
-            for process in self._processes:
-                process.release()
+            self._crew.release()
 
 
 def _serve() -> None:

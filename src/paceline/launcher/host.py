@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from paceline.launcher.crew import Crew
 from paceline.launcher.display import Display
@@ -20,11 +20,14 @@ from paceline.launcher.guard import end_processes
 from paceline.launcher.lifeline import Guard, Sessions
 from paceline.launcher.outcome import RankResult
 from paceline.launcher.outlet import Outlet
+from paceline.launcher.output import RankOutput
 from paceline.launcher.process import RankProcess
 from paceline.launcher.seat import Seat
 from paceline.launcher.spawner import Spawner
 from paceline.launcher.spec import RunSpec
 
+# How long after its end a rank's pipes may stay open (something it started may hold them).
+_DRAIN_S = 0.5
 _END_S = 0.8  # for processes that were killed to be gone
 
 
@@ -41,7 +44,9 @@ class Host:
         *,
         say: Callable[[str], None],
     ) -> None:
-        self.crew = Crew(display, on_end)
+        self.crew: Crew[RankProcess] = Crew(on_end)
+        self._display = display
+        self._outputs: dict[int, RankOutput] = {}  # by rank
         self._job_id, self._on_change, self._say = job_id, on_change, say
         self._spawner = Spawner(spec, say)
         self._guard = Sessions()
@@ -68,6 +73,7 @@ class Host:
         """Take in a process that was started here, also by another launcher."""
         self._guard.watch(process.pid)
         self.crew.add(process)
+        self._outputs[process.seat.rank] = RankOutput(process, self._display)
 
     def expect_no_more(self) -> None:
         """Let go of what further processes would be started from."""
@@ -82,24 +88,35 @@ class Host:
         self._spawner.reap_orphans({*self.crew.pids, *self.others(), guard})
         self._on_change()
 
+    async def drained(self, seats: Iterable[Seat]) -> None:
+        """Wait until the output of ended processes is read, but not for ever."""
+        waits = [asyncio.ensure_future(self._outputs[seat.rank].done.wait()) for seat in seats]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=_DRAIN_S)
+            for wait in late:
+                wait.cancel()
+
     # -- end ---------------------------------------------------------------------------------
 
     def retire(self, process: RankProcess) -> RankResult:
         """Let go of one that has ended while the job goes on; what it started ends as well."""
         process.signal_group(signal.SIGKILL)
         end_processes("", [process.pid], within_s=0.05)
+        self._outputs.pop(process.seat.rank).close()
         result = self.crew.remove(process)
         self._guard.forget(process.pid)
         return result
 
     async def end_all(self) -> None:
         """Leave nothing behind; also when starting failed half-way."""
-        await self.crew.drained()
+        await self.drained(process.seat for process in self.crew.ended)
         self.crew.kill()
         for pid in end_processes(self._job_id, self._guard.sessions, within_s=_END_S):
             self._say(f"process {pid} is stuck in the kernel and could not be ended")
         self.look()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+        for output in self._outputs.values():
+            output.close()
         self.crew.release()
 
     def close(self) -> None:

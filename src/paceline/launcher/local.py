@@ -276,7 +276,7 @@ class LocalJob:
         """Give the cause time to appear when only consequences of it have been seen so far."""
         deadline_s = time.monotonic() + CAUSE_GRACE_S
         while self._crew.running and not self._interrupts and time.monotonic() < deadline_s:
-            await self._crew.drained(result.seat for result in self._crew.failures())
+            await self._host.drained(result.seat for result in self._crew.failures())
             if not all(result.is_consequence for result in self._crew.failures()):
                 return
             await self._next_change(within_s=deadline_s - time.monotonic())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
 
 from paceline.launcher.display import Display
 from paceline.launcher.hang import StackBlocks
@@ -19,9 +18,7 @@ from paceline.launcher.process import RankProcess
 _READ_BYTES = 1 << 16
 _RETRY_S = 0.05
 _HOLD_S = 0.3  # how long a half-read block of stacks is held back; see stacks.py
-# Enough for a long traceback; lines are cut for the report, not for the screen or the log.
-_KEEP_LINES = 200
-_KEEP_CHARACTERS = 400
+_KEEP_CHARACTERS = 400  # for the report, not for the screen or the log
 
 
 class RankOutput:
@@ -34,8 +31,6 @@ class RankOutput:
         self._process = process
         self._stderr_fd = process.outlet.stderr_fd
         self._stacks = StackBlocks()
-        self.stderr_tail: deque[str] = deque(maxlen=_KEEP_LINES)
-        self.last_stdout = ""
         self.done = asyncio.Event()
         for fd in {process.outlet.stdout_fd, process.outlet.stderr_fd}:
             self._splitters[fd] = LineSplitter()
@@ -120,7 +115,7 @@ class RankOutput:
     def _put(self, fd: int, line: str) -> None:
         is_error = fd == self._stderr_fd
         if is_error:
-            self.stderr_tail.append(line[:_KEEP_CHARACTERS])
+            self._process.stderr_tail.append(line[:_KEEP_CHARACTERS])
         elif line.strip():
-            self.last_stdout = line[:_KEEP_CHARACTERS]
+            self._process.last_stdout = line[:_KEEP_CHARACTERS]
         self._display.output_line(self._seat, is_error, line)

@@ -24,6 +24,7 @@ import select
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from paceline.telemetry.waiting import STACKS_SIGNAL
 
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 0x4
+# Enough for a long traceback; lines are cut for the report, not for the screen or the log.
+_KEEP_LINES = 200
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
@@ -136,6 +139,8 @@ class ChildProcess:
         self.status: ExitStatus | None = None
         self.ended_s: float | None = None
         self.started_s = time.monotonic()
+        self.stderr_tail: deque[str] = deque(maxlen=_KEEP_LINES)
+        self.last_stdout = ""
 
     @property
     def is_running(self) -> bool:
@@ -159,6 +164,14 @@ class ChildProcess:
         # Gone without being reaped is impossible, but a set-uid child may refuse us.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
+
+    def is_frozen(self) -> bool:
+        """Tell whether the process is stopped (SIGSTOP, a debugger) and so cannot do its part."""
+        return process_state(self.pid) in ("T", "t")
+
+    def release(self) -> None:
+        """Reap the process; call once, when it was told to end."""
+        raise NotImplementedError
 
 
 class RankProcess(ChildProcess):
@@ -207,15 +220,6 @@ class RankProcess(ChildProcess):
         process._popen = popen
         return process
 
-    def presume_killed(self) -> None:
-        """Settle the status of a process that SIGKILL could not end: it hangs in the kernel."""
-        if self.status is None:
-            self.status, self.ended_s = ExitStatus(None, signal.SIGKILL), time.monotonic()
-
-    def is_frozen(self) -> bool:
-        """Tell whether the process is stopped (SIGSTOP, a debugger) and so cannot do its part."""
-        return process_state(self.pid) in ("T", "t")
-
     @property
     def is_exiting(self) -> bool:
         """Tell whether the process is on its way out, also when its end is not seen yet."""
@@ -249,12 +253,18 @@ class RankProcess(ChildProcess):
 
     def release(self) -> None:
         """Reap the process and close the pipes; call once, when it was told to end."""
+        self._presume_killed()
         self.outlet.close()
         if self._popen is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._popen.wait(timeout=1.0)
         elif self.status is not None and peek_status(self.pid) is not None:
             os.waitpid(self.pid, 0)
+
+    def _presume_killed(self) -> None:
+        """Settle the status of a process that SIGKILL could not end: it hangs in the kernel."""
+        if self.status is None:
+            self.status, self.ended_s = ExitStatus(None, signal.SIGKILL), time.monotonic()
 
 
 class AdoptedProcess(RankProcess):
@@ -279,5 +289,6 @@ class AdoptedProcess(RankProcess):
             super().signal_group(number)
 
     def release(self) -> None:
+        self._presume_killed()
         self.outlet.close()
         os.close(self._pidfd)

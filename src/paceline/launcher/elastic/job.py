@@ -187,14 +187,14 @@ class ElasticJob(SupervisedJob):
         rank = process.seat.rank
         self._control.report_end(rank, "finished", None)
         if rank in self._dismissed:
-            await self._crew.drained([process.seat])
+            await self._host.drained([process.seat])
             self._retire(process)
             self._board.remove(process.seat)
 
     async def _settle_mate(self, process: RankProcess) -> None:
         """Find out whether a worker with an error has only lost a mate; else it has failed."""
         deadline_s = time.monotonic() + _MATE_S
-        await self._crew.drained([process.seat])
+        await self._host.drained([process.seat])
         while not self._is_bereft(process.seat) and time.monotonic() < deadline_s:
             if not self._crew.is_consequence(process):
                 break
@@ -234,7 +234,7 @@ class ElasticJob(SupervisedJob):
             self._board.set_state(seat.rank, _RETIRED)
         if self._was_in(seat.rank):
             self._tell_loss(seat.rank, why, kind)
-        await self._crew.drained([seat])
+        await self._host.drained([seat])
         result = self._retire(process)
         if kind.is_own:
             self._losses.append(result)

@@ -78,7 +78,7 @@ class ResumedJob(ElasticJob):
         deadline_s = time.monotonic() + _FAREWELL_S
         while process.seat.rank not in self._left and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
-        await self._crew.drained([process.seat])
+        await self._host.drained([process.seat])
         rank = process.seat.rank
         if self._crew.has_traceback(process):
             process.status = ExitStatus(1)
