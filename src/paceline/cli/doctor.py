@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from paceline.cli.versions import installed_version, paceline_version
 from paceline.config import runtime_dir
 from paceline.errors import PacelineError
 from paceline.figures import memory_size
@@ -50,6 +49,19 @@ class Finding:
     found: str
     advice: str = ""
     broken: bool = False
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def paceline_version() -> str:
+    """Return our own version; a source tree that was never installed has none."""
+    return installed_version("paceline") or "(not installed: running from a source tree)"
 
 
 def versions() -> Iterator[Finding]:

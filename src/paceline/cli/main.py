@@ -34,7 +34,7 @@ _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from paceline.cli.versions import paceline_version
+        from paceline.cli.doctor import paceline_version
 
         typer.echo(f"paceline {paceline_version()}")
         raise typer.Exit

@@ -150,6 +150,8 @@ def run(program: Program, environ: Mapping[str, str]) -> None:
         error = error.with_traceback(_of_the_script(error.__traceback__))
         # As the interpreter does, for what runs at exit: `pl.shutdown` asks whether it failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        if sys.version_info >= (3, 12):
+            sys.last_exc = error
         sys.excepthook(type(error), error, error.__traceback__)
         if isinstance(error, KeyboardInterrupt):  # as the interpreter does, for the exit status
             signal.signal(signal.SIGINT, signal.SIG_DFL)

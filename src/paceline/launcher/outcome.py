@@ -28,6 +28,7 @@ from paceline.launcher.seat import Seat, counted, names
 from paceline.stopping import PREEMPTED
 
 TAIL_LINES = 40
+_SET_UP_S = 300.0  # a script that has reported no step for so long is not setting up any more
 _TRACEBACK = "Traceback (most recent call last):"
 # What torch puts before each line once torch.distributed is there: its rank, on a mesh in the unit.
 _TORCHS_RANK = re.compile(r"^\[rank\d+\]: ")
@@ -205,6 +206,30 @@ class Outcome:
     def is_preempted(self) -> bool:
         """Whether the workers have saved, to go on in another run."""
         return any(result.status.is_preempted for result in self.results)
+
+    @property
+    def was_lost_at_start(self) -> bool:
+        """Whether processes were lost while they set up, and nothing else was wrong.
+
+        Nothing has been achieved then that a new start would lose. While they set up, workers are
+        not ready to go on without each other: they have nothing yet that they could hand over.
+        """
+        if self.interrupted_by is not None:
+            return False
+        ended = [*self.lost, *(one for one in self.results if not one.status.is_success)]
+        is_lost = any(one.status.signal is not None and not one.was_stopped for one in ended)
+        is_all = all(
+            one.status.signal is not None or one.was_stopped or one.is_consequence for one in ended
+        )
+        return is_lost and is_all and self.wall_s < _SET_UP_S
+
+    @property
+    def was_lost_with_too_many(self) -> bool:
+        """Whether the job was lost with too many of its processes, for no reason of its own."""
+        if not self.over or not self.lost or self.interrupted_by is not None:
+            return False
+        first = self.first  # perhaps one that heard of the end, and raised it
+        return first is None or first.is_consequence or "the job is over" in first.last_exception
 
     def closing_line(self) -> str:
         """Say in one line how the job ended."""

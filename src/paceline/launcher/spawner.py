@@ -1,27 +1,42 @@
 """The spawner: starts processes on this host, forked from the template or as fresh interpreters.
 
-The template (template.py) is started at once, and imports while the launcher sets up the job. It is
-not used when it would be of no use (preload.py), when the user forbids it (--no-template,
-PACELINE_TEMPLATE=off), and when a module has done something at its import that a fork breaks.
+The template (template.py) is started at once, and imports while the launcher sets up the job. There
+is none when it would be of no use, when the user forbids it (--no-template, PACELINE_TEMPLATE=off),
+and when a module has done something at its import that a fork breaks.
+
+The template imports as much as the script's text shows a use for. torch and Paceline take two
+seconds, and what an optimizer imports when it is made (torch._dynamo) takes as long again. A script
+that uses neither should wait for neither. So the source is read, not run: its imports, and whether
+it names what needs the rest. In doubt everything is imported: each process would otherwise do it by
+itself.
 
 Threads: used in the launcher's loop only.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.machinery
 import os
+import re
+import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from paceline.launcher.outlet import Outlet
-from paceline.launcher.preload import modules_for
 from paceline.launcher.process import RankProcess
 from paceline.launcher.seat import Seat
 from paceline.launcher.spec import RunSpec
 from paceline.launcher.template import Template, adopt_orphans
 
 _MOST_TEMPLATES = 3  # one that is killed is replaced, but not for ever
+_ALWAYS = ("numpy", "torch", "paceline.job")
+_TRAINING = ("torch._dynamo", "paceline.data.shard", "paceline.model_parallel.distribute")
+_SERVER = ("torch._dynamo", "paceline.serve")
+_OWN = {"torch", "numpy", "paceline"}
+_TRAINS = re.compile(r"optim|distribute|compile|Trainer|shard|Checkpoint|ps\.")
 
 
 class Spawner:
@@ -39,7 +54,7 @@ class Spawner:
 
     def warm_up(self, environ: Mapping[str, str]) -> None:
         """Start the template, with the environment of a worker without rank, if it is of use."""
-        modules = modules_for(self._spec) if self._spec.uses_template_in(environ) else ()
+        modules = _modules_for(self._spec) if self._spec.uses_template_in(environ) else ()
         if not modules:
             return
         self._environ = environ
@@ -88,3 +103,52 @@ class Spawner:
         if self._template is not None:
             self._template.end()
             self._template = None
+
+
+# -- what the template imports --------------------------------------------------------------------
+
+
+def _modules_for(spec: RunSpec) -> tuple[str, ...]:
+    """Return the modules that a template should import; none: it would be of no use."""
+    if len(spec.seats) == 1 and spec.elastic is None:
+        return ()  # nobody would share the imports
+    found = _modules_of_script(spec)
+    if found and spec.num_servers:
+        found = (*found, *_SERVER)
+    return tuple(dict.fromkeys(found))
+
+
+def _modules_of_script(spec: RunSpec) -> tuple[str, ...]:
+    path = _module_file(spec.target) if spec.is_module else Path(spec.target)
+    if path is None or path.suffix != ".py":
+        return (*_ALWAYS, *_TRAINING)
+    try:
+        text = path.read_text()
+        used = set(_imported(ast.parse(text))) - sys.stdlib_module_names
+    except (OSError, SyntaxError, ValueError):
+        return ()  # a fresh interpreter says best what is wrong
+    if not used:
+        return ()
+    return (*_ALWAYS, *_TRAINING) if used - _OWN or _TRAINS.search(text) else _ALWAYS
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Yield the top-level names of what is imported; "" for what lies beside a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "" if node.level else (node.module or "").partition(".")[0]
+
+
+def _module_file(name: str) -> Path | None:
+    """Find a module's file without importing anything; None when that takes an import."""
+    path: list[str] | None = [os.getcwd(), *sys.path]
+    spec = None
+    words = name.split(".")
+    for count in range(1, len(words) + 1):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(words[:count]), path)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return None if spec is None or not spec.origin or path else Path(spec.origin)

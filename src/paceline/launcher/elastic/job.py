@@ -30,9 +30,7 @@ from paceline.cluster.operator import Happened, News
 from paceline.config import process_start
 from paceline.launcher.display import Display
 from paceline.launcher.elastic.chronicle import Chronicle, hottest
-from paceline.launcher.elastic.nursery import MAX_FAILED_STARTS
-from paceline.launcher.elastic.restarts import was_lost_at_start, was_lost_with_too_many
-from paceline.launcher.elastic.supervision import SupervisedJob
+from paceline.launcher.elastic.supervision import MAX_FAILED_STARTS, SupervisedJob
 from paceline.launcher.elastic.watch import Silences
 from paceline.launcher.holding import Foreground
 from paceline.launcher.outcome import Outcome, RankResult
@@ -81,10 +79,10 @@ class ElasticJob(SupervisedJob):
         return replace(outcome, first=first, over=self._over, lost=tuple(self._losses))
 
     def was_lost_at_start(self, outcome: Outcome) -> bool:
-        return was_lost_at_start(outcome, self._losses, self._board.has_progress)
+        return not self._board.has_progress and outcome.was_lost_at_start
 
     def may_start_again(self, outcome: Outcome) -> bool:
-        return was_lost_with_too_many(outcome, self._losses)
+        return outcome.was_lost_with_too_many
 
     def story(self) -> list[str]:
         return [*self._chronicle.summary(), *hottest(self._lookout.busy_servers())]

@@ -1,8 +1,12 @@
 """Supervision: what the launcher does for any elastic job, whatever becomes of its members.
 
-It starts the coordinator and the first processes, makes newcomers for places that lack one, and
-looks at every process a few times per second: is it stopped, has it ended? What an end means, and
-what follows from the coordinator's news, is decided in job.py.
+It starts the coordinator and the first processes, makes newcomers for places that lack one (a rank
+is reserved at the coordinator, then the process is started and watched like anybody's), and looks
+at every process a few times per second: is it stopped, has it ended? What an end means, and what
+follows from the coordinator's news, is decided in job.py.
+
+A script that crashes before it has joined would be replaced for ever: after a few attempts in a row
+its place is given up, with those of its unit.
 
 Threads: everything runs in the launcher's loop on the main thread, as in local.py.
 """
@@ -11,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Coroutine, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from paceline import coordinate
 from paceline.cluster.decisions import Wanted
@@ -23,7 +28,6 @@ from paceline.launcher.display import Display
 from paceline.launcher.elastic.chronicle import stamped
 from paceline.launcher.elastic.control import Control, Coordination, policy_of
 from paceline.launcher.elastic.facts import record
-from paceline.launcher.elastic.nursery import Nursery, Place
 from paceline.launcher.elastic.plan import ElasticPlan
 from paceline.launcher.elastic.watch import Lookout
 from paceline.launcher.environment import SERVER_PATIENCE_S
@@ -34,8 +38,60 @@ from paceline.launcher.process import RankProcess
 from paceline.launcher.seat import Seat
 from paceline.launcher.spec import RunSpec
 
+MAX_FAILED_STARTS = 3
+_PAUSE_S = 0.5  # after a failed start, and more after each further one
+
+Place = tuple[int, int]  # whether of a server, and its number
 _LOOK_S = 0.25
 _SETTLE_S = 1.0  # for what was under way when the job was over
+
+
+class House(Protocol):
+    """What a newcomer needs of the job."""
+
+    async def reserve(self, place: Place) -> int: ...
+    async def start(self, seat: Seat) -> None: ...
+
+
+class Nursery:
+    """Makes newcomers."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+        self._on_way: set[Place] = set()  # places for which no rank is reserved yet
+        self._failed: Counter[Place] = Counter()  # in a row, by the first place of a unit
+        self.unit_size = 1  # workers that come together
+        self.is_closed = False
+
+    def may_fill(self, place: Place) -> bool:
+        """Say whether a newcomer for this place can be made, and is not being made already."""
+        given_up = self._failed[self._first(place)] >= MAX_FAILED_STARTS
+        return not (self.is_closed or given_up or place in self._on_way)
+
+    async def fill(self, place: Place) -> None:
+        """Make a newcomer for a place; raises LaunchError, and what the coordinator refuses."""
+        self._on_way.add(place)
+        try:
+            await asyncio.sleep(_PAUSE_S * self._failed[self._first(place)])
+            rank = await self._house.reserve(place)
+        finally:
+            self._on_way.discard(place)
+        if self.is_closed:
+            return
+        seat = Seat(rank, place[1], is_server=bool(place[0]), is_newcomer=True)
+        await self._house.start(seat)
+
+    def failed(self, place: Place) -> bool:
+        """Note that a newcomer ended before it had joined; true when its place is given up."""
+        self._failed[self._first(place)] += 1
+        return self._failed[self._first(place)] >= MAX_FAILED_STARTS
+
+    def joined(self, place: Place) -> None:
+        self._failed.pop(self._first(place), None)
+
+    def _first(self, place: Place) -> Place:
+        role, number = place
+        return place if role else (role, number - number % self.unit_size)
 
 
 class SupervisedJob(LocalJob):
