@@ -20,7 +20,6 @@ point of the group `paceline.paces`. examples/own_pace.py and examples/own_codec
 
 from __future__ import annotations
 
-from paceline.cluster.member import Membership
 from paceline.collectives.group import Group
 from paceline.compress.codec import Codec, Ground
 from paceline.compress.journey import Journey
@@ -30,12 +29,12 @@ from paceline.compress.layout import Layout, Segment, Span
 from paceline.compress.packet import Packet
 from paceline.compress.parse import CodecSpec
 from paceline.grammar import ABOVE_0, COUNT, FROM_0, SHARE, WHOLE, Number, Option
-from paceline.pace.exchange import Bucket, Exchange
+from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
 from paceline.pace.known import Pace
 from paceline.pace.known import register as register_pace
 from paceline.pace.method import Method, Setting
 from paceline.pace.parse import PaceSpec
-from paceline.state.protocol import Change, State
+from paceline.state.protocol import Change, Part, State
 from paceline.work import Work
 
 __all__ = [
@@ -50,17 +49,18 @@ __all__ = [
     "CodecSpec",
     "Draw",
     "Exchange",
+    "ExchangeTraits",
     "Ground",
     "Group",
     "Journey",
     "Layout",
-    "Membership",
     "Method",
     "Number",
     "Option",
     "Pace",
     "PaceSpec",
     "Packet",
+    "Part",
     "Segment",
     "Setting",
     "Span",

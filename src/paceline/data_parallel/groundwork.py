@@ -22,10 +22,9 @@ from paceline.job import Job
 from paceline.options import Options
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.centre import Centre
-from paceline.pace.exchange import Exchange
+from paceline.pace.exchange import Exchange, OwnGradients
 from paceline.pace.known import needs_servers
 from paceline.pace.method import Method, Setting
-from paceline.pace.own import OwnGradients
 from paceline.pace.parse import PaceSpec
 
 

@@ -17,7 +17,7 @@ import torch
 
 from paceline.compress.layout import Segment
 from paceline.state.protocol import Part
-from paceline.work import Work
+from paceline.work import Together, Work
 
 
 class Bucket(Protocol):
@@ -87,3 +87,12 @@ class Exchange:
     def residuals(self) -> Part | None:
         """What this worker keeps of gradients that were left out; None: nothing."""
         return None
+
+
+class OwnGradients(Exchange):
+    """Leaves every worker with its own gradients; what the workers agree on comes later."""
+
+    traits = ExchangeTraits(is_local=True, may_be_local=True)
+
+    def submit(self, bucket: Bucket, step: int) -> Work[Any]:  # noqa: ARG002
+        return Together(()).work()
