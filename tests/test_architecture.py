@@ -128,6 +128,7 @@ MAY_NAME_STDERR = {
     "launcher/forked.py": "flushes it before a fork and before os._exit",
     "cli/main.py": "the last words of a command, which no application redirects",
 }
+MAY_WRITE_TO_DESCRIPTOR_2 = {"cli/background.py": "the last words of a keeper, in its log"}
 MAY_PRINT = {
     "cli/main.py": "the last words of a command",
     "launcher/selftest.py": "the output of a program of its own",
@@ -135,7 +136,7 @@ MAY_PRINT = {
 
 
 def test_one_function_prints_to_a_person():
-    names_stderr, prints = set(), set()
+    names_stderr, writes, prints = set(), set(), set()
     for path in python_files():
         name = str(path.relative_to(SOURCE))
         for node in ast.walk(ast.parse(path.read_text())):
@@ -146,7 +147,10 @@ def test_one_function_prints_to_a_person():
                 names_stderr.add(name)
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
                 prints.add(name)
+            if isinstance(node, ast.Call) and ast.unparse(node).startswith("os.write(2,"):
+                writes.add(name)
     assert names_stderr == set(MAY_NAME_STDERR)
+    assert writes == set(MAY_WRITE_TO_DESCRIPTOR_2)
     assert prints == set(MAY_PRINT)
 
 
