@@ -136,17 +136,19 @@ def _tell(
 ) -> None:
     for result in outcome.results:
         job.set_state(result.seat, state_words(result, outcome.first))
-    picture, reports = job.picture(), job.table_reports()
+    picture, state = job.picture(), job.board.state
+    traffic, compression = sorted(state.traffic.items()), sorted(state.compression.items())
     closing = Closing(
         command=shlex.join((Path(spec.target).name, *spec.arguments)),
         board=job.board,
-        reports=reports,
-        told=describe_traffic(job.traffic()) + describe_compression(job.compression()),
-        has_servers=spec.num_servers > 0,
+        told=[
+            *describe_traffic([told for _, told in traffic]),
+            *describe_compression([told for _, told in compression]),
+        ],
     )
     display.summary(closing.lines)
     story = job.story()
-    if picture is not None or reports or story or outcome.interrupted_by is not None:
+    if picture is not None or state.tables or story or outcome.interrupted_by is not None:
         display.say(outcome.closing_line())
         if recorder is not None and recorder.is_writing:
             display.say(f"paceline: logs, events and TensorBoard files are in {spec.log_dir}")

@@ -17,7 +17,8 @@ from paceline.launcher.table import table_lines
 from paceline.mesh import Mesh
 from paceline.telemetry import staleness
 from paceline.telemetry.staleness import TableReport
-from paceline.telemetry.steps import Slowest, Waits
+from paceline.telemetry.state import RunState
+from paceline.telemetry.steps import Slowest
 
 _SCREEN_LINES = 24
 _MOST_ROWS = 16
@@ -30,29 +31,22 @@ class Closing:
 
     command: str
     board: Board
-    reports: Sequence[TableReport] = ()
     told: Sequence[str] = ()
-    has_servers: bool = False
 
     def lines(self, width: int, height: int | None) -> list[str]:
         """Write it for a screen of so many columns and lines. In a file (None lines) a sentence is
         one line, and nothing is told in short."""
         before, after = self._table(width), [f"paceline: {text}" for text in self.told]
-        board = self.board
-        advice = slowest_words(
-            board.state.waits, self.reports, board.state.mesh, has_servers=self.has_servers
-        )
+        advice, reports = slowest_words(self.board.state), self.board.state.table_reports()
         if advice is not None:
             before.append(f"paceline: {advice}")
-        tables = [printable(line.encode()) for line in staleness.describe(self.reports)]
+        tables = [printable(line.encode()) for line in staleness.describe(reports)]
         if height is None:
             return [*before, *tables, *after]
         before, after = _broken(before, width), _broken(after, width)
         room = max(height, _SCREEN_LINES) - len(before) - len(after) - 2  # the end, the prompt
         if len(tables) > room:
-            tables = _broken(
-                [f"paceline: {line}" for line in staleness_in_short(self.reports)], width
-            )
+            tables = _broken([f"paceline: {line}" for line in staleness_in_short(reports)], width)
         return [*before, *tables, *after]
 
     def _table(self, width: int) -> list[str]:
@@ -138,15 +132,9 @@ _EXCHANGE_OF = {
 }
 
 
-def slowest_words(
-    waits: Waits,
-    reports: Sequence[TableReport] = (),
-    mesh: Mesh | None = None,
-    *,
-    has_servers: bool = False,
-) -> str | None:
+def slowest_words(state: RunState) -> str | None:
     """Name the slowest worker, its cause, and what to do; None where nothing is worth a word."""
-    slowest = waits.slowest(staleness.waited_for(reports) if has_servers else None)
+    slowest, mesh, has_servers = state.slowest(), state.mesh, state.has_servers
     if slowest is None:
         return None
     worker = slowest.worker

@@ -48,8 +48,6 @@ from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
 from paceline.launcher.trace_file import TraceFile
 from paceline.telemetry.events import Event, Note, Preemptible
 from paceline.telemetry.record import Recorded
-from paceline.telemetry.staleness import TableReport
-from paceline.telemetry.traffic import Compression, Traffic
 from paceline.telemetry.waiting import Waiting
 
 # How long the cause of a consequence may take to exit: closing a large interpreter is slow.
@@ -153,18 +151,6 @@ class LocalJob:
     def board(self) -> Board:
         """What every process last said, and what became of it."""
         return self._board
-
-    def table_reports(self) -> list[TableReport]:
-        """Return the last word of every server about each of its tables."""
-        return [report for _, report in sorted(self._board.state.tables.items())]
-
-    def traffic(self) -> list[Traffic]:
-        """Return what each worker has sent, as far as it told."""
-        return [traffic for _, traffic in sorted(self._board.state.traffic.items())]
-
-    def compression(self) -> list[Compression]:
-        """Return what each worker has compressed, by rank; of those who did."""
-        return [told for _, told in sorted(self._board.state.compression.items())]
 
     def write_trace(self, directory: Path | None) -> str | None:
         """Write the trace that was asked for; return a line about it, None: nobody asked."""

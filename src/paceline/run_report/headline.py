@@ -168,7 +168,7 @@ def slowest_sentence(run: Run) -> str:
     """Name who or what held the workers up; "" where there is nobody to compare."""
     if len(run.state.waits.workers) < 2:
         return ""
-    slowest = run.state.waits.slowest(run.told_waits)
+    slowest = run.state.slowest()
     if slowest is None:
         return "No worker held the others up."
     return _accusation(slowest)

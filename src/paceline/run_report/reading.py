@@ -17,7 +17,6 @@ from paceline.run_report.history import RunHistory, drawable
 from paceline.run_report.tracing import Picture, read_trace
 from paceline.telemetry.chrome_trace import TRACE_FILE
 from paceline.telemetry.record import EVENTS_FILE, Line, Reading, RunStarted
-from paceline.telemetry.staleness import waited_for
 from paceline.telemetry.state import RunState
 
 CONFIG_FILE = "config.json"
@@ -55,12 +54,6 @@ class Run:
     def add(self, line: Line) -> None:
         """Take in a line of the record."""
         self.state.apply(seconds_of(line.t), drawable(line.event))
-
-    @property
-    def told_waits(self) -> dict[int, dict[int, float]] | None:
-        """For whom servers let workers wait; None: there are no servers."""
-        started, tables = self.state.started, list(self.state.tables.values())
-        return waited_for(tables) if tables or (started and started.servers) else None
 
     @property
     def wall_s(self) -> float:

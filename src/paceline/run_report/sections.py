@@ -183,10 +183,9 @@ def _one_step(run: Run) -> list[str]:
 
 def _waiting(run: Run) -> list[str]:
     """Who waited for whom: as servers counted it, else as the times of the steps tell it."""
-    matrix = run.told_waits
+    matrix = run.state.waited()
     source = "As the servers counted it."
-    if not matrix:
-        matrix = {who: dict(times.waited_for_s) for who, times in run.state.waits.workers.items()}
+    if not run.state.tables:
         source = "In each step, all wait for the worker that needed longest for its own part."
     if not any(time_s > 0 for waited in matrix.values() for time_s in waited.values()):
         return []

@@ -30,8 +30,8 @@ from paceline.telemetry.events import (
 )
 from paceline.telemetry.recent import Course, Recent, Trail
 from paceline.telemetry.record import Recorded, RunEnded, RunStarted
-from paceline.telemetry.staleness import TableReport
-from paceline.telemetry.steps import Waits
+from paceline.telemetry.staleness import TableReport, waited_for
+from paceline.telemetry.steps import Slowest, Waits
 from paceline.telemetry.traffic import Compression, Traffic
 
 RUNNING, FINISHED, LOST = "running", "finished", "lost"
@@ -189,6 +189,25 @@ class RunState:
     def alive(self) -> set[int]:
         """Return the numbers of the workers that run."""
         return {one.number for one in self.processes.values() if one.is_worker and one.is_running}
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether there are servers, or have been."""
+        return bool(self.tables) or any(role == "server" for role, _ in self.processes)
+
+    def table_reports(self) -> list[TableReport]:
+        """Return the last word of every server about each of its tables."""
+        return [report for _, report in sorted(self.tables.items())]
+
+    def waited(self) -> dict[int, dict[int, float]]:
+        """Return for whom each worker waited: as servers counted it, else as its steps tell it."""
+        if self.tables:
+            return waited_for(self.table_reports())
+        return {worker: dict(times.waited_for_s) for worker, times in self.waits.workers.items()}
+
+    def slowest(self) -> Slowest | None:
+        """Name who or what held the workers up; None when nothing is worth a word."""
+        return self.waits.slowest(waited_for(self.table_reports()) if self.has_servers else None)
 
     @property
     def has_progress(self) -> bool:

@@ -14,10 +14,15 @@ from paceline.telemetry.steps import StepTimes
 
 
 def _board(
-    num_workers: int, slow: int | None, *, slow_input_s: float = 0.0, wait_s: float = 0.06
+    num_workers: int,
+    slow: int | None,
+    *,
+    slow_input_s: float = 0.0,
+    wait_s: float = 0.06,
+    num_servers: int = 0,
 ) -> Board:
     """Lockstep: a step takes 100 ms, of which all but the slow one wait `wait_s`."""
-    board = Board(seats(num_workers))
+    board = Board(seats(num_workers, num_servers))
     for rank in range(num_workers):
         is_slow = rank == slow
         steps = tuple(
@@ -37,21 +42,22 @@ def _board(
 
 
 def test_a_slow_loader_is_named_with_its_cost() -> None:
-    words = slowest_words(_board(3, slow=2, slow_input_s=0.06).state.waits, has_servers=False)
+    words = slowest_words(_board(3, slow=2, slow_input_s=0.06).state)
     assert words is not None
     assert words.startswith("slowest: rank 2, 2.5 times the others' time per step, in its input")
     assert "the others waited 60 % of theirs for it; give it more loader workers" in words
 
 
 def test_a_slow_computation_is_named_as_such() -> None:
-    words = slowest_words(_board(3, slow=1).state.waits, has_servers=False)
+    words = slowest_words(_board(3, slow=1).state)
     assert words is not None and "slowest: rank 1" in words and "in its computation:" in words
     assert "ssp:3" in words
 
 
 @pytest.mark.parametrize(("has_servers", "where"), [(True, "with the servers"), (False, "itself")])
 def test_a_slow_exchange_is_nobodys_fault(has_servers: bool, where: str) -> None:
-    words = slowest_words(_board(4, slow=None, wait_s=0.04).state.waits, has_servers=has_servers)
+    board = _board(4, slow=None, wait_s=0.04, num_servers=int(has_servers))
+    words = slowest_words(board.state)
     assert words is not None
     assert words.startswith(f"nobody is slow: 40 % of the time went into the exchange {where};")
 
@@ -73,10 +79,12 @@ def test_parts_of_a_model_have_a_place_and_remedies_of_their_own(
     board = _board(4, slow=3)
     board.on_event(Settled(0, {"mesh": mesh}), 0.0)
     assert board.state.mesh == Mesh.parse(mesh)
-    words = slowest_words(board.state.waits, mesh=board.state.mesh)
+    words = slowest_words(board.state)
     assert words is not None and words.startswith(f"slowest: {place}") and remedy in words
     assert ("--pace" in words) == (mesh == "dp=4")
-    waiting = slowest_words(_board(4, slow=None, wait_s=0.04).state.waits, mesh=board.state.mesh)
+    board = _board(4, slow=None, wait_s=0.04)
+    board.on_event(Settled(0, {"mesh": mesh}), 0.0)
+    waiting = slowest_words(board.state)
     assert waiting is not None
     assert ("--pace" in waiting) == (mesh == "dp=4")
 
@@ -84,9 +92,10 @@ def test_parts_of_a_model_have_a_place_and_remedies_of_their_own(
 @pytest.mark.parametrize("waited_s", [0.0, 3.0])
 def test_servers_know_whether_a_worker_was_waited_for(waited_s: float) -> None:
     """At free-running paces a worker that takes longer costs the others nothing."""
-    waits = _board(3, slow=1).state.waits
+    board = _board(3, slow=1, num_servers=1)
     workers = tuple(WorkerReport(w, 100, {1: 100}, {1: waited_s}) for w in (0, 2))
-    words = slowest_words(waits, [TableReport("dense", 0, 300, workers)], has_servers=True)
+    board.on_event(TableReport("dense", 0, 300, workers), 10.0)
+    words = slowest_words(board.state)
     assert words is not None
     if waited_s:
         assert "slowest: rank 1" in words and "waited 30 % of theirs for it" in words
@@ -102,8 +111,8 @@ def test_the_learning_rate_is_no_result() -> None:
 
 
 def test_what_costs_little_is_not_worth_a_word() -> None:
-    assert slowest_words(_board(4, slow=2, wait_s=0.004).state.waits, has_servers=False) is None
-    assert slowest_words(_board(1, slow=None).state.waits, has_servers=False) is None
+    assert slowest_words(_board(4, slow=2, wait_s=0.004).state) is None
+    assert slowest_words(_board(1, slow=None).state) is None
 
 
 def _reports(num_workers: int) -> list[TableReport]:
@@ -112,14 +121,11 @@ def _reports(num_workers: int) -> list[TableReport]:
 
 
 def test_eight_workers_fit_on_a_screen() -> None:
-    board = _board(8, slow=3, slow_input_s=0.06)
-    reports = _reports(8)
-    for report in reports:
+    board = _board(8, slow=3, slow_input_s=0.06, num_servers=1)
+    for report in _reports(8):
         board.on_event(report, 10.0)
     told = ["8 workers sent 7.7 MB each (64.4 kB per step), 62 MB in all; waited 7 to 24 % of it"]
-    closing = Closing(
-        command="train.py --epochs 3", board=board, reports=reports, told=told, has_servers=True
-    )
+    closing = Closing(command="train.py --epochs 3", board=board, told=told)
     lines = closing.lines(80, 24)
     assert len(lines) <= 22, "there are still the end of the job and the prompt"
     assert all(len(line) <= 80 for line in lines), lines
