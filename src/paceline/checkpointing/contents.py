@@ -22,8 +22,7 @@ import torch
 from paceline.checkpoint.reading import Loaded
 from paceline.data.resumption import data_state, resume_data
 from paceline.data_parallel.distribute import distributed
-from paceline.data_parallel.restoring import SavedModel
-from paceline.data_parallel.saving import Picture
+from paceline.data_parallel.saving import Picture, SavedModel
 from paceline.data_parallel.succession import Succession
 from paceline.errors import CheckpointMismatch, UsageError
 from paceline.job import Job

@@ -42,8 +42,7 @@ from paceline.data_parallel.handover import (
     params_of,
 )
 from paceline.data_parallel.hooks import attach
-from paceline.data_parallel.restoring import Restoring, SavedModel
-from paceline.data_parallel.saving import Picture, take_picture
+from paceline.data_parallel.saving import Picture, Restoring, SavedModel, take_picture
 from paceline.data_parallel.skipping import Skipping
 from paceline.data_parallel.training import Training
 from paceline.data_parallel.training_state import give_settings, settings_of

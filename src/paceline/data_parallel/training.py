@@ -296,7 +296,7 @@ class Training:
             raise UsageError("model.subscribe() needs parameter servers: a pace such as async")
         return self.serving.subscribe(after)
 
-    # -- checkpoints (saving.py, restoring.py) ------------------------------------------------
+    # -- checkpoints (saving.py) --------------------------------------------------------------
 
     @property
     def is_apart(self) -> bool:

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from paceline.collectives.agreement import tell_all
-from paceline.data_parallel.restoring import SavedModel
-from paceline.data_parallel.saving import Picture
+from paceline.data_parallel.saving import Picture, SavedModel
 from paceline.mesh import Mesh
 from paceline.model_parallel.meshed import Meshed
 from paceline.model_parallel.parts import Held, Part, Slice

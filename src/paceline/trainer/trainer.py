@@ -25,8 +25,7 @@ from paceline.model_parallel.registry import meshed
 from paceline.trainer import checks
 from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.evaluation import Averages, Evaluation, Meeting, Metric
-from paceline.trainer.progress import FitResult, Progress
-from paceline.trainer.saving import Saving, arguments_of
+from paceline.trainer.saving import FitResult, Progress, Saving, arguments_of
 from paceline.trainer.stepping import Objective, Stepping
 
 _AGREE_EVERY = 16  # steps: so often the workers ask each other whether a callback wants to stop
@@ -248,7 +247,7 @@ class Trainer:
         self._follow_step()
 
     def _follow_step(self) -> None:
-        """Do what belongs behind a step, unless it is done (see progress.py)."""
+        """Do what belongs behind a step, unless it is done (see `Progress`)."""
         if self._progress.followed < self.step:
             self._progress.followed = self.step
             if self._scheduler is not None and self._every == "step":
@@ -277,7 +276,7 @@ class Trainer:
             self.metrics.update({f"val_{name}": value for name, value in found.items()})
             report(None, **{name: v for name, v in self.metrics.items() if name.startswith("val_")})
             self._callbacks.call("on_validation_epoch_end", self)
-        if progress.epochs <= epoch:  # else those who were further have done so (progress.py)
+        if progress.epochs <= epoch:  # else those who were further have done so (`Progress`)
             self._schedule_epoch()
             progress.record(self.metrics)
             progress.epochs, progress.batches, progress.sums = epoch + 1, 0, []

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.trainer.evaluation import Averages
-from paceline.trainer.progress import Progress
+from paceline.trainer.saving import Progress
 
 numbers = st.floats(-100, 100)
 
