@@ -19,11 +19,11 @@ class Stopping:
     """Whether this process was asked to stop, and whether all have agreed to. Main thread."""
 
     def __init__(self) -> None:
-        self._is_asked = self._is_agreed = self._listens = False
+        self.is_asked = self._is_agreed = self._listens = False
 
     def is_wanted(self) -> bool:
         """Whether this process has been asked to stop."""
-        return self._is_asked
+        return self.is_asked
 
     def hear(self, is_agreed: bool) -> None:
         """Take note, behind a step, whether anybody has been asked; alike on all workers."""
@@ -35,10 +35,10 @@ class Stopping:
             self._listens = True
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._on_term)
-        return self._is_agreed or (alone and self._is_asked)
+        return self._is_agreed or (alone and self.is_asked)
 
     def _on_term(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        if self._is_asked:
+        if self.is_asked:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
-        self._is_asked = True
+        self.is_asked = True

@@ -22,24 +22,20 @@ from paceline import _core
 from paceline.cluster.member import Membership
 from paceline.collectives.fabric import Fabric, identity
 from paceline.collectives.tensors import (
-    FLOATING,
     Buffer,
     Tensor,
     empty_like,
+    op_code,
+    require_alike,
     result_buffer,
     split_rows,
 )
-from paceline.errors import UnsupportedTensor, UsageError
-from paceline.work import Work
+from paceline.errors import UsageError
+from paceline.work import Handle, Work
 
 Result = TypeVar("Result")
 
 _KINDS = {name: code for code, name in enumerate(_core.KINDS)}
-_OPS = {name: code for code, name in enumerate(_core.OPS)}
-_OPS["avg"] = _OPS["mean"]
-_OPS["prod"] = _OPS["product"]
-_BITWISE = frozenset(_OPS[name] for name in ("band", "bor", "bxor"))
-_MEAN = _OPS["mean"]
 
 
 class Group:
@@ -73,7 +69,8 @@ class Group:
         self.size = len(ranks)
         self.rank = ranks.index(self._fabric.rank)
         self._lock = threading.Lock()
-        self._in_flight: deque[Work[object]] = deque()  # guarded by: _lock
+        # Operations and the memory that they work on; guarded by: _lock
+        self._in_flight: deque[tuple[Handle, object]] = deque()
 
     def _make_core(self, membership: Membership) -> _core.Group:
         return self._fabric.create_group(
@@ -94,12 +91,12 @@ class Group:
         so the same inputs always give the same bits.
         """
         source = Buffer(tensor)
-        code = _op_code(op, source.dtype)
+        code = op_code(op, source.dtype)
         if out is None:
             target, out = source, tensor
         else:
             target = result_buffer(out)
-            _require_alike(source, target, "all_reduce")
+            require_alike(source, target, "all_reduce")
         arguments = (source.address, target.address, source.count, source.dtype, code, source.shape)
         if not async_op:
             self._core.all_reduce(*arguments)
@@ -121,8 +118,8 @@ class Group:
         if self.rank == self._check_root(root):
             result = tensor if out is None else out
             targets = [source if out is None else result_buffer(result)]
-            _require_alike(source, targets[0], "reduce")
-        code = _op_code(op, source.dtype)
+            require_alike(source, targets[0], "reduce")
+        code = op_code(op, source.dtype)
         return self._call("reduce", [source], targets, result, async_op, op=code, root=root)
 
     def reduce_scatter(
@@ -142,8 +139,8 @@ class Group:
             out = empty_like(parts[self.rank])
         sources, target = [Buffer(part) for part in parts], result_buffer(out)
         if target.count != sources[self.rank].count or target.dtype != sources[self.rank].dtype:
-            _require_alike(sources[self.rank], target, "reduce_scatter")
-        code = _op_code(op, target.dtype)
+            require_alike(sources[self.rank], target, "reduce_scatter")
+        code = op_code(op, target.dtype)
         return self._call("reduce_scatter", sources, [target], out, async_op, op=code)
 
     # -- moving -------------------------------------------------------------------------------
@@ -241,7 +238,8 @@ class Group:
         handle = self._core.start_send(
             to, tag, source.address, source.count, source.dtype, async_op
         )
-        work = self._keep(Work(handle, lambda: None, source))
+        self.keep(handle, source)
+        work = Work(handle, lambda: None, source)
         return work if async_op else work.wait()
 
     def recv(
@@ -269,7 +267,8 @@ class Group:
             target.write_back()
             return handle.source()
 
-        work = self._keep(Work(handle, finish, target))
+        self.keep(handle, target)
+        work = Work(handle, finish, target)
         return work if async_op else work.wait()
 
     # -- membership ---------------------------------------------------------------------------
@@ -344,15 +343,15 @@ class Group:
                 target.write_back()
             return result
 
-        return self._keep(Work(handle, finish, (sources, targets)))
+        self.keep(handle, (sources, targets))
+        return Work(handle, finish, (sources, targets))
 
-    def _keep(self, work: Work[Result]) -> Work[Result]:
-        """Hold on to the memory of operations in flight, also when the caller drops the Work."""
+    def keep(self, handle: Handle, memory: object) -> None:
+        """Hold on to the memory of an operation in flight, also when the caller drops its Work."""
         with self._lock:
-            while self._in_flight and self._in_flight[0].done():
+            while self._in_flight and self._in_flight[0][0].done():
                 self._in_flight.popleft()
-            self._in_flight.append(work)  # type: ignore[arg-type]
-        return work
+            self._in_flight.append((handle, memory))
 
     def _parts(self, tensor: Tensor | Sequence[Tensor]) -> list[Tensor]:
         if isinstance(tensor, (list, tuple)):
@@ -378,23 +377,24 @@ class Group:
             raise UsageError(f"{what}: tag {tag} must be a number from 0 to 2**63 - 1")
 
 
-def _op_code(op: str, dtype: int) -> int:
-    code = _OPS.get(op)
-    if code is None:
-        raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(sorted(_OPS))}")
-    if code == _MEAN and dtype not in FLOATING:
-        raise UnsupportedTensor(
-            f"mean of {_core.DTYPES[dtype]} would not be an integer; convert the tensor to a"
-            " floating-point dtype, or use op='sum' and divide"
-        )
-    if code in _BITWISE and dtype in FLOATING:
-        raise UnsupportedTensor(f"{op} works on integers and bool, not on {_core.DTYPES[dtype]}")
-    return code
+class PreparedAllReduce:
+    """An all-reduce whose arguments have been checked, for memory that it is done on every step."""
 
+    def __init__(self, group: Group, tensor: Tensor, op: str, out: Tensor) -> None:
+        source, target = Buffer(tensor), result_buffer(out)
+        require_alike(source, target, "all_reduce")
+        if source.stands_in or target.stands_in:
+            raise UsageError("a prepared all_reduce works on contiguous tensors")
+        self._group, self._memory = group, (source, target)
+        memory = (source.address, target.address, source.count, source.dtype)
+        self._arguments = (*memory, op_code(op, source.dtype), source.shape)
 
-def _require_alike(source: Buffer, target: Buffer, kind: str) -> None:
-    if source.count != target.count or source.dtype != target.dtype:
-        raise UsageError(
-            f"{kind}: `out` is {_core.DTYPES[target.dtype]}{list(target.shape)}, expected"
-            f" {_core.DTYPES[source.dtype]}{list(source.shape)}"
-        )
+    def start(self) -> Handle:
+        """Start it, and return what it can be waited for with."""
+        handle = self._group._core.start_all_reduce(*self._arguments)
+        self._group.keep(handle, self._memory)
+        return handle
+
+    def run(self) -> None:
+        """Do it, and wait."""
+        self._group._core.all_reduce(*self._arguments)

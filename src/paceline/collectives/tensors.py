@@ -25,6 +25,11 @@ _NUMPY_CODES: dict[np.dtype[Any], int] = {
 }
 FLOATING = frozenset(_CODES[name] for name in ("float32", "float64", "float16", "bfloat16"))
 
+_OPS = {name: code for code, name in enumerate(_core.OPS)}
+_OPS["avg"] = _OPS["mean"]
+_OPS["prod"] = _OPS["product"]
+_BITWISE = frozenset(_OPS[name] for name in ("band", "bor", "bxor"))
+
 
 class Buffer:
     """Contiguous memory that belongs to a tensor, or stands in for a strided one."""
@@ -51,6 +56,11 @@ class Buffer:
     @property
     def part(self) -> tuple[int, int]:
         return self.address, self.count
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether this is a copy of the tensor that was given."""
+        return self._original is not None
 
     def write_back(self) -> None:
         """Bring a result into the strided tensor that this buffer stands in for."""
@@ -127,3 +137,27 @@ def split_rows(tensor: Tensor, num_parts: int) -> list[Tensor]:
 def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Return the size of a contiguous tensor of that shape."""
     return math.prod(shape) * dtype.itemsize
+
+
+def op_code(op: str, dtype: int) -> int:
+    """Return the engine's number for a reduction; raise if it does not fit to the dtype."""
+    code = _OPS.get(op)
+    if code is None:
+        raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(sorted(_OPS))}")
+    if op in ("mean", "avg") and dtype not in FLOATING:
+        raise UnsupportedTensor(
+            f"mean of {_core.DTYPES[dtype]} would not be an integer; convert the tensor to a"
+            " floating-point dtype, or use op='sum' and divide"
+        )
+    if code in _BITWISE and dtype in FLOATING:
+        raise UnsupportedTensor(f"{op} works on integers and bool, not on {_core.DTYPES[dtype]}")
+    return code
+
+
+def require_alike(source: Buffer, target: Buffer, kind: str) -> None:
+    """Refuse a result of another size or dtype."""
+    if source.count != target.count or source.dtype != target.dtype:
+        raise UsageError(
+            f"{kind}: `out` is {_core.DTYPES[target.dtype]}{list(target.shape)}, expected"
+            f" {_core.DTYPES[source.dtype]}{list(source.shape)}"
+        )

@@ -77,10 +77,13 @@ class Bucket:
         self.shown = params.private if isinstance(params, HostTensor) else params
         self.slots = [Slot(self, where, first_slot + i) for i, where in enumerate(places)]
         self._small = [slot for slot in self.slots if slot.is_small]
+        self._small_params = [slot.param for slot in self._small]
         self._small_grads = [slot.grad for slot in self._small]
+        self._is_all_stale = False  # so are all of the small ones
         self._wanted = 0
         self.missing = 0  # gradients that have not come yet in this backward pass
         self.is_submitted = False
+        self.is_open = False  # takes small gradients on the short way (reducer.py)
         self.refresh()
 
     def move_params(self, flat: torch.Tensor) -> None:
@@ -97,7 +100,7 @@ class Bucket:
 
     def begin(self) -> None:
         """Get ready for the next backward pass."""
-        self.is_submitted = False
+        self.is_submitted = self.is_open = False
         self.missing = self._wanted
         for slot in self.slots:
             slot.ready = slot.claimed = False
@@ -133,13 +136,20 @@ class Bucket:
 
     def flush(self) -> None:
         """Copy the small gradients, all at once, as far as they have come."""
-        ready, views = self._small, self._small_grads
-        if not all(slot.ready for slot in ready):
-            ready = [slot for slot in ready if slot.ready]
-            views = [slot.grad for slot in ready]
-        fresh = [_dense(slot.param.grad) for slot in ready]
-        if fresh:
-            torch._foreach_copy_(views, fresh)
+        params, views = self._small_params, self._small_grads
+        if self.missing or self._wanted < len(self.slots):
+            ready = [slot for slot in self._small if slot.ready]
+            params, views = [slot.param for slot in ready], [slot.grad for slot in ready]
+            self._note_stale(ready)
+        elif not self._is_all_stale:
+            self._note_stale(self._small)
+            self._is_all_stale = True
+        if params:
+            torch._foreach_copy_(views, [_dense(param.grad) for param in params])
+
+    def _note_stale(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            slot.stale = True
 
     def complete(self) -> None:
         """End of backward: parameters without a fresh gradient contribute what they have, or 0."""
@@ -151,7 +161,7 @@ class Bucket:
                 slot.ready = slot.stale = True
             elif slot.stale:
                 slot.grad.zero_()
-                slot.stale = False
+                slot.stale = self._is_all_stale = False
         self.flush()
 
 

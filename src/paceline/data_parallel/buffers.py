@@ -91,6 +91,7 @@ class Buffers:
         self._goes_on = goes_on
         self._modules = dict(model.named_modules())
         self._slots: list[_Slot] = []
+        self.num_placed = 0  # buffers, when they were last looked at
         self._loose: list[_Slot] = []
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._sections: dict[torch.dtype, Tensor] = {}
@@ -221,6 +222,7 @@ class Buffers:
                     keep_tensor_plain(buffer)
         self._slots = [_Slot(b, v, b.data_ptr()) for b, v in zip(found, views, strict=True)]
         self._loose = [slot for slot in self._slots if slot.is_loose]
+        self.num_placed = len(self._slots)
 
     def _has_strayed(self, found: list[Tensor]) -> bool:
         """Say whether a buffer lies in another's place, where copying in would overwrite it."""

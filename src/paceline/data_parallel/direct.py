@@ -32,8 +32,7 @@ MIN_ELEMENTS = 1 << 16
 class Exchanging(Protocol):
     """Who knows whether the backward pass under way exchanges gradients."""
 
-    @property
-    def is_syncing(self) -> bool: ...
+    is_syncing: bool
 
 
 def compute_in_bucket(model: nn.Module, slots: dict[nn.Parameter, Slot], who: Exchanging) -> None:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.telemetry.trace import tracer
-from paceline.work import Work
+from paceline.work import Handle
 
 
 class _UnderWay(NamedTuple):
     bucket: Bucket
-    work: Work[Any]
+    work: Handle
     start_s: float
     step: int
 
@@ -31,7 +31,7 @@ class ExchangeSpans:
         self._traits = exchange.traits
         self._under_way: deque[_UnderWay] = deque()
 
-    def submitted(self, bucket: Bucket, work: Work[Any], start_s: float) -> None:
+    def submitted(self, bucket: Bucket, work: Handle, start_s: float) -> None:
         """Note that a bucket was full at `start_s`, and is under way since then."""
         num_bytes = bucket.grads.nbytes
         tracer.mark(f"bucket {bucket.index} ready", start_s, bucket=bucket.index, bytes=num_bytes)
@@ -39,7 +39,7 @@ class ExchangeSpans:
         if self._traits.work_is_whole:
             self._look()
 
-    def wait(self, works: Sequence[Work[Any]]) -> None:
+    def wait(self, works: Sequence[Handle]) -> None:
         """Wait for buckets one after the other, where that makes no difference to others: the end
         of each is then known."""
         if not self._traits.may_wait_singly or not self._under_way:

@@ -41,16 +41,16 @@ class Health:
         self._ask_unit = ask_unit
         self._options = options
         is_partial = options.own.get("skip_compute") == "yes"  # some compute no gradients at all
-        self._expects_all = options.unused != "ignore" and not is_partial
-        self._checks_values = options.nonfinite != "ignore" and not on_servers  # else they do
+        self.expects_all = options.unused != "ignore" and not is_partial
+        self.checks_values = options.nonfinite != "ignore" and not on_servers  # else they do
         self._named: set[str] = set()  # parameters that were named in a warning already
         self.skipped_steps = 0
 
     def look(self, reducer: Reducer, result: PassResult) -> None:
         """Check what the exchange brought; runs at the end of backward on every rank."""
-        if self._expects_all and min(result.shares, default=1.0) < 1.0:
+        if self.expects_all and not result.is_complete:
             self._unused(reducer, result)
-        if self._checks_values:
+        if self.checks_values:
             is_bad = not all_finite(list(reducer.averages()))
             if any(self._ask_unit([is_bad])):  # all parts of a model leave out the same steps
                 self._nonfinite(reducer, is_here=is_bad)
@@ -61,11 +61,11 @@ class Health:
     # -- missing ------------------------------------------------------------------------------
 
     def _unused(self, reducer: Reducer, result: PassResult) -> None:
-        frozen = reducer.frozen
+        all_params = zip(reducer.names, reducer.params, result.shares, strict=True)
         names = [
             name
-            for name, share in zip(reducer.names, result.shares, strict=True)
-            if share < 1.0 and name not in frozen and name not in self._named
+            for name, param, share in all_params
+            if share < 1.0 and param.requires_grad and name not in self._named
         ]
         if not names:
             return

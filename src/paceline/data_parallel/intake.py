@@ -25,8 +25,8 @@ class Intake:
     def __init__(self, ground: Groundwork, housing: Housing, reducer: Reducer) -> None:
         self._ground, self._housing, self._reducer = ground, housing, reducer
         self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
-        self._outside: list[Named] = []  # frozen ones, which nobody averages
-        self._num_optimized = 0  # parameters of the optimizer when it was last looked at
+        self.outside: list[Named] = []  # frozen ones, which nobody averages
+        self.num_optimized = 0  # parameters of the optimizer when it was last looked at
 
     def take_all(self, model: nn.Module) -> None:
         """Bring what is trained, and was not brought yet, into buckets. Collective."""
@@ -57,7 +57,7 @@ class Intake:
     def refuse_strays(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step with gradients, or of parameters, that have not been averaged."""
         rank = self._ground.group.rank
-        for named in self._outside:
+        for named in self.outside:
             if named.param.requires_grad and named.param.grad is not None:
                 raise UsageError(
                     f"rank {rank}: {named} has been thawed, but its gradient was not averaged: call"
@@ -65,9 +65,9 @@ class Intake:
                     " parameters are thawed"
                 )
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if count == self._num_optimized:
+        if count == self.num_optimized:
             return
-        self._num_optimized = count
+        self.num_optimized = count
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param not in self._known:
@@ -102,4 +102,4 @@ class Intake:
         compute_in_bucket(model, self._housing.slots, self._reducer)
         self._known = {param: param.requires_grad for param in model.parameters()}
         taken = {id(param) for param in self._reducer.params}
-        self._outside = [Named(n, p) for n, p in model.named_parameters() if id(p) not in taken]
+        self.outside = [Named(n, p) for n, p in model.named_parameters() if id(p) not in taken]

@@ -10,10 +10,12 @@ other workers.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -51,6 +53,26 @@ def keep_optimizer_plain(optimizer: torch.optim.Optimizer) -> None:
     """Let copies of an optimizer be plain, with the state of whole parameters."""
     if _REDUCE not in vars(optimizer):
         vars(optimizer)[_REDUCE] = _OptimizerReduction(optimizer)
+
+
+def replace_method(thing: object, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a method on one object by a function that takes it as first argument; return the old.
+
+    It stays a bound method, because learning-rate schedulers ask for its __func__, and keeps the
+    attributes of the old one, in which they leave their marks.
+    """
+    old: Callable[..., Any] = getattr(thing, name)
+    function = functools.wraps(old)(method)
+    setattr(thing, name, MethodType(function, thing))
+    return old
+
+
+def restore_method(thing: object, name: str, old: Callable[..., Any]) -> None:
+    """Give one object back the method that `replace_method` returned."""
+    if getattr(old, "__func__", None) is getattr(type(thing), name, None):
+        delattr(thing, name)  # it had its class's
+    else:
+        setattr(thing, name, old)
 
 
 def replace_forward(module: nn.Module, forward: StandIn) -> None:

@@ -23,6 +23,7 @@ class PassResult:
     is_stop_agreed: bool = False  # some worker was, and all know it
     is_change_agreed: bool = False  # all workers know of a change of the membership
     has_hidden_nonfinite: bool = False  # some worker had NaN or infinity that averages do not show
+    is_complete: bool = True  # every parameter had a gradient on every worker
     shares: Sequence[float] = ()  # by parameter, in the reducer's order: 0.0 if no worker had one
     absent: frozenset[str] = frozenset()  # parameters that had no gradient on this worker
 
@@ -47,7 +48,7 @@ class StepPolicy(Protocol):
         """Return whether others must hear of NaN or infinity in the gradients of this worker."""
 
     def beside_exchange(self) -> None:
-        """Exchange what belongs to the same repeatable step as the gradients. Collective."""
+        """Exchange, in an elastic job, what is repeated with the gradients. Collective."""
 
     def after_exchange(self, result: PassResult) -> None:
         """Look at the gradients that the workers agreed on, on every worker."""

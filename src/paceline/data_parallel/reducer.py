@@ -20,17 +20,17 @@ data meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.group import Group
+from paceline.data_parallel import refusals
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.exchange_spans import ExchangeSpans
 from paceline.data_parallel.layout import Named
@@ -38,10 +38,10 @@ from paceline.data_parallel.policy import PassResult, StepPolicy
 from paceline.data_parallel.sparse import SparseAverages
 from paceline.data_parallel.weighting import Weighting
 from paceline.elastic.session import Elastic
-from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.errors import PeerError
 from paceline.pace.exchange import Exchange
 from paceline.telemetry.trace import tracer
-from paceline.work import Work
+from paceline.work import Handle
 
 # The roll call ends with notes to all: is anybody asked to stop, is a change of the membership due,
 # are this worker's gradients not finite (where an average would not show it), and how much does its
@@ -65,17 +65,20 @@ class Reducer:
         self._has_caught_up = False
         self._unit_stops = False
         self.result = PassResult()
+        self.names: list[str] = []  # of the parameters, in the order of the roll call
+        self.params: list[torch.nn.Parameter] = []  # in the same order
         self.buckets: list[Bucket] = []
         self._slots: list[Slot] = []
+        self._results: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # the same, in order
         self._hooks: list[RemovableHandle] = []
         self.sparse = SparseAverages(group, keeps=policy.keeps_sparse)
         self._flags = torch.empty(0)
         self.weighting = Weighting()
-        self._sync = True
+        self.is_syncing = True  # a backward pass that began now would exchange gradients
         self._active = False  # inside a backward pass that exchanges gradients
         self._has_local_gradients = False  # the last backward pass was one without exchange
         self._next = 0  # the bucket to submit next
-        self._works: list[Work[Any]] = []
+        self._works: list[Handle] = []
         self._spans = ExchangeSpans(exchange)
         self.step = 0  # backward passes with exchange so far
         self.waited_s = 0.0  # time in which this worker did nothing but wait for others
@@ -88,13 +91,16 @@ class Reducer:
             self.buckets.append(bucket)
             for slot in bucket.slots:
                 self._slots.append(slot)
-                on_ready = self._on_small_ready if slot.is_small else self._on_grad_ready
-                hook = slot.param.register_post_accumulate_grad_hook(partial(on_ready, slot))
-                self._hooks.append(hook)
+                on_ready = self._hook_of(slot)
+                self._hooks.append(slot.param.register_post_accumulate_grad_hook(on_ready))
+                self._results.append((slot.param, slot.averaged))
         for named in sparse:
             self.sparse.parameters.append(named)
             hook = named.param.register_post_accumulate_grad_hook(self._on_sparse_ready)
             self._hooks.append(hook)
+        all_sparse = self.sparse.parameters
+        self.names = [slot.name for slot in self._slots] + [named.name for named in all_sparse]
+        self.params = [slot.param for slot in self._slots] + [named.param for named in all_sparse]
         self._flags = torch.empty(len(self.params) + _NUM_NOTES)
         self.weighting.cover(self.params)
 
@@ -103,22 +109,6 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self.weighting.close()
-
-    @property
-    def names(self) -> list[str]:
-        """The parameters in the order of the roll call."""
-        return [slot.name for slot in self._slots] + [n.name for n in self.sparse.parameters]
-
-    @property
-    def params(self) -> list[torch.nn.Parameter]:
-        """The parameters in the order of the roll call."""
-        return [slot.param for slot in self._slots] + [n.param for n in self.sparse.parameters]
-
-    @property
-    def frozen(self) -> set[str]:
-        """The parameters that want no gradient (any more)."""
-        pairs = zip(self.names, self.params, strict=True)
-        return {name for name, param in pairs if not param.requires_grad}
 
     def averages(self) -> Iterator[torch.Tensor]:
         """The gradients that the workers agreed on in the last exchange, as flat tensors."""
@@ -134,19 +124,14 @@ class Reducer:
         for bucket in self.buckets:
             bucket.refresh()
 
-    @property
-    def is_syncing(self) -> bool:
-        """Whether a backward pass that began now would exchange gradients."""
-        return self._sync
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients add up locally; the next backward pass outside exchanges the sum."""
-        was, self._sync = self._sync, False
+        was, self.is_syncing = self.is_syncing, False
         try:
             yield
         finally:
-            self._sync = was
+            self.is_syncing = was
 
     @property
     def rests(self) -> bool:
@@ -157,41 +142,47 @@ class Reducer:
 
     def begin_backward(self) -> None:
         """Note that a backward pass has begun; called from inside of it, any number of times."""
-        if not self._active and self._sync:
+        if not self._active and self.is_syncing:
             self._begin()
             Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _begin(self) -> None:
         self._active = True
         self._traits = self._exchange.traits
+        is_plain = not torch.is_grad_enabled()  # gradients have no graph of their own
+        for bucket in self.buckets:
+            bucket.is_open = is_plain
 
-    def _on_small_ready(self, slot: Slot, param: torch.nn.Parameter) -> None:
-        """Do the same as below in a fraction of the time, for the most frequent case."""
+    def _hook_of(self, slot: Slot) -> Callable[[torch.nn.Parameter], None]:
+        """Return what autograd calls for a parameter, in every step: of small ones there may be
+        thousands, so theirs does the same in a fraction of the time in the most frequent case."""
         bucket = slot.bucket
-        if not self._active or slot.ready or bucket.is_submitted or torch.is_grad_enabled():
-            self._on_grad_ready(slot, param)
-            return
-        slot.ready = slot.stale = True
-        bucket.missing -= 1
-        if bucket.missing == 0:
-            self._submit_full()
+        if not slot.is_small:
+            return partial(self._on_grad_ready, slot)
+
+        def on_small_ready(param: torch.nn.Parameter) -> None:
+            if slot.ready or not bucket.is_open:
+                self._on_grad_ready(slot, param)
+                return
+            slot.ready = True
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._submit_full()
+
+        return on_small_ready
 
     def _on_grad_ready(self, slot: Slot, param: torch.nn.Parameter) -> None:
-        if not self._sync:
+        if not self.is_syncing:
             self._has_local_gradients = True
             return
         self.begin_backward()
         grad = param.grad
         assert grad is not None
         if grad.requires_grad:
-            raise _double_backward(slot.name)
+            raise refusals.double_backward(slot.name)
         bucket = slot.bucket
         if bucket.is_submitted:
-            raise UsageError(
-                f"rank {self._group.rank}: {slot.name} got another gradient after its bucket was"
-                " sent; it is used in several reentrant checkpoints: use"
-                " checkpoint(..., use_reentrant=False)"
-            )
+            raise refusals.second_gradient(self._group.rank, slot.name)
         if grad.layout is not torch.strided:
             param.grad = grad.to_dense()
         bucket.take(slot)
@@ -199,12 +190,14 @@ class Reducer:
             self._submit_full()
 
     def _on_sparse_ready(self, param: torch.nn.Parameter) -> None:
-        if not self._sync:
+        if not self.is_syncing:
             self._has_local_gradients = True
             return
         self.begin_backward()
         if param.grad is not None and param.grad.requires_grad:
-            raise _double_backward(next(n.name for n in self.sparse.parameters if n.param is param))
+            raise refusals.double_backward(
+                next(n.name for n in self.sparse.parameters if n.param is param)
+            )
 
     def _submit_full(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
@@ -214,7 +207,7 @@ class Reducer:
             self._next += 1
 
     def _submit(self, bucket: Bucket) -> None:
-        bucket.is_submitted = True
+        bucket.is_submitted, bucket.is_open = True, False
         if self._is_broken or self._traits.is_local:
             return
         try:
@@ -225,10 +218,10 @@ class Reducer:
             self._is_broken = True  # an error here would end backward: all is sent again behind it
 
     def _start(self, bucket: Bucket) -> None:
-        traced_s = tracer.start()
+        start_s = time.monotonic() if tracer.on else 0.0
         self._works.append(self._exchange.submit(bucket, self.step))
-        if traced_s:
-            self._spans.submitted(bucket, self._works[-1], traced_s)
+        if start_s:
+            self._spans.submitted(bucket, self._works[-1], start_s)
 
     # -- end of backward ----------------------------------------------------------------------
 
@@ -268,8 +261,12 @@ class Reducer:
             (self._unit_stops,) = self._policy.ask_unit([self._policy.wants_stop()])
             self.waited_s += time.perf_counter() - start
         self.result = self._exchange_all()
-        for slot, share in zip(self._slots, self.result.shares, strict=False):
-            slot.param.grad = slot.averaged if share else None
+        if self.result.is_complete:
+            for param, averaged in self._results:
+                param.grad = averaged
+        else:
+            for (param, averaged), share in zip(self._results, self.result.shares, strict=False):
+                param.grad = averaged if share else None
         self._reset()
         self._policy.after_exchange(self.result)
 
@@ -277,16 +274,20 @@ class Reducer:
         """Exchange everything with the others, as the pace says."""
         absent = self._absent()
         if self._traits.is_collective:
-            called = self._elastic.point(lambda: self._agree(absent), self._catch_up)
+            if self._elastic.is_on:
+                called = self._elastic.point(lambda: self._agree(absent), self._catch_up)
+            else:
+                called = self._agree(absent)
             self._is_broken = False
-            stops, changes, hidden, _ = called[-_NUM_NOTES:]
+            shares, (stops, changes, hidden, _) = called[:-_NUM_NOTES], called[-_NUM_NOTES:]
             return PassResult(
                 has_caught_up=self._has_caught_up,
                 unit_stops=self._unit_stops,
                 is_stop_agreed=stops > 0,
                 is_change_agreed=changes > 0 and not self._has_caught_up,
                 has_hidden_nonfinite=hidden > 0,
-                shares=called[:-_NUM_NOTES],
+                is_complete=min(shares, default=1.0) >= 1.0,
+                shares=shares,
                 absent=absent,
             )
         shares = self._call_roll(absent)[:-_NUM_NOTES]  # servers decide who has to be there
@@ -294,7 +295,11 @@ class Reducer:
             self._elastic.point(lambda: self._average_sparse(shares))
         stops = self._unit_stops or (self._elastic.is_on and self._policy.wants_stop())
         return PassResult(
-            unit_stops=self._unit_stops, is_stop_agreed=stops, shares=shares, absent=absent
+            unit_stops=self._unit_stops,
+            is_stop_agreed=stops,
+            is_complete=min(shares, default=1.0) >= 1.0,
+            shares=shares,
+            absent=absent,
         )
 
     def _agree(self, absent: frozenset[str]) -> list[float]:
@@ -307,14 +312,15 @@ class Reducer:
         self._is_broken = self._elastic.is_on  # until everything is there, and counts
         called = self._call_roll(absent)
         self._average_sparse(called[:-_NUM_NOTES])
-        start = time.perf_counter()
-        self._policy.beside_exchange()
-        self.waited_s += time.perf_counter() - start
-        weight = called[-1]
-        is_uneven = weight > 0 and abs(weight - 1.0) > _EVEN
-        if self._elastic.is_on and self._traits.is_weighted and is_uneven:
-            for flat in self.averages():  # weights of workers that are lost are missing
-                flat.div_(weight)
+        if self._elastic.is_on:
+            start = time.perf_counter()
+            self._policy.beside_exchange()
+            self.waited_s += time.perf_counter() - start
+            weight = called[-1]
+            is_uneven = weight > 0 and abs(weight - 1.0) > _EVEN
+            if self._traits.is_weighted and is_uneven:
+                for flat in self.averages():  # weights of workers that are lost are missing
+                    flat.div_(weight)
         return called
 
     def _catch_up(self) -> None:
@@ -338,21 +344,21 @@ class Reducer:
         flags[-_NUM_NOTES:] = torch.tensor(
             [
                 float(elastic.is_stop_due if elastic.is_on else self._unit_stops),
-                float(elastic.is_change_due),
+                float(elastic.is_on and elastic.is_change_due),
                 float(
                     self._traits.hides_nonfinite and self._policy.has_hidden_nonfinite(self.buckets)
                 ),
                 self.weighting.weight,
             ]
         )
-        start, traced_s = time.perf_counter(), tracer.start()
-        if traced_s:
+        start, is_traced, traced_s = time.perf_counter(), tracer.on, time.monotonic()
+        if is_traced:
             self._spans.wait(self._works)
         called = self._exchange.call_roll(flags)
         for work in self._works:
             work.wait()
         self.waited_s += time.perf_counter() - start
-        if traced_s:
+        if is_traced:
             self._spans.ended(traced_s)
         return called.tolist()
 
@@ -386,34 +392,15 @@ class Reducer:
     def require_finished(self) -> None:
         """Called before a step: refuse gradients that have not been averaged."""
         if self._active:
-            raise PacelineError(
-                f"rank {self._group.rank}: optimizer.step() after a backward pass that ended with"
-                " an error (or in the middle of one): gradients have not been averaged; drop them"
-                " with zero_grad() and begin again with a forward pass of the whole model"
-            )
+            raise refusals.unfinished_pass(self._group.rank)
         if self._has_local_gradients:
-            raise UsageError(
-                f"rank {self._group.rank}: optimizer.step() after a backward pass under no_sync():"
-                " its gradients have not been averaged; leave no_sync() for the last backward pass"
-                " before each step"
-            )
+            raise refusals.local_gradients(self._group.rank)
 
     def require_clean(self) -> None:
         """Called outside of backward: find out whether the last pass broke off."""
         if not self._active or torch._C._current_graph_task_id() != -1:
             return
         if self._works:
-            raise PacelineError(
-                f"rank {self._group.rank}: the last backward pass ended with an error after it had"
-                " sent gradients, so the workers are out of step; start again from a checkpoint"
-            )
+            raise refusals.out_of_step(self._group.rank)
         self._active = False
         self.refresh()
-
-
-def _double_backward(name: str) -> UsageError:
-    return UsageError(
-        f"backward(create_graph=True): the gradient of {name} has a graph of its own, which cannot"
-        " be averaged over the workers; compute inner gradients with torch.autograd.grad(...) and"
-        " call backward() without create_graph"
-    )

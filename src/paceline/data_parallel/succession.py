@@ -46,7 +46,7 @@ from paceline.data_parallel.saving import Picture, Restoring, SavedModel, take_p
 from paceline.data_parallel.skipping import Skipping
 from paceline.data_parallel.training import Training
 from paceline.data_parallel.training_state import give_settings, settings_of
-from paceline.data_parallel.update import Step, bind_step
+from paceline.data_parallel.update import bind_step
 from paceline.data_parallel.wishes import Wishes
 from paceline.errors import PacelineError, PeerError
 from paceline.job import Job
@@ -119,7 +119,7 @@ class Succession(Part):
         self.pace = first.pace
         self.training = self._make(first)
         job.elastic.register(f"pace of {number}", self)
-        bind_step(optimizer, self._around_step)
+        self._bound = bind_step(optimizer, self.training.around_step, self._heed)
         bind(optimizer, self)
         attach(model, self)
         wishes.add(weakref.ref(self))
@@ -154,11 +154,6 @@ class Succession(Part):
         return self.training.skipping
 
     # -- changing the pace --------------------------------------------------------------------
-
-    def _around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:
-        result = self.training.around_step(optimizer, step)
-        self._heed()
-        return result
 
     def _heed(self) -> None:
         """Behind a step: change the pace if it is time."""
@@ -220,6 +215,7 @@ class Succession(Part):
         self._generation = self._job.fabric.membership.workers_since
         try:
             self.training = self._make(change.chosen)
+            self._bound.around = self.training.around_step
         except PeerError:
             self._make_plain(change)
             raise

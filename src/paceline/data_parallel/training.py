@@ -44,10 +44,9 @@ from paceline.data_parallel.paced import Paced
 from paceline.data_parallel.policy import PassResult
 from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.served import ServedUpdate
-from paceline.data_parallel.sharded import ShardedUpdate
 from paceline.data_parallel.skipping import step_with_nothing
 from paceline.data_parallel.training_state import leave, take_part
-from paceline.data_parallel.update import ReplicatedUpdate, Step, Update
+from paceline.data_parallel.update import ReplicatedUpdate, ShardedUpdate, Step, Update
 from paceline.errors import PeerError, UsageError
 from paceline.job import Job
 from paceline.options import Options
@@ -96,6 +95,7 @@ class Training:
         self._job, self._group = job, group
         self._is_reducing, self._host_state, self._torch_scaler = False, None, None
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        self._is_part = bool(job.place)  # on a mesh others hold other parts of the same model
         self.pace, self.options = pace, options
         self._ground = ground = Groundwork(job, group, pace, options, label)
         ground.lay(optimizer)
@@ -206,25 +206,25 @@ class Training:
         return self.method is not None and self.method.skips_backward
 
     def wants_stop(self) -> bool:
-        return self._job.stopping.is_wanted()
+        return self._job.stopping.is_asked
 
     def ask_unit(self, notes: list[bool]) -> list[bool]:
-        return self._job.ask_unit(notes)
+        return self._job.ask_unit(notes) if self._is_part else notes
 
     def has_hidden_nonfinite(self, buckets: Sequence[ExchangedBucket]) -> bool:
         """A GradScaler leaves out steps with such gradients; nobody else asks for them."""
         return loss_scaling.is_in_use() and not all_finite([bucket.grads for bucket in buckets])
 
     def beside_exchange(self) -> None:
-        """In an elastic job buffers are repeated with the gradients if a worker is lost."""
-        if self._job.elastic.is_on and self.serving is None:
+        if self.serving is None:
             self.buffers.synchronise()
 
     def after_exchange(self, result: PassResult) -> None:
         if self.serving is not None:
             self.serving.update.remember_gradients()
             self.serving.update.heed_verdict()
-        self.health.look(self.reducer, result)
+        if self.health.checks_values or not result.is_complete:
+            self.health.look(self.reducer, result)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -405,12 +405,16 @@ class Training:
             return self._paced.run(step, self._count_step)
         if self._elastic_step is not None:
             return self._elastic_step.run(self.update, step, self._count_step)
-        self.buffers.start()
+        had_buffers = self.buffers.num_placed > 0
+        if had_buffers:  # they travel while the optimizer works
+            self.buffers.start()
         result = self.update.run(step)
-        start, traced_s = time.perf_counter(), tracer.start()
+        start, is_traced, start_s = time.perf_counter(), tracer.on, time.monotonic()
+        if not had_buffers:  # but perhaps the model has some now
+            self.buffers.start()
         self.buffers.finish()
-        if traced_s:
-            tracer.add("wait", traced_s, behind="buffers")
+        if is_traced:
+            tracer.add("wait", start_s, behind="buffers")
         self._job.contribution.commit()
         self._count_step(time.perf_counter() - start)
         self._job.stopping.hear(self._is_stop_agreed)
@@ -425,7 +429,9 @@ class Training:
 
     def _refuse_stray_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         self.reducer.require_finished()
-        self._intake.refuse_strays(optimizer)
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._intake.outside or count != self._intake.num_optimized:
+            self._intake.refuse_strays(optimizer)
 
     def _count_step(self, waited_behind_s: float) -> None:
         """Report for how long this worker waited for others in the step: during backward and in the

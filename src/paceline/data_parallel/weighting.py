@@ -28,16 +28,11 @@ class Weighting:
     """Scales the gradients of some parameters."""
 
     def __init__(self) -> None:
-        self._weight = 1.0
+        self.weight = 1.0  # what the gradients of this pass are multiplied with
         self._params: Sequence[torch.nn.Parameter] = ()
         self._hooks: list[RemovableHandle] = []
         self.is_in_loss = False  # see leave_to_loss
         _all.add(self)
-
-    @property
-    def weight(self) -> float:
-        """What the gradients of this pass are multiplied with."""
-        return self._weight
 
     def cover(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Scale the gradients of these, from now on."""
@@ -46,8 +41,8 @@ class Weighting:
 
     def set(self, weight: float) -> None:
         """Scale the gradients of the following backward passes."""
-        if weight != self._weight:
-            self._weight = weight
+        if weight != self.weight:
+            self.weight = weight
             self.renew()
 
     def leave_to_loss(self) -> None:
@@ -66,7 +61,7 @@ class Weighting:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        is_needed = self._weight != 1.0 or loss_scaling.is_in_use()
+        is_needed = self.weight != 1.0 or loss_scaling.is_in_use()
         if is_needed and not self.is_in_loss:
             self._hooks = [
                 p.register_hook(partial(self._scale, get_gradient_edge(p).node))
@@ -78,10 +73,10 @@ class Weighting:
         scale = loss_scaling.scale_of_pass()
         if scale != 1.0 and not is_going_to_accumulate(accumulate):
             scale = 1.0  # torch.autograd.grad(scaled loss, ...): the script divides by itself
-        if self._weight == scale:
+        if self.weight == scale:
             return grad
         # Zero times a gradient would keep its infinities.
-        return grad * (self._weight / scale) if self._weight else torch.zeros_like(grad)
+        return grad * (self.weight / scale) if self.weight else torch.zeros_like(grad)
 
 
 def expect_scaled_losses() -> None:

@@ -36,7 +36,7 @@ from paceline.telemetry.trace import ASYNC, INSTANT, MOST_SPANS, TRAINING, Arg, 
 _SMALLEST_GAP_NS = 20_000  # between two spans of a step: less is no computing
 _SMALLEST_WAIT_NS = 2_000  # of waiting for what was there
 _COLLECTIVE = "all_reduce"
-_BARRIER = "barrier"  # data_parallel/sharded.py
+_BARRIER = "barrier"  # data_parallel/update.py
 
 
 @dataclass

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from paceline.collectives.group import Group
+from paceline.collectives.group import Group, PreparedAllReduce
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
-from paceline.work import Work
+from paceline.work import Handle
 
 # Of an average that takes several operations for each bucket.
 COMPOUND = ExchangeTraits(verb="all_reduce", is_collective=True)
@@ -25,18 +24,32 @@ class AllReduce(Exchange):
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self._prepared: dict[int, PreparedAllReduce] = {}  # by the number of the bucket
+        self._roll = RollCall(group)
 
-    def submit(self, bucket: Bucket, step: int) -> Work[Any]:  # noqa: ARG002
-        work = self._group.all_reduce(bucket.grads, "mean", out=bucket.averaged, async_op=True)
-        assert isinstance(work, Work)
-        return work
+    def submit(self, bucket: Bucket, step: int) -> Handle:  # noqa: ARG002
+        prepared = self._prepared.get(bucket.index)
+        if prepared is None:
+            prepared = PreparedAllReduce(self._group, bucket.grads, "mean", bucket.averaged)
+            self._prepared[bucket.index] = prepared
+        return prepared.start()
 
     def call_roll(self, here: torch.Tensor) -> torch.Tensor:
-        return roll_of(self._group, here)
+        return self._roll.call(here)
 
 
-def roll_of(group: Group, here: torch.Tensor) -> torch.Tensor:
-    """Return the mean of all workers' rolls. Collective."""
-    shares = torch.empty_like(here)
-    group.all_reduce(here, "mean", out=shares)
-    return shares
+class RollCall:
+    """The mean of all workers' rolls; as a rule they are in the same memory every time."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._here = self._shares = torch.empty(0)
+        self._prepared: PreparedAllReduce | None = None
+
+    def call(self, here: torch.Tensor) -> torch.Tensor:
+        """Return it; valid until the next call. Collective."""
+        if self._prepared is None or here is not self._here:
+            self._here, self._shares = here, torch.empty_like(here)
+            self._prepared = PreparedAllReduce(self._group, here, "mean", self._shares)
+        self._prepared.run()
+        return self._shares

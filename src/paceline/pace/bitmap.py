@@ -31,7 +31,7 @@ import torch
 from paceline.collectives.bits import Coin, Momentum, pack_corrected, pack_signs, pack_tracked
 from paceline.collectives.memory import zeros_in_large_pages
 from paceline.errors import UsageError
-from paceline.pace.allreduce import COMPOUND, AllReduce, roll_of
+from paceline.pace.allreduce import COMPOUND, AllReduce, RollCall
 from paceline.pace.ballot import Ballot
 from paceline.pace.ballot_box import BallotBox, ServedBallot, mean_scales
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
@@ -239,6 +239,7 @@ class ServedVote(Exchange):
 
     def __init__(self, method: Bitmap) -> None:
         self.traits = _traits_of(method)
+        self._roll = RollCall(method.workers)
         self._method = method
         self._step = -1
         self._cast: dict[int, Work[Any]] = {}  # in this step, by the number of the bucket
@@ -270,7 +271,7 @@ class ServedVote(Exchange):
             scales = [voters[index].ballot.scale for index in self._cast]
             means = mean_scales(self._method.workers, scales)
             self.scales = dict(zip(self._cast, means, strict=True))
-        return roll_of(self._method.workers, here)
+        return self._roll.call(here)
 
     def _finish(self, voter: Voter) -> None:
         assert isinstance(voter.ballot, ServedBallot)

@@ -22,7 +22,7 @@ from paceline.pace.allreduce import COMPOUND, AllReduce
 from paceline.pace.exchange import Bucket
 from paceline.state.protocol import Change, Part, State
 from paceline.telemetry.traffic import Account
-from paceline.work import Work
+from paceline.work import Handle, Work
 
 
 class Journeys(Part):
@@ -134,7 +134,7 @@ class CompressedAllReduce(AllReduce):
     def residuals(self) -> Part:
         return self.journeys
 
-    def submit(self, bucket: Bucket, step: int) -> Work[Any]:
+    def submit(self, bucket: Bucket, step: int) -> Handle:
         if bucket.index <= self._last:  # another pass, or the same one again
             self.journeys.begin_again()
         self._last = bucket.index

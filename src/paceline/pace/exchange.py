@@ -1,4 +1,4 @@
-"""The seam between the reducer and a pace: here is a full bucket, give me a Work.
+"""The seam between the reducer and a pace: here is a full bucket, when is it exchanged?
 
 The reducer collects gradients into buckets and submits each as soon as it is full, in an order that
 is the same on all workers. An EXCHANGE turns it into what the workers agree on: averaged gradients,
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from paceline.compress.layout import Segment
 from paceline.state.protocol import Part
-from paceline.work import Together, Work
+from paceline.work import Handle, Together, Work
 
 
 class Bucket(Protocol):
@@ -63,7 +63,7 @@ class Exchange:
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Look after more buckets, before they are submitted for the first time."""
 
-    def submit(self, bucket: Bucket, step: int) -> Work[Any]:
+    def submit(self, bucket: Bucket, step: int) -> Handle:
         """Start the exchange of one bucket; its flat tensors stay untouched until it is done.
 
         Called during backward; must not block.

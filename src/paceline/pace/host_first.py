@@ -25,7 +25,7 @@ from paceline.pace.allreduce import COMPOUND, AllReduce
 from paceline.pace.compressed import Journeys, layout_of
 from paceline.pace.exchange import Bucket
 from paceline.state.protocol import Part
-from paceline.work import Work
+from paceline.work import Handle, Work
 
 
 class _Trip:
@@ -91,7 +91,7 @@ class HostFirst(AllReduce):
     def residuals(self) -> Part | None:
         return self.journeys
 
-    def submit(self, bucket: Bucket, step: int) -> Work[Any]:
+    def submit(self, bucket: Bucket, step: int) -> Handle:
         if bucket.index <= self._last:  # another pass
             self._waiting.clear()
             if self.journeys is not None:
