@@ -15,9 +15,11 @@ from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
 from paceline.data_parallel.averaging import choose_codec, compressed_average
 from paceline.data_parallel.housing import Housing
+from paceline.data_parallel.optimizer_state import HostState
 from paceline.data_parallel.ownership import is_elementwise
 from paceline.data_parallel.paced import make_method
 from paceline.data_parallel.serving import Serving
+from paceline.data_parallel.update import ReplicatedUpdate, ShardedUpdate, Update
 from paceline.job import Job
 from paceline.options import Options
 from paceline.pace.allreduce import AllReduce
@@ -48,6 +50,7 @@ class Groundwork:
         self.serving: Serving | None = None
         self.method: Method | None = None
         self.centre: Centre | None = None
+        self._host_state: HostState | None = None
         self.shares_params = self.is_common = False
 
     def lay(self, optimizer: torch.optim.Optimizer) -> None:
@@ -66,6 +69,8 @@ class Groundwork:
 
     def close(self) -> None:
         """Let go of servers and groups, also if only some are there."""
+        if self._host_state is not None:
+            self._host_state.close()
         if self.serving is not None:
             self.serving.close()
         for group in self._groups:
@@ -92,6 +97,17 @@ class Groundwork:
             averages=self._choose_averages(),
             is_common=self.is_common,
         )
+
+    def make_update(self, optimizer: torch.optim.Optimizer, housing: Housing) -> Update:
+        """Return what runs the optimizer's steps."""
+        if self.serving is not None:
+            return self.serving.update
+        if not self.shares_params:
+            return ReplicatedUpdate()
+        engine, slot_of = self.job.fabric.engine, housing.shared_slots.get
+        sharded = ShardedUpdate(optimizer, self.host, engine, slot_of)
+        self._host_state = sharded.state
+        return sharded
 
     @property
     def buffers_mode(self) -> str:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.collectives.group import Group
 from paceline.console import say
-from paceline.data_parallel import loss_scaling
+from paceline.data_parallel import loss_scaling, summary
 from paceline.data_parallel.averaging import left_out
 from paceline.data_parallel.batchnorm import use_global_statistics, use_own_statistics
 from paceline.data_parallel.buffers import Buffers
@@ -39,21 +39,18 @@ from paceline.data_parallel.hooks import cut_off
 from paceline.data_parallel.intake import Intake
 from paceline.data_parallel.layerwise import LayerwiseUpdate
 from paceline.data_parallel.mixed_precision import compute_in, compute_in_full
-from paceline.data_parallel.optimizer_state import HostState
 from paceline.data_parallel.paced import Paced
 from paceline.data_parallel.policy import PassResult
 from paceline.data_parallel.reducer import Reducer
-from paceline.data_parallel.served import ServedUpdate
 from paceline.data_parallel.skipping import step_with_nothing
 from paceline.data_parallel.training_state import leave, take_part
-from paceline.data_parallel.update import ReplicatedUpdate, ShardedUpdate, Step, Update
+from paceline.data_parallel.update import Step, Update
 from paceline.errors import PeerError, UsageError
 from paceline.job import Job
 from paceline.options import Options
 from paceline.pace.exchange import Bucket as ExchangedBucket
 from paceline.pace.parse import PaceSpec
 from paceline.ps.subscription import Subscription
-from paceline.telemetry.events import LEARNING_RATE, STALENESS
 from paceline.telemetry.trace import tracer
 
 
@@ -63,7 +60,6 @@ class Training:
     It is the policy of its reducer (policy.py).
     """
 
-    _host_state: HostState | None
     _torch_scaler: TorchScaler | None
 
     def __init__(
@@ -93,7 +89,7 @@ class Training:
         label: str,
     ) -> None:
         self._job, self._group = job, group
-        self._is_reducing, self._host_state, self._torch_scaler = False, None, None
+        self._is_reducing, self._torch_scaler = False, None
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         self._is_part = bool(job.place)  # on a mesh others hold other parts of the same model
         self.pace, self.options = pace, options
@@ -133,14 +129,14 @@ class Training:
             goes_on=self.serving is not None,
         )
         self.buffers.broadcast_now()
-        self.update: Update = self._choose_update(optimizer)
+        self.update: Update = ground.make_update(optimizer, self._housing)
         self._paced: Paced | None = None
         if self.method is not None:
             flags = ground.form("flags")
             self._paced = Paced(job, self.method, self.reducer, self.buffers, flags)
         self.steps = 0  # at this pace
         self._waited_s = 0.0
-        self._watch(optimizer)
+        summary.watch(ground, optimizer)
         job.contribution.watch(self._set_weight)
         self._set_weight(job.contribution.weight)
         self._elastic_step = take_part(
@@ -153,22 +149,9 @@ class Training:
 
     def describe(self) -> str:
         """Say in one line what was set up."""
-        params = sum(p.numel() for p in self.reducer.params)
-        parts = [
-            f"{_count(params)} parameters in {_plural(len(self.reducer.buckets), 'bucket')}",
-            _plural(self._group.size, "worker"),
-            self._paced.name if self._paced is not None else f"update {self.update.name}",
-            f"buffers {self._ground.buffers_mode}",
-        ]
-        if self.options.precision != "fp32":
-            parts.append(f"computes in {self.options.precision}")
-        if self.serving is not None:
-            parts.append(self.serving.balance)
-        if self._ground.centre is not None:
-            parts.append(self._ground.centre.describe())
-        if self._num_global_norms:
-            parts.append(f"global statistics in {self._num_global_norms} batch norms")
-        return ", ".join(parts)
+        paced = self._paced
+        way = paced.name if paced is not None else f"update {self.update.name}"
+        return summary.describe(self._ground, self.reducer, way, self._num_global_norms)
 
     # -- setting up ---------------------------------------------------------------------------
 
@@ -180,16 +163,6 @@ class Training:
         with torch.no_grad():
             for param in model.parameters():
                 self._group.broadcast(param.detach())
-
-    def _choose_update(self, optimizer: torch.optim.Optimizer) -> Update:
-        if self.serving is not None:
-            return self.serving.update
-        if not self._ground.shares_params:
-            return ReplicatedUpdate()
-        engine, slot_of = self._job.fabric.engine, self._housing.shared_slots.get
-        sharded = ShardedUpdate(optimizer, self._ground.host, engine, slot_of)
-        self._host_state = sharded.state
-        return sharded
 
     @property
     def is_free(self) -> bool:
@@ -387,8 +360,6 @@ class Training:
         compute_in_full(model)
         compute_as_usual(model)
         use_own_statistics(model)
-        if self._host_state is not None:
-            self._host_state.close()
         if self._torch_scaler is not None:
             self._torch_scaler.close()
         leave(self._ground)
@@ -441,33 +412,3 @@ class Training:
         self._waited_s = waited_s
         self.steps += 1
         self._job.step_done(waited_s=waiting_s)
-
-    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let progress show the learning rate, and how stale updates are where they can be."""
-        optimized = weakref.ref(optimizer)
-        self._job.reporter.watch(LEARNING_RATE, lambda: _rate_of(optimized()))
-        if self.serving is not None and self.is_free:
-            served = weakref.ref(self.serving.update)
-            self._job.reporter.watch(STALENESS, lambda: _staleness_of(served()))
-
-
-def _rate_of(optimizer: torch.optim.Optimizer | None) -> float | None:
-    """Return the learning rate of the first parameters, if there is one."""
-    rate = optimizer.param_groups[0].get("lr") if optimizer and optimizer.param_groups else None
-    return float(rate) if isinstance(rate, int | float | torch.Tensor) else None
-
-
-def _staleness_of(update: ServedUpdate | None) -> int | None:
-    return None if update is None else update.staleness
-
-
-def _count(number: int) -> str:
-    """Write 25185280 as '25.2 M'."""
-    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return str(number)
-
-
-def _plural(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
