@@ -272,31 +272,25 @@ class Reducer:
 
     def _exchange_all(self) -> PassResult:
         """Exchange everything with the others, as the pace says."""
-        absent = self._absent()
+        absent, elastic = self._absent(), self._elastic
         if self._traits.is_collective:
-            if self._elastic.is_on:
-                called = self._elastic.point(lambda: self._agree(absent), self._catch_up)
-            else:
-                called = self._agree(absent)
+            attempt = partial(self._agree, absent)
+            called = elastic.point(attempt, self._catch_up) if elastic.is_on else attempt()
             self._is_broken = False
-            shares, (stops, changes, hidden, _) = called[:-_NUM_NOTES], called[-_NUM_NOTES:]
-            return PassResult(
-                has_caught_up=self._has_caught_up,
-                unit_stops=self._unit_stops,
-                is_stop_agreed=stops > 0,
-                is_change_agreed=changes > 0 and not self._has_caught_up,
-                has_hidden_nonfinite=hidden > 0,
-                is_complete=min(shares, default=1.0) >= 1.0,
-                shares=shares,
-                absent=absent,
-            )
-        shares = self._call_roll(absent)[:-_NUM_NOTES]  # servers decide who has to be there
-        if self.sparse.parameters:
-            self._elastic.point(lambda: self._average_sparse(shares))
-        stops = self._unit_stops or (self._elastic.is_on and self._policy.wants_stop())
+            stops, changes, hidden = (note > 0 for note in called[-_NUM_NOTES:-1])
+        else:  # servers decide who has to be there
+            called = self._call_roll(absent)
+            if self.sparse.parameters:
+                elastic.point(lambda: self._average_sparse(called[:-_NUM_NOTES]))
+            stops = self._unit_stops or (elastic.is_on and self._policy.wants_stop())
+            changes = hidden = False
+        shares = called[:-_NUM_NOTES]
         return PassResult(
+            has_caught_up=self._has_caught_up,
             unit_stops=self._unit_stops,
             is_stop_agreed=stops,
+            is_change_agreed=changes and not self._has_caught_up,
+            has_hidden_nonfinite=hidden,
             is_complete=min(shares, default=1.0) >= 1.0,
             shares=shares,
             absent=absent,

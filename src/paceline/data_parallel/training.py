@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -72,28 +72,20 @@ class Training:
         options: Options,
         label: str,  # alike on all workers, and of this training alone
     ) -> None:
-        try:
-            self._set_up(job, group, model, optimizer, pace, options, label)
-        except PeerError:  # the next attempt begins with a plain model
-            self._take_down(model)
-            raise
-
-    def _set_up(
-        self,
-        job: Job,
-        group: Group,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        pace: PaceSpec,
-        options: Options,
-        label: str,
-    ) -> None:
         self._job, self._group = job, group
         self._is_reducing, self._torch_scaler = False, None
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         self._is_part = bool(job.place)  # on a mesh others hold other parts of the same model
         self.pace, self.options = pace, options
-        self._ground = ground = Groundwork(job, group, pace, options, label)
+        self._ground = Groundwork(job, group, pace, options, label)
+        try:
+            self._set_up(model, optimizer)
+        except PeerError:  # the next attempt begins with a plain model
+            self._take_down(model)
+            raise
+
+    def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        job, group, ground, options = self._job, self._group, self._ground, self.options
         ground.lay(optimizer)
         self.serving, self.method, self.exchange = ground.serving, ground.method, ground.exchange
         self.health = Health(
@@ -234,11 +226,9 @@ class Training:
     def _on_output_grad(self, grad: torch.Tensor) -> None:  # noqa: ARG002
         self.reducer.begin_backward()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients add up locally; the next backward pass outside exchanges the sum."""
-        with self.reducer.no_sync():
-            yield
+        return self.reducer.no_sync()
 
     def agreed(self) -> AbstractContextManager[None]:
         """Let the model have the values that stand for all workers, for example to evaluate it.
