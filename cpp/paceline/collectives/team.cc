@@ -1,3 +1,10 @@
+// Collectives on one host: members post what they ask for, compare it, and run it.
+//
+// Here run those whose inputs can be read where they are: small ones in the slots, and tensors in engine memory.
+// The reader does the work: after all members have arrived, each copies or folds what it needs straight from
+// the others' memory. A large all-reduce is cut into one SLICE per member; its owner folds that slice of all
+// inputs and writes the result into all outputs, so every byte is read once and written once, and one
+// barrier at the end is enough. Nobody else reads or writes that slice, so it also works in place.
 #include "paceline/collectives/team.h"
 
 #include <algorithm>
@@ -5,74 +12,18 @@
 
 #include "paceline/base/error.h"
 #include "paceline/base/fence.h"
+#include "paceline/reduce/kernels.h"
 
 namespace paceline {
-
-struct Team::Header {
-  uint64_t magic;
-  uint32_t generation;
-  uint32_t num_members;
-  std::atomic<uint32_t> failed;  // 0, then 1 while the failure is being written, then 2
-  int32_t error_kind;
-  int32_t error_rank;
-  char error_text[2048];
-};
-
 namespace {
-constexpr uint64_t kMagic = 0x314d4145544c4350;  // "PCLTEAM1"
 
-size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
-size_t piece_bytes(size_t members) { return round_up(2 * members * sizeof(Piece), 64); }
-}  // namespace
-
-Team::Team(Engine& engine, uint64_t group_id, uint32_t generation, std::vector<int> members, double timeout_s)
-    : engine_(engine), members_(std::move(members)) {
-  int my_rank = engine.config().rank;
-  me_ = int(std::find(members_.begin(), members_.end(), my_rank) - members_.begin());
-  size_t head = round_up(sizeof(Header), 4096), each = round_up(sizeof(Block) + piece_bytes(members_.size()), 4096);
-  uint64_t bytes = head + each * members_.size();
-  for (int rank : members_) {
-    links_.push_back(rank == my_rank ? nullptr : engine.link(rank));
-    if (rank != my_rank && !links_.back())
-      throw Error(ErrorKind::peer_lost, "rank " + std::to_string(my_rank) + ": rank " + std::to_string(rank) +
-                                            " is gone; a group with it cannot be formed", rank);
-  }
-  if (me_ == 0) {
-    try {
-      segment_ = Segment::create("paceline-team", bytes);
-    } catch (const Error&) {
-      for (auto& link : links_)  // without a descriptor: the others must not wait for it
-        if (link) link->send({0, LinkKind::group, group_id, 0, generation});
-      throw;
-    }
-    header_ = reinterpret_cast<Header*>(segment_.data());
-    header_->generation = generation;
-    header_->num_members = uint32_t(members_.size());
-    header_->magic = kMagic;
-    for (auto& link : links_)
-      if (link) link->send({0, LinkKind::group, group_id, bytes, generation}, {segment_.fd()});
-  } else {
-    uint64_t found = 0;
-    Fd fd = engine.expect(members_[0], LinkKind::group, group_id, generation, found, timeout_s);
-    if (!fd)
-      throw Error(ErrorKind::shared_memory, "rank " + std::to_string(members_[0]) +
-                                                " could not get the shared memory for a group; see its error.",
-                  members_[0]);
-    if (found != bytes)
-      throw Error(ErrorKind::bad_frame, "rank " + std::to_string(members_[0]) + " made a group segment of " +
-                                            std::to_string(found) + " bytes, expected " + std::to_string(bytes) +
-                                            ": do the members agree about the group?", members_[0]);
-    segment_ = Segment::map(std::move(fd), bytes);
-    header_ = reinterpret_cast<Header*>(segment_.data());
-    if (header_->magic != kMagic || header_->generation != generation)
-      throw Error(ErrorKind::bad_frame, "the group's segment is of another generation or version", members_[0]);
-  }
-  for (size_t m = 0; m < members_.size(); ++m) {
-    std::byte* base = segment_.data() + head + m * each;
-    blocks_.push_back(reinterpret_cast<Block*>(base));
-    pieces_.push_back(reinterpret_cast<Piece*>(base + sizeof(Block)));
-  }
+uint64_t slice_start(uint64_t count, size_t element_bytes, int member, int members) {
+  uint64_t line = std::max<uint64_t>(1, 64 / element_bytes);  // slices start on cache lines
+  uint64_t lines = (count + line - 1) / line;
+  return std::min(count, lines * uint64_t(member) / uint64_t(members) * line);
 }
+
+}  // namespace
 
 void Team::post(Counter Block::*counter, uint64_t value) {
   (block(me_).*counter).value.store(value, std::memory_order_release);
@@ -173,6 +124,85 @@ Task Team::run(const Request& request, const Descriptor& shown, size_t divisor) 
   engine_.traffic().on_host.fetch_add(handed_over(c), std::memory_order_relaxed);
   if (c.placement == Placement::staged) co_await run_staged(c);
   else co_await run_whole(c);
+}
+
+// Where piece `piece` of that member's inputs can be read.
+const std::byte* Team::source(const Context& c, int member, int piece) const {
+  const Piece* pieces = this->pieces(member, c.op);
+  size_t es = c.request.element_bytes();
+  if (c.descriptor_of(*this, member).placement == Placement::in_slot) {
+    uint64_t before = 0;
+    for (int i = 0; i < piece; ++i) before += pieces[i].gives;
+    return block(member).slots[c.op & 1] + before * es;
+  }
+  if (member == me_) return static_cast<const std::byte*>(c.request.inputs[size_t(piece)].data);
+  if (pieces[piece].gives == 0) return nullptr;
+  std::byte* p = link(member)->resolve(pieces[piece].where, pieces[piece].gives * es);
+  if (!p) throw Error(ErrorKind::bad_frame, "rank " + std::to_string(rank_of(member)) +
+                                                " named engine memory that does not exist", rank_of(member));
+  return p;
+}
+
+std::byte* Team::output_of(const Context& c, int member) const {
+  if (member == me_) return static_cast<std::byte*>(c.request.outputs[0].data);
+  const Descriptor& d = c.descriptor_of(*this, member);
+  std::byte* p = link(member)->resolve(d.output, d.count * c.request.element_bytes());
+  if (!p) throw Error(ErrorKind::bad_frame, "rank " + std::to_string(rank_of(member)) +
+                                                " named engine memory that does not exist", rank_of(member));
+  return p;
+}
+
+// My slice of all inputs into the outputs of all members that want it.
+void Team::reduce_slice(const Context& c) {
+  const Request& r = c.request;
+  size_t es = r.element_bytes();
+  uint64_t count = r.inputs[0].count;
+  uint64_t lo = slice_start(count, es, me_, size()), hi = slice_start(count, es, me_ + 1, size());
+  std::vector<const void*> sources;
+  std::vector<void*> destinations;
+  bool in_place = true;  // then the lines to write have just been read, and streaming would only lose them
+  for (int m = 0; m < size(); ++m) {
+    sources.push_back(source(c, m, 0) + lo * es);
+    if (!c.is_destination(m)) continue;
+    destinations.push_back(output_of(c, m) + lo * es);
+    in_place &= destinations.back() == sources.back();
+  }
+  reduce({r.dtype, r.op, c.divisor}, sources.data(), sources.size(), destinations.data(), destinations.size(),
+         hi - lo, count * es >= kStreamingBytes && !in_place);
+}
+
+// Everything that I need, from everybody's inputs into my outputs.
+void Team::take_whole(const Context& c) {
+  const Request& r = c.request;
+  if (!c.is_destination(me_)) return;
+  size_t es = r.element_bytes();
+  int piece = c.personal() ? me_ : 0;
+  if (is_reducing(r.kind)) {
+    std::vector<const void*> sources;
+    for (int m = 0; m < size(); ++m) sources.push_back(source(c, m, piece));
+    void* to = r.outputs[0].data;
+    reduce({r.dtype, r.op, c.divisor}, sources.data(), sources.size(), &to, 1, r.outputs[0].count,
+           r.outputs[0].count * es >= kStreamingBytes);
+    return;
+  }
+  for (int i = 0; i < size(); ++i) {
+    int m = (me_ + i) % size();  // start at different members: not all pull at one memory at once
+    if (!c.is_source(m) || (r.kind == Kind::broadcast && m == me_)) continue;
+    const Part& out = r.outputs[r.outputs.size() == 1 ? 0 : size_t(m)];
+    size_t bytes = out.count * es;
+    const std::byte* from = source(c, m, piece);
+    if (bytes && out.data != from) copy(out.data, from, bytes, bytes >= kStreamingBytes);
+  }
+}
+
+Task Team::run_whole(Context& c) {
+  bool in_place = c.placement == Placement::exposed;
+  if (in_place && (c.request.kind == Kind::all_reduce || c.request.kind == Kind::reduce)) reduce_slice(c);
+  else take_whole(c);
+  if (!in_place) co_return;  // slots are reused only after the next arrival of everybody
+  post(&Block::finished, c.op);
+  Reached finished(*this, &Block::finished, c.op);
+  co_await park(finished);
 }
 
 void Team::publish_failure(ErrorKind kind, int rank, const std::string& text) {

@@ -90,7 +90,15 @@ class Team {
   void take_whole(const Context& c);
   void reduce_slice(const Context& c);
 
-  struct Header;
+  struct Header {
+    uint64_t magic;
+    uint32_t generation;
+    uint32_t num_members;
+    std::atomic<uint32_t> failed;  // 0, then 1 while the failure is being written, then 2
+    int32_t error_kind;
+    int32_t error_rank;
+    char error_text[2048];
+  };
   Engine& engine_;
   std::vector<int> members_;
   int me_ = 0;
