@@ -26,9 +26,8 @@ from models import TASKS
 import paceline as pl
 from paceline import _core, job
 from paceline.collectives.memory import allocate
-from paceline.data_parallel.bucket import Bucket
+from paceline.data_parallel.bucket import Bucket, Named
 from paceline.data_parallel.direct import compute_in_bucket
-from paceline.data_parallel.layout import Named
 
 WAYS = ("fresh", "zeroed", "copied", "direct")
 

@@ -1,8 +1,7 @@
 """Batch normalisation with the statistics of the global batch.
 
 A plain BatchNorm normalises with the mean and variance of the batch that its own worker sees. Here
-the workers put theirs together (see global_statistics.py), so that w workers compute what one
-process would with all samples.
+the workers put theirs together, so that w workers compute what one process would with all samples.
 
 Only `forward` of each module is replaced, in the instance: object, class, parameters, buffers and
 state_dict stay. Copies (deepcopy, pickle) get their class's forward back, so that a copy that one
@@ -10,21 +9,33 @@ rank evaluates or trains alone never waits for the others. In eval mode nothing 
 
 The collectives are blocking and happen inside forward and backward: give them a Group of their own,
 or they queue behind the gradients that are on their way.
+
+    forward    every rank gathers (count, mean, M2) of all ranks, where M2 is the sum of squared
+               distances from the mean, and merges them (Chan et al.): no difference of large sums
+    backward   the input's gradient needs two sums over the global batch, which are all-reduced;
+               gradients of weight and bias stay sums over the local batch, like those of any
+               other parameter, and the reducer averages them
+
+The reducer scales each worker's parameter gradients by its contribution (see contribution.py). The
+sums in backward belong to the scaled gradients of all ranks, so they are scaled before they are
+added and scaled back after; a batch whose contribution is 0 counts neither here nor in forward.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
+from paceline import job
 from paceline.collectives.group import Group
-from paceline.data_parallel.global_statistics import Normalize, global_statistics
-from paceline.data_parallel.plain import StandIn, replace_forward
+from paceline.data_parallel.hooks import StandIn, replace_forward
 from paceline.errors import UsageError
 
 
@@ -124,3 +135,143 @@ def _move(running: Tensor | None, value: Tensor, factor: float) -> None:
         return
     # In double and rounded once: the same bits on every rank that started with the same.
     running.copy_(running.double() * (1.0 - factor) + value.double() * factor)
+
+
+class Statistics(NamedTuple):
+    """Of the global batch, for each channel; the variance is the biased one."""
+
+    num_values: int  # per channel
+    mean: Tensor
+    var: Tensor
+
+
+def global_statistics(x: Tensor, group: Group) -> Statistics:
+    """Merge the statistics of all ranks; the result has the same bits everywhere. Collective."""
+    x = _widened(x)
+    channels = x.shape[1]
+    counts_here = channels and job.current().contribution.weight
+    count = x.numel() // channels if counts_here else 0
+    mine = torch.zeros(1 + 2 * channels, dtype=torch.float64)
+    if count:
+        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+        mine[0] = count
+        mine[1 : 1 + channels] = mean
+        mine[1 + channels :] = var.double() * count
+    gathered = torch.empty(group.size, mine.numel(), dtype=torch.float64)
+    group.all_gather(mine, out=gathered)
+    total, mean, var = merge(gathered)
+    return Statistics(total, mean.to(x.dtype), var.to(x.dtype))
+
+
+def merge(gathered: Tensor) -> tuple[int, Tensor, Tensor]:
+    """Return count, mean and biased variance of all values from rows of (count, means..., M2s...),
+    which may count nothing."""
+    counts, of_channels = gathered[:, :1], gathered[:, 1:]
+    means, squares = of_channels.chunk(2, dim=1)
+    total = int(counts.sum())
+    mean = _in_rank_order(counts * means) / max(total, 1)
+    squares = squares + counts * (means - mean) ** 2
+    return total, mean, _in_rank_order(squares) / max(total, 1)
+
+
+def _in_rank_order(rows: Tensor) -> Tensor:
+    """Add up rows one after the other; sum() would choose an order to suit the processor."""
+    return rows.cumsum(0)[-1]
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Half precision is computed in float32, and only the result is rounded."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class Normalize(torch.autograd.Function):
+    """(x - mean) / sqrt(var + eps) * weight + bias, where mean and var depend on all ranks' x.
+
+    With y = weight * z + bias, z = (x - mean) / std and N values per channel in the global batch:
+
+        dx = weight / std * (dy - sum(dy) / N - z * sum(dy * z) / N)      sums over the global batch
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        batch: Statistics,
+        eps: float,
+        group: Group,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, batch.mean, batch.var)
+        ctx.num_values, ctx.eps, ctx.group = batch.num_values, eps, group
+        return _affine(x, batch.mean, batch.var, weight, bias, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var = ctx.saved_tensors
+        sum_dy_z, sum_dy = _local_sums(dy, x, mean, var, ctx.eps)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dx = None
+        if needs_x:
+            means = _global_sums(sum_dy_z, sum_dy, ctx.group) / max(ctx.num_values, 1)
+            dx = _input_gradient(dy, x, weight, mean, var, ctx.eps, means)
+        dweight = sum_dy_z.to(weight.dtype) if needs_weight else None
+        dbias = sum_dy.to(weight.dtype) if needs_bias else None
+        return dx, dweight, dbias, None, None, None
+
+
+def _affine(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    weight = None if weight is None else weight.to(mean.dtype)
+    bias = None if bias is None else bias.to(mean.dtype)
+    return F.batch_norm(_widened(x), mean, var, weight, bias, False, 0.0, eps).to(x.dtype)
+
+
+def _local_sums(
+    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return sum(dy * z) and sum(dy) of this rank: what eval mode has as weight's and bias's
+    gradient, because there mean and variance are constants."""
+    if x.numel() == 0:
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    _, sum_dy_z, sum_dy = torch.ops.aten.native_batch_norm_backward(
+        _widened(dy),
+        _widened(x),
+        torch.ones_like(mean),
+        *(mean, var, None, None),
+        False,
+        eps,
+        [False, True, True],
+    )
+    return sum_dy_z, sum_dy
+
+
+def _global_sums(sum_dy_z: Tensor, sum_dy: Tensor, group: Group) -> Tensor:
+    """Add up the sums of all ranks by their contributions, in units of this rank's. Collective."""
+    contribution = job.current().contribution.weight
+    sums = torch.stack([sum_dy_z, sum_dy]).double()
+    if not contribution:  # what these become will be dropped, but must not be infinite
+        sums.zero_()
+    group.all_reduce(sums.mul_(contribution))
+    return sums / (contribution or 1.0)
+
+
+def _input_gradient(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+    means: Tensor,
+) -> Tensor:
+    """Compute dx in two passes over the memory; `means` are those of dy * z and dy."""
+    scale = (var.double() + eps).rsqrt()
+    if weight is not None:
+        scale = scale * weight.double()
+    slope, offset = (-scale * means).to(mean.dtype)
+    dx = F.batch_norm(_widened(x), mean, var, slope, offset, False, 0.0, eps)
+    per_channel = scale.to(mean.dtype).view(1, -1, *[1] * (x.dim() - 2))
+    return dx.addcmul_(_widened(dy), per_channel).to(x.dtype)

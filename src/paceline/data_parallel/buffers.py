@@ -35,7 +35,7 @@ from torch.nn.parameter import is_lazy
 from paceline import _core
 from paceline.collectives.group import Group
 from paceline.collectives.memory import allocate
-from paceline.data_parallel.plain import keep_tensor_plain
+from paceline.data_parallel.hooks import keep_tensor_plain
 from paceline.errors import PeerError, PeerLost, UnsupportedTensor, UsageError
 from paceline.work import Work
 

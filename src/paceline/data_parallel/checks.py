@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.collectives.agreement import first_difference
 from paceline.collectives.group import Group
-from paceline.data_parallel.layout import Named, describe, is_dense
+from paceline.data_parallel.bucket import Named, describe, is_dense
 from paceline.errors import InconsistentRanks, UsageError
 from paceline.ps.optimizer import optimizer_class
 

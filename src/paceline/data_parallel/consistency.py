@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from paceline import job
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
-from paceline.data_parallel.layout import describe
+from paceline.data_parallel.bucket import describe
 from paceline.errors import InconsistentRanks
 
 _CHUNK_ELEMENTS = 1 << 20

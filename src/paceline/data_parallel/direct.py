@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from paceline.data_parallel.bucket import Slot
-from paceline.data_parallel.plain import StandIn, replace_forward
+from paceline.data_parallel.hooks import StandIn, replace_forward
 
 # Below this a call of Python costs as much as the copy.
 MIN_ELEMENTS = 1 << 16

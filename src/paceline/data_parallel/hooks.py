@@ -1,21 +1,178 @@
-"""What a distributed model carries around: hooks around forward, and `no_sync`.
+"""What a distributed model carries around: hooks around forward, `no_sync` and other methods.
 
-A copy of the model (for an exponential moving average, say) or a saved one is a plain model again
-(plain.py): what hangs on it refers to the training of the original.
+None of it is in a copy. What is saved or copied of a distributed model is a PLAIN model; the same
+for its optimizer. The tensors of a distributed model lie in memory of the engine, and its
+optimizer's state may be spread over workers and servers. `torch.save(model)`, pickle and
+`copy.deepcopy` ask an object how it is rebuilt (`__reduce_ex__`), the instance before its class. So
+modules, tensors and optimizers that Paceline has changed get an answer of their own: the class's,
+without what is Paceline's, and with ordinary memory. Nobody else is asked, and nothing waits for
+other workers.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from paceline.data_parallel.plain import StandIn, keep_plain
+from paceline.data_parallel.handover import whole_state
+
+_REDUCE, _DEEPCOPY = "__reduce_ex__", "__deepcopy__"
+
+
+class StandIn:
+    """Something of Paceline's that a module, a tensor or an optimizer has as an attribute or hook.
+
+    A copy has `own` in its place; None: nothing.
+    """
+
+    own: Any = None
+
+
+def keep_plain(module: nn.Module, settle: Callable[[], None] = lambda: None) -> None:
+    """Let copies of a module be plain; `settle` waits for values that are still on their way."""
+    if _REDUCE not in vars(module):
+        vars(module)[_REDUCE] = _ModuleReduction(module, settle)
+
+
+def keep_tensor_plain(tensor: torch.Tensor) -> None:
+    """Let copies of a parameter or buffer have memory of their own."""
+    if type(tensor) in (nn.Parameter, torch.Tensor) and _REDUCE not in vars(tensor):
+        vars(tensor)[_REDUCE] = _TensorReduction(tensor)
+        if not isinstance(tensor, nn.Parameter):  # of a parameter torch copies no more than it has
+            vars(tensor)[_DEEPCOPY] = _TensorCopy(tensor)
+
+
+def keep_optimizer_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Let copies of an optimizer be plain, with the state of whole parameters."""
+    if _REDUCE not in vars(optimizer):
+        vars(optimizer)[_REDUCE] = _OptimizerReduction(optimizer)
+
+
+def replace_method(thing: object, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace a method on one object by a function that takes it as first argument; return the old.
+
+    It stays a bound method, because learning-rate schedulers ask for its __func__, and keeps the
+    attributes of the old one, in which they leave their marks.
+    """
+    old: Callable[..., Any] = getattr(thing, name)
+    function = functools.wraps(old)(method)
+    setattr(thing, name, MethodType(function, thing))
+    return old
+
+
+def restore_method(thing: object, name: str, old: Callable[..., Any]) -> None:
+    """Give one object back the method that `replace_method` returned."""
+    if getattr(old, "__func__", None) is getattr(type(thing), name, None):
+        delattr(thing, name)  # it had its class's
+    else:
+        setattr(thing, name, old)
+
+
+def replace_forward(module: nn.Module, forward: StandIn) -> None:
+    """Let a module compute by another `forward`, which its copies do not get."""
+    vars(module)["forward"] = forward
+    keep_plain(module)
+
+
+class _Reduction(StandIn):
+    """Answers for one object."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = weakref.ref(thing)  # weak, so that the object does not hold itself
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A class that copies its attributes by itself gets its own answer back."""
+        twin = memo[id(self.thing)]
+        return partial(type(twin).__reduce_ex__, twin)
+
+    @property
+    def thing(self) -> Any:
+        thing = self._thing()
+        assert thing is not None, "an object that is gone cannot be copied"
+        return thing
+
+
+class _ModuleReduction(_Reduction):
+    def __init__(self, module: nn.Module, settle: Callable[[], None]) -> None:
+        super().__init__(module)
+        self._settle = settle
+
+    def __call__(self, protocol: int) -> Any:
+        self._settle()
+        return _with_state(_reduced(self.thing, protocol), _without_ours)
+
+
+class _TensorReduction(_Reduction):
+    def __call__(self, protocol: int) -> Any:
+        return _plain_tensor(self.thing).__reduce_ex__(protocol)
+
+
+class _TensorCopy(_Reduction):
+    def __call__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return memo.setdefault(id(self.thing), _plain_tensor(self.thing))  # type: ignore[no-any-return]
+
+
+class _OptimizerReduction(_Reduction):
+    def __call__(self, protocol: int) -> Any:
+        optimizer = self.thing
+        reduced = _reduced(optimizer, protocol)
+        return _with_state(reduced, lambda state: {**state, "state": _whole_state(optimizer)})
+
+
+def _whole_state(optimizer: torch.optim.Optimizer) -> defaultdict[Any, Any]:
+    """Return a copy of an optimizer's state; what is of no parameter it keeps itself."""
+    common = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    return defaultdict(dict, {**whole_state(optimizer), **common})
+
+
+def _reduced(thing: Any, protocol: int) -> Any:
+    """Return what its class answers."""
+    answer: Any = type(thing).__reduce_ex__
+    return answer(thing, protocol)
+
+
+def _with_state(reduced: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Change the attributes that an object is rebuilt with, if it is by its attributes."""
+    if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    return (*reduced[:2], change(reduced[2]), *reduced[3:])
+
+
+def _without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
+    plain = {}
+    for name, value in attributes.items():
+        if not isinstance(value, StandIn):
+            plain[name] = _without_hooks(value) if name.endswith("_hooks") else value
+        elif value.own is not None:
+            plain[name] = value.own
+    return plain
+
+
+def _without_hooks(hooks: Any) -> Any:
+    if not isinstance(hooks, dict):
+        return hooks
+    return type(hooks)((key, hook) for key, hook in hooks.items() if not isinstance(hook, StandIn))
+
+
+def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        plain = tensor.detach().clone(memory_format=torch.preserve_format)
+    if isinstance(tensor, nn.Parameter):
+        plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
+    vars(plain).update(
+        {name: value for name, value in vars(tensor).items() if not isinstance(value, StandIn)}
+    )
+    return plain
 
 
 class Watcher(Protocol):

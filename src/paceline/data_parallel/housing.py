@@ -3,6 +3,14 @@
 With a sharded update the parameters that the optimizer updates move into memory that the workers of
 the host share; all others into this worker's own. (A "host" of this worker alone makes sense too:
 the private view of its memory tells what the script has written.)
+
+COMMON MEMORY. Parameters may be one memory for all workers of a host (hogwild), while workers come
+and go. Who is lost leaves the memory to the others: it lasts as long as anybody maps it. A newcomer
+cannot map what belongs to somebody who is gone; so when one comes, all move to memory of the first
+worker that is there then. Nobody writes meanwhile, and all have the same values, newcomers from a
+peer. Which memory a worker maps is named by the change at which it moved there. If somebody else is
+lost in the middle of a move, some may have moved and others not; they see it by these names, and
+move together at the next change.
 """
 
 from __future__ import annotations
@@ -13,11 +21,12 @@ from collections.abc import Sequence
 import torch
 
 from paceline import _core
+from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
 from paceline.collectives.memory import HostTensor, allocate, allocate_on_host
-from paceline.data_parallel.bucket import Allocate, Bucket, Slot
-from paceline.data_parallel.layout import Named, plan_buckets
-from paceline.data_parallel.plain import keep_tensor_plain
+from paceline.data_parallel.bucket import Allocate, Bucket, Named, Slot, plan_buckets
+from paceline.data_parallel.hooks import keep_tensor_plain
+from paceline.state.protocol import Change, Part
 
 _FIRST_BUCKET_BYTES = 1 << 20
 
@@ -160,3 +169,22 @@ class Housing:
                 keep_tensor_plain(slot.param)
         if is_shared:
             self._host.barrier()
+
+
+_OWN = -1  # of a newcomer, which nobody else maps
+
+
+class CommonMemory(Part):
+    """Keeps all workers in the same memory. Registered after the state of the model."""
+
+    def __init__(self, workers: Group, housing: Housing, *, is_newcomer: bool) -> None:
+        self._workers = workers
+        self._housing = housing
+        self._moved_at = _OWN if is_newcomer else 0  # a generation
+
+    def resume(self, change: Change) -> None:
+        """Move, unless all map the same."""
+        told = tell_all(self._workers, self._moved_at)
+        if any(one != told[0] for one in told):
+            self._housing.share_anew()
+            self._moved_at = change.generation

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from paceline.data_parallel.bucket import Named
 from paceline.data_parallel.direct import compute_in_bucket
 from paceline.data_parallel.groundwork import Groundwork
 from paceline.data_parallel.housing import Housing
-from paceline.data_parallel.layout import Named
 from paceline.data_parallel.reducer import Reducer
 from paceline.errors import UsageError
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.data_parallel.half_products import ISA, WITHOUT_AMX, Trial, limit_onednn, trial
-from paceline.data_parallel.plain import StandIn, replace_forward
+from paceline.data_parallel.hooks import StandIn, replace_forward
 from paceline.errors import UsageError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

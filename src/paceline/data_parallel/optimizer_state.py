@@ -27,8 +27,8 @@ from paceline import _core
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
 from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.hooks import replace_method, restore_method
 from paceline.data_parallel.ownership import Range
-from paceline.data_parallel.plain import replace_method, restore_method
 from paceline.ps import state_wire
 from paceline.ps.optimizer import StateEntry
 from paceline.ps.placement import Part

@@ -31,9 +31,8 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.group import Group
 from paceline.data_parallel import refusals
-from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.bucket import Bucket, Named, Slot
 from paceline.data_parallel.exchange_spans import ExchangeSpans
-from paceline.data_parallel.layout import Named
 from paceline.data_parallel.policy import PassResult, StepPolicy
 from paceline.data_parallel.sparse import SparseAverages
 from paceline.data_parallel.weighting import Weighting

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.collectives.agreement import tell_all
 from paceline.collectives.group import Group
-from paceline.data_parallel.layout import Named, describe
+from paceline.data_parallel.bucket import Named, describe
 from paceline.errors import InconsistentRanks, PeerError, UsageError
 
 

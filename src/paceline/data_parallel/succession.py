@@ -34,7 +34,7 @@ from torch import nn
 from paceline.collectives.group import Group
 from paceline.console import say
 from paceline.data_parallel.choice import Chosen
-from paceline.data_parallel.grad_scaler import bind
+from paceline.data_parallel.grad_scaler import Skipping, bind
 from paceline.data_parallel.handover import (
     Gathered,
     OptimizerState,
@@ -43,7 +43,6 @@ from paceline.data_parallel.handover import (
 )
 from paceline.data_parallel.hooks import attach
 from paceline.data_parallel.saving import Picture, Restoring, SavedModel, take_picture
-from paceline.data_parallel.skipping import Skipping
 from paceline.data_parallel.training import Training
 from paceline.data_parallel.training_state import give_settings, settings_of
 from paceline.data_parallel.update import bind_step

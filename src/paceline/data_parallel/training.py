@@ -19,13 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.collectives.group import Group
 from paceline.console import say
-from paceline.data_parallel import loss_scaling, summary
-from paceline.data_parallel.averaging import left_out
+from paceline.data_parallel import summary
 from paceline.data_parallel.batchnorm import use_global_statistics, use_own_statistics
 from paceline.data_parallel.buffers import Buffers
 from paceline.data_parallel.direct import compute_as_usual
-from paceline.data_parallel.grad_scaler import TorchScaler, choose_skipping
-from paceline.data_parallel.groundwork import Groundwork
+from paceline.data_parallel.grad_scaler import TorchScaler, choose_skipping, step_with_nothing
+from paceline.data_parallel.groundwork import Groundwork, left_out
 from paceline.data_parallel.handover import (
     Gathered,
     add_once,
@@ -42,9 +41,9 @@ from paceline.data_parallel.mixed_precision import compute_in, compute_in_full
 from paceline.data_parallel.paced import Paced
 from paceline.data_parallel.policy import PassResult
 from paceline.data_parallel.reducer import Reducer
-from paceline.data_parallel.skipping import step_with_nothing
 from paceline.data_parallel.training_state import leave, take_part
 from paceline.data_parallel.update import Step, Update
+from paceline.data_parallel.weighting import forget_scale, losses_are_scaled
 from paceline.errors import PeerError, UsageError
 from paceline.job import Job
 from paceline.options import Options
@@ -178,7 +177,7 @@ class Training:
 
     def has_hidden_nonfinite(self, buckets: Sequence[ExchangedBucket]) -> bool:
         """A GradScaler leaves out steps with such gradients; nobody else asks for them."""
-        return loss_scaling.is_in_use() and not all_finite([bucket.grads for bucket in buckets])
+        return losses_are_scaled() and not all_finite([bucket.grads for bucket in buckets])
 
     def beside_exchange(self) -> None:
         if self.serving is None:
@@ -199,7 +198,7 @@ class Training:
             return
         self._job.elastic.enter()
         self.reducer.require_clean()
-        loss_scaling.forget()
+        forget_scale()
         if self.serving is not None:
             self.serving.update.before_forward()
         if self._intake.is_changed:

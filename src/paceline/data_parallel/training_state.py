@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from paceline.data_parallel.buffers import Buffers
-from paceline.data_parallel.common_memory import CommonMemory
 from paceline.data_parallel.elastic_step import ElasticStep
 from paceline.data_parallel.groundwork import Groundwork
-from paceline.data_parallel.housing import Housing
+from paceline.data_parallel.housing import CommonMemory, Housing
 from paceline.data_parallel.reducer import Reducer
 from paceline.errors import InconsistentRanks
 from paceline.job import Job

@@ -35,9 +35,9 @@ from torch.autograd.graph import increment_version
 from paceline import _core
 from paceline.collectives.group import Group, PreparedAllReduce
 from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.hooks import keep_optimizer_plain, replace_method
 from paceline.data_parallel.optimizer_state import HostState
 from paceline.data_parallel.ownership import Range, cut_anywhere, cut_at_borders, is_elementwise
-from paceline.data_parallel.plain import keep_optimizer_plain, replace_method
 from paceline.errors import UsageError
 from paceline.telemetry.trace import tracer
 

@@ -1,10 +1,17 @@
 """Gradients weighted by the samples of the batch that they come from (see contribution.py), and
-divided by the scale of the loss (see loss_scaling.py).
+divided by the scale of the loss.
 
 Each gradient is multiplied as it arrives at its parameter, before it is added to what is there: so
 batches of different sizes may also be accumulated, and whoever sees gradients later, the script,
 other workers, servers or what a pace keeps of them, sees them as they are. While all batches weigh
 the same and no loss is scaled, nothing is done and nothing is hooked.
+
+THE SCALE. A GradScaler multiplies the loss, so that gradients do not vanish in float16. Here the
+product is a node of its own in autograd's graph. It is the first one that a backward pass comes to,
+and leaves a note of its scale, by which the parameters divide. The note is taken away when the pass
+ends, or by the next forward pass if it broke off. A pass without a scaled loss has scale 1.
+
+Threads: the one that calls backward().
 """
 
 from __future__ import annotations
@@ -15,12 +22,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from paceline.data_parallel import loss_scaling
 from paceline.data_parallel.direct import is_going_to_accumulate
 
+_scale = 1.0
+_are_scaled = False
 _all: weakref.WeakSet[Weighting] = weakref.WeakSet()
 
 
@@ -61,7 +70,7 @@ class Weighting:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        is_needed = self.weight != 1.0 or loss_scaling.is_in_use()
+        is_needed = self.weight != 1.0 or _are_scaled
         if is_needed and not self.is_in_loss:
             self._hooks = [
                 p.register_hook(partial(self._scale, get_gradient_edge(p).node))
@@ -70,7 +79,7 @@ class Weighting:
             ]
 
     def _scale(self, accumulate: Any, grad: torch.Tensor) -> torch.Tensor:
-        scale = loss_scaling.scale_of_pass()
+        scale = _scale
         if scale != 1.0 and not is_going_to_accumulate(accumulate):
             scale = 1.0  # torch.autograd.grad(scaled loss, ...): the script divides by itself
         if self.weight == scale:
@@ -81,7 +90,52 @@ class Weighting:
 
 def expect_scaled_losses() -> None:
     """Let all models that are distributed already, and later ones, divide by the loss's scale."""
-    if not loss_scaling.is_in_use():
-        loss_scaling.begin_use()
+    global _are_scaled
+    if not _are_scaled:
+        _are_scaled = True
         for weighting in _all:
             weighting.renew()
+
+
+def losses_are_scaled() -> bool:
+    """Return whether some GradScaler of ours exists: backward passes may be scaled."""
+    return _are_scaled
+
+
+def scaled(output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Multiply a loss, so that the backward pass from here on knows of it."""
+    product: torch.Tensor = _Scaled.apply(output, scale)  # type: ignore[no-untyped-call]
+    return product
+
+
+def forget_scale() -> None:
+    """Outside of backward: no pass is under way, even if the last one broke off."""
+    global _scale
+    if _scale != 1.0 and torch._C._current_graph_task_id() == -1:
+        _scale = 1.0
+
+
+def _begin(scale: float) -> None:
+    global _scale
+    _scale = scale
+    Variable._execution_engine.queue_callback(_end)
+
+
+def _end() -> None:
+    global _scale
+    _scale = 1.0
+
+
+class _Scaled(torch.autograd.Function):
+    """output * scale."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(scale)
+        return output * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        _begin(float(scale))
+        return grad * scale, None

@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.console import say
 from paceline.data_parallel.consistency import parts
-from paceline.data_parallel.hooks import attach
+from paceline.data_parallel.hooks import attach, replace_method
 from paceline.data_parallel.mixed_precision import compute_in
-from paceline.data_parallel.plain import replace_method
 from paceline.data_parallel.succession import Succession
 from paceline.data_parallel.update import Step, bind_step
 from paceline.errors import UsageError

@@ -17,7 +17,7 @@ import torch
 
 from paceline.compress.layout import Segment
 from paceline.state.protocol import Part
-from paceline.work import Handle, Together, Work
+from paceline.work import Handle, Together
 
 
 class Bucket(Protocol):
@@ -94,5 +94,5 @@ class OwnGradients(Exchange):
 
     traits = ExchangeTraits(is_local=True, may_be_local=True)
 
-    def submit(self, bucket: Bucket, step: int) -> Work[Any]:  # noqa: ARG002
+    def submit(self, bucket: Bucket, step: int) -> Handle:  # noqa: ARG002
         return Together(()).work()

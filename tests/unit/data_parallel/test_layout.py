@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data_parallel.layout import Named, is_dense, place, plan_buckets
+from paceline.data_parallel.bucket import Named, is_dense, place, plan_buckets
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
