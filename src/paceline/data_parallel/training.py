@@ -110,7 +110,8 @@ class Training:
         notice = compute_in(model, options.precision)
         if notice and job.env.local_rank == 0:
             say(notice)
-        self._adopt_initial_values(model)
+        for param in model.parameters():
+            group.broadcast(param.detach())
         self._intake.take_all(model)
         self.buffers = Buffers(
             model,
@@ -149,11 +150,6 @@ class Training:
     def _set_weight(self, weight: float) -> None:
         """Let a batch weigh by its samples, where gradients are averaged."""
         self.reducer.weighting.set(1.0 if self.reducer.rests else weight)
-
-    def _adopt_initial_values(self, model: nn.Module) -> None:
-        with torch.no_grad():
-            for param in model.parameters():
-                self._group.broadcast(param.detach())
 
     @property
     def is_free(self) -> bool:
