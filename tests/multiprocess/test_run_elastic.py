@@ -154,6 +154,48 @@ def test_a_stopped_worker_is_named_then_ended_and_replaced(bench: Workbench) -> 
     assert re.search(rf"pid {stopped}\) lost: its process is stopped since [\d.]+ s; the oth", said)
 
 
+# Rank 0 has rank 1 evicted while the launcher is stopped: it sees the end before it hears of that.
+_EVICTED = """
+    import os, signal, sys, time
+    import paceline as pl
+
+    def read(name):
+        while not (os.path.exists(name) and open(name).read()):
+            time.sleep(0.01)
+        return int(open(name).read())
+
+    job = pl.init()
+    if job.env.is_newcomer:
+        sys.exit()
+    agent = job.rendezvous.agent
+    if job.env.rank == 1:
+        open("worker", "w").write(str(os.getpid()))
+        while agent.ending is None:
+            time.sleep(0.01)
+        raise agent.ending
+    launcher, worker = read("launcher"), read("worker")
+    time.sleep(0.5)  # until the launcher knows that the job has begun
+    os.kill(launcher, signal.SIGSTOP)
+    agent.accuse(1, "it does not answer")
+    while open(f"/proc/{worker}/stat").read().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    os.kill(launcher, signal.SIGCONT)
+    time.sleep(1.0)
+    print("rank 0 goes on")
+"""
+
+
+def test_an_evicted_worker_is_a_loss_also_when_its_end_is_seen_first(bench: Workbench) -> None:
+    options = ("--log-dir", "none", "-n", "2", "--min", "1")
+    with bench.started("run", *options, bench.script(_EVICTED)) as launcher:
+        (bench.path / "launcher").write_text(str(launcher.pid))
+        said, errors = launcher.communicate(timeout=END_S)
+    assert launcher.returncode == 0, errors
+    assert "[0] rank 0 goes on" in said
+    assert "Evicted: rank 1 was taken for lost" in errors
+    assert re.search(r"worker 1 .* lost: rank 0 cannot reach it: it does not answer", errors)
+
+
 def test_too_few_workers_end_the_job_with_the_reason(bench: Workbench) -> None:
     script = bench.script(_TRAIN)
     with bench.started("run", "-n", "2", "--min", "2", script, "100000") as launcher:

@@ -230,8 +230,10 @@ class LossKind(enum.Enum):
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the process ended because of another one, whatever its exit code says."""
-        return self is LossKind.BEREFT or not self.is_own
+        """Whether the process ends because of others, or because the coordinator decided so: its
+        exit code then says nothing about the script."""
+        own = (LossKind.ENDED, LossKind.KILLED, LossKind.CRASHED, LossKind.LEFT)
+        return self not in own
 
     @property
     def is_willing(self) -> bool:

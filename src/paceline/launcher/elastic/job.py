@@ -63,7 +63,7 @@ class ElasticJob(SupervisedJob):
         self._chronicle = Chronicle(self._plan, self._unit_size)
         self._culprits: set[int] = set()  # ranks that were lost for reasons of their own
         self._evicted: dict[int, tuple[str, LossKind]] = {}  # ranks of ours that we kill, and why
-        self._declared: dict[int, tuple[str, LossKind]] = {}  # ranks that are lost with another
+        self._declared: dict[int, tuple[str, LossKind]] = {}  # ranks that are lost by others' doing
         self._given_up: set[int] = set()  # ranks of ours that are lost, and may not have ended yet
         self._dismissed: dict[int, float] = {}  # no longer in the job: when to insist
         self._parting: dict[int, float] = {}  # left before their work was done: the same
@@ -173,9 +173,9 @@ class ElasticJob(SupervisedJob):
         elif status.signal is not None or rank in self._evicted or not self._was_in(rank):
             self._crew.excuse(process)
             self._spawn(self._settle_loss(process))
-        elif self._unit_size > 1 and process.seat.is_worker:
+        else:
             self._crew.excuse(process)
-            self._spawn(self._settle_mate(process))
+            self._spawn(self._settle_error(process))
 
     def _was_in(self, rank: int) -> bool:
         return rank in self._chronicle.members
@@ -189,9 +189,9 @@ class ElasticJob(SupervisedJob):
             self._retire(process)
             self._board.remove(process.seat)
 
-    async def _settle_mate(self, process: RankProcess) -> None:
-        """Find out whether a worker with an error has only lost a mate; else it has failed."""
-        deadline_s = time.monotonic() + _MATE_S
+    async def _settle_error(self, process: RankProcess) -> None:
+        """Find out whether one with an error was given up, or lost a mate; else it has failed."""
+        deadline_s = time.monotonic() + (_MATE_S if self._unit_size > 1 else _VERDICT_S)
         await self._host.drained([process.seat])
         while not self._is_bereft(process.seat) and time.monotonic() < deadline_s:
             if not self._crew.is_consequence(process):
@@ -203,7 +203,7 @@ class ElasticJob(SupervisedJob):
             self._crew.blame(process)
 
     def _is_bereft(self, seat: Seat) -> bool:
-        """Return whether a worker has ended because of a mate, as we or the coordinator saw it."""
+        """Return whether a process has ended because of others, as we or the coordinator saw it."""
         return seat.rank in self._declared or self._lost_mate(seat)
 
     def _lost_mate(self, seat: Seat) -> bool:
