@@ -9,6 +9,7 @@ import pytest
 
 import paceline as pl
 from paceline.errors import PeerTimeout, ServerLost
+from paceline.ps import connection
 from support import hear, run_ranks, started, tell
 
 BIG = 100_003  # cut over two servers
@@ -128,3 +129,19 @@ def test_a_server_that_dies_ends_a_subscription_with_its_name():
         ranks.kill(1)
         (outcome,) = ranks.wait(ranks=[0])
         assert outcome.error is None, outcome
+
+
+def ask_much_behind_a_follower(group):
+    client = pl.ps.Client("async")
+    client.init("w", np.zeros(4, np.float32), lr=1.0)
+    (link,) = connection.current().links
+    waiting = client._key("w").remote.follow(1 << 40)  # a version that nobody makes
+    for _ in range(1000):
+        client.peek("w").wait()
+    kept = link._wire.pair._posted.count()
+    return kept, [work.done() for work in waiting]
+
+
+def test_a_reply_that_does_not_come_keeps_no_memory_of_those_that_came():
+    ((kept, done),) = run_ranks(1, ask_much_behind_a_follower, servers=1)
+    assert kept < 300 and done == [False]

@@ -51,6 +51,7 @@ ANY = -1
 _AHEAD = 1024  # requests whose tensors have not come yet
 _TURN = 64  # requests that are taken before others have their turn
 _UNREAD = 4096  # messages that a worker has not taken
+_ROOM = 256  # operations that are remembered before ended ones are looked for
 
 _UINT8 = _core.DTYPES.index("uint8")
 _encoder = msgspec.msgpack.Encoder()
@@ -145,8 +146,7 @@ class Pair:
     def __init__(self, core: _core.Group, to: int, source: int) -> None:
         self._core, self._to, self._source = core, to, source
         self._mu = threading.Lock()
-        self._sent: deque[tuple[_core.Work, object]] = deque()  # guarded by: _mu, as the next
-        self._posted: deque[tuple[_core.Work, object]] = deque()
+        self._sent, self._posted = _UnderWay(), _UnderWay()  # guarded by: _mu
 
     def tell(self, message: msgspec.Struct, tag: int, rest_tag: int) -> None:
         """Send a message: its frame, and the rest if it does not fit."""
@@ -173,7 +173,7 @@ class Pair:
     def backlog(self) -> int:
         """How many frames and tensors the other end has not taken yet."""
         with self._mu:
-            return len(_under_way(self._sent))
+            return self._sent.count()
 
     def close(self) -> None:
         """Give up the line; whoever waits for something on it gets GenerationChanged."""
@@ -182,7 +182,7 @@ class Pair:
     def _send(self, memory: object, address: int, count: int, dtype: int, tag: int) -> _core.Work:
         work = self._core.start_send(self._to, tag, address, count, dtype, True)
         with self._mu:
-            _under_way(self._sent).append((work, memory))
+            self._sent.add(work, memory)
         return work
 
     def _receive(
@@ -190,14 +190,29 @@ class Pair:
     ) -> _core.Work:
         work = self._core.start_receive(self._source, tag, address, count, dtype, background)
         with self._mu:
-            _under_way(self._posted).append((work, memory))
+            self._posted.add(work, memory)
         return work
 
 
-def _under_way(works: deque[tuple[_core.Work, object]]) -> deque[tuple[_core.Work, object]]:
-    while works and works[0][0].done():
-        works.popleft()
-    return works
+class _UnderWay:
+    """Operations under way, with the memory that the engine works on meanwhile."""
+
+    def __init__(self) -> None:
+        self._works: deque[tuple[_core.Work, object]] = deque()
+        self._room = _ROOM
+
+    def add(self, work: _core.Work, memory: object) -> None:
+        self.count()
+        self._works.append((work, memory))
+        if len(self._works) > self._room:  # one that takes long must not hold up the rest
+            self._works = deque(one for one in self._works if not one[0].done())
+            self._room = max(_ROOM, 2 * len(self._works))
+
+    def count(self) -> int:
+        """Return how many there are; some of those that were overtaken may have ended."""
+        while self._works and self._works[0][0].done():
+            self._works.popleft()
+        return len(self._works)
 
 
 class Inbox:
