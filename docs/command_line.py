@@ -8,6 +8,7 @@ import typer
 from mkdocs.structure.pages import Page
 
 from paceline.cli.main import app
+from paceline.cli.paces import listing
 
 PAGE = "reference/command-line.md"
 
@@ -25,6 +26,8 @@ def _sections(command: Any, names: tuple[str, ...]) -> list[str]:
     context.terminal_width = context.max_content_width = 96
     title = " ".join(names)
     sections = [f"\n## {title}\n\n```text\n{command.get_help(context)}\n```\n"]
+    if names[1:] == ("paces",):
+        sections += [f"\nIt prints:\n\n```text\n{listing()}```\n"]
     for name, nested in getattr(command, "commands", {}).items():
         sections += _sections(nested, (*names, name))
     return sections

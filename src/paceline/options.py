@@ -39,6 +39,12 @@ _APART = (*_OUTER, "easgd", "eamsgd", "hogwild")  # workers have parameters or s
 _ALL = ("allreduce", *_SERVED, "partial", "bitmap", *_APART, "gossip")
 
 
+_NONFINITE = (
+    "NaN or infinite gradients: `raise` on all ranks; `skip` the step on all (a GradScaler skips"
+    " such steps itself: leave it at `ignore`)"
+)
+
+
 @dataclass(frozen=True)
 class At:
     """What a field may be at some paces."""
@@ -112,13 +118,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         At(
             _SERVED,
             ("ignore", "raise", "skip", "quarantine"),
-            "NaN or infinite gradients: `raise`; `skip` the step; `quarantine`: leave out that"
-            " worker's gradient",
+            f"{_NONFINITE}; `quarantine`: leave out that worker's gradient",
         ),
         At(
             ("allreduce",),
             ("ignore", "raise", "skip"),
-            "NaN or infinite gradients: `raise`; `skip` the step",
+            _NONFINITE,
         ),
     ] = "ignore"
     server_dtype: Annotated[
@@ -149,8 +154,9 @@ class Options(ServerOptions, frozen=True, kw_only=True):
         At(
             ("allreduce",),
             ("auto", "replicated", "sharded"),
-            "who runs the optimizer: every worker for all parameters (`replicated`), or each for"
-            " its share in memory that the workers of a host map (`sharded`)",
+            "`replicated`: every worker updates a copy of its own; `sharded`: parameters and"
+            " optimizer state exist once per host, each worker updates its part; `auto`: sharded"
+            " where several workers share a host and the optimizer allows it",
         ),
     ] = "auto"
     buffers: Annotated[
@@ -180,7 +186,7 @@ class Options(ServerOptions, frozen=True, kw_only=True):
         At(
             _AVERAGED,
             ("warn", "error", "ignore"),
-            "parameters without gradient: `warn`, `error`, `ignore`",
+            "parameters without gradient: `warn` once, `error`, `ignore`",
         ),
         At(("backup",), ("ignore",), "parameters without gradient are ignored"),
     ] = "warn"
@@ -189,7 +195,12 @@ class Options(ServerOptions, frozen=True, kw_only=True):
     ] = 16.0
     precision: Annotated[
         str,
-        At(_ALL, PRECISIONS, "what the workers compute in: [mixed precision](mixed-precision.md)"),
+        At(
+            _ALL,
+            PRECISIONS,
+            "what the workers compute in ([mixed precision](mixed-precision.md)); parameters stay"
+            " float32; `fp16` needs `pl.GradScaler`",
+        ),
     ] = "fp32"
     resize_lr: Annotated[
         str,
@@ -197,7 +208,7 @@ class Options(ServerOptions, frozen=True, kw_only=True):
             ("allreduce", "ps"),
             ("keep", "linear", "sqrt"),
             "in an [elastic job](elastic.md): `linear`, `sqrt`: the learning rate follows the"
-            " number of workers",
+            ' number of workers (for `pl.shard(..., resize="worker")`)',
         ),
     ] = "keep"
     wire: Annotated[

@@ -51,7 +51,3 @@ def test_a_rate_that_is_too_high_is_named(bench) -> None:
 def test_a_rate_that_is_right_is_not(bench) -> None:
     only = notices(bench, "0.005", "-s", "1", "--pace", "ssp:3[lr=staleness]")
     assert len(only) == 1 and "lr=staleness" not in only[0].partition("If the loss rises")[2]
-
-
-def test_lockstep_has_nothing_to_say(bench) -> None:
-    assert notices(bench, "3.0", "-s", "1", "--pace", "ps") == []

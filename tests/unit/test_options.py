@@ -8,8 +8,9 @@ from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
+import typer
 
-from paceline.cli.main import main
+from paceline.cli.main import app, main
 from paceline.compress.known import CODECS
 from paceline.grammar import Number
 from paceline.options import At, Options, options_at
@@ -17,6 +18,7 @@ from paceline.pace.known import KNOWN
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
+import command_line  # noqa: E402
 import option_tables  # noqa: E402
 
 
@@ -71,6 +73,8 @@ def test_all_are_listed(capsys) -> None:
     listed = capsys.readouterr().out
     for name, row in KNOWN.items():
         assert row.stands_for or f"\npace {name}" in f"\n{listed}", name
+    page = "".join(command_line._sections(typer.main.get_command(app), ("paceline",)))
+    assert listed in page, "the reference of the command line has it too"
     with pytest.raises(SystemExit) as end:
         main(["paces", "topc"])
     assert end.value.code == 2 and "did you mean topk?" in capsys.readouterr().err

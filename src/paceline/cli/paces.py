@@ -18,6 +18,12 @@ _LINK = re.compile(r"\[([^]]+)]\([^)]*\)")  # of Markdown
 
 def paces(word: str | None) -> int:
     """Print all paces and codecs with their options, or one of them; UsageError: it is none."""
+    sys.stdout.write(listing(word))
+    return 0
+
+
+def listing(word: str | None = None) -> str:
+    """Return what is printed."""
     if word is None:
         names = [name for name, row in KNOWN.items() if not row.stands_for]
         listed = [*names, *(name for name, row in CODECS.items() if row.make)]
@@ -29,11 +35,8 @@ def paces(word: str | None) -> int:
             f"there is no pace or codec {word[:40]!r}{near(word, every)}; there are:"
             f" {', '.join(every)}"
         )
-    for name in listed:
-        pace = find(name)
-        lines = _about(name, CODECS[name] if pace is None else pace)
-        sys.stdout.write("\n".join([*lines, "", ""]))
-    return 0
+    rows = ((name, find(name) or CODECS[name]) for name in listed)
+    return "".join("\n".join([*_about(name, row), "", ""]) for name, row in rows)
 
 
 def _about(name: str, row: Pace | Row) -> Iterator[str]:

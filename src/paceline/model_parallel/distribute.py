@@ -47,7 +47,9 @@ def distribute(
                "backup:1" (without the slowest one), "async", "ssp:3" (at most 3 clocks apart), or
                less often: "local:8", "diloco:500", "easgd:10" and more (docs/guides/paces.md);
                `paceline run --pace` wins over it
-    options    of the pace, as keywords here or in its brackets: "allreduce[update=sharded]"
+    options    of the pace, as keywords here or in its brackets: "allreduce[update=sharded]". Tables
+               of them are in docs/guides/paces.md and parameter-server.md; `paceline paces ssp`
+               prints those of a pace, with defaults and meaning
     mesh       how the workers share data and model, such as "dp=2,tp=2", "pp=4" or "fsdp=4": the
                pace is that of dp, and the others hold parts of one model
                (docs/guides/model-parallel.md); `paceline run --mesh` wins over it
@@ -64,36 +66,6 @@ def distribute(
     activations   "keep" what backward needs, or "recompute" it block by block
     init       initialises a module of a model that was built on the meta device; None: its
                reset_parameters()
-
-    allreduce and ps:
-    buffers    after each step: "broadcast" rank 0's, "average" over the workers, or leave "local"
-    batchnorm  "local" statistics of each worker's batch, or "global" ones of all batches together
-    unused     parameters without gradient: "warn" once, "error", or "ignore"
-    resize_lr  in an elastic job: "keep" the learning rates whoever is there, or let them follow the
-               number of workers, "linear" or as its "sqrt" (for pl.shard(..., resize="worker"))
-    all:
-    nonfinite  NaN or infinite gradients: "ignore", "raise" on all ranks, or "skip" the step on all
-               (a GradScaler skips such steps itself, on all ranks: leave it at "ignore"); servers
-               can also "quarantine" them: leave out that worker's gradient only
-    bucket_mb  gradients travel in parts of about this size (16)
-    compress   a codec for what travels, such as "int8" or "topk:0.01+int8"; not with every pace
-               (docs/guides/compression.md)
-    precision  "fp32", or "bf16" and "fp16": what the model computes in; parameters stay float32;
-               float16 needs pl.GradScaler (docs/guides/mixed-precision.md); `paceline run
-               --precision` wins over it
-    allreduce:
-    update     "replicated": every worker updates a copy of its own; "sharded": parameters and
-               optimizer state exist once per host, each worker updates its part; "auto": sharded
-               where several workers share a host and the optimizer allows it
-    ps, async, ssp: docs/guides/parameter-server.md says more
-    server_dtype, wire   "fp32", "bf16" or "fp16": how servers keep parameters (rounded
-               stochastically, `seed`), and how tensors travel between hosts (which follows
-               precision)
-    async, ssp:
-    push       "grad", or "delta" and "params" of an optimizer that runs on the worker
-    compensate "dc" corrects for staleness (`dc_lambda`); lr="staleness" divides the rate by it
-    max_staleness, softsync, unit   older gradients are dropped; gradients are applied in groups;
-               ssp counts "clock"s or "version"s
 
     Raises UsageError (also on the ranks that did nothing wrong) for a model or optimizer that
     cannot be distributed, InconsistentRanks when the ranks' models differ.
