@@ -264,6 +264,21 @@ def test_what_forbids_a_fork_is_said(bench: _Bench, text: str, why: str) -> None
         assert bench.said[0] == "some words" and bench.said[-1].startswith("ZeroDivisionError")
 
 
+def test_an_import_that_takes_long_is_named(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.launcher.template._SLOW_S", 0.05)
+    (bench.path / "slow.py").write_text("import time\ntime.sleep(0.5)\n")
+    bench.environ["PYTHONPATH"] = str(bench.path)
+
+    async def body() -> None:
+        template = bench.template("slow")
+        assert await template.is_ready() and await template.is_ready()
+        template.end()
+
+    asyncio.run(body())
+    (line,) = bench.said
+    assert "has imported slow, which takes more than 0.05 s" in line
+
+
 def test_without_a_template_there_is_no_process_but_an_answer(bench: _Bench) -> None:
     async def body() -> None:
         template = bench.template()

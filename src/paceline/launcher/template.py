@@ -34,6 +34,7 @@ _START = f"""import sys; sys.path[:1] == [''] and sys.path.pop(0)
 from {template_program.__name__} import serve; serve(int(sys.argv[1]))()"""
 _PR_SET_CHILD_SUBREAPER = 36
 _ANSWER_S = 30.0  # two forks take hundredths; this is for a machine in distress
+_SLOW_S = 10.0  # to import; then a line says what is waited for
 _READ_BYTES = 1 << 16
 # A process shows its environment where that of the template was; its own may be longer by this.
 _ROOM = {"PACELINE_TEMPLATE_ROOM": 1024 * "."}
@@ -83,6 +84,8 @@ class Template:
         self.pid = self._popen.pid
         self.is_asked = False  # a new process may be our child before we know its pid
         self.has_forked = False
+        self._say, self._modules = say, ", ".join(modules)
+        self._is_quiet = True  # nothing was said about how long it takes
         self.why_not = ""  # it cannot be forked from
         self._control = ours
         self._turn = asyncio.Lock()
@@ -117,6 +120,13 @@ class Template:
 
     async def is_ready(self) -> bool:
         """Wait until it has imported everything; false when it cannot be forked from."""
+        done, _ = await asyncio.wait({self._warming}, timeout=_SLOW_S)
+        if not done and self._is_quiet:
+            self._is_quiet = False
+            self._say(
+                f"processes start when the template (pid {self.pid}) has imported {self._modules},"
+                f" which takes more than {_SLOW_S:g} s: the machine or its disk is busy"
+            )
         return await asyncio.shield(self._warming) and not self.why_not
 
     async def fork(
