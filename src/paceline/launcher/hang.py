@@ -183,16 +183,23 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _HEAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'  File "(.*)", line \d+ in ')
 _IDLE = re.compile(r'  File ".*/concurrent/futures/thread.py", line \d+ in _worker$')
+# What calls a script in a fork of the template (as_script.py), and what Python itself leaves out.
+_CALLERS = re.compile(
+    r'  File "(?:<frozen importlib\._bootstrap(?:_external)?>|<string>'
+    rf'|{re.escape(_OURS)}launcher/(?:as_script|template_program)\.py)", line \d+ in '
+)
 
 
 class StackBlocks:
-    """Lines go in, lines come out; a block of one of our threads does not."""
+    """Lines go in, lines come out; a block of one of our threads does not, nor a script's callers."""
 
     def __init__(self) -> None:
         self._block: list[str] = []  # held back until it is known whose it is
 
     def feed(self, line: str) -> Iterator[str]:
         """Take a line of stderr; yield what is to be shown by now."""
+        if _CALLERS.match(line):
+            return
         head = _HEAD.match(line)
         if head is not None or (self._block and line and not line.startswith("  ")):
             yield from self.finish()

@@ -110,6 +110,7 @@ def test_only_changes_are_told() -> None:
 
 def test_threads_of_our_own_are_left_out_of_stacks() -> None:
     from paceline.cluster import loop_thread
+    from paceline.launcher import as_script
 
     python = '  File "/lib/python3.11/threading.py", line 982 in _bootstrap'
     ours = [
@@ -120,8 +121,13 @@ def test_threads_of_our_own_are_left_out_of_stacks() -> None:
     theirs = ["Thread 0x08 (most recent call first):", '  File "/home/load.py", line 3 in load']
     main = ["Current thread 0x09 (most recent call first):", '  File "/home/run.py", line 1 in g']
     lines = ["before", *ours, python, "", ours[0], idle, python, "", *theirs, python, "", *main]
+    callers = [  # of a script in a fork of the template
+        '  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed',
+        f'  File "{as_script.__file__}", line 146 in run',
+        '  File "<string>", line 2 in <module>',
+    ]
     blocks = StackBlocks()
-    shown = [one for line in [*lines, "", "behind"] for one in blocks.feed(line)]
+    shown = [one for line in [*lines, *callers, "", "behind"] for one in blocks.feed(line)]
     assert shown == ["before", *theirs, python, *main, "", "behind"]
     assert list(blocks.feed(theirs[0])) == [] and blocks.is_holding
     assert list(blocks.finish()) == theirs[:1] and not blocks.is_holding
