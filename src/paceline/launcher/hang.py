@@ -191,7 +191,7 @@ _CALLERS = re.compile(
 
 
 class StackBlocks:
-    """Lines go in, lines come out; a block of one of our threads does not, nor a script's callers."""
+    """Lines go in, lines come out; a block of our own threads and a script's callers do not."""
 
     def __init__(self) -> None:
         self._block: list[str] = []  # held back until it is known whose it is
