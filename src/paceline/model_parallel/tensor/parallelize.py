@@ -7,7 +7,8 @@ probing.py for why a plan is right.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from paceline.model_parallel.tensor import cross_entropy, mathematics, rules, sh
 from paceline.model_parallel.tensor.axis import Axis
 from paceline.model_parallel.tensor.by_hand import apply_torch_styles
 from paceline.model_parallel.tensor.cut import mapped
-from paceline.model_parallel.tensor.groups import Group, grouped
 from paceline.model_parallel.tensor.guessing import Run, find_runs
 from paceline.model_parallel.tensor.layers import Entrance, Place
 from paceline.model_parallel.tensor.plan import TensorPlan, resolve
@@ -261,3 +261,57 @@ def _of_the_first(tensor: Tensor, axis: Axis) -> Tensor:
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.broadcast(copy, dist.get_global_rank(axis.group, 0), group=axis.group)
     return copy
+
+
+@dataclass
+class Group:
+    """Modules that one decision is about; tied weights can join several regions."""
+
+    names: set[str]
+    regions: set[str]
+
+
+def grouped(modules: dict[str, nn.Module], findings: Findings) -> list[Group]:
+    """Return the groups in the order in which the model uses them."""
+    linked = _joined(g & findings.styles.keys() for g in findings.groups)
+    owners: dict[int, set[str]] = {}
+    for name in findings.styles:
+        for param in modules[name].parameters():
+            owners.setdefault(id(param), set()).add(name)
+    decisions = _joined([*linked, *owners.values()])
+    called = findings.called
+    return [
+        Group(names, {_around(one, called) for one in linked if one <= names})
+        for names in decisions
+    ]
+
+
+def _joined(sets: Iterable[Iterable[str]]) -> list[set[str]]:
+    """Join sets that have something in common."""
+    result: list[set[str]] = []
+    for given in sets:
+        new = set(given)
+        if not new:
+            continue
+        apart = [one for one in result if not one & new]
+        touching = [one for one in result if one & new]
+        for one in touching:
+            new |= one
+        result = [*apart, new]
+    return result
+
+
+def _around(names: set[str], called: set[str]) -> str:
+    """Return the smallest module that was called and has all of these in it."""
+    first, *others = [name.split(".") for name in sorted(names)]
+    if not others:
+        return ".".join(first)
+    length = 0
+    while all(len(o) > length and o[length] == first[length] for o in others):
+        length += 1
+        if length == len(first):
+            break
+    steps = first[:length]
+    while steps and ".".join(steps) not in called:
+        steps = steps[:-1]
+    return ".".join(steps)
