@@ -95,12 +95,13 @@ def test_closing_ends_a_call_of_another_thread(cluster, eventually):
 
 
 def test_threads_have_names_and_end(cluster):
+    before = set(threading.enumerate())  # other tests of this process may have left some
     agent = cluster.start(1).agent(0)
-    names = {thread.name for thread in threading.enumerate()}
+    names = {thread.name for thread in set(threading.enumerate()) - before}
     assert {"paceline-control", "paceline-coordinator"} <= names
     agent.close()
     cluster.thread.stop()
-    names = {thread.name for thread in threading.enumerate()}
+    names = {thread.name for thread in set(threading.enumerate()) - before}
     assert not any(name.startswith(("paceline", "asyncio")) for name in names)
 
 
