@@ -107,8 +107,8 @@ class Group final : public Pollable {
   void tell_members(const Error& error);    // driver only
   void fail_now(std::exception_ptr error);  // driver only
   void end_operations(std::exception_ptr error);  // driver only
-  void check_waiting(Operation& operation, double now);
-  void require_alive(int rank, const Operation& operation, double now);
+  void check_waiting(Operation& operation, Lane lane, double now);
+  void require_alive(int rank, const Operation& operation, Lane lane, double now);
   std::string peer_name(int global_rank);
   void take_leave();
 

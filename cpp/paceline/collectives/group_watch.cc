@@ -16,13 +16,13 @@ std::string Group::peer_name(int rank) {
   return "rank " + std::to_string(rank) + (link ? " (pid " + std::to_string(link->pid()) + ")" : "");
 }
 
-void Group::check_waiting(Operation& operation, double now) {
+void Group::check_waiting(Operation& operation, Lane lane, double now) {
   Wait* wait = operation.fiber().wait;
   std::vector<int> ranks;
   if (wait && !wait->ready()) wait->blockers(ranks);
   std::sort(ranks.begin(), ranks.end());
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-  for (int rank : ranks) require_alive(rank, operation, now);
+  for (int rank : ranks) require_alive(rank, operation, lane, now);
   if (std::isinf(config_.timeout_s)) return;
   std::string on;
   for (int rank : ranks) on += (on.empty() ? "" : ", ") + peer_name(rank);
@@ -43,8 +43,9 @@ void Group::check_waiting(Operation& operation, double now) {
 }
 
 // Throws when the operation waits for a rank that can no longer do its part. All members get these words, so they
-// say who noticed.
-void Group::require_alive(int rank, const Operation& operation, double now) {
+// say who noticed. A rank that has finished closes all of its lanes at once: only the end of the lane that the
+// operation uses counts, because what the rank sent there before may still be on its way.
+void Group::require_alive(int rank, const Operation& operation, Lane lane, double now) {
   const EngineConfig& limits = engine_->config();
   auto link = engine_->link(rank);
   bool is_neighbour = is_local(member_of(rank));
@@ -52,7 +53,7 @@ void Group::require_alive(int rank, const Operation& operation, double now) {
   double silent = link ? link->silent_s(now) : 0;
   for (auto& [key, port] : ports_)
     if (port->peer() == rank) {
-      lost |= port->lost();
+      lost |= key.second == lane && port->lost();
       // A neighbour shows that it lives in shared memory; its ports are silent while it has nothing to say.
       if (!is_neighbour) silent = std::max(silent, now - std::max(port->heard_s(), now - operation.age_s()));
     }
@@ -76,8 +77,8 @@ void Group::inspect(double now) {
   try {
     if (team_)
       if (auto failure = team_->published_failure()) std::rethrow_exception(failure);
-    if (!collectives_.empty()) check_waiting(*collectives_.front(), now);
-    for (auto& transfer : transfers_) check_waiting(*transfer, now);
+    if (!collectives_.empty()) check_waiting(*collectives_.front(), Lane::collective, now);
+    for (auto& transfer : transfers_) check_waiting(*transfer, Lane::point_to_point, now);
   } catch (const std::exception&) {
     fail_now(std::current_exception());
   }
