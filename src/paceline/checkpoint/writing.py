@@ -165,7 +165,7 @@ def retain(root: Path, keep: int, *, saved: Path | None = None) -> list[Path]:
 def sweep(root: Path) -> list[Path]:
     """Remove what saves and removals that died have left; return what that was.
 
-    Saves that somebody may still work on stay.
+    Checkpoints that a process may still write stay.
     """
     if not root.is_dir():
         return []

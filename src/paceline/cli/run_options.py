@@ -219,7 +219,7 @@ def run(
 
 
 def _given(context: typer.Context) -> frozenset[str]:
-    """Name the parameters that somebody typed; the others have their defaults."""
+    """Return the parameters given on the command line; the others have their defaults."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return frozenset(
         name for name, source in sources.items() if source and source.name != "DEFAULT"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from paceline.cluster.changes import who
 from paceline.cluster.member import Member, Membership
 
-_PATIENCE_S = 2.0  # then the reason why a newcomer waits is told
+_PATIENCE_S = 2.0  # then the reason why a newcomer waits is printed
 
 
 class Adoption:

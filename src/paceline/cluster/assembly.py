@@ -2,8 +2,8 @@
 
 `Assembly`, without any I/O: ranks arrive in any order; when the last one is there the membership
 exists. A rank that goes away before that makes its place free again; after that the membership
-stands, whatever happens to its members. `WaitingRoom`: how long those wait that have come, and what
-they are told meanwhile.
+stands, whatever happens to its members. `WaitingRoom`: how long the ranks that are there wait, and
+the notices that they get meanwhile.
 """
 
 from __future__ import annotations
