@@ -26,7 +26,8 @@ from models import TASKS
 
 import paceline as pl
 from paceline.data_parallel.distribute import _successions
-from paceline.pace import ballot, bitmap
+from paceline.pace.bitmap import pace as bitmap
+from paceline.pace.bitmap import vote as ballot
 
 PACES = (
     "allreduce[update=replicated]",

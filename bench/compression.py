@@ -24,7 +24,8 @@ import torch
 from harness.report import machine, time_text, write_json
 
 from paceline import _core
-from paceline.compress import blocks, shared_scales, sparse
+from paceline.compress import blocks, shared_scales
+from paceline.compress import sparse_format as sparse
 from paceline.compress.kernels import Draw
 
 _DRAW = Draw(1, 2)

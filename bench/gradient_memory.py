@@ -24,10 +24,11 @@ import torch
 from models import TASKS
 
 import paceline as pl
-from paceline import _core, job
-from paceline.collectives.memory import allocate
+from paceline import _core
+from paceline.comm.shared_memory import allocate
 from paceline.data_parallel.bucket import Bucket, Named
-from paceline.data_parallel.direct import compute_in_bucket
+from paceline.data_parallel.direct_gradients import compute_in_bucket
+from paceline.runtime import job
 
 WAYS = ("fresh", "zeroed", "copied", "direct")
 

@@ -22,7 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.telemetry.events import (
+from paceline.observe.telemetry.event_file import Recorded, RunEnded, RunStarted, encode
+from paceline.observe.telemetry.events import (
     EpochEnded,
     MemberJoined,
     MemberLost,
@@ -31,9 +32,8 @@ from paceline.telemetry.events import (
     Resumed,
     ServerLoad,
 )
-from paceline.telemetry.record import Recorded, RunEnded, RunStarted, encode
-from paceline.telemetry.staleness import TableReport, WorkerReport
-from paceline.telemetry.steps import StepTimes
+from paceline.observe.telemetry.staleness import TableReport, WorkerReport
+from paceline.observe.telemetry.step_times import StepTimes
 
 BATCH = 64
 CLOCK_S = 5000.0  # the job's clock when the run began

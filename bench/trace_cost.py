@@ -40,7 +40,7 @@ def work(model: str, rounds: int, steps: int, out: Path) -> None:
     from telemetry_runs.small import SMALL
 
     import paceline as pl
-    from paceline.telemetry.trace import TracedSteps, tracer
+    from paceline.observe.telemetry.trace import TracedSteps, tracer
 
     job, task = pl.init(), SMALL if model == "small" else TASKS[model]
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def compare(model: str, rounds: int, steps: int) -> dict[str, Any]:
 
 def look_ns() -> float:
     """Return what a place costs that could record, and does not."""
-    from paceline.telemetry.trace import Tracer
+    from paceline.observe.telemetry.trace import Tracer
 
     tracer, count = Tracer(), 200_000
     return min(timeit.repeat(tracer.start, number=count, repeat=5)) / count * 1e9

@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from paceline.compress.known import CODECS
-from paceline.grammar import Option
-from paceline.pace.known import KNOWN, Pace
+from paceline.compress.registry import CODECS
+from paceline.options.grammar import Option
+from paceline.pace.registry import KNOWN, Pace
 
 GUIDES = Path(__file__).parent / "guides"
 PAGES = ("parameter-server", "paces", "compression")

@@ -73,7 +73,7 @@ def test_public_names_are_pinned():
     [
         "import paceline",
         "import paceline.cli.main, paceline.launcher.local",
-        "import paceline.cluster.rendezvous, paceline.config",
+        "import paceline.control.client.rendezvous, paceline.runtime.config",
     ],
 )
 def test_the_command_line_and_control_plane_need_no_torch(statement):
@@ -99,7 +99,7 @@ def test_only_config_reads_the_environment():
         for path in python_files()
         if re.search(r"\bos\.(environ|getenv)\b", path.read_text())
     }
-    assert readers == {"config.py"}
+    assert readers == {"runtime/config.py"}
 
 
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
@@ -121,14 +121,14 @@ def test_nothing_is_unpickled_evaluated_or_given_to_a_shell():
                 assert not any(k.arg == "shell" for k in node.keywords), f"{path}: shell="
 
 
-# Everything else that a person reads goes through paceline/console.py.
+# Everything else that a person reads goes through paceline/runtime/console.py.
 MAY_NAME_STDERR = {
-    "console.py": "the one place that writes there",
-    "launcher/display.py": "asks whether it is a terminal; the display thread owns it",
-    "launcher/forked.py": "flushes it before a fork and before os._exit",
+    "runtime/console.py": "the one place that writes there",
+    "observe/display/display.py": "asks whether it is a terminal; the display thread owns it",
+    "launcher/processes/forked.py": "flushes it before a fork and before os._exit",
     "cli/main.py": "the last words of a command, which no application redirects",
 }
-MAY_WRITE_TO_DESCRIPTOR_2 = {"cli/background.py": "the last words of a keeper, in its log"}
+MAY_WRITE_TO_DESCRIPTOR_2 = {"cli/detach.py": "the last words of a keeper, in its log"}
 MAY_PRINT = {
     "cli/main.py": "the last words of a command",
     "launcher/selftest.py": "the output of a program of its own",

@@ -17,8 +17,8 @@ import typer
 import paceline
 from paceline import errors
 from paceline.cli.main import app, main
-from paceline.compress.known import CODECS
-from paceline.pace.known import KNOWN
+from paceline.compress.registry import CODECS
+from paceline.pace.registry import KNOWN
 from support.pages import ROOT, Setup, blocks_of, commands_of, run_script, scripts_of
 
 GUIDES = sorted(

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.job import current
+from paceline.runtime.job import current
 
 
 class Diary:

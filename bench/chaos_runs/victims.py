@@ -16,9 +16,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from paceline.cluster.member import Member
-from paceline.cluster.operator import Operator
-from paceline.cluster.secret_file import load_secret
+from paceline.control.client.operator import Operator
+from paceline.control.member import Member
+from paceline.control.transport.secret_file import load_secret
 from paceline.errors import PacelineError
 
 
@@ -95,6 +95,9 @@ def _coordinators(launcher: int) -> list[int]:
     for task in Path(f"/proc/{launcher}/task").glob("*/children"):
         for pid in map(int, task.read_text().split()):
             with contextlib.suppress(OSError):
-                if b"paceline.coordinate" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if (
+                    b"paceline.runtime.coordinator_main"
+                    in Path(f"/proc/{pid}/cmdline").read_bytes()
+                ):
                     found.append(pid)
     return found

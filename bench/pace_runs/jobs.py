@@ -161,7 +161,7 @@ def _commands(
         yield [*switch.enter(host), sys.executable, *arguments], {**here, **place, **local}
         if host < num_servers:
             numbers = {f"PACELINE_{name}": value for name, value in place.items()}
-            server = [*switch.enter(host), sys.executable, "-m", "paceline.serve"]
+            server = [*switch.enter(host), sys.executable, "-m", "paceline.runtime.server_main"]
             yield server, {**here, **numbers, "PACELINE_ROLE": "server"}
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from pace_runs.table import REFERENCE, Row, problem_with
 
-from paceline.pace.known import find
 from paceline.pace.parse import parse
+from paceline.pace.registry import find
 
 _PLAIN = ("bf16", "int8", "int4", "onebit", "topk:0.01", "topk:0.01+int8", "powersgd:1")
 CODECS = (*_PLAIN, "dgc", "dgc(momentum=0)")  # for the losses, with their defaults

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import paceline as pl
-from paceline import job
+from paceline.runtime import job
 from telemetry_runs.small import SMALL
 
 _SAMPLES = 10**7  # more than are used: no epoch ends

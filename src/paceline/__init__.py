@@ -13,38 +13,38 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "init": "paceline.job",
-    "shutdown": "paceline.job",
-    "rank": "paceline.job",
-    "world_size": "paceline.job",
-    "local_rank": "paceline.job",
-    "data_rank": "paceline.job",
-    "data_world_size": "paceline.job",
-    "is_data_worker": "paceline.job",
-    "world": "paceline.job",
-    "new_group": "paceline.job",
-    "empty": "paceline.job",
-    "report": "paceline.job",
-    "should_stop": "paceline.job",
-    "carry": "paceline.job",
-    "launch": "paceline.launcher.function",
+    "init": "paceline.runtime.job",
+    "shutdown": "paceline.runtime.job",
+    "rank": "paceline.runtime.job",
+    "world_size": "paceline.runtime.job",
+    "local_rank": "paceline.runtime.job",
+    "data_rank": "paceline.runtime.job",
+    "data_world_size": "paceline.runtime.job",
+    "is_data_worker": "paceline.runtime.job",
+    "world": "paceline.runtime.job",
+    "new_group": "paceline.runtime.job",
+    "empty": "paceline.runtime.job",
+    "report": "paceline.runtime.job",
+    "should_stop": "paceline.runtime.job",
+    "carry": "paceline.runtime.job",
+    "launch": "paceline.launcher.function.launch",
     "distribute": "paceline.model_parallel.distribute",
     "clip_grad_norm_": "paceline.model_parallel.distribute",
     "tensor_plan": "paceline.model_parallel.tensor.parallelize",
-    "check_consistency": "paceline.data_parallel.consistency",
+    "check_consistency": "paceline.data_parallel.checks.consistency",
     "measure_layers": "paceline.model_parallel.pipeline.measuring",
     "shard": "paceline.data.shard",
-    "data_warmup": "paceline.data.plan",
-    "Checkpoint": "paceline.checkpointing.checkpoint",
-    "GradScaler": "paceline.data_parallel.grad_scaler",
-    "GradualWarmup": "paceline.data_parallel.gradual_warmup",
+    "data_warmup": "paceline.data.split.plan",
+    "Checkpoint": "paceline.state.checkpoint.checkpoint",
+    "GradScaler": "paceline.data_parallel.amp.grad_scaler",
+    "GradualWarmup": "paceline.data_parallel.update.gradual_warmup",
     "steps": "paceline.data.loops",
     "epochs": "paceline.data.loops",
     "Trainer": "paceline.trainer.trainer",
     "Callback": "paceline.trainer.callbacks",
-    "Group": "paceline.collectives.group",
-    "Work": "paceline.work",
-    "Membership": "paceline.cluster.member",
+    "Group": "paceline.comm.group",
+    "Work": "paceline.runtime.work",
+    "Membership": "paceline.control.member",
     "PacelineError": "paceline.errors",
 }
 
@@ -67,43 +67,43 @@ def __dir__() -> list[str]:
 
 if "torch" in sys.modules:
     # An installed Paceline is found by `import torch` itself; one on PYTHONPATH is not.
-    importlib.import_module("paceline.torch_plugin").register()
+    importlib.import_module("paceline.runtime.torch_plugin").register()
 
 
 if TYPE_CHECKING:
     from paceline import errors as errors
     from paceline import extend as extend
     from paceline import ps as ps
-    from paceline.checkpointing.checkpoint import Checkpoint as Checkpoint
-    from paceline.cluster.member import Membership as Membership
-    from paceline.collectives.group import Group as Group
+    from paceline.comm.group import Group as Group
+    from paceline.control.member import Membership as Membership
     from paceline.data.loops import epochs as epochs
     from paceline.data.loops import steps as steps
-    from paceline.data.plan import data_warmup as data_warmup
     from paceline.data.shard import shard as shard
-    from paceline.data_parallel.consistency import check_consistency as check_consistency
-    from paceline.data_parallel.grad_scaler import GradScaler as GradScaler
-    from paceline.data_parallel.gradual_warmup import GradualWarmup as GradualWarmup
+    from paceline.data.split.plan import data_warmup as data_warmup
+    from paceline.data_parallel.amp.grad_scaler import GradScaler as GradScaler
+    from paceline.data_parallel.checks.consistency import check_consistency as check_consistency
+    from paceline.data_parallel.update.gradual_warmup import GradualWarmup as GradualWarmup
     from paceline.errors import PacelineError as PacelineError
-    from paceline.job import carry as carry
-    from paceline.job import data_rank as data_rank
-    from paceline.job import data_world_size as data_world_size
-    from paceline.job import empty as empty
-    from paceline.job import init as init
-    from paceline.job import is_data_worker as is_data_worker
-    from paceline.job import local_rank as local_rank
-    from paceline.job import new_group as new_group
-    from paceline.job import rank as rank
-    from paceline.job import report as report
-    from paceline.job import should_stop as should_stop
-    from paceline.job import shutdown as shutdown
-    from paceline.job import world as world
-    from paceline.job import world_size as world_size
-    from paceline.launcher.function import launch as launch
+    from paceline.launcher.function.launch import launch as launch
     from paceline.model_parallel.distribute import clip_grad_norm_ as clip_grad_norm_
     from paceline.model_parallel.distribute import distribute as distribute
     from paceline.model_parallel.pipeline.measuring import measure_layers as measure_layers
     from paceline.model_parallel.tensor.parallelize import tensor_plan as tensor_plan
+    from paceline.runtime.job import carry as carry
+    from paceline.runtime.job import data_rank as data_rank
+    from paceline.runtime.job import data_world_size as data_world_size
+    from paceline.runtime.job import empty as empty
+    from paceline.runtime.job import init as init
+    from paceline.runtime.job import is_data_worker as is_data_worker
+    from paceline.runtime.job import local_rank as local_rank
+    from paceline.runtime.job import new_group as new_group
+    from paceline.runtime.job import rank as rank
+    from paceline.runtime.job import report as report
+    from paceline.runtime.job import should_stop as should_stop
+    from paceline.runtime.job import shutdown as shutdown
+    from paceline.runtime.job import world as world
+    from paceline.runtime.job import world_size as world_size
+    from paceline.runtime.work import Work as Work
+    from paceline.state.checkpoint.checkpoint import Checkpoint as Checkpoint
     from paceline.trainer.callbacks import Callback as Callback
     from paceline.trainer.trainer import Trainer as Trainer
-    from paceline.work import Work as Work

@@ -20,22 +20,22 @@ point of the group `paceline.paces`. examples/own_pace.py and examples/own_codec
 
 from __future__ import annotations
 
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.compress.codec import Codec, Ground
 from paceline.compress.journey import Journey
 from paceline.compress.kernels import Draw
-from paceline.compress.known import register as register_codec
 from paceline.compress.layout import Layout, Segment, Span
 from paceline.compress.packet import Packet
 from paceline.compress.parse import CodecSpec
-from paceline.grammar import ABOVE_0, COUNT, FROM_0, SHARE, WHOLE, Number, Option
+from paceline.compress.registry import register as register_codec
+from paceline.options.grammar import ABOVE_0, COUNT, FROM_0, SHARE, WHOLE, Number, Option
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
-from paceline.pace.known import Pace
-from paceline.pace.known import register as register_pace
 from paceline.pace.method import Method, Setting
 from paceline.pace.parse import PaceSpec
+from paceline.pace.registry import Pace
+from paceline.pace.registry import register as register_pace
+from paceline.runtime.work import Work
 from paceline.state.protocol import Change, Part, State
-from paceline.work import Work
 
 __all__ = [
     "ABOVE_0",

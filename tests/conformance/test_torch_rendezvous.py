@@ -63,9 +63,9 @@ def has_more(first: tuple[int, ...], last: tuple[int, ...]) -> bool:
 
 def test_under_our_launcher_nothing_listens_to_strangers():
     def body(number):
-        import paceline.torch_plugin
+        import paceline.runtime.torch_plugin
 
-        paceline.torch_plugin.register()
+        paceline.runtime.torch_plugin.register()
         sums = []
         for _ in range(2):
             dist.init_process_group("paceline")
@@ -85,9 +85,9 @@ def test_under_our_launcher_nothing_listens_to_strangers():
 
 def test_gloo_meets_over_our_control_plane():
     def body(number):
-        import paceline.torch_plugin
+        import paceline.runtime.torch_plugin
 
-        paceline.torch_plugin.register()
+        paceline.runtime.torch_plugin.register()
         dist.init_process_group("gloo")
         tensor = torch.tensor([number + 1.0])
         dist.all_reduce(tensor)
@@ -105,9 +105,9 @@ def test_explicit_stores_again_and_again(kind, tmp_path):
     path = tmp_path / "port"  # chosen by the store: one that was free before may be taken
 
     def body(number):
-        import paceline.torch_plugin
+        import paceline.runtime.torch_plugin
 
-        paceline.torch_plugin.register()
+        paceline.runtime.torch_plugin.register()
         if kind == "tcp":
             if number == 0:
                 store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
@@ -142,9 +142,9 @@ def test_explicit_stores_again_and_again(kind, tmp_path):
 
 def test_alone_and_with_a_wrong_rank():
     def body(_):
-        import paceline.torch_plugin
+        import paceline.runtime.torch_plugin
 
-        paceline.torch_plugin.register()
+        paceline.runtime.torch_plugin.register()
         dist.init_process_group("paceline", store=dist.HashStore(), rank=0, world_size=1)
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
@@ -178,9 +178,9 @@ def test_exit_without_destroying_the_group(tmp_path):
     text = (tmp_path / "script.py").read_text()
 
     def body(number):
-        import paceline.torch_plugin
+        import paceline.runtime.torch_plugin
 
-        paceline.torch_plugin.register()
+        paceline.runtime.torch_plugin.register()
         init = f'"paceline", init_method="{store}", rank={number}, world_size=2'
         exec(text.replace('"paceline")', f"{init})"), {})
 
@@ -191,7 +191,7 @@ def test_rank_on_another_host_is_told_at_once_what_to_export(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 2)
     store.set("paceline/host", "another-machine 127.0.0.1")
     from paceline.errors import ConfigError
-    from paceline.job import join_through
+    from paceline.runtime.job import join_through
 
     with pytest.raises(ConfigError, match="export PACELINE_BIND"):
         join_through(store, 1, 2, 5.0)
@@ -209,10 +209,11 @@ def test_torchrun(tmp_path):
 
 def test_registering_is_quick_and_imports_nothing():
     code = (
-        "import sys, torch, paceline.torch_plugin as p; before = set(sys.modules); p.register();"
+        "import sys, torch, paceline.runtime.torch_plugin as p; before = set(sys.modules);"
+        "p.register();"
         "p.register(); new = {m for m in set(sys.modules) - before if m.startswith('paceline')};"
         "assert not new, new; assert 'paceline' in torch.distributed.Backend.backend_list;"
         "h = sys.modules['torch.distributed.rendezvous']._rendezvous_handlers['env'];"
-        "assert h.__module__ == 'paceline.torch_plugin', h"
+        "assert h.__module__ == 'paceline.runtime.torch_plugin', h"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=plain_environ())

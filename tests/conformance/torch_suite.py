@@ -40,8 +40,8 @@ def load_suite(backend: str, world_size: int, stand_ins: list[str]) -> type[unit
     os.environ.setdefault("MASTER_PORT", "29500")  # shown by some tests, used by none
     import torch.testing._internal.common_distributed as common
 
-    import paceline.torch_rendezvous  # noqa: F401  # once, and not in every rank
-    from paceline.torch_plugin import register
+    import paceline.runtime.torch_init  # noqa: F401  # once, and not in every rank
+    from paceline.runtime.torch_plugin import register
 
     register()
     common.logger.setLevel("ERROR")

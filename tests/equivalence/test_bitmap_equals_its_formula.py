@@ -11,10 +11,10 @@ from imitation import loss_of, make_model, players
 from torch import nn
 
 import paceline as pl
-from paceline.cluster.policy import Policy
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.control.membership.policy import Policy
 from paceline.data_parallel.training import Training
-from paceline.job import current
+from paceline.runtime.job import current
 from support import hear, run_ranks, tell
 from support.elastic import elastic_job
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.checkpoint import reading
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.state.files import reading
 from support import run_ranks
 
 STEPS, SAVED_AT = 11, 6

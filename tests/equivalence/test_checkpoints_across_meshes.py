@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.mesh import Mesh
+from paceline.runtime.mesh import Mesh
 from support.ranks import run_ranks
 
 STEPS, SAVED, ROWS, WIDTH, WORDS = 6, 3, 8, 8, 12

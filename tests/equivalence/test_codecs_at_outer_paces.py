@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 WORKERS, STEPS = 3, 24

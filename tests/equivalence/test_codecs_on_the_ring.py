@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.compress.codec import Codec
 from paceline.compress.kernels import Draw
-from paceline.compress.known import register
+from paceline.compress.registry import register
 from paceline.data_parallel.distribute import _successions
-from paceline.job import current
 from paceline.pace.compressed import CompressedAllReduce
 from paceline.pace.host_first import HostFirst
+from paceline.runtime.job import current
 from support import run_ranks
 
 WORKERS, STEPS = 3, 6

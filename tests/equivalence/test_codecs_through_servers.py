@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.data_parallel.distribute import _successions
 from paceline.pace.server import ServerExchange
 from support import run_ranks

@@ -12,7 +12,7 @@ from torch import nn
 from ways import centre_reports
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 STEPS = 23

@@ -29,7 +29,7 @@ from mesh_models import (
 )
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 # Relative, of losses; of parameters with as much added absolutely.

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.checkpoint import reading
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.state.files import reading
 from support import run_ranks
 
 ARCHIVE = Path(__file__).with_name("checkpoints-format-1.tar.xz")

@@ -11,7 +11,7 @@ import torch
 from imitation import adamw, loss_of, make_model, players, sgd
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 STEPS = 24

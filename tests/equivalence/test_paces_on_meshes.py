@@ -19,7 +19,7 @@ from mesh_models import MICROBATCHES, OPTIMIZERS, Shares, batch_of, loss_of, mak
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 STEPS, SAMPLES = 24, 2  # two batches again and again: they can be learned by heart

@@ -10,8 +10,8 @@ from torch import nn
 from ways import centre_reports
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.runtime import job
 from support import run_ranks, started
 
 STEPS = 24

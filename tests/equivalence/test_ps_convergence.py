@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ways import Way
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 EPOCHS, BATCH, WORKERS = 6, 16, 3

@@ -21,7 +21,7 @@ from ways import Script, Way, require_equal
 from workloads import OPTIMIZERS, batch_of, loss_of, make_model, part_of, state_of, train_emulated
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 from support.reference import bits
 

@@ -13,7 +13,7 @@ import stateful_scripts
 import torch
 from ways import Script, Way, require_equal
 
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 ALONE: dict[str, Script] = {

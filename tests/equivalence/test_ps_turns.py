@@ -17,7 +17,7 @@ from torch import nn
 from ways import Result, newest_reports, noise, require_equal, result_of
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 TURNS = (0, 1, 2, 1, 0, 0, 2, 1, 1, 1, 0, 2, 2, 0, 1, 2, 0, 2)

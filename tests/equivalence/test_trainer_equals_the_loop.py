@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 EPOCHS, SAMPLES, BATCH = 3, 62, 4  # the last batch is smaller, and so is the last group of batches

@@ -35,7 +35,7 @@ from workloads import (
 )
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 from support.reference import bits
 

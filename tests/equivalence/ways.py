@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
-from paceline.pace.known import KNOWN
+from paceline.comm.group import Group
+from paceline.observe.telemetry.staleness import TableReport
 from paceline.pace.parse import parse
+from paceline.pace.registry import KNOWN
 from paceline.ps import messages as m
-from paceline.telemetry.staleness import TableReport
+from paceline.runtime import job
 from support.reference import bits
 
 Result = dict[str, Any]

@@ -12,20 +12,20 @@ import threading
 import time
 from pathlib import Path
 
-from paceline.cluster.agent import Agent
-from paceline.cluster.member import Member
-from paceline.cluster.operator import Operator
-from paceline.cluster.policy import Policy
-from paceline.cluster.secret_file import create_secret_file, load_secret
-from paceline.cluster.sockets import join_address, listen_tcp
-from paceline.coordinate import arguments
+from paceline.control.client.agent import Agent
+from paceline.control.client.operator import Operator
+from paceline.control.member import Member
+from paceline.control.membership.policy import Policy
+from paceline.control.transport.secret_file import create_secret_file, load_secret
+from paceline.control.transport.sockets import join_address, listen_tcp
+from paceline.runtime.coordinator_main import arguments
 
 JOB = "restarted"
 
 # Runs the coordinator, and kills it at a chosen point of its n-th write to the journal.
 DYING = """
 import os, signal, sys
-from paceline.cluster import journal
+from paceline.control import journal
 from paceline import coordinate
 
 point, left = sys.argv.pop(1), int(sys.argv.pop(1))
@@ -98,7 +98,11 @@ class Coordination:
         `room_bytes`: so large its files may become, as if the disk were full then.
         """
         limit = (room_bytes, room_bytes)
-        program = ["-m", "paceline.coordinate"] if dies is None else ["-c", DYING, *map(str, dies)]
+        program = (
+            ["-m", "paceline.runtime.coordinator_main"]
+            if dies is None
+            else ["-c", DYING, *map(str, dies)]
+        )
         self.process = subprocess.Popen(
             [sys.executable, *program, *self._words, str(self._fd)],
             pass_fds=(self._fd,),

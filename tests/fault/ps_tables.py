@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline import job
-from paceline.collectives.memory import allocate
-from paceline.ps.items import Held, Item
-from paceline.ps.remote_table import RemoteTable
+from paceline.comm.shared_memory import allocate
+from paceline.ps.client.items import Held, Item
+from paceline.ps.client.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule
+from paceline.runtime import job
 
 SGD = OptimizerSpec("SGD", ({"lr": 1.0},))
 FREE = Rule(bound=None)

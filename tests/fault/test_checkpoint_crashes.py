@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from paceline.checkpoint import manifest, reading, writing
 from paceline.errors import CheckpointError
+from paceline.state.files import manifest, reading, writing
 from support.checkpoints import bits, save
 from support.traced import Call, calls_of, needs_strace, run_injected
 

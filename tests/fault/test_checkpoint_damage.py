@@ -17,13 +17,13 @@ import msgspec
 import pytest
 import torch
 
-from paceline.checkpoint import layout, manifest, reading, writing
 from paceline.errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointUnsafe,
     CheckpointUnsupported,
 )
+from paceline.state.files import layout, manifest, reading, writing
 from support.checkpoints import PARTS, save
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.checkpoint import files, reading, writing
 from paceline.errors import CheckpointError
+from paceline.state.files import files, reading, writing
 from support.checkpoints import save
 
 MB = 1 << 20

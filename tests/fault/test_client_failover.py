@@ -16,8 +16,8 @@ import pytest
 from ps_tables import Books, wait_for
 
 import paceline as pl
-from paceline.cluster.policy import Policy
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.control.membership.policy import Policy
 from support import tell
 from support.elastic import elastic_job
 

@@ -10,10 +10,10 @@ from test_paces_elastic import policy, train, wait_for
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.data_parallel.distribute import _successions
-from paceline.job import current
 from paceline.pace.compressed import CompressedAllReduce
+from paceline.runtime.job import current
 from support import hear, tell
 from support.elastic import elastic_job
 

@@ -10,12 +10,12 @@ import time
 import pytest
 from coordinators import POINTS, Coordination, eventually, member
 
-from paceline.cluster import messages as m
-from paceline.cluster import operator as o
-from paceline.cluster.decisions import Wanted
-from paceline.cluster.policy import Policy
+from paceline.control.client import operator as o
+from paceline.control.membership.decisions import Wanted
+from paceline.control.membership.policy import Policy
+from paceline.control.transport import messages as m
 from paceline.errors import Evicted, PeerTimeout
-from paceline.telemetry.events import CoordinatorBack
+from paceline.observe.telemetry.events import CoordinatorBack
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks, started, tell
 
 HOSTS = pytest.mark.parametrize("hosts", [1, 2], ids=["one host", "a host each"])

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.runtime import job
 from support import run_ranks, started, tell
 from support.environs import job_environs
 from support.named_memory import named_memory

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import hear, outcomes_of, started, tell
 
 PLACES = {"one host": 1, "a host each": 3, "2 and 1": (0, 1, 1)}

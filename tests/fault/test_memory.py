@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import outcomes_of, run_ranks
 from support.environs import job_environs
 from support.ranks import run_processes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import outcomes_of
 
 PLACES = {"one host": 1, "a host each": 3, "2 and 1": (0, 0, 1)}

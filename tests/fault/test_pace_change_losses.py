@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.cluster.policy import Policy
-from paceline.collectives.group import Group
-from paceline.data_parallel.succession import Succession
-from paceline.job import current
+from paceline.comm.group import Group
+from paceline.control.membership.policy import Policy
+from paceline.data_parallel.pace_switch.switcher import Succession
+from paceline.runtime.job import current
 from support import tell
 from support.elastic import ElasticJob, elastic_job
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.cluster.policy import Policy
-from paceline.collectives.group import Group
-from paceline.job import current
+from paceline.comm.group import Group
+from paceline.control.membership.policy import Policy
 from paceline.ps import messages as m
+from paceline.runtime.job import current
 from support import hear, tell
 from support.elastic import ElasticJob, elastic_job
 

@@ -23,7 +23,7 @@ import pytest
 
 import paceline as pl
 from paceline import _core
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import started, tell
 from support.ranks import started_processes
 

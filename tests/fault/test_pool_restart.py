@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from coordinators import POINTS, Coordination, eventually
 
-from paceline.cluster.calls import lent
-from paceline.cluster.policy import Policy
+from paceline.control.client.requests import lent
+from paceline.control.membership.policy import Policy
 
 
 @pytest.fixture

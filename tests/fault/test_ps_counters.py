@@ -16,7 +16,7 @@ import pytest
 import torch
 from ps_tables import Books, remote_table, wait_for
 
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import started, tell
 
 WORKERS = 3

@@ -19,9 +19,9 @@ import pytest
 import torch
 from ps_tables import Books, remote_table, wait_for
 
-from paceline.cluster.member import Membership
-from paceline.cluster.policy import Policy
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.control.member import Membership
+from paceline.control.membership.policy import Policy
 from paceline.ps.spec import Rule
 from support import tell
 from support.elastic import ElasticJob, elastic_job

@@ -12,8 +12,8 @@ from ps_tables import remote_table
 from test_leaks import descriptors, directories, require_nothing_left
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.runtime import job
 from support import started, tell
 from support.ranks import ForkServer
 

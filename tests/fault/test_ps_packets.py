@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
-from paceline.collectives.memory import allocate
+from paceline.comm.group import Group
+from paceline.comm.shared_memory import allocate
 from paceline.compress.parse import parse_codec
 from paceline.errors import BadFrame, NonFiniteGradient, ShapeMismatch, UsageError
 from paceline.ps import messages as m
-from paceline.ps.checks import check_table
-from paceline.ps.items import Held, Item
+from paceline.ps.client.items import Held, Item
+from paceline.ps.client.remote_table import RemoteTable
 from paceline.ps.packing import Packing
-from paceline.ps.remote_table import RemoteTable
+from paceline.ps.server.checks import check_table
 from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
+from paceline.runtime import job
 from support import run_ranks
 
 SIZE = 5000

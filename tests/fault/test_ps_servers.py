@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import hear, started, tell
 
 VICTIM = 1  # of two servers

@@ -12,13 +12,13 @@ import pytest
 import torch
 from ps_tables import Books, remote_table, wait_for
 
-from paceline import job
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.errors import ProtocolError, SharedMemoryError, UsageError
-from paceline.ps import line as framed
+from paceline.ps import connection as framed
 from paceline.ps import messages as m
-from paceline.ps.remote_table import RemoteTable
+from paceline.ps.client.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule, TableSpec
+from paceline.runtime import job
 from support import run_ranks, started, tell
 
 Make = Callable[[int], m.AnyRequest]

@@ -13,8 +13,8 @@ from ps_tables import Books, wait_for
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
-from paceline.telemetry.events import Event, Note
+from paceline.comm.group import Group
+from paceline.observe.telemetry.events import Event, Note
 from support import outcomes_of, run_ranks, started, tell
 
 WORKERS = 3

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.cluster.policy import Policy
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.control.membership.policy import Policy
 from paceline.data_parallel.distribute import _successions
-from paceline.job import current
 from paceline.pace.server import ServerExchange
+from paceline.runtime.job import current
 from support import tell
 from support.elastic import elastic_job, pause_if_held
 

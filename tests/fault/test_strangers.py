@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.runtime import job
 from support import hear, started, tell
 
 # What a stranger may say at once; a length prefix comes first in our own protocol.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 
 TOLERANCE = 1e-10
 UPDATES = ("replicated", "sharded")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from paceline.launcher.machine import cgroup_dirs
+from paceline.runtime.machine import cgroup_dirs
 
 COMMAND = [sys.executable, "-m", "paceline"]
 # Waits end as soon as there is what they wait for. So their limits are for machines on which other

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.model_parallel.parts import Part
-from paceline.model_parallel.sharded import Sharded
+from paceline.model_parallel.fsdp.sharded import Sharded
+from paceline.model_parallel.parts.layout import Part
 
 ROWS = 12  # of a global batch; divides by 2, 3 and 4
 

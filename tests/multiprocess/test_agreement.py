@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import paceline as pl
-from paceline.collectives.agreement import first_difference, take_from, tell_all
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.comm.object_collectives import first_difference, take_from, tell_all
 from support import run_ranks
 
 VALUES = [None, "x" * 100_000, {"größe": [1, 2.5, True], "名前": "日本 🚲"}, [], "", -(2**63)]

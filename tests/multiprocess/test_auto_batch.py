@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 import paceline as pl
-from paceline import job
-from paceline.cluster.policy import Policy
-from paceline.collectives.group import Group
-from paceline.data.order import LocalOrder
+from paceline.comm.group import Group
+from paceline.control.membership.policy import Policy
 from paceline.data.randomness import mixed
+from paceline.data.split.order import LocalOrder
+from paceline.runtime import job
 from support import run_ranks, started
 from support.counted import Table
 from support.elastic import elastic_job

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline import job
-from paceline.collectives.group import Group
-from paceline.data_parallel.batchnorm import use_global_statistics
+from paceline.comm.group import Group
+from paceline.data_parallel.model_state.batchnorm import use_global_statistics
 from paceline.errors import UsageError
+from paceline.runtime import job
 from support import run_ranks
 from support.reference import bits
 

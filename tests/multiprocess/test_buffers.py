@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import job
-from paceline.collectives.group import Group
-from paceline.data_parallel.buffers import Buffers
+from paceline.comm.group import Group
+from paceline.data_parallel.model_state.buffers import Buffers
 from paceline.errors import CollectiveMismatch, UnsupportedTensor, UsageError
+from paceline.runtime import job
 from support import outcomes_of, run_ranks
 
 

@@ -11,8 +11,8 @@ from run_support import Workbench
 from torch import nn
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.runtime import job
 from support import run_ranks
 
 WIDTH = 512  # a square layer of 1 MB: large enough that flags and frames hardly count

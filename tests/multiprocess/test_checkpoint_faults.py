@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.checkpoint import reading
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.state.files import reading
 from support import run_ranks
 
 

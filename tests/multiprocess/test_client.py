@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.ps import connection
+from paceline.ps.client import connection
 from support import run_ranks
 
 BIG = 100_003  # cut over two servers, and not evenly

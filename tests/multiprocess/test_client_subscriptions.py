@@ -9,7 +9,7 @@ import pytest
 
 import paceline as pl
 from paceline.errors import PeerTimeout, ServerLost
-from paceline.ps import connection
+from paceline.ps.client import connection
 from support import hear, run_ranks, started, tell
 
 BIG = 100_003  # cut over two servers

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.errors import InconsistentRanks, UsageError
 from support import run_processes, run_ranks
 

@@ -23,11 +23,12 @@ from torch.utils.data import (
 )
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
-from paceline.data import ledger, order
+from paceline.comm.group import Group
 from paceline.data import shard as shard_module
-from paceline.data.resumption import data_state, resume_data
+from paceline.data.cursor import ledger
+from paceline.data.cursor.resumption import data_state, resume_data
+from paceline.data.split import order
+from paceline.runtime import job
 from support import run_ranks
 
 EPOCHS = 3

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 import paceline as pl
 from paceline import errors
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 from support.counted import Learner, Log, policy
 from support.elastic import elastic_job

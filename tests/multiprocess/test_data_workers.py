@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
-from paceline.data.pipeline import source
+from paceline.comm.group import Group
+from paceline.data.workers import source
 from paceline.errors import DataError, UsageError
+from paceline.runtime import job
 from support import outcomes_of, run_ranks
 from support.body import hear, tell
 from support.ranks import started

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.data_parallel import direct
+from paceline.data_parallel import direct_gradients as direct
 from support import run_ranks
 
 WIDTH = 256  # WIDTH * WIDTH is just large enough

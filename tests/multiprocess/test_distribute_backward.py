@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.runtime import job
 from support import run_ranks
 
 # -- in the ranks ---------------------------------------------------------------------------------

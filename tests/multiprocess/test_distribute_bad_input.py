@@ -15,7 +15,7 @@ from against_one_process import UPDATES, loss, mlp, rows, sgd
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import hear, outcomes_of, run_processes, run_ranks, started, tell
 from support.named_memory import named_memory
 

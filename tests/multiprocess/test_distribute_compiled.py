@@ -10,7 +10,7 @@ from against_one_process import UPDATES, Pair, loss, require_close, rows, sgd
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 

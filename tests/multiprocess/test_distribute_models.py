@@ -24,7 +24,7 @@ from safetensors.torch import save as save_safetensors
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 # -- in the ranks ---------------------------------------------------------------------------------

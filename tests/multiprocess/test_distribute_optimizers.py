@@ -12,7 +12,7 @@ from against_one_process import UPDATES, Pair, adam, loss, mlp, require_close, r
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 ELEMENTWISE = {

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
-from paceline.data.resumption import data_state, resume_data
-from paceline.job import current
+from paceline.comm.group import Group
+from paceline.data.cursor.resumption import data_state, resume_data
+from paceline.runtime import job
+from paceline.runtime.job import current
 from support import run_ranks
 from support.counted import Table
 

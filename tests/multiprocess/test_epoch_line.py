@@ -10,10 +10,10 @@ from run_support import wait_until
 from torch.utils.data import DataLoader, IterableDataset
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
-from paceline.data import epoch_line
-from paceline.telemetry.events import EpochEnded, Event
+from paceline.comm.group import Group
+from paceline.data.cursor import epoch_summary as epoch_line
+from paceline.observe.telemetry.events import EpochEnded, Event
+from paceline.runtime import job
 from support import started
 
 

@@ -18,10 +18,10 @@ from sharded_models import (
 )
 from torch import nn
 
-from paceline.model_parallel.blocks import recompute
-from paceline.model_parallel.materialize import Recipes, materialize
-from paceline.model_parallel.parts import Held, Holding, Part, Slice
-from paceline.model_parallel.sharded import Sharded
+from paceline.model_parallel.fsdp.blocks import recompute
+from paceline.model_parallel.fsdp.materialize import Recipes, materialize
+from paceline.model_parallel.fsdp.sharded import Sharded
+from paceline.model_parallel.parts.layout import Held, Holding, Part, Slice
 from support import run_ranks
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}  # float64: only the order of sums differs

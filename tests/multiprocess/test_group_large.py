@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 OVER_2_GIB = (2 << 30) + 4099

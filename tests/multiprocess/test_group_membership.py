@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.runtime import job
 from support import hear, run_ranks, started, tell
 
 PLACES = {"one host": 1, "a host each": 4, "2 hosts with 2": 2, "mixed": (0, 1, 0, 1)}

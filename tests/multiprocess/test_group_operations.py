@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 from support.reference import DTYPES, fold, ops_of, require_same, values
 

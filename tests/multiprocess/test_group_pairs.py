@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 from support.reference import DTYPES, bits, require_same, values
 

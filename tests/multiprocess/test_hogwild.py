@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks, tell
 from support.counted import policy
 from support.elastic import ElasticJob, elastic_job

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline import errors, job
-from paceline.collectives.memory import allocate_on_host
+from paceline import errors
+from paceline.comm.shared_memory import allocate_on_host
+from paceline.runtime import job
 from support import outcomes_of, run_ranks
 
 

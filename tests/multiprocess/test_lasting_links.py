@@ -16,15 +16,15 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline import job
-from paceline.cluster.member import Membership
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.control.member import Membership
 from paceline.errors import PacelineError, PeerTimeout, ServerLost, UsageError
-from paceline.ps import line as framed
+from paceline.ps import connection as framed
 from paceline.ps import messages as m
-from paceline.ps.lasting import LastingLink
-from paceline.ps.line import form_line
-from paceline.work import Work
+from paceline.ps.client.failover_link import LastingLink
+from paceline.ps.connection import form_line
+from paceline.runtime import job
+from paceline.runtime.work import Work
 from support import RanksFailed, hear, run_ranks, started, tell
 
 CLIENT, FIRST, SECOND = range(3)

@@ -18,7 +18,7 @@ from run_support import is_alive, wait_until
 
 import paceline as pl
 from paceline.errors import ConfigError, LaunchError, UsageError
-from paceline.launcher.function import launch
+from paceline.launcher.function.launch import launch
 
 
 def _children() -> set[str]:
@@ -121,7 +121,7 @@ def test_a_worker_that_has_joined_launches_nothing() -> None:
 def _used_threads() -> str:
     code = """
         import torch
-        from paceline.launcher.function import launch
+        from paceline.launcher.function.launch import launch
         torch.set_num_threads(2)
         print(launch(torch.get_num_threads, workers=2, threads=2))
         torch.ones(1 << 20).exp_()
@@ -174,7 +174,7 @@ def test_something_else_than_a_function_is_refused() -> None:
 
 _SLEEPERS = """
     import os, pathlib, signal, subprocess, sys, time
-    from paceline.launcher.function import launch
+    from paceline.launcher.function.launch import launch
 
     # A shell lets what it starts in the background ignore Ctrl-C, the tests perhaps among it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 PIPELINED: dict[str, Any] = {"mesh": "pp=2", "loss": F.cross_entropy, "microbatches": 2}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.model_parallel import same_inputs
 from support import run_ranks
 

@@ -17,8 +17,8 @@ from sharded_models import sharded
 from torch import nn
 
 import paceline as pl
-from paceline.model_parallel.materialize import Recipes, materialize
-from paceline.model_parallel.parts import Held, Holding, Part
+from paceline.model_parallel.fsdp.materialize import Recipes, materialize
+from paceline.model_parallel.parts.layout import Held, Holding, Part
 from support import hear, started, tell
 
 MB = 1 << 20

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.collectives.group import Group
-from paceline.job import current
+from paceline.comm.group import Group
+from paceline.runtime.job import current
 from support import run_ranks
 
 PAUSE_S = 1.5

@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.collectives.group import Group
-from paceline.data_parallel import half_products
-from paceline.data_parallel.half_products import trial
+from paceline.comm.group import Group
+from paceline.data_parallel.amp import cpu_support as half_products
+from paceline.data_parallel.amp.cpu_support import trial
 from paceline.errors import UsageError
-from paceline.job import current
+from paceline.runtime.job import current
 from support import run_ranks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -21,7 +21,7 @@ import importlib.util, sys
 class Edited:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name == "paceline.options":
+        if name == "paceline.options.table":
             return importlib.util.spec_from_file_location(name, {path!r})
 
 sys.meta_path.insert(0, Edited)
@@ -55,7 +55,7 @@ print(option_tables.fill("<!-- options: async -->\\n<!-- end -->\\n"))
 def environ(tmp_path_factory) -> dict[str, str]:
     """The environment of a Paceline with one option more."""
     place = tmp_path_factory.mktemp("edited")
-    source = (ROOT / "src/paceline/options.py").read_text()
+    source = (ROOT / "src/paceline/options/table.py").read_text()
     assert source.count(PLACE) == 1
     (place / "edited.py").write_text(source.replace(PLACE, PLACE + DECLARATION))
     (place / "sitecustomize.py").write_text(SITE.format(path=str(place / "edited.py")))

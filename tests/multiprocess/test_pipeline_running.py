@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from paceline.errors import PacelineError, PeerError, PeerLost, UsageError
-from paceline.model_parallel.pipeline.running import Pipeline
+from paceline.model_parallel.pipeline.pipeline import Pipeline
 from paceline.model_parallel.pipeline.schedules import indices_of, stages_per_process
 from support import run_ranks, started, tell
 

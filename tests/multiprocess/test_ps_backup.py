@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.ps import messages as m
+from paceline.runtime import job
 from support import hear, run_ranks, started, tell
 
 ROUNDS = 12

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.observe.telemetry.staleness import TableReport
 from paceline.ps import messages as m
-from paceline.telemetry.staleness import TableReport
+from paceline.runtime import job
 from support import run_ranks
 
 STEPS = 25

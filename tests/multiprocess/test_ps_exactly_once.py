@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.ps import connection
-from paceline.ps import line as framed
+from paceline.ps import connection as framed
 from paceline.ps import messages as m
+from paceline.ps.client import connection
 from support import run_ranks
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.cluster.policy import Policy
-from paceline.ps import connection
+from paceline.control.membership.policy import Policy
 from paceline.ps import messages as m
+from paceline.ps.client import connection
 from paceline.ps.state_wire import landing
 from support import hear, tell
 from support.elastic import elastic_job

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 import paceline as pl
-from paceline import serve
 from paceline.pace.server import ServerExchange
-from paceline.ps.hosted import Hosted
-from paceline.ps.server import Server
+from paceline.ps.server.server import Server
+from paceline.ps.server.table_requests import Hosted
+from paceline.runtime import server_main as serve
 from support.body import pack, tell
 from support.environs import job_environs
 from support.passages import Passages, documented
@@ -60,7 +60,7 @@ def test_a_push_goes_through_the_files_that_the_page_names() -> None:
         with started_processes([joining, joining, (serve_and_tell, ())], environs) as ranks:
             on_server = ranks.hear(2)
             on_worker, *_ = ranks.values(60)
-    walked = {*on_worker, "ps/hosting.py", *on_server, *(f"cpp/{name}" for name in CPP)}
+    walked = {*on_worker, "ps/server/process.py", *on_server, *(f"cpp/{name}" for name in CPP)}
     assert all((ROOT / "cpp" / name).exists() for name in CPP)
     assert walked == set(documented(PAGE, "## The server route"))
     assert len(walked) <= LIMIT, sorted(walked)

@@ -7,7 +7,7 @@ import torch
 
 import paceline as pl
 from paceline import _core
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 from support.reference import bits
 

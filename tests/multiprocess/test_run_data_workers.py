@@ -12,8 +12,8 @@ from run_support import END_S, Workbench, is_alive, read_until
 from torch.utils.data import DataLoader
 
 import paceline as pl
-from paceline import job
-from paceline.launcher.function import launch
+from paceline.launcher.function.launch import launch
+from paceline.runtime import job
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from run_support import COMMAND, END_S, Workbench, is_alive, wait_until
 
-from paceline.telemetry.record import Reading, RunEnded, RunStarted
+from paceline.observe.telemetry.event_file import Reading, RunEnded, RunStarted
 
 _TRAIN = """
     import os, pathlib, time

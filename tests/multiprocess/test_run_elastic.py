@@ -78,7 +78,7 @@ def test_a_killed_worker_is_replaced_and_a_killed_coordinator_comes_back(bench: 
         os.kill(first, signal.SIGKILL)
         second = _replaced(bench, 1, first)
         said = read_until(launcher.stderr, f"pid {second}) joined")
-        os.kill(_child(launcher, "paceline.coordinate"), signal.SIGKILL)
+        os.kill(_child(launcher, "paceline.runtime.coordinator_main"), signal.SIGKILL)
         said += read_until(launcher.stderr, "and was started again")
         os.kill(second, signal.SIGKILL)  # nobody may be forgotten in the journal
         third = _replaced(bench, 1, second)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from run_support import COMMAND, Workbench, read_until
 
-from paceline.launcher.screen import PLAIN_EVERY_S
+from paceline.observe.display.screen import PLAIN_EVERY_S
 
 
 @pytest.fixture
@@ -23,10 +23,10 @@ def bench(tmp_path: Path) -> Workbench:
 # The control plane without the engine, so that no rank has to import torch.
 _REPORTING = """
     import os, sys, time
-    from paceline.cluster.agent import Agent
-    from paceline.cluster.secret_file import load_secret
-    from paceline.config import job_env
-    from paceline.telemetry.events import Note, Progress
+    from paceline.control.client.agent import Agent
+    from paceline.control.transport.secret_file import load_secret
+    from paceline.runtime.config import job_env
+    from paceline.observe.telemetry.events import Note, Progress
 
     env = job_env()
     secret = load_secret(env.secret_file)
@@ -137,13 +137,13 @@ def test_a_terminal_shows_a_live_table(bench: Workbench) -> None:
 # As the training hooks tell it: rank 1 waits for its loader, rank 0 for rank 1.
 _TIMED = """
     import os, sys, time
-    from paceline.cluster.agent import Agent
-    from paceline.cluster.secret_file import load_secret
-    from paceline.config import job_env
-    from paceline.telemetry.clock import now_s
-    from paceline.telemetry.events import Progress
-    from paceline.telemetry.steps import StepTimes
-    from paceline.telemetry.traffic import Traffic
+    from paceline.control.client.agent import Agent
+    from paceline.control.transport.secret_file import load_secret
+    from paceline.runtime.config import job_env
+    from paceline.observe.telemetry.clock import now_s
+    from paceline.observe.telemetry.events import Progress
+    from paceline.observe.telemetry.step_times import StepTimes
+    from paceline.observe.telemetry.traffic import Traffic
 
     env = job_env()
     secret = load_secret(env.secret_file)

@@ -13,8 +13,8 @@ import pytest
 from run_support import Workbench, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from paceline.telemetry.events import MemberLost, Note, Progress
-from paceline.telemetry.record import Reading, RunEnded, RunStarted
+from paceline.observe.telemetry.event_file import Reading, RunEnded, RunStarted
+from paceline.observe.telemetry.events import MemberLost, Note, Progress
 
 
 @pytest.fixture
@@ -27,13 +27,13 @@ def bench(tmp_path: Path) -> Workbench:
 # The control plane without the engine, so that no rank has to import torch.
 _REPORTING = """
     import os, pathlib, sys, time
-    from paceline.cluster.agent import Agent
-    from paceline.cluster.secret_file import load_secret
-    from paceline.config import job_env
-    from paceline.telemetry import clock
-    from paceline.telemetry.events import Note, Progress
-    from paceline.telemetry.steps import StepTimes
-    from paceline.telemetry.traffic import Traffic
+    from paceline.control.client.agent import Agent
+    from paceline.control.transport.secret_file import load_secret
+    from paceline.runtime.config import job_env
+    from paceline.observe.telemetry import clock
+    from paceline.observe.telemetry.events import Note, Progress
+    from paceline.observe.telemetry.step_times import StepTimes
+    from paceline.observe.telemetry.traffic import Traffic
 
     env = job_env()
     secret = load_secret(env.secret_file)

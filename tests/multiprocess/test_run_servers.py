@@ -11,9 +11,9 @@ import pytest
 from run_support import END_S, Workbench, is_alive, wait_until
 
 import paceline as pl
-from paceline import job
 from paceline.errors import LaunchError
-from paceline.launcher.function import launch
+from paceline.launcher.function.launch import launch
+from paceline.runtime import job
 
 
 @pytest.fixture
@@ -97,7 +97,9 @@ def _children_of(pid: int) -> dict[str, str]:
 
 def _server_of(launcher_pid: int) -> str:
     children = _children_of(launcher_pid)
-    (server,) = [pid for command, pid in children.items() if "paceline.serve" in command]
+    (server,) = [
+        pid for command, pid in children.items() if "paceline.runtime.server_main" in command
+    ]
     return server
 
 
@@ -170,7 +172,10 @@ def test_dry_run_shows_servers(bench: Workbench) -> None:
     done = bench.run("run", *options, "--dry-run", script)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in lines if " -m paceline.serve" in line] == ["[s0]", "[s1]"]
+    assert [line.split()[0] for line in lines if " -m paceline.runtime.server_main" in line] == [
+        "[s0]",
+        "[s1]",
+    ]
     assert {"[s1]     PACELINE_ROLE=server", "[s1]     PACELINE_RANK=1"} <= set(lines)
     assert {"[1]     PACELINE_SERVERS=2", "[s1]     OMP_NUM_THREADS=2"} <= set(lines)
     assert lines[-1] == "logs: logs/rank-0.log to rank-1.log and server-0.log to server-1.log"

@@ -23,13 +23,13 @@ def bench(tmp_path: Path) -> Workbench:
 # The control plane without the engine, so that no rank has to import torch. Ends with the file.
 _TRAINING = """
     import os, sys, time
-    from paceline.cluster.agent import Agent
-    from paceline.cluster.member import Member
-    from paceline.cluster.secret_file import load_secret
-    from paceline.config import job_env
-    from paceline.telemetry.clock import now_s
-    from paceline.telemetry.events import Progress
-    from paceline.telemetry.steps import StepTimes
+    from paceline.control.client.agent import Agent
+    from paceline.control.member import Member
+    from paceline.control.transport.secret_file import load_secret
+    from paceline.runtime.config import job_env
+    from paceline.observe.telemetry.clock import now_s
+    from paceline.observe.telemetry.events import Progress
+    from paceline.observe.telemetry.step_times import StepTimes
 
     env = job_env()
     secret = load_secret(env.secret_file)

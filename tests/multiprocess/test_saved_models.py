@@ -14,7 +14,7 @@ from saved_net import Net, require_plain, train
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import run_ranks
 
 HERE = Path(__file__).parent

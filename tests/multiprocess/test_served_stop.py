@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import started, tell
 
 

@@ -18,10 +18,10 @@ from torch.utils.data import (
 )
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
-from paceline.data import order
+from paceline.comm.group import Group
 from paceline.data.randomness import mixed
+from paceline.data.split import order
+from paceline.runtime import job
 from support import run_ranks, started
 
 Passes = list[list[tuple[list[Any], float]]]  # of each rank: batches with their weights

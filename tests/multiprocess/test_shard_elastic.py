@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 import paceline as pl
-from paceline.collectives.group import Group
-from paceline.data import order
-from paceline.data.resumption import data_state, resume_data
-from paceline.job import current
-from paceline.telemetry.events import EpochEnded
+from paceline.comm.group import Group
+from paceline.data.cursor.resumption import data_state, resume_data
+from paceline.data.split import order
+from paceline.observe.telemetry.events import EpochEnded
+from paceline.runtime.job import current
 from support import run_ranks
 from support.counted import Learner, Log, policy
 from support.elastic import ElasticJob, elastic_job

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import paceline as pl
-from paceline.collectives.group import Group
-from paceline.job import current
+from paceline.comm.group import Group
+from paceline.runtime.job import current
 from support import hear, tell
 from support.counted import Learner, Log, policy
 from support.elastic import elastic_job

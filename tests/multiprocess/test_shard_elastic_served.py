@@ -8,8 +8,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 import paceline as pl
-from paceline.collectives.group import Group
-from paceline.job import current
+from paceline.comm.group import Group
+from paceline.runtime.job import current
 from support import hear, tell
 from support.counted import Learner, Log, policy
 from support.elastic import elastic_job

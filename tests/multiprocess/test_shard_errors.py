@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 import paceline as pl
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from support import outcomes_of, run_ranks
 
 

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
-from paceline.data.partition import FilePart
+from paceline.comm.group import Group
+from paceline.data.split.partition import FilePart
+from paceline.runtime import job
 from support import run_ranks
 
 Weighed = list[tuple[list[int], float]]

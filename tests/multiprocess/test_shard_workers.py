@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import paceline as pl
-from paceline.collectives.group import Group
-from paceline.data import order
+from paceline.comm.group import Group
+from paceline.data.split import order
 from support import run_ranks
 
 

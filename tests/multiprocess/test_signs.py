@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from run_support import memory_cgroup, wait_until
 
-from paceline.launcher.elastic.watch import Lookout
-from paceline.launcher.outlet import Outlet
-from paceline.launcher.process import AdoptedProcess, RankProcess
-from paceline.launcher.seat import Seat
+from paceline.launcher.processes.exit_signs import Lookout
+from paceline.launcher.processes.pipes import Outlet
+from paceline.launcher.processes.process import AdoptedProcess, RankProcess
+from paceline.runtime.process_names import Seat
 
 
 def _start(program: str) -> RankProcess:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.data_parallel.sparse import SparseGradients
 from paceline.errors import InconsistentRanks, UsageError
 from support import run_ranks

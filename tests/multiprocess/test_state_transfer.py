@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.state import transfer
 from paceline.state.protocol import State
 from support import run_ranks

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 import paceline as pl
-from paceline import job
-from paceline.collectives.group import Group
-from paceline.telemetry.events import Event, Progress, ServerLoad
-from paceline.telemetry.staleness import TableReport
-from paceline.telemetry.steps import StepTimes, Waits
+from paceline.comm.group import Group
+from paceline.observe.telemetry.events import Event, Progress, ServerLoad
+from paceline.observe.telemetry.staleness import TableReport
+from paceline.observe.telemetry.step_times import StepTimes, Waits
+from paceline.runtime import job
 from support import started
 
 STEPS, BATCH, LATE_S = 8, 4, 0.1  # late by much more than a busy machine makes others

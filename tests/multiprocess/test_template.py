@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from run_support import END_S, Workbench, is_alive, read_until, wait_until
 
-from paceline.launcher.as_script import Program
-from paceline.launcher.outlet import Outlet
-from paceline.launcher.process import RankProcess
-from paceline.launcher.seat import Seat
-from paceline.launcher.template import Template, adopt_orphans
+from paceline.launcher.processes.pipes import Outlet
+from paceline.launcher.processes.process import RankProcess
+from paceline.launcher.processes.run_script import Program
+from paceline.launcher.processes.template import Template, adopt_orphans
+from paceline.runtime.process_names import Seat
 
 _LIGHT = ("numpy",)  # torch takes seconds, and changes nothing of what most tests here look at
 
@@ -265,7 +265,7 @@ def test_what_forbids_a_fork_is_said(bench: _Bench, text: str, why: str) -> None
 
 
 def test_an_import_that_takes_long_is_named(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.launcher.template._SLOW_S", 0.05)
+    monkeypatch.setattr("paceline.launcher.processes.template._SLOW_S", 0.05)
     (bench.path / "slow.py").write_text("import time\ntime.sleep(0.5)\n")
     bench.environ["PYTHONPATH"] = str(bench.path)
 
@@ -295,10 +295,10 @@ def test_without_a_template_there_is_no_process_but_an_answer(bench: _Bench) -> 
 
 _LAUNCHER = """
 import asyncio, os, sys, time
-from paceline.launcher.as_script import Program
-from paceline.launcher.outlet import Outlet
-from paceline.launcher.seat import Seat
-from paceline.launcher.template import Template, adopt_orphans
+from paceline.launcher.processes.run_script import Program
+from paceline.launcher.processes.pipes import Outlet
+from paceline.runtime.process_names import Seat
+from paceline.launcher.processes.template import Template, adopt_orphans
 
 async def main():
     adopt_orphans()
@@ -399,7 +399,7 @@ def test_the_first_replacement_of_a_server_comes_from_the_template(tmp_path: Pat
         def servers() -> list[int]:
             found = [int(pid) for pid in path.read_text().split() if is_alive(pid)]
             words = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in found}
-            return [pid for pid in found if "paceline.serve" in words[pid]]
+            return [pid for pid in found if "paceline.runtime.server_main" in words[pid]]
 
         read_until(launcher.stderr, "update on 2 servers")
         first, other = servers()

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from paceline.model_parallel.tensor import TensorPlan, parallelize
-from paceline.model_parallel.tensor.cut import gathered
+from paceline.model_parallel.tensor.sharded_tensor import gathered
 from support import run_ranks
 from support import tensor_models as models
 

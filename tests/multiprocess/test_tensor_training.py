@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.model_parallel.tensor import parallelize
-from paceline.model_parallel.tensor.cut import CutTensor
+from paceline.model_parallel.tensor.sharded_tensor import CutTensor
 from support import run_ranks
 from support import tensor_models as models
 

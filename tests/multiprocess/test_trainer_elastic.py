@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.cluster.policy import Policy
-from paceline.collectives.group import Group
-from paceline.job import current
+from paceline.comm.group import Group
+from paceline.control.membership.policy import Policy
+from paceline.runtime.job import current
 from support import hear, tell
 from support.elastic import ElasticJob, elastic_job
 

@@ -11,7 +11,7 @@ import torch
 
 import paceline as pl
 from paceline import _core
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.errors import PeerLost, UsageError
 from support import run_ranks, started
 from support.body import hear, tell

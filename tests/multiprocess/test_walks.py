@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.collectives.group import Group
-from paceline.data_parallel.update import ReplicatedUpdate, ShardedUpdate
+from paceline.comm.group import Group
+from paceline.data_parallel.update.step import ReplicatedUpdate, ShardedUpdate
 from support import run_ranks
 from support.passages import documented
 from support.walks import ROOT, Walk, cpp_problems

@@ -3,7 +3,7 @@
     World (world.py)         a virtual clock, a queue of events, everything drawn from one seed
       Network (network.py)   ordered connections that break or stay half-open; links that are cut
       Process (process.py)   crash, restart, SIGSTOP, starvation, slowness
-    Job (job.py)             what is drawn about a job, and its way from start to end
+    Job (runtime/job.py)             what is drawn about a job, and its way from start to end
       coordinator.py         Roster, Record and Journal of production, on a disk that survives
       server.py, table.py    Replica of production, around a table that counts
       worker.py              Unanswered and `course` of production, around a client that counts

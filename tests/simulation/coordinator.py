@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster import decisions as d
-from paceline.cluster import messages as m
-from paceline.cluster.journal import Entry, Journal, _framed, _replay
-from paceline.cluster.member import Member
-from paceline.cluster.policy import Policy
-from paceline.cluster.record import Record
-from paceline.cluster.roster import Roster
-from paceline.cluster.store import StoreService
+from paceline.control.coordinator.journal import Entry, Journal, _framed, _replay
+from paceline.control.coordinator.state import Record
+from paceline.control.coordinator.store import StoreService
+from paceline.control.member import Member
+from paceline.control.membership import decisions as d
+from paceline.control.membership.policy import Policy
+from paceline.control.membership.roster import Roster
+from paceline.control.transport import messages as m
 from paceline.errors import PacelineError, RendezvousError
 from simulation.invariants import Oracle
 from simulation.network import End, Network

@@ -10,10 +10,10 @@ import random
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from paceline.cluster import messages as m
-from paceline.cluster.decisions import State
-from paceline.cluster.member import Membership
-from paceline.ps.chain import Role
+from paceline.control.member import Membership
+from paceline.control.membership.decisions import State
+from paceline.control.transport import messages as m
+from paceline.ps.replication.chain import Role
 from simulation.world import Violation
 from support.history import History, Sight, find_stale, find_violations
 

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.cluster.decisions import Place
-from paceline.cluster.policy import Policy
-from paceline.cluster.roster import Roster
-from paceline.elastic.verdict import judge
-from paceline.ps.chain import Role
-from paceline.ps.replication import Replica
-from paceline.ps.unanswered import Unanswered
+from paceline.control.membership.decisions import Place
+from paceline.control.membership.policy import Policy
+from paceline.control.membership.roster import Roster
+from paceline.ps.client.pending import Unanswered
+from paceline.ps.replication.chain import Role
+from paceline.ps.replication.replication import Replica
+from paceline.runtime.elastic.recovery_plan import judge
 from simulation.coordinator import SimCoordinator
 from simulation.faults import Fault, Nemesis, draw
 from simulation.invariants import Oracle

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from paceline.cluster import messages as m
-from paceline.cluster.member import Membership
-from paceline.elastic.verdict import Status, Verdict
+from paceline.control.member import Membership
+from paceline.control.transport import messages as m
+from paceline.runtime.elastic.recovery_plan import Status, Verdict
 from simulation.member import SimMember
 from simulation.network import End
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.cluster import messages as m
-from paceline.cluster.decisions import Place
-from paceline.cluster.member import Member, Membership
+from paceline.control.member import Member, Membership
+from paceline.control.membership.decisions import Place
+from paceline.control.transport import messages as m
 from simulation.network import End
 from simulation.process import Process
 

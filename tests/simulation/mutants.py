@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 
-from paceline.cluster.departures import Departures
-from paceline.cluster.leases import UNBEARABLE, Finding, Leases
-from paceline.cluster.member import Membership
-from paceline.cluster.messages import LossKind
-from paceline.cluster.roster import Roster
-from paceline.elastic.verdict import Status, Verdict, judge
-from paceline.ps.chain import Entry, FillStart, Message
-from paceline.ps.replication import Replica
-from paceline.ps.unanswered import Content, Numbered, Unanswered
+from paceline.control.member import Membership
+from paceline.control.membership.departures import Departures
+from paceline.control.membership.leases import UNBEARABLE, Finding, Leases
+from paceline.control.membership.roster import Roster
+from paceline.control.transport.messages import LossKind
+from paceline.ps.client.pending import Content, Numbered, Unanswered
+from paceline.ps.replication.chain import Entry, FillStart, Message
+from paceline.ps.replication.replication import Replica
+from paceline.runtime.elastic.recovery_plan import Status, Verdict, judge
 from simulation.job import Cores
 from simulation.lockstep import LockstepWorker, Part
 from simulation.unit_worker import UnitWorker

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.cluster.member import Membership
-from paceline.ps.chain import Entry, Message
-from paceline.ps.primary import Post, post_of
+from paceline.control.member import Membership
+from paceline.ps.client.primary import Post, post_of
+from paceline.ps.replication.chain import Entry, Message
 from simulation.member import RETRY_S, SimMember
 from simulation.network import End
 from simulation.table import PARTS, Table
@@ -100,7 +100,8 @@ class Copy:
                 self.take(rank, seq, op)
 
     def take(self, rank: int, seq: int, op: Any) -> None:
-        """Apply a new request if this copy is alone, else submit it; as ps/server.py does."""
+        """Apply a new request if this copy is alone, else submit it; as ps/server/server.py
+        does."""
         applied, cores = self.replica.applied, self.server.job.cores
         client = applied.clients.get(rank)
         is_new = client is not None and (seq > client.last or cores.applies_again_alone)

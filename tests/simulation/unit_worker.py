@@ -3,7 +3,8 @@
 A COLUMN exchanges parts as the workers of lockstep.py do. But a point is passed, and a change is
 begun, only by the whole UNIT: whoever has all parts of its column, or cannot have them any more,
 VOTES, and waits for the votes of its mates. After a change mates compare in ROUNDS where they are,
-until all are in the same membership. Both are what elastic/unit.py does with real workers.
+until all are in the same membership. Both are what runtime/elastic/unit_agreement.py does with real
+workers.
 
 A worker whose line to a mate breaks ends: in the middle of a forward pass nothing can be repeated.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.cluster.member import Membership
+from paceline.control.member import Membership
 from simulation.lockstep import LockstepWorker, Part
 
 

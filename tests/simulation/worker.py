@@ -10,9 +10,9 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from paceline.cluster.member import Membership
-from paceline.ps.primary import Connect, Post, course
-from paceline.ps.unanswered import Numbered, Unanswered
+from paceline.control.member import Membership
+from paceline.ps.client.pending import Numbered, Unanswered
+from paceline.ps.client.primary import Connect, Post, course
 from simulation.member import SimMember
 from simulation.network import End
 from support.history import Sight

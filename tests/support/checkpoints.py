@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint import manifest, writing
+from paceline.state.files import manifest, writing
 
 PARTS = (
     {"model/weight": torch.arange(6.0).view(2, 3), "model/steps": torch.tensor(7)},

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.cluster.policy import Policy
-from paceline.job import current
+from paceline.control.membership.policy import Policy
+from paceline.runtime.job import current
 from support.body import tell
 from support.elastic import ElasticJob
 from support.ranks import Outcome

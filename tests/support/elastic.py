@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from paceline.cluster.decisions import Place
-from paceline.cluster.operator import Operator
-from paceline.cluster.policy import Policy
-from paceline.cluster.rendezvous import CoordinatorThread
-from paceline.cluster.secret_file import create_secret_file, load_secret
+from paceline.control.client.operator import Operator
+from paceline.control.client.rendezvous import CoordinatorThread
+from paceline.control.membership.decisions import Place
+from paceline.control.membership.policy import Policy
+from paceline.control.transport.secret_file import create_secret_file, load_secret
 from paceline.errors import RendezvousError
-from paceline.telemetry.events import Event
+from paceline.observe.telemetry.events import Event
 from support.body import pack
 from support.environs import base_environ
 from support.ranks import ForkServer, Rank, Ranks, _serve, _unpack_and_join

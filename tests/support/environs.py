@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from paceline.cluster.rendezvous import CoordinatorThread
-from paceline.cluster.secret_file import create_secret_file, load_secret
-from paceline.telemetry.events import Event
+from paceline.control.client.rendezvous import CoordinatorThread
+from paceline.control.transport.secret_file import create_secret_file, load_secret
+from paceline.observe.telemetry.events import Event
 
 Hosts = int | Sequence[int]
 

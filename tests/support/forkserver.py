@@ -51,7 +51,10 @@ def main(control_fd: int) -> int:
     sys.modules["torch"].set_num_threads(1)
     # Only what matters to a rank: torch's own exit handlers take longer than most tests.
     atexit._clear()
-    for function in (sys.modules["paceline.job"].shutdown, multiprocessing.util._exit_function):
+    for function in (
+        sys.modules["paceline.runtime.job"].shutdown,
+        multiprocessing.util._exit_function,
+    ):
         atexit.register(function)
     gc.collect()
     gc.freeze()  # forked ranks then share these objects' pages

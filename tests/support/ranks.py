@@ -22,7 +22,7 @@ from multiprocessing.connection import wait as wait_any
 from pathlib import Path
 from typing import Any
 
-from paceline.telemetry.events import Event
+from paceline.observe.telemetry.events import Event
 from support.body import pack
 from support.environs import Hosts, job_environs
 
@@ -317,7 +317,7 @@ def started_processes(
 
 
 def _serve() -> None:
-    from paceline import serve
+    from paceline.runtime import server_main as serve
 
     status = serve.main()
     assert status == 0, f"the server ended with {status}"

@@ -9,11 +9,18 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.run_report.page import render
-from paceline.run_report.reading import Run
-from paceline.telemetry.events import Progress
-from paceline.telemetry.record import EVENTS_FILE, Line, Recorded, RunEnded, RunStarted, encode
-from paceline.telemetry.steps import StepTimes
+from paceline.observe.report.page import render
+from paceline.observe.report.reading import Run
+from paceline.observe.telemetry.event_file import (
+    EVENTS_FILE,
+    Line,
+    Recorded,
+    RunEnded,
+    RunStarted,
+    encode,
+)
+from paceline.observe.telemetry.events import Progress
+from paceline.observe.telemetry.step_times import StepTimes
 
 Timed = tuple[float, Recorded]
 STARTED = RunStarted(

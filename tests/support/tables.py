@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import torch
 
+from paceline.ps.server.table import Table
 from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
-from paceline.ps.table import Table
 
 SHAPES = {"first.weight": (24, 10), "first.bias": (24,), "second.weight": (7, 24), "scale": ()}
 GROUPS = (0, 1, 0, 1)  # of each parameter

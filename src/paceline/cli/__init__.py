@@ -1,1 +1,4 @@
-"""The command `paceline`: one file per verb, imported only when that verb is used."""
+"""The command `paceline`: one file for each verb, imported only when that verb is used.
+
+Start with main.py; run.py and run_options.py are `paceline run`.
+"""

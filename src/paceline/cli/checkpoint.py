@@ -23,14 +23,14 @@ _Either = Annotated[
 def ls(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="As given to pl.Checkpoint.")],
 ) -> None:
-    from paceline.cli import saved as verb
+    from paceline.cli import checkpoint_commands as verb
 
     raise typer.Exit(verb.ls(directory))
 
 
 @app.command(help="Show what is in a checkpoint: its manifest and its tensors.")
 def show(path: _Either) -> None:
-    from paceline.cli import saved as verb
+    from paceline.cli import checkpoint_commands as verb
 
     raise typer.Exit(verb.show(path))
 
@@ -43,7 +43,7 @@ def verify(
     path: _Either,
     every: Annotated[bool, typer.Option("--all", help="All checkpoints in the directory.")] = False,
 ) -> None:
-    from paceline.cli import saved as verb
+    from paceline.cli import checkpoint_commands as verb
 
     raise typer.Exit(verb.verify(path, every=every))
 
@@ -60,6 +60,6 @@ def export(
     ] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE when it exists.")] = False,
 ) -> None:
-    from paceline.cli import saved as verb
+    from paceline.cli import checkpoint_commands as verb
 
     raise typer.Exit(verb.export(path, output, model=model, force=force))

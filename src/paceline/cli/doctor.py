@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from paceline.config import runtime_dir
 from paceline.errors import PacelineError
-from paceline.figures import memory_size
-from paceline.launcher.jobdir import JobDirectory
-from paceline.launcher.machine import cgroup_dirs, memory, usable_cores
+from paceline.launcher.job_directory import JobDirectory
+from paceline.runtime.config import runtime_dir
+from paceline.runtime.formatting import memory_size
+from paceline.runtime.machine import cgroup_dirs, memory, usable_cores
 
 _SIOCGIFADDR = 0x8915
 _MIN_OPEN_FILES = 256

@@ -84,7 +84,7 @@ def join(
         typer.Option("--secret-file", metavar="FILE", help="A copy of that job's (mode 0600)."),
     ] = None,
 ) -> None:
-    from paceline.cli import steering as verb
+    from paceline.cli import job_commands as verb
     from paceline.pace.schedule import parse_schedule
 
     code = verb.join(
@@ -99,14 +99,14 @@ def join(
 
 @app.command(help="Follow a job that was started with --detach; Ctrl-C leaves it running.")
 def attach(job: _Job = None) -> None:
-    from paceline.cli import background as verb
+    from paceline.cli import detach as verb
 
     raise typer.Exit(verb.attach(job))
 
 
 @app.command(help="Say who is in a running job, and how it is.")
 def status(job: _Job = None) -> None:
-    from paceline.cli import steering as verb
+    from paceline.cli import job_commands as verb
 
     raise typer.Exit(verb.status(job))
 
@@ -128,7 +128,7 @@ def scale(
         int, typer.Option("-n", "--workers", metavar="N", help="How many from now on.")
     ] = ...,  # type: ignore[assignment]  # typer's way to say that it must be given
 ) -> None:
-    from paceline.cli import steering as verb
+    from paceline.cli import job_commands as verb
 
     raise typer.Exit(verb.scale(job, num_workers))
 
@@ -142,7 +142,7 @@ def set_(
         str | None, typer.Option("--job", metavar="JOB", help="Its name; default: the only one.")
     ] = None,
 ) -> None:
-    from paceline.cli import steering as verb
+    from paceline.cli import job_commands as verb
 
     raise typer.Exit(verb.set_pace(job, setting))
 
@@ -154,14 +154,14 @@ def servers(
         typer.Argument(metavar="[JOB] [add [N] | remove K...]", help="Without: show the load."),
     ] = None,
 ) -> None:
-    from paceline.cli import steering as verb
+    from paceline.cli import job_commands as verb
 
     raise typer.Exit(verb.servers(words or []))
 
 
 @app.command(help="End a running job, as Ctrl-C in its terminal does.")
 def stop(job: _Job = None) -> None:
-    from paceline.cli import steering as verb
+    from paceline.cli import job_commands as verb
 
     raise typer.Exit(verb.stop(job))
 

@@ -7,10 +7,10 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from paceline.compress.known import CODECS, Row
+from paceline.compress.registry import CODECS, Row
 from paceline.errors import UsageError
-from paceline.grammar import Number, Option, near
-from paceline.pace.known import KNOWN, Pace, find
+from paceline.options.grammar import Number, Option, near
+from paceline.pace.registry import KNOWN, Pace, find
 
 _WIDTH = 100
 _LINK = re.compile(r"\[([^]]+)]\([^)]*\)")  # of Markdown

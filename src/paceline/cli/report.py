@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from paceline.run_report.page import REPORT_FILE, render, write
-from paceline.run_report.reading import read_run
+from paceline.observe.report.page import REPORT_FILE, render, write
+from paceline.observe.report.reading import read_run
 
 
 def report(directory: Path, output: Path | None) -> int:

@@ -13,24 +13,24 @@ from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 
-from paceline.cli.background import detach
-from paceline.config import inherited_environ
-from paceline.launcher.closing import Closing
-from paceline.launcher.display import Display, choose_screen
-from paceline.launcher.elastic.chronicle import stamped
-from paceline.launcher.elastic.facts import new_job_id
+from paceline.cli.detach import detach
+from paceline.launcher.elastic.event_log import stamped
 from paceline.launcher.elastic.job import ElasticJob
+from paceline.launcher.elastic.job_facts import new_job_id
 from paceline.launcher.environment import JobAddresses, process_environ
-from paceline.launcher.lines import printable
 from paceline.launcher.local import LocalJob
-from paceline.launcher.machine import usable_cores
 from paceline.launcher.outcome import Outcome, state_words
-from paceline.launcher.recording.beginning import ROOT, begin_record, run_directory
-from paceline.launcher.recording.recorder import Recorder
+from paceline.launcher.run_directory import ROOT, begin_record, run_directory
 from paceline.launcher.spec import RunSpec
-from paceline.launcher.trace_file import require_directory
-from paceline.telemetry.record import RunEnded
-from paceline.telemetry.traffic import describe_compression, describe_traffic
+from paceline.observe.display.display import Display, choose_screen
+from paceline.observe.display.lines import printable
+from paceline.observe.display.summary import Closing
+from paceline.observe.record.recorder import Recorder
+from paceline.observe.record.trace_file import require_directory
+from paceline.observe.telemetry.event_file import RunEnded
+from paceline.observe.telemetry.traffic import describe_compression, describe_traffic
+from paceline.runtime.config import inherited_environ
+from paceline.runtime.machine import usable_cores
 
 # After Ctrl-C, for a terminal that is held or a reader that does not read.
 _PATIENCE_S = 1.5

@@ -171,12 +171,12 @@ def run(
     ] = False,
 ) -> None:
     from paceline.cli import run as verb
-    from paceline.launcher.elastic.plan import plan_changes
-    from paceline.launcher.servers import parse_data_workers, plan_servers
+    from paceline.launcher.elastic.bounds import plan_changes
+    from paceline.launcher.roles import parse_data_workers, plan_servers
     from paceline.launcher.spec import RunSpec, parse_env
-    from paceline.mesh import Mesh
+    from paceline.observe.telemetry.trace import TracedSteps
     from paceline.pace.schedule import parse_schedule
-    from paceline.telemetry.trace import TracedSteps
+    from paceline.runtime.mesh import Mesh
 
     grid = None if mesh is None else Mesh.parse(mesh)
     if num_workers is None:

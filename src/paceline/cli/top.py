@@ -19,17 +19,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from paceline.cli.steering import operating
-from paceline.config import inherited_environ, process_start
-from paceline.launcher.board import Picture
-from paceline.launcher.display import can_move_cursor
-from paceline.launcher.elastic.facts import FoundJob, find_job
-from paceline.launcher.jobdir import is_held
-from paceline.launcher.lines import printable
-from paceline.launcher.screen import LiveScreen, PlainScreen, Screen
-from paceline.launcher.table import table_lines
-from paceline.launcher.watched import Watched
-from paceline.telemetry.record import EVENTS_FILE, RunEnded, last_line
+from paceline.cli.job_commands import operating
+from paceline.launcher.elastic.job_facts import FoundJob, find_job
+from paceline.launcher.job_directory import is_held
+from paceline.observe.display.board import Picture
+from paceline.observe.display.display import can_move_cursor
+from paceline.observe.display.lines import printable
+from paceline.observe.display.remote_board import Watched
+from paceline.observe.display.screen import LiveScreen, PlainScreen, Screen
+from paceline.observe.display.table import table_lines
+from paceline.observe.telemetry.event_file import EVENTS_FILE, RunEnded, last_line
+from paceline.runtime.config import inherited_environ, process_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,5 +1,12 @@
-"""What travels instead of float32: fewer bits of every number, or fewer numbers.
+"""Codecs: what travels instead of float32. One file for each family.
 
-`blocks`, `sparse` and `shared_scales` have the arithmetic, on flat tensors of the CPU; a `codec`
-turns tensors into bytes with it; a `journey` is what happens to them between the workers.
+    codec.py       Codec: the interface; registry.py lists codecs, parse.py reads their text
+    blocks.py, sliced.py, shared_scales.py   fewer bits of every number
+    sparsifiers.py, sparse_format.py, dgc.py fewer numbers
+    powersgd.py    two thin matrices instead of one
+    journey.py     the exchange of one compressed flat tensor between workers
+    packet.py      the same on its way to a server
+
+Start with codec.py. A codec of your own is written with the names of paceline.extend. Imports
+comm/.
 """

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.compress.kernels import Draw
-from paceline.compress.known import CODECS
 from paceline.compress.layout import Layout
 from paceline.compress.parse import CodecSpec
+from paceline.compress.registry import CODECS
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:

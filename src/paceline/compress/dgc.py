@@ -16,15 +16,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from paceline.collectives.group import Group
-from paceline.compress import sparse
-from paceline.compress.chosen import TopK
+from paceline.comm.group import Group
+from paceline.compress import sparse_format as sparse
 from paceline.compress.codec import Ground, make_codec
 from paceline.compress.journey import Gathered
 from paceline.compress.kernels import Draw
 from paceline.compress.packet import Packet
 from paceline.compress.parse import CodecSpec, parse_codec
-from paceline.work import Work
+from paceline.compress.sparsifiers import TopK
+from paceline.runtime.work import Work
 
 _STAGES = 5
 

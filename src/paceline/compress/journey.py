@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.compress.codec import Codec, Ground
 from paceline.compress.kernels import Draw
-from paceline.telemetry.traffic import Account
-from paceline.work import Work
+from paceline.observe.telemetry.traffic import Account
+from paceline.runtime.work import Work
 
 LOOK_EVERY = 50  # steps between two looks at the error
 

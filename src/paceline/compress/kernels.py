@@ -1,6 +1,6 @@
 """What the kernels of compression have in common: draws, checks of memory, work in several threads.
 
-The kernels are in blocks.py (fewer bits of every number), sparse.py (fewer numbers) and
+The kernels are in blocks.py (fewer bits of every number), sparse_format.py (fewer numbers) and
 shared_scales.py. Flat, contiguous tensors of the CPU in and out; numbers are float32, payloads
 uint8, indices int32. Results do not depend on `threads`, nor on whether the processor has AVX2.
 """

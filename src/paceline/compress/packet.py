@@ -21,7 +21,7 @@ from paceline.compress.codec import Codec, Ground
 from paceline.compress.journey import LOOK_EVERY
 from paceline.compress.kernels import Draw
 from paceline.compress.layout import Layout, Span
-from paceline.telemetry.traffic import Account
+from paceline.observe.telemetry.traffic import Account
 
 
 class Contents:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from paceline.compress.known import CODECS, VALUE_CODECS, Row
+from paceline.compress.registry import CODECS, VALUE_CODECS, Row
 from paceline.errors import UsageError
-from paceline.grammar import Text, near, number_text, read_options
+from paceline.options.grammar import Text, near, number_text, read_options
 
 _FORM = re.compile(r"([^:()+]*)(?::([^()+]*))?(?:\(([^()]*)\))?(?:\+(.*))?")
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from paceline import _core
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.compress.codec import Codec, Ground
 from paceline.compress.journey import Journey
 from paceline.compress.kernels import Draw, in_slices, require, require_residual
 from paceline.compress.layout import Span
 from paceline.errors import UsageError
-from paceline.work import Work
+from paceline.runtime.work import Work
 
 SHARED_VALUES = 256  # in a block
 

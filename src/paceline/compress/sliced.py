@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.compress import blocks
 from paceline.compress.codec import Codec, Ground
 from paceline.compress.journey import Journey
 from paceline.compress.kernels import Draw
 from paceline.compress.layout import Span
 from paceline.compress.parse import CodecSpec
-from paceline.work import Work
+from paceline.runtime.work import Work
 
 
 class Blocks(Codec):

@@ -11,10 +11,10 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.data.ledger import ledger_of
+from paceline.data.cursor.ledger import ledger_of
 from paceline.data.randomness import seed_step
 from paceline.errors import UsageError
-from paceline.job import current
+from paceline.runtime.job import current
 
 
 def steps(count: int) -> Rounds:

@@ -15,21 +15,28 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.data.consensus import group_of
-from paceline.data.epoch_line import tell_epoch
-from paceline.data.indexed import lookahead_of
-from paceline.data.ledger import OTHERS, ledger_of
-from paceline.data.loaders import Opener, given, is_remembered, memory_of, note_pass, say_once
-from paceline.data.modes import Options, source_of
-from paceline.data.passes import Pass, agree_in_line
-from paceline.data.pipeline.recipe import Stage
-from paceline.data.pipeline.source import Offered, Piped, PipedStream, offer
-from paceline.data.plan import DataWarmup
-from paceline.data.sources import Source
-from paceline.data.split import GivenCost
-from paceline.data.timing import timed
+from paceline.data.agreement import group_of
+from paceline.data.cursor.epoch_summary import tell_epoch
+from paceline.data.cursor.ledger import OTHERS, ledger_of
+from paceline.data.cursor.passes import Pass, agree_in_line
+from paceline.data.sources.indexed import lookahead_of
+from paceline.data.sources.loaders import (
+    Opener,
+    given,
+    is_remembered,
+    memory_of,
+    note_pass,
+    say_once,
+)
+from paceline.data.sources.sources import Source
+from paceline.data.split.modes import Options, source_of
+from paceline.data.split.plan import DataWarmup
+from paceline.data.split.weights import GivenCost
+from paceline.data.wait_time import timed
+from paceline.data.workers.recipe import Stage
+from paceline.data.workers.source import Offered, Piped, PipedStream, offer
 from paceline.errors import UsageError
-from paceline.job import current
+from paceline.runtime.job import current
 
 
 def shard(

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.collectives.memory import HostTensor
+from paceline.comm.shared_memory import HostTensor
 
 _LINE_BYTES = 64
 
@@ -136,7 +136,7 @@ class Slot:
         self.is_small = place.count < _SMALL_ELEMENTS
         self.ready = False  # has its gradient of the backward pass under way
         self.stale = False  # `grad` holds numbers of an earlier step
-        self.claimed = False  # `grad` was given out to be computed in (direct.py)
+        self.claimed = False  # `grad` was given out to be computed in (direct_gradients.py)
 
 
 class Bucket:

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from paceline import _core
-from paceline.collectives.agreement import refuse_problems, tell_all
-from paceline.console import say
-from paceline.data_parallel.checks import find_problem, require_same_model
-from paceline.data_parallel.choice import Choice, Chosen
-from paceline.data_parallel.succession import Succession
-from paceline.data_parallel.wishes import wishes_of
+from paceline.comm.object_collectives import refuse_problems, tell_all
+from paceline.data_parallel.checks.model import find_problem, require_same_model
+from paceline.data_parallel.pace_switch.choice import Choice, Chosen
+from paceline.data_parallel.pace_switch.requests import wishes_of
+from paceline.data_parallel.pace_switch.switcher import Succession
 from paceline.errors import PacelineError
-from paceline.job import Job
-from paceline.telemetry.events import Settled
+from paceline.observe.telemetry.events import Settled
+from paceline.runtime.console import say
+from paceline.runtime.job import Job
 
 _successions: weakref.WeakKeyDictionary[nn.Module, Succession] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()  # alike on all workers

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from paceline.observe.telemetry.trace import tracer
 from paceline.pace.exchange import Bucket, Exchange
-from paceline.telemetry.trace import tracer
-from paceline.work import Handle
+from paceline.runtime.work import Handle
 
 
 class _UnderWay(NamedTuple):

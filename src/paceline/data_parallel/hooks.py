@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from paceline.data_parallel.handover import whole_state
+from paceline.data_parallel.pace_switch.handover import whole_state
 
 _REDUCE, _DEEPCOPY = "__reduce_ex__", "__deepcopy__"
 

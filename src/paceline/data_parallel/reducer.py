@@ -29,18 +29,18 @@ import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from paceline.collectives.group import Group
-from paceline.data_parallel import refusals
+from paceline.comm.group import Group
 from paceline.data_parallel.bucket import Bucket, Named, Slot
+from paceline.data_parallel.checks import backward_errors as refusals
 from paceline.data_parallel.exchange_spans import ExchangeSpans
 from paceline.data_parallel.policy import PassResult, StepPolicy
 from paceline.data_parallel.sparse import SparseAverages
 from paceline.data_parallel.weighting import Weighting
-from paceline.elastic.session import Elastic
 from paceline.errors import PeerError
+from paceline.observe.telemetry.trace import tracer
 from paceline.pace.exchange import Exchange
-from paceline.telemetry.trace import tracer
-from paceline.work import Handle
+from paceline.runtime.elastic.session import Elastic
+from paceline.runtime.work import Handle
 
 # The roll call ends with notes to all: is anybody asked to stop, is a change of the membership due,
 # are this worker's gradients not finite (where an average would not show it), and how much does its
@@ -333,7 +333,8 @@ class Reducer:
         flags.fill_(1.0)
         if absent:
             flags[:-_NUM_NOTES] = torch.tensor([name not in absent for name in self.names])
-        # In an elastic job a unit has told each other behind the last point (elastic/unit.py).
+        # In an elastic job a unit has told each other behind the last point
+        # (runtime/elastic/unit_agreement.py).
         flags[-_NUM_NOTES:] = torch.tensor(
             [
                 float(elastic.is_stop_due if elastic.is_on else self._unit_stops),

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.collectives.agreement import tell_all
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.comm.object_collectives import tell_all
 from paceline.data_parallel.bucket import Named, describe
 from paceline.errors import InconsistentRanks, PeerError, UsageError
 

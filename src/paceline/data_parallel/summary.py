@@ -6,10 +6,10 @@ import weakref
 
 import torch
 
-from paceline.data_parallel.groundwork import Groundwork
 from paceline.data_parallel.reducer import Reducer
-from paceline.data_parallel.served import ServedUpdate
-from paceline.telemetry.events import LEARNING_RATE, STALENESS
+from paceline.data_parallel.setup import Groundwork
+from paceline.data_parallel.update.served import ServedUpdate
+from paceline.observe.telemetry.events import LEARNING_RATE, STALENESS
 
 
 def describe(ground: Groundwork, reducer: Reducer, way: str, num_global_norms: int) -> str:

@@ -17,15 +17,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.collectives.group import Group
-from paceline.console import say
+from paceline.comm.group import Group
 from paceline.data_parallel import summary
-from paceline.data_parallel.batchnorm import use_global_statistics, use_own_statistics
-from paceline.data_parallel.buffers import Buffers
-from paceline.data_parallel.direct import compute_as_usual
-from paceline.data_parallel.grad_scaler import TorchScaler, choose_skipping, step_with_nothing
-from paceline.data_parallel.groundwork import Groundwork, left_out
-from paceline.data_parallel.handover import (
+from paceline.data_parallel.amp.grad_scaler import TorchScaler, choose_skipping, step_with_nothing
+from paceline.data_parallel.amp.mixed_precision import compute_in, compute_in_full
+from paceline.data_parallel.checks.non_finite import Health, all_finite
+from paceline.data_parallel.direct_gradients import compute_as_usual
+from paceline.data_parallel.hooks import cut_off
+from paceline.data_parallel.model_state.batchnorm import use_global_statistics, use_own_statistics
+from paceline.data_parallel.model_state.buffers import Buffers
+from paceline.data_parallel.model_state.parts import leave, take_part
+from paceline.data_parallel.pace_switch.handover import (
     Gathered,
     add_once,
     average_state,
@@ -33,28 +35,27 @@ from paceline.data_parallel.handover import (
     make_plain,
     whole_state,
 )
-from paceline.data_parallel.health import Health, all_finite
-from paceline.data_parallel.hooks import cut_off
-from paceline.data_parallel.intake import Intake
-from paceline.data_parallel.layerwise import LayerwiseUpdate
-from paceline.data_parallel.mixed_precision import compute_in, compute_in_full
-from paceline.data_parallel.paced import Paced
+from paceline.data_parallel.parameter_set import Intake
 from paceline.data_parallel.policy import PassResult
 from paceline.data_parallel.reducer import Reducer
-from paceline.data_parallel.training_state import leave, take_part
-from paceline.data_parallel.update import Step, Update
+from paceline.data_parallel.setup import Groundwork, left_out
+from paceline.data_parallel.update.layerwise import LayerwiseUpdate
+from paceline.data_parallel.update.model_averaging import Paced
+from paceline.data_parallel.update.step import Step, Update
 from paceline.data_parallel.weighting import forget_scale, losses_are_scaled
 from paceline.errors import PeerError, UsageError
-from paceline.job import Job
-from paceline.options import Options
+from paceline.observe.telemetry.trace import tracer
+from paceline.options.table import Options
 from paceline.pace.exchange import Bucket as ExchangedBucket
 from paceline.pace.parse import PaceSpec
-from paceline.ps.subscription import Subscription
-from paceline.telemetry.trace import tracer
+from paceline.ps.client.subscription import Subscription
+from paceline.runtime.console import say
+from paceline.runtime.job import Job
 
 
 class Training:
-    """One distributed model with its optimizer, at one pace (succession.py changes it).
+    """One distributed model with its optimizer, at one pace (data_parallel/pace_switch/switcher.py
+    changes it).
 
     It is the policy of its reducer (policy.py).
     """
@@ -254,7 +255,7 @@ class Training:
             raise UsageError("model.subscribe() needs parameter servers: a pace such as async")
         return self.serving.subscribe(after)
 
-    # -- checkpoints (saving.py) --------------------------------------------------------------
+    # -- checkpoints (data_parallel/model_state/checkpoint.py) -------------------------------------
 
     @property
     def is_apart(self) -> bool:

@@ -1,5 +1,5 @@
-"""Gradients weighted by the samples of the batch that they come from (see contribution.py), and
-divided by the scale of the loss.
+"""Gradients weighted by the samples of the batch that they come from (see runtime/batch_weight.py),
+and divided by the scale of the loss.
 
 Each gradient is multiplied as it arrives at its parameter, before it is added to what is there: so
 batches of different sizes may also be accumulated, and whoever sees gradients later, the script,
@@ -26,7 +26,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from paceline.data_parallel.direct import is_going_to_accumulate
+from paceline.data_parallel.direct_gradients import is_going_to_accumulate
 
 _scale = 1.0
 _are_scaled = False

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.launcher.seat import Seat
 from paceline.launcher.spec import RESERVED, RunSpec
+from paceline.runtime.process_names import Seat
 
 # Task-level facts of other launchers. Job-level ones (SLURM_JOB_ID ...) name things in many
 # scripts and say nothing about ranks, so they stay.

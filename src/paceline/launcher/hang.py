@@ -1,10 +1,10 @@
 """A hang explains itself: who is missing, in what the others wait for it, and where it is.
 
-Processes tell for whom they wait (telemetry/waiting.py). Those waits are arrows between ranks; the
-FIRST CAUSE of a long wait is whoever is found at the end of the arrows and waits for nobody. It is
-named in one line and asked for its stacks, once for as long as somebody waits because of it. When
-the arrows lead back to where they began, nobody is missing: the operations do not fit together, and
-all in that circle show where they are.
+Processes tell for whom they wait (observe/telemetry/waiting.py). Those waits are arrows between
+ranks; the FIRST CAUSE of a long wait is whoever is found at the end of the arrows and waits for
+nobody. It is named in one line and asked for its stacks, once for as long as somebody waits because
+of it. When the arrows lead back to where they began, nobody is missing: the operations do not fit
+together, and all in that circle show where they are.
 
 A worker waits for a server's answer; that answer may wait for another worker. Where the server says
 so, its word stands for the arrow from the worker to the server.
@@ -19,9 +19,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from paceline.launcher.process import RankProcess
-from paceline.launcher.seat import Seat
-from paceline.telemetry.waiting import AGAIN_S, Waiting
+from paceline.launcher.processes.process import RankProcess
+from paceline.observe.telemetry.waiting import AGAIN_S, Waiting
+from paceline.runtime.process_names import Seat
 
 _SILENT_S = 3 * AGAIN_S
 Way = tuple["_Wait", ...]
@@ -183,7 +183,8 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _HEAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'  File "(.*)", line \d+ in ')
 _IDLE = re.compile(r'  File ".*/concurrent/futures/thread.py", line \d+ in _worker$')
-# What calls a script in a fork of the template (as_script.py), and what Python itself leaves out.
+# What calls a script in a fork of the template (launcher/processes/run_script.py), and what Python
+# itself leaves out.
 _CALLERS = re.compile(
     r'  File "(?:<frozen importlib\._bootstrap(?:_external)?>|<string>'
     rf'|{re.escape(_OURS)}launcher/(?:as_script|template_program)\.py)", line \d+ in '

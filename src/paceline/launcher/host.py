@@ -1,9 +1,10 @@
 """The processes of a job on this host: started, watched, stopped, killed, and none left behind.
 
-A host does what it is told and decides nothing. It starts processes (spawner.py), knows them by
-rank with their output and their end (crew.py), holds the guard that ends them if the launcher is
-killed (lifeline.py), and finds what they have left behind. When a job is over, who is replaced and
-who has to go is decided by jobs: local.py, elastic/job.py.
+A host does what it is told and decides nothing. It starts processes
+(launcher/processes/spawner.py), knows them by rank with their output and their end
+(launcher/processes/table.py), holds the guard that ends them if the launcher is killed
+(launcher/processes/lifeline.py), and finds what they have left behind. When a job is over, who is
+replaced and who has to go is decided by jobs: local.py, elastic/job.py.
 
 Threads: used on the launcher's main thread only.
 """
@@ -14,17 +15,17 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterable, Mapping
 
-from paceline.launcher.crew import Crew
-from paceline.launcher.display import Display
-from paceline.launcher.guard import end_processes
-from paceline.launcher.lifeline import Guard, Sessions
 from paceline.launcher.outcome import RankResult
-from paceline.launcher.outlet import Outlet
-from paceline.launcher.output import RankOutput
-from paceline.launcher.process import RankProcess
-from paceline.launcher.seat import Seat
-from paceline.launcher.spawner import Spawner
+from paceline.launcher.processes.guard import end_processes
+from paceline.launcher.processes.lifeline import Guard, Sessions
+from paceline.launcher.processes.output import RankOutput
+from paceline.launcher.processes.pipes import Outlet
+from paceline.launcher.processes.process import RankProcess
+from paceline.launcher.processes.spawner import Spawner
+from paceline.launcher.processes.table import Crew
 from paceline.launcher.spec import RunSpec
+from paceline.observe.display.display import Display
+from paceline.runtime.process_names import Seat
 
 # How long after its end a rank's pipes may stay open (something it started may hold them).
 _DRAIN_S = 0.5

@@ -23,12 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from paceline.cluster.coordinator import Coordinator
-from paceline.cluster.secret_file import load_secret
-from paceline.config import EngineConfig
-from paceline.launcher.board import Board, Picture
-from paceline.launcher.display import Display
-from paceline.launcher.elastic.facts import facts_of, new_job_id, write_facts
+from paceline.control.coordinator.coordinator import Coordinator
+from paceline.control.transport.secret_file import load_secret
+from paceline.launcher.elastic.job_facts import facts_of, new_job_id, write_facts
 from paceline.launcher.environment import (
     SERVER_PATIENCE_S,
     JobAddresses,
@@ -36,19 +33,22 @@ from paceline.launcher.environment import (
     template_environ,
 )
 from paceline.launcher.hang import HangWatch
-from paceline.launcher.holding import Foreground
 from paceline.launcher.host import Host
-from paceline.launcher.jobdir import JobDirectory
-from paceline.launcher.lines import printable
-from paceline.launcher.machine import OomCount, memory, usable_cores
+from paceline.launcher.job_directory import JobDirectory
+from paceline.launcher.job_resources import Foreground
 from paceline.launcher.outcome import Outcome
-from paceline.launcher.process import RankProcess
-from paceline.launcher.seat import Seat, names
+from paceline.launcher.processes.process import RankProcess
 from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
-from paceline.launcher.trace_file import TraceFile
-from paceline.telemetry.events import Event, Note, Preemptible
-from paceline.telemetry.record import Recorded
-from paceline.telemetry.waiting import Waiting
+from paceline.observe.display.board import Board, Picture
+from paceline.observe.display.display import Display
+from paceline.observe.display.lines import printable
+from paceline.observe.record.trace_file import TraceFile
+from paceline.observe.telemetry.event_file import Recorded
+from paceline.observe.telemetry.events import Event, Note, Preemptible
+from paceline.observe.telemetry.waiting import Waiting
+from paceline.runtime.config import EngineConfig
+from paceline.runtime.machine import OomCount, memory, usable_cores
+from paceline.runtime.process_names import Seat, names
 
 # How long the cause of a consequence may take to exit: closing a large interpreter is slow.
 CAUSE_GRACE_S = 3.0

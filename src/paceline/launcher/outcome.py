@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import names_of_peer_errors
-from paceline.figures import memory_size
-from paceline.launcher.machine import Memory, OomCount
-from paceline.launcher.process import ExitStatus
-from paceline.launcher.seat import Seat, counted, names
-from paceline.stopping import PREEMPTED
+from paceline.launcher.processes.process import ExitStatus
+from paceline.runtime.formatting import memory_size
+from paceline.runtime.machine import Memory, OomCount
+from paceline.runtime.preemption import PREEMPTED
+from paceline.runtime.process_names import Seat, counted, names
 
 TAIL_LINES = 40
 _SET_UP_S = 300.0  # a script that has reported no step for so long is not setting up any more

@@ -14,22 +14,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.config import (
+from paceline.errors import ConfigError, UsageError
+from paceline.launcher.elastic.bounds import MAX_WORKERS, ElasticPlan
+from paceline.launcher.processes.run_script import Program
+from paceline.launcher.roles import ServerPlan, check_data_workers
+from paceline.observe.telemetry.trace import TracedSteps
+from paceline.options.table import require_precision
+from paceline.pace.schedule import Schedule, parse_schedule
+from paceline.runtime.config import (
     requested_mesh,
     requested_pace,
     requested_precision,
     requested_trace,
     uses_template,
 )
-from paceline.errors import ConfigError, UsageError
-from paceline.launcher.as_script import Program
-from paceline.launcher.elastic.plan import MAX_WORKERS, ElasticPlan
-from paceline.launcher.seat import Seat, seats
-from paceline.launcher.servers import ServerPlan, check_data_workers
-from paceline.mesh import Mesh
-from paceline.options import require_precision
-from paceline.pace.schedule import Schedule, parse_schedule
-from paceline.telemetry.trace import TracedSteps
+from paceline.runtime.mesh import Mesh
+from paceline.runtime.process_names import Seat, seats
 
 # More ranks than this on one host is a typing error ("-n 40000"), not a plan.
 MAX_LOCAL_WORKERS = MAX_WORKERS

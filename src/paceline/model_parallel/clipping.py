@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.errors import UsageError
-from paceline.model_parallel.parts import Holding
+from paceline.model_parallel.parts.layout import Holding
 from paceline.model_parallel.registry import meshed
 
 

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.config import requested_mesh
-from paceline.console import say
 from paceline.data_parallel.distribute import begin
 from paceline.errors import UsageError
-from paceline.job import Job, current
-from paceline.mesh import Mesh
-from paceline.model_parallel.blocks import recompute
+from paceline.model_parallel.fsdp.blocks import recompute
+from paceline.model_parallel.options import Wishes
 from paceline.model_parallel.registry import meshed
 from paceline.model_parallel.train_step import Loss, TrainStep
-from paceline.model_parallel.wishes import Wishes
+from paceline.runtime.config import requested_mesh
+from paceline.runtime.console import say
+from paceline.runtime.job import Job, current
+from paceline.runtime.mesh import Mesh
 
 
 def distribute(
@@ -96,7 +96,7 @@ def distribute(
         seed=torch.initial_seed(),
     )
     # Here, because of what torch imports for it.
-    from paceline.model_parallel.setting_up import distribute_parts
+    from paceline.model_parallel.setup import distribute_parts
 
     distribute_parts(job, model, optimizer, (pace, options), wishes, max_norm)
     return model, optimizer

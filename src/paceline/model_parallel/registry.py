@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from paceline.data_parallel.succession import Succession
+from paceline.data_parallel.pace_switch.switcher import Succession
 
 if TYPE_CHECKING:
-    from paceline.model_parallel.meshed import Meshed
+    from paceline.model_parallel.mesh_model import Meshed
 
 meshed: weakref.WeakKeyDictionary[nn.Module, Meshed] = weakref.WeakKeyDictionary()
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from paceline.collectives.agreement import tell_all
+from paceline.comm.object_collectives import tell_all
 from paceline.errors import InconsistentRanks
-from paceline.job import Job
 from paceline.model_parallel.unit import Unit
+from paceline.runtime.job import Job
 
 _FIRST, _EVERY = 3, 100  # the first steps are compared, then one in so many
 _ALL_BYTES = 1 << 18  # of a larger tensor some elements are hashed

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from paceline.collectives.agreement import take_from
-from paceline.collectives.group import Group
-from paceline.collectives.torch_group import EngineProcessGroup
+from paceline.comm.group import Group
+from paceline.comm.object_collectives import take_from
+from paceline.comm.torch.process_group import EngineProcessGroup
 from paceline.errors import UsageError
-from paceline.job import Job
-from paceline.mesh import Mesh
+from paceline.runtime.job import Job
+from paceline.runtime.mesh import Mesh
 
 
 class Unit:

@@ -1,1 +1,7 @@
-"""When workers agree, and how a full bucket becomes agreed-on values."""
+"""When workers agree, and how a full bucket becomes agreed-on values: one file for each pace.
+
+Start with exchange.py (a pace that averages gradients) or method.py (one that averages models),
+then allreduce.py or outer.py as examples. registry.py lists the paces; parse.py reads their text.
+A pace of your own is written with the names of paceline.extend. Imports ps/, compress/, comm/ and
+runtime.job; the reducer in data_parallel/ knows only exchange.py.
+"""

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from paceline.collectives.group import Group, PreparedAllReduce
+from paceline.comm.group import Group, PreparedAllReduce
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
-from paceline.work import Handle
+from paceline.runtime.work import Handle
 
 # Of an average that takes several operations for each bucket.
 COMPOUND = ExchangeTraits(verb="all_reduce", is_collective=True)

@@ -9,13 +9,13 @@ average it, and torch's own SGD with the outer settings makes the step:
     elastic averaging   SGD(lr=beta) on the mean of c - x_i
     the same, free      no optimizer: what a worker pushes is added when it comes
 
-A method that votes (ballot_box.py) has a place for many buckets, where nothing is kept but the
-outcome of the last vote.
+A method that votes (pace/bitmap/server_vote.py) has a place for many buckets, where nothing is kept
+but the outcome of the last vote.
 
 The first worker makes the tables and gives them its values, then the others take their seats. A
 newcomer takes its seats when it is let in, and goes on at the clocks that a peer has told it; a
 step that the peer has committed, but behind which not all have met yet, it repeats, and the servers
-only answer (ps/table.py).
+only answer (ps/server/table.py).
 
 Threads: none; the main thread calls.
 """
@@ -27,16 +27,16 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.group import Group
-from paceline.job import Job
+from paceline.comm.group import Group
 from paceline.pace.exchange import Bucket
 from paceline.ps import state_wire
-from paceline.ps.items import Held, Item
-from paceline.ps.optimizer import StateEntry
-from paceline.ps.remote_table import RemoteTable
+from paceline.ps.client.items import Held, Item
+from paceline.ps.client.remote_table import RemoteTable
+from paceline.ps.server.optimizer import StateEntry
 from paceline.ps.spec import OptimizerSpec, Rule
+from paceline.runtime.job import Job
+from paceline.runtime.work import Together, Work
 from paceline.state.protocol import Change
-from paceline.work import Together, Work
 
 _MOMENTUM = "momentum_buffer"  # as torch's SGD calls it
 
@@ -162,7 +162,7 @@ class Centre:
         return self._add(place)
 
     def ballot_box(self, items: Sequence[Item], seed: int) -> Place:
-        """Make a table that counts votes (ballot_box.py). Collective."""
+        """Make a table that counts votes (pace/bitmap/server_vote.py). Collective."""
         table = RemoteTable(
             self._job.servers,
             self._job.fabric.membership.worker_numbers,

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.compress.codec import Allocate, Ground, make_codec
 from paceline.compress.journey import Journey
 from paceline.compress.layout import Layout, plan
 from paceline.compress.parse import CodecSpec
+from paceline.observe.telemetry.traffic import Account
 from paceline.pace.allreduce import COMPOUND, AllReduce
 from paceline.pace.exchange import Bucket
+from paceline.runtime.work import Handle, Work
 from paceline.state.protocol import Change, Part, State
-from paceline.telemetry.traffic import Account
-from paceline.work import Handle, Work
 
 
 class Journeys(Part):

@@ -31,8 +31,8 @@ from paceline.errors import UsageError
 from paceline.pace.centre import Centre, Place, outer_settings
 from paceline.pace.exchange import Bucket
 from paceline.pace.method import Method, Setting
+from paceline.runtime.work import Together, Work
 from paceline.state.protocol import Change, State
-from paceline.work import Together, Work
 
 
 @dataclass

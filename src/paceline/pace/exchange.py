@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 
 from paceline.compress.layout import Segment
+from paceline.runtime.work import Handle, Together
 from paceline.state.protocol import Part
-from paceline.work import Handle, Together
 
 
 class Bucket(Protocol):

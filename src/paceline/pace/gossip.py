@@ -18,7 +18,7 @@ import torch
 
 from paceline.pace.exchange import Bucket
 from paceline.pace.method import Method, Setting
-from paceline.work import Work
+from paceline.runtime.work import Work
 
 
 class Gossip(Method):

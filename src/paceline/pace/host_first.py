@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.compress.codec import Allocate, make_codec
 from paceline.compress.journey import Journey
 from paceline.compress.parse import CodecSpec
 from paceline.pace.allreduce import COMPOUND, AllReduce
 from paceline.pace.compressed import Journeys, layout_of
 from paceline.pace.exchange import Bucket
+from paceline.runtime.work import Handle, Work
 from paceline.state.protocol import Part
-from paceline.work import Handle, Work
 
 
 class _Trip:

@@ -16,8 +16,8 @@ from paceline.errors import UsageError
 from paceline.pace.compressed import Journeys
 from paceline.pace.exchange import Bucket
 from paceline.pace.method import Setting
+from paceline.runtime.work import Work
 from paceline.state.protocol import Change, State
-from paceline.work import Work
 
 
 class Means:

@@ -27,12 +27,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
+from paceline.observe.telemetry.traffic import Account
 from paceline.pace.centre import Centre
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.parse import PaceSpec
 from paceline.state.protocol import Change, Part, State
-from paceline.telemetry.traffic import Account
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ from paceline.pace.centre import Place, outer_settings
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
 from paceline.pace.means import Means
 from paceline.pace.method import Method, Setting
+from paceline.runtime.work import Work
 from paceline.state.protocol import Change, State
-from paceline.work import Work
 
 _LEAST_MOMENTUM = 1e-30  # so small that it changes nothing
 

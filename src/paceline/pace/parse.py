@@ -3,8 +3,8 @@
     allreduce        ps[server_dtype=bf16,bucket_mb=8]        ssp:3
 
 The same text is used in Python (`pace="..."`), on the command line (`--pace`) and in the
-environment (PACELINE_PACE). It is checked completely here, against the table in known.py, so that
-a typing error is answered before any process starts. No torch: the command line imports this.
+environment (PACELINE_PACE). It is checked completely here, against the table in registry.py, so
+that a typing error is answered before any process starts. No torch: the command line imports this.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from paceline.compress.known import CODECS
 from paceline.compress.parse import CodecSpec, parse_codec
+from paceline.compress.registry import CODECS
 from paceline.errors import UsageError
-from paceline.grammar import Number, near, number_text, read_options
-from paceline.pace.known import KNOWN, Pace, find
+from paceline.options.grammar import Number, near, number_text, read_options
+from paceline.pace.registry import KNOWN, Pace, find
 
 _FORM = re.compile(r"([^:\[\]]*)(?::([^\[\]]*))?(?:\[([^\[\]]*)\])?")
 _COMMA = re.compile(r",(?![^(]*\))")  # not those in parentheses

@@ -22,8 +22,8 @@ from paceline.errors import UsageError
 from paceline.pace.allreduce import COMPOUND, AllReduce
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.method import Method, Setting
+from paceline.runtime.work import Work
 from paceline.state.protocol import State
-from paceline.work import Work
 
 
 class Partial(Method):

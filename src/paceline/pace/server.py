@@ -15,12 +15,12 @@ import torch
 
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
 from paceline.ps import messages as m
+from paceline.ps.client.remote_table import RemoteTable
+from paceline.ps.client.transfer import Packets
 from paceline.ps.packing import Packing
-from paceline.ps.remote_table import RemoteTable
 from paceline.ps.spec import Rule
-from paceline.ps.transit import Packets
+from paceline.runtime.work import Together, Work
 from paceline.state.protocol import Change, Part, State
-from paceline.work import Together, Work
 
 
 class ServerExchange(Exchange):

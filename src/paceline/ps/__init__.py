@@ -1,7 +1,13 @@
-"""Parameter servers: tables of parameters, which workers push to and pull from.
+"""Parameter servers: tables of parameters that workers push to and pull from.
 
-For scripts: `Client` and what it returns. The names are looked up when they are first used; the
-parts of the server import this package too.
+    client/        a worker's or a script's side: Client, RemoteTable, links with failover
+    server/        the server process: tables, shards, clocks, update rules
+    replication/   copies of a partition and how they stay equal
+    messages.py, connection.py   what both sides send, and the connection between them
+    placement.py, spec.py, rule.py, packing.py, state_wire.py   shared by both sides
+
+Start with server/table.py and client/remote_table.py. server/clock.py decides the staleness bound.
+For scripts: `Client` and what it returns; the names are looked up when they are first used.
 """
 
 from __future__ import annotations
@@ -10,9 +16,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "Client": "paceline.ps.client",
-    "Receipt": "paceline.ps.key",
-    "Subscription": "paceline.ps.subscription",
+    "Client": "paceline.ps.client.client",
+    "Receipt": "paceline.ps.client.key",
+    "Subscription": "paceline.ps.client.subscription",
 }
 
 __all__ = [*_HOME]
@@ -25,6 +31,6 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from paceline.ps.client import Client as Client
-    from paceline.ps.key import Receipt as Receipt
-    from paceline.ps.subscription import Subscription as Subscription
+    from paceline.ps.client.client import Client as Client
+    from paceline.ps.client.key import Receipt as Receipt
+    from paceline.ps.client.subscription import Subscription as Subscription

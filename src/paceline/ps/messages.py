@@ -1,4 +1,4 @@
-"""What workers and servers say to each other, as typed values; line.py has their frames.
+"""What workers and servers say to each other, as typed values; connection.py has their frames.
 
 A REQUEST carries a sequence number, which its REPLY repeats; (worker, sequence) names it, so that
 one that is sent again is answered, not applied. Tensors do not travel in messages: on one host a

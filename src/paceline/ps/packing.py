@@ -29,9 +29,9 @@ from paceline.compress.layout import Layout, plan
 from paceline.compress.packet import Contents, Packet
 from paceline.compress.parse import CodecSpec, parse_codec
 from paceline.errors import ShapeMismatch, UsageError
+from paceline.observe.telemetry.traffic import Account
 from paceline.ps import messages as m
 from paceline.ps.spec import ShardSpec
-from paceline.telemetry.traffic import Account
 
 _MOST = 4096  # ways to read packets that are remembered: whoever pushes names the codec
 _SHOWN = 80

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from paceline.errors import UsageError
-from paceline.figures import data_size
+from paceline.runtime.formatting import data_size
 
 # Optimizers that treat every element of a parameter by itself, so that it can be cut anywhere.
 ELEMENTWISE = (

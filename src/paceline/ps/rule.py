@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.options import ServerOptions
+from paceline.options.table import ServerOptions
 from paceline.ps.spec import Rule
 
 _FORM = re.compile(r"(ps|async)|(ssp)(?::([0-9]+))?")

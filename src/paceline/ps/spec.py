@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from paceline.options import ServerOptions
+from paceline.options.table import ServerOptions
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
@@ -46,9 +46,10 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
 
 
 class Rule(ServerOptions, frozen=True):
-    """When a push is applied and when a worker may read; see clock.py and docs/consistency.md.
+    """When a push is applied and when a worker may read; see ps/server/clock.py and
+    docs/consistency.md.
 
-    What a person can choose of it are the fields of `ServerOptions` (options.py).
+    What a person can choose of it are the fields of `ServerOptions` (options/table.py).
     """
 
     bound: int | None  # None: nobody waits
@@ -64,8 +65,8 @@ class Rule(ServerOptions, frozen=True):
         """Whether a worker must ask the servers one after the other.
 
         A bound in versions lets some workers read at a time. If two asked two servers at once, each
-        could be let in by one of them and wait for the other (clock.py). For the same reason a step
-        is committed on all servers before any of them is asked again.
+        could be let in by one of them and wait for the other (ps/server/clock.py). For the same
+        reason a step is committed on all servers before any of them is asked again.
         """
         return self.unit == "version" and self.bound is not None
 

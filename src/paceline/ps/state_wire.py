@@ -17,13 +17,13 @@ import torch
 
 from paceline.errors import ShapeMismatch, UsageError
 from paceline.ps import messages as m
-from paceline.ps.optimizer import StateEntry
 from paceline.ps.placement import Part
+from paceline.ps.server.optimizer import StateEntry
+from paceline.ps.server.table import Table
 from paceline.ps.spec import Piece, ShardSpec
-from paceline.ps.table import Table
 
 if TYPE_CHECKING:
-    from paceline.ps.remote_table import RemoteTable
+    from paceline.ps.client.remote_table import RemoteTable
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

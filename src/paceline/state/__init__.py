@@ -1,7 +1,12 @@
-"""One state protocol: what a newcomer receives, and what a checkpoint holds.
+"""One state protocol: what a newcomer receives and what a checkpoint holds.
 
-protocol.py   Part, State and Change: what has state, what it is, why it is loaded
-plain.py      the one serializer: nested state as plain data and tensors, or as JSON
-transfer.py   the carrier to a peer; the carrier to files is in data_parallel and checkpointing
-carried.py    an object of the script as a part
+    protocol.py     Part, State and Change: what has state, what it is, why it is loaded
+    serializer.py   nested state as plain data and tensors, or as JSON
+    transfer.py     to a peer
+    user_object.py  an object of the script as a part
+    files/          checkpoint files: parts, manifest, hashes
+    checkpoint/     pl.Checkpoint: when a running job is saved, and resuming
+
+Start with protocol.py, or with checkpoint/checkpoint.py for pl.Checkpoint. checkpoint/ imports
+model_parallel/ and data/; everything else here imports comm/ at most.
 """

@@ -9,7 +9,7 @@ the data, a learning-rate schedule. Its name is the same on all workers.
     resume(change)        go on with other members; half-done work is repeated afterwards
 
 Two carriers bring a State to where it is loaded: to a peer (transfer.py), and to a file and back
-(data_parallel/saving.py). What an entry is decides what they do with it:
+(data_parallel/model_state/checkpoint.py). What an entry is decides what they do with it:
 
                 a peer receives it   a checkpoint has it
     shared      yes                  once           the same on all workers
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from paceline.cluster.messages import Loss
+from paceline.control.transport.messages import Loss
 from paceline.errors import UsageError
 
 Tensors = Mapping[str, torch.Tensor]

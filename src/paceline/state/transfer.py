@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.collectives.group import Group
+from paceline.comm.group import Group
 from paceline.errors import ProtocolError
-from paceline.state.plain import put_together, take_apart
 from paceline.state.protocol import State
+from paceline.state.serializer import put_together, take_apart
 
 _HEAD, _BODY, _TENSOR = 1, 2, 16  # tags
 

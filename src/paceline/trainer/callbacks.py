@@ -24,8 +24,8 @@ import difflib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from paceline.console import warn
 from paceline.errors import UsageError
+from paceline.runtime.console import warn
 
 if TYPE_CHECKING:
     from paceline.trainer.trainer import Trainer

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.config import requested_mesh
 from paceline.data_parallel.distribute import distributed
 from paceline.errors import UsageError
-from paceline.mesh import Mesh
 from paceline.model_parallel.registry import meshed
+from paceline.runtime.config import requested_mesh
+from paceline.runtime.mesh import Mesh
 
 _OWN = [
     *("loss_fn", "step_fn", "scheduler", "scheduler_every", "checkpoint", "accumulate"),

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.data.samples import samples_in
 from paceline.data.shard import shard
-from paceline.data_parallel.succession import Succession
+from paceline.data.sources.samples import samples_in
+from paceline.data_parallel.pace_switch.switcher import Succession
 from paceline.errors import UsageError
-from paceline.job import Job
+from paceline.runtime.job import Job
 from paceline.trainer.stepping import Measured, Objective
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from paceline.checkpointing.checkpoint import Checkpoint
-from paceline.data_parallel.succession import Succession
+from paceline.data_parallel.pace_switch.switcher import Succession
 from paceline.errors import UsageError
-from paceline.job import Job
+from paceline.runtime.job import Job
+from paceline.state.checkpoint.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.data_parallel.grad_scaler import GradScaler
+from paceline.data_parallel.amp.grad_scaler import GradScaler
 from paceline.errors import UsageError
-from paceline.job import current
 from paceline.model_parallel.distribute import clip_grad_norm_
 from paceline.model_parallel.train_step import as_inputs
+from paceline.runtime.job import current
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.data.loops import epochs as rounds
-from paceline.data.pipeline.source import Offered
-from paceline.data.samples import samples_in
 from paceline.data.shard import Sharded, shard
+from paceline.data.sources.samples import samples_in
+from paceline.data.workers.source import Offered
+from paceline.data_parallel.amp.grad_scaler import GradScaler
 from paceline.data_parallel.distribute import distributed
-from paceline.data_parallel.grad_scaler import GradScaler
-from paceline.data_parallel.succession import Succession
-from paceline.job import Job, carry, init, report
-from paceline.mesh import Mesh
+from paceline.data_parallel.pace_switch.switcher import Succession
 from paceline.model_parallel.distribute import distribute
 from paceline.model_parallel.registry import meshed
+from paceline.runtime.job import Job, carry, init, report
+from paceline.runtime.mesh import Mesh
 from paceline.trainer import checks
 from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.evaluation import Averages, Evaluation, Meeting, Metric

@@ -19,10 +19,10 @@ from story import Story
 from story_job import START_S, Line
 from story_wires import Wires
 
-from paceline.cluster import messages as m
-from paceline.cluster.operator import Operator
-from paceline.cluster.policy import Policy
-from paceline.cluster.secret_file import load_secret
+from paceline.control.client.operator import Operator
+from paceline.control.membership.policy import Policy
+from paceline.control.transport import messages as m
+from paceline.control.transport.secret_file import load_secret
 from support.elastic import ElasticJob
 
 _CLONE_NEWNET = 0x40000000
@@ -35,7 +35,7 @@ def on_host(namespace: str, role: str, argv: Sequence[str]) -> None:
         if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
     if role == "server":
-        from paceline import serve
+        from paceline.runtime import server_main as serve
 
         sys.exit(serve.main())
     import story_script

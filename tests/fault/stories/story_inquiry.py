@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.cluster.operator import Operator, Status
-from paceline.cluster.secret_file import load_secret
+from paceline.control.client.operator import Operator, Status
+from paceline.control.transport.secret_file import load_secret
 from paceline.errors import PacelineError
-from paceline.launcher.elastic.facts import JobFacts, read_facts
-from paceline.launcher.jobdir import directories
+from paceline.launcher.elastic.job_facts import JobFacts, read_facts
+from paceline.launcher.job_directory import directories
 
 
 def facts(runtime: Path) -> JobFacts | None:

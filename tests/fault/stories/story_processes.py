@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.launcher.elastic.facts import recorded
-from paceline.launcher.jobdir import directories
+from paceline.launcher.elastic.job_facts import recorded
+from paceline.launcher.job_directory import directories
 
 
 def state_of(pid: int) -> str:
@@ -64,7 +64,7 @@ def find(who: str, launcher: int, runtime: Path) -> list[int]:
         return [launcher]
     below = sorted(set(descendants(launcher)))
     if who == "coordinator":
-        return [pid for pid in below if "paceline.coordinate" in _command(pid)]
+        return [pid for pid in below if "paceline.runtime.coordinator_main" in _command(pid)]
     role, _, number = who.partition(" ")
     # Newcomers may be forks of a warm process and have its environment on the outside.
     for directory in directories(runtime):

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline as pl
-from paceline.job import current
+from paceline.runtime.job import current
 
 
 class Diary:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.compress.known import CODECS, VALUE_CODECS, register
 from paceline.compress.parse import CodecSpec, parse_codec
+from paceline.compress.registry import CODECS, VALUE_CODECS, register
 from paceline.errors import UsageError
-from paceline.grammar import COUNT, SHARE, WHOLE, Number, number_text
+from paceline.options.grammar import COUNT, SHARE, WHOLE, Number, number_text
 
 _NUMBERS = {
     SHARE: st.floats(0, 1, exclude_min=True),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import _core
-from paceline.compress import sparse
+from paceline.compress import sparse_format as sparse
 from paceline.compress.kernels import Draw
 from paceline.errors import BadFrame, UsageError
 

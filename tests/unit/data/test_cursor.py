@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.indices import IndexCursor, Rules
-from paceline.data.order import LocalOrder
-from paceline.data.positions import Reading, StreamCursor, reading_of
+from paceline.data.cursor.indices import IndexCursor, Rules
+from paceline.data.cursor.positions import Reading, StreamCursor, reading_of
 from paceline.data.randomness import mixed
-from paceline.data.split import deal, deal_or_spread, spread, spread_one
+from paceline.data.split.order import LocalOrder
+from paceline.data.split.weights import deal, deal_or_spread, spread, spread_one
 
 seeds = st.integers(0, 2**32)
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.order import LocalOrder, portable, restored
 from paceline.data.randomness import mixed
+from paceline.data.split.order import LocalOrder, portable, restored
 from paceline.errors import UsageError
 
 

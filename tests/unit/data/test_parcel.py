@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.pipeline.messages import pack, unpack
+from paceline.data.workers.messages import pack, unpack
 from paceline.errors import ProtocolError, UsageError
 
 

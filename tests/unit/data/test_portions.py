@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.balance import Balance, describe
-from paceline.data.leased import MOST, cut_portions
-from paceline.data.split import Costs, balanced, cut_by_cost
+from paceline.data.cursor.leased import MOST, cut_portions
+from paceline.data.split.balance import Balance, describe
+from paceline.data.split.weights import Costs, balanced, cut_by_cost
 from paceline.errors import UsageError
 
 costs = st.lists(st.floats(0, 100), max_size=300)

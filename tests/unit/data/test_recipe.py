@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from paceline.data.pipeline.messages import Order
-from paceline.data.pipeline.recipe import Failure, Recipe
 from paceline.data.randomness import kept_random_state, seed_everything
+from paceline.data.workers.messages import Order
+from paceline.data.workers.recipe import Failure, Recipe
 
 
 class Drawn(Dataset):

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.randomness import Seeds, seed_step
-from paceline.data.samples import Reseeding
+from paceline.data.sources.samples import Reseeding
 
 
 def draws() -> tuple[float, float, float]:

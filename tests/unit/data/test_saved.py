@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from paceline.data.cursor import Arrival, Cursor
-from paceline.data.indices import IndexCursor, Rules
-from paceline.data.order import LocalOrder
-from paceline.data.positions import StreamCursor, reading_of
-from paceline.data.split import spread
+from paceline.data.cursor.cursor import Arrival, Cursor
+from paceline.data.cursor.indices import IndexCursor, Rules
+from paceline.data.cursor.positions import StreamCursor, reading_of
+from paceline.data.split.order import LocalOrder
+from paceline.data.split.weights import spread
 from paceline.errors import DataError
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.split import (
+from paceline.data.split.weights import (
     deal,
     deal_or_spread,
     num_steps,

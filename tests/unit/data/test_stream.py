@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from paceline.data.samples import samples_in
-from paceline.data.stream import Strided
+from paceline.data.sources.samples import samples_in
+from paceline.data.sources.stream import Strided
 
 
 def test_samples_are_counted_by_the_first_dimension() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.data.pipeline.messages import Order
-from paceline.data.pipeline.recipe import Ended, Readers
 from paceline.data.randomness import seed_everything
+from paceline.data.workers.messages import Order
+from paceline.data.workers.recipe import Ended, Readers
 
 
 class Counted(IterableDataset):

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.data import order
-from paceline.data.cursor import PEER
-from paceline.data.order import KeptOrder
+from paceline.data.cursor.cursor import PEER
+from paceline.data.split import order
+from paceline.data.split.order import KeptOrder
 from paceline.errors import UsageError
 
 

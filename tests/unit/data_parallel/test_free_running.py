@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paceline.data_parallel.free_running import WINDOW, LossWatch, update_notice
+from paceline.data_parallel.checks.free_running import WINDOW, LossWatch, update_notice
 from paceline.ps.spec import Rule
 
 ASYNC = Rule(bound=None)

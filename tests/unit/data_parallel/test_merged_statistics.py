@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data_parallel.batchnorm import merge
+from paceline.data_parallel.model_state.batchnorm import merge
 
 CHANNELS = 3
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data_parallel.ownership import cut_anywhere, cut_at_borders, is_elementwise
+from paceline.data_parallel.update.ownership import cut_anywhere, cut_at_borders, is_elementwise
 
 sizes = st.lists(st.integers(0, 2000), min_size=1, max_size=30)
 workers = st.integers(1, 7)

@@ -6,21 +6,21 @@ import re
 import signal
 from pathlib import Path
 
-from paceline.cli.steering import describe, server_table
-from paceline.cluster.decisions import Place, Wanted
-from paceline.cluster.member import Member, Membership
-from paceline.cluster.messages import LossKind, Presence
-from paceline.cluster.operator import Status
-from paceline.cluster.policy import Policy
-from paceline.launcher.board import Board
-from paceline.launcher.elastic.chronicle import Chronicle, hottest
-from paceline.launcher.elastic.plan import ElasticPlan, plan_changes
-from paceline.launcher.machine import Memory, OomCount
+from paceline.cli.job_commands import describe, server_table
+from paceline.control.client.operator import Status
+from paceline.control.member import Member, Membership
+from paceline.control.membership.decisions import Place, Wanted
+from paceline.control.membership.policy import Policy
+from paceline.control.transport.messages import LossKind, Presence
+from paceline.launcher.elastic.bounds import ElasticPlan, plan_changes
+from paceline.launcher.elastic.event_log import Chronicle, hottest
 from paceline.launcher.outcome import Outcome, RankResult
-from paceline.launcher.process import ExitStatus
-from paceline.launcher.seat import Seat, seats
-from paceline.launcher.servers import ServerPlan
-from paceline.telemetry.events import Filled, Moved, Progress, Promoted, Resumed
+from paceline.launcher.processes.process import ExitStatus
+from paceline.launcher.roles import ServerPlan
+from paceline.observe.display.board import Board
+from paceline.observe.telemetry.events import Filled, Moved, Progress, Promoted, Resumed
+from paceline.runtime.machine import Memory, OomCount
+from paceline.runtime.process_names import Seat, seats
 
 
 def _member(rank: int, number: int, role: str = "worker", pid: int = 0) -> Member:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.launcher.hang import HangWatch, StackBlocks
-from paceline.launcher.seat import seats
-from paceline.telemetry.waiting import AGAIN_S, Waiting, WaitTeller
+from paceline.observe.telemetry.waiting import AGAIN_S, Waiting, WaitTeller
+from paceline.runtime.process_names import seats
 
 
 class Job:
@@ -109,8 +109,8 @@ def test_only_changes_are_told() -> None:
 
 
 def test_threads_of_our_own_are_left_out_of_stacks() -> None:
-    from paceline.cluster import loop_thread
-    from paceline.launcher import as_script
+    from paceline.control.transport import loop_thread
+    from paceline.launcher.processes import run_script as as_script
 
     python = '  File "/lib/python3.11/threading.py", line 982 in _bootstrap'
     ours = [

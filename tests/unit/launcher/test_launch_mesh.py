@@ -11,12 +11,12 @@ import pytest
 import paceline as pl
 from paceline.cli.main import _exit_code
 from paceline.errors import ConfigError, UsageError
-from paceline.launcher.elastic.facts import facts_of
+from paceline.launcher.elastic.job_facts import facts_of
 from paceline.launcher.environment import JobAddresses, process_environ
-from paceline.launcher.function_checks import checked
-from paceline.launcher.servers import plan_servers
+from paceline.launcher.function.checks import checked
+from paceline.launcher.roles import plan_servers
 from paceline.launcher.spec import RunSpec
-from paceline.mesh import Mesh
+from paceline.runtime.mesh import Mesh
 
 _WHERE = JobAddresses(job_id="j", coordinator="127.0.0.1:9", secret_file="/s", master_port=1)
 

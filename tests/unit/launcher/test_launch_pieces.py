@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.figures import memory_size
-from paceline.launcher.guard import end_processes, job_processes
-from paceline.launcher.jobdir import JobDirectory, sweep
-from paceline.launcher.machine import OomCount, memory, usable_cores
-from paceline.launcher.seat import Seat
+from paceline.launcher.job_directory import JobDirectory, sweep
+from paceline.launcher.processes.guard import end_processes, job_processes
 from paceline.launcher.spec import RunSpec, parse_env
 from paceline.pace.parse import parse as parse_pace
+from paceline.runtime.formatting import memory_size
+from paceline.runtime.machine import OomCount, memory, usable_cores
+from paceline.runtime.process_names import Seat
 
 
 def test_a_job_directory_is_private_and_goes_away(tmp_path: Path) -> None:
@@ -27,7 +27,9 @@ def test_a_job_directory_is_private_and_goes_away(tmp_path: Path) -> None:
 
 
 def test_the_directory_of_a_dead_launcher_is_swept(tmp_path: Path) -> None:
-    dead = "import os, sys; from pathlib import Path; from paceline.launcher.jobdir import *;"
+    dead = (
+        "import os, sys; from pathlib import Path; from paceline.launcher.job_directory import *;"
+    )
     dead += "JobDirectory(Path(sys.argv[1])); os._exit(0)"
     subprocess.run([sys.executable, "-c", dead, str(tmp_path)], check=True)
     (left,) = tmp_path.iterdir()

@@ -6,7 +6,6 @@ import signal
 
 import pytest
 
-from paceline.launcher.machine import Memory, OomCount
 from paceline.launcher.outcome import (
     RankResult,
     failure_report,
@@ -14,8 +13,9 @@ from paceline.launcher.outcome import (
     traceback_tail,
     why_killed,
 )
-from paceline.launcher.process import ExitStatus
-from paceline.launcher.seat import Seat
+from paceline.launcher.processes.process import ExitStatus
+from paceline.runtime.machine import Memory, OomCount
+from paceline.runtime.process_names import Seat
 
 _CAUSE = ["noise", "Traceback (most recent call last):", '  File "x.py"', "ValueError: boom"]
 _LOST = ["Traceback (most recent call last):", '  File "y.py"', "paceline.errors.PeerLost: rank 2"]

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from paceline.config import job_env
 from paceline.errors import ConfigError, UsageError
-from paceline.launcher.board import Board
 from paceline.launcher.environment import JobAddresses, process_environ
-from paceline.launcher.machine import Memory, OomCount
+from paceline.launcher.function.plain_values import pack, unpack
 from paceline.launcher.outcome import Outcome, RankResult, failure_report, first_cause
-from paceline.launcher.plain import pack, unpack
-from paceline.launcher.process import ExitStatus
-from paceline.launcher.seat import counted, names, seats
-from paceline.launcher.servers import ServerPlan, plan_servers
+from paceline.launcher.processes.process import ExitStatus
+from paceline.launcher.roles import ServerPlan, plan_servers
 from paceline.launcher.spec import RunSpec
+from paceline.observe.display.board import Board
+from paceline.observe.telemetry.events import Progress
 from paceline.pace.schedule import parse_schedule
-from paceline.telemetry.events import Progress
+from paceline.runtime.config import job_env
+from paceline.runtime.machine import Memory, OomCount
+from paceline.runtime.process_names import counted, names, seats
 
 _WHERE = JobAddresses(job_id="j", coordinator="127.0.0.1:9", secret_file="f", master_port=1)
 
@@ -133,7 +133,7 @@ def test_a_server_is_told_who_it_is_and_nothing_in_torchruns_words(tmp_path: Pat
     assert environs[1]["PACELINE_SERVERS"] == "3" and environs[1]["PACELINE_PACE"] == "ssp:3"
     assert environs[1]["OMP_NUM_THREADS"] == "7" and job_env(environs[1]).role == "worker"
     assert environs[1]["PACELINE_JOIN_TIMEOUT_S"] == "9" != server["PACELINE_JOIN_TIMEOUT_S"]
-    assert spec.program(spec.seats[4]).argv[1:] == ["-m", "paceline.serve"]
+    assert spec.program(spec.seats[4]).argv[1:] == ["-m", "paceline.runtime.server_main"]
 
 
 def test_threads_of_servers_are_their_own(tmp_path: Path) -> None:

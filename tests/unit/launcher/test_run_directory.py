@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.launcher.elastic.plan import ElasticPlan
-from paceline.launcher.recording.beginning import run_directory
-from paceline.launcher.recording.configuration import configuration, encode, git_commit
+from paceline.launcher.elastic.bounds import ElasticPlan
+from paceline.launcher.run_configuration import configuration, encode, git_commit
+from paceline.launcher.run_directory import run_directory
 from paceline.launcher.spec import RunSpec
 from paceline.pace.schedule import parse_schedule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline.model_parallel.blocks import blocks_of
+from paceline.model_parallel.fsdp.blocks import blocks_of
 
 
 class Layer(nn.Module):

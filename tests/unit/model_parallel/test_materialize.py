@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.model_parallel.materialize import Recipes, materialize
-from paceline.model_parallel.parts import Held, Holding, Part, Slice
+from paceline.model_parallel.fsdp.materialize import Recipes, materialize
+from paceline.model_parallel.parts.layout import Held, Holding, Part, Slice
 
 
 def on_meta(maker):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.model_parallel.blocks import recompute
+from paceline.model_parallel.fsdp.blocks import recompute
 
 
 class Block(nn.Module):

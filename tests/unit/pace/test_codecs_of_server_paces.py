@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.compress import known
+from paceline.compress import registry as known
 from paceline.compress.parse import parse_codec
 from paceline.pace.parse import find_problem_with_codec, parse
 from paceline.pace.schedule import parse_schedule

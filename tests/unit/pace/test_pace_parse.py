@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from paceline.compress.parse import CODEC
 from paceline.errors import UsageError
-from paceline.grammar import Kind, number_text
-from paceline.pace import known
-from paceline.pace.known import KNOWN, Pace
+from paceline.options.grammar import Kind, number_text
+from paceline.pace import registry as known
 from paceline.pace.parse import PaceSpec, notice_of, parse
+from paceline.pace.registry import KNOWN, Pace
 
 
 def _numbers() -> dict[Kind, st.SearchStrategy[float]]:

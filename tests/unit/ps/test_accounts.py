@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.ps.ledger import Accounts
-from paceline.telemetry.staleness import TableReport, WorkerReport
+from paceline.observe.telemetry.staleness import TableReport, WorkerReport
+from paceline.ps.server.worker_clocks import Accounts
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from paceline.ps.server.table import Table
 from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
-from paceline.ps.table import Table
 
 
 def make_table(*, all_speak: bool) -> Table:

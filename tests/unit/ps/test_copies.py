@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline import job
-from paceline.cluster.member import Member, Membership
-from paceline.ps import line as framed
+from paceline.control.member import Member, Membership
+from paceline.ps import connection as framed
 from paceline.ps import messages as m
-from paceline.ps import peer_messages as p
-from paceline.ps import snapshot
-from paceline.ps.partition import Partition
-from paceline.ps.server import Asked
+from paceline.ps.replication import messages as p
+from paceline.ps.replication import snapshot
+from paceline.ps.replication.partition import Partition
+from paceline.ps.server.server import Asked
 from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
+from paceline.runtime import job
 
 WORKERS = (0, 1)
 SIZES = (300, 77)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import BadFrame
-from paceline.ps import line as framed
+from paceline.ps import connection as framed
 from paceline.ps import messages as m
 from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
 

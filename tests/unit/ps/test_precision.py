@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.ps.precision import round_stochastically, seed_of
+from paceline.ps.server.precision import round_stochastically, seed_of
+from paceline.ps.server.table import Table
 from paceline.ps.spec import Rule
-from paceline.ps.table import Table
 from support import tables as t
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}

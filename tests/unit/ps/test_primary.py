@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.cluster.member import Member, Membership
-from paceline.ps.primary import Connect, GiveUp, Post, Stay, Wait, course, post_of
+from paceline.control.member import Member, Membership
+from paceline.ps.client.primary import Connect, GiveUp, Post, Stay, Wait, course, post_of
 
 WORKER = 0
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.ps.applied import EMPTY
-from paceline.ps.chain import Ack, Entry, Forward, Message, Role
-from paceline.ps.replication import Replica
+from paceline.ps.replication.applied import EMPTY
+from paceline.ps.replication.chain import Ack, Entry, Forward, Message, Role
+from paceline.ps.replication.replication import Replica
 
 CLIENT = 7
 

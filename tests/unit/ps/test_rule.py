@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.options import ServerOptions
+from paceline.options.table import ServerOptions
 from paceline.pace.parse import parse
-from paceline.ps.remote_array import ArraySpec
+from paceline.ps.client.remote_array import ArraySpec
 from paceline.ps.rule import client_rule, rule_of
 from paceline.ps.spec import OptimizerSpec
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from paceline.errors import ShapeMismatch, UnknownKey, UsageError
-from paceline.ps.optimizer import StateEntry
+from paceline.ps.server.optimizer import StateEntry
+from paceline.ps.server.table import Table
 from paceline.ps.spec import OptimizerSpec, Piece, Rule
-from paceline.ps.table import Table
 from support import tables as t
 
 ASYNC, SYNC = Rule(bound=None), Rule(bound=0, aggregate=True)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from paceline.errors import UsageError
-from paceline.state.plain import read_back, write_down
+from paceline.state.serializer import read_back, write_down
 
 LEAVES = (
     some.none()

@@ -11,7 +11,7 @@ The coordinator decides who is in the job; the launcher is its eyes and hands on
 what became of processes and whether they are stopped, starts who is wanted, and kills who was
 evicted: a stopped process must not wake up in memory that others go on using.
 
-Threads: everything runs in the launcher's loop on the main thread, as in local.py.
+Threads: everything runs in the launcher's loop on the main thread, as in launcher/local.py.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from paceline.cluster import messages as m
-from paceline.cluster.decisions import Remark, Unwanted, Wanted
-from paceline.cluster.messages import LossKind
-from paceline.cluster.operator import Happened, News
-from paceline.config import process_start
-from paceline.launcher.display import Display
-from paceline.launcher.elastic.chronicle import Chronicle, hottest
+from paceline.control.client.operator import Happened, News
+from paceline.control.membership.decisions import Remark, Unwanted, Wanted
+from paceline.control.transport import messages as m
+from paceline.control.transport.messages import LossKind
+from paceline.launcher.elastic.event_log import Chronicle, hottest
 from paceline.launcher.elastic.supervision import MAX_FAILED_STARTS, SupervisedJob
-from paceline.launcher.elastic.watch import Silences
-from paceline.launcher.holding import Foreground
+from paceline.launcher.job_resources import Foreground
 from paceline.launcher.outcome import Outcome, RankResult
-from paceline.launcher.process import RankProcess
-from paceline.launcher.seat import Seat
+from paceline.launcher.processes.exit_signs import Silences
+from paceline.launcher.processes.process import RankProcess
 from paceline.launcher.spec import RunSpec
-from paceline.telemetry.events import Event, Happening, Progress, Resumed
+from paceline.observe.display.display import Display
+from paceline.observe.telemetry.events import Event, Happening, Progress, Resumed
+from paceline.runtime.config import process_start
+from paceline.runtime.process_names import Seat
 
 _RETIRED = "retired with its unit"  # the state of a process that ends with its unit
 _LEAVE_S = 30.0  # for one that is out of the job to end by itself, on a busy machine

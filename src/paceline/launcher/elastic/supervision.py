@@ -3,12 +3,12 @@
 It starts the coordinator and the first processes, makes newcomers for places that lack one (a rank
 is reserved at the coordinator, then the process is started and watched like anybody's), and looks
 at every process a few times per second: is it stopped, has it ended? What an end means, and what
-follows from the coordinator's news, is decided in job.py.
+follows from the coordinator's news, is decided in runtime/job.py.
 
 A script that crashes before it has joined would be replaced for ever: after a few attempts in a row
 its place is given up, with those of its unit.
 
-Threads: everything runs in the launcher's loop on the main thread, as in local.py.
+Threads: everything runs in the launcher's loop on the main thread, as in launcher/local.py.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from collections import Counter
 from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
-from paceline import coordinate
-from paceline.cluster.decisions import Wanted
-from paceline.cluster.operator import News
-from paceline.config import EngineConfig, bind_address
+from paceline.control.client.operator import News
+from paceline.control.membership.decisions import Wanted
 from paceline.errors import LaunchError, PacelineError
-from paceline.launcher.display import Display
-from paceline.launcher.elastic.chronicle import stamped
-from paceline.launcher.elastic.control import Control, Coordination, policy_of
-from paceline.launcher.elastic.facts import record
-from paceline.launcher.elastic.plan import ElasticPlan
-from paceline.launcher.elastic.watch import Lookout
+from paceline.launcher.elastic.bounds import ElasticPlan
+from paceline.launcher.elastic.coordinator_process import Control, Coordination, policy_of
+from paceline.launcher.elastic.event_log import stamped
+from paceline.launcher.elastic.job_facts import record
 from paceline.launcher.environment import SERVER_PATIENCE_S
-from paceline.launcher.holding import Foreground
-from paceline.launcher.lines import printable
+from paceline.launcher.job_resources import Foreground
 from paceline.launcher.local import LocalJob
-from paceline.launcher.process import RankProcess
-from paceline.launcher.seat import Seat
+from paceline.launcher.processes.exit_signs import Lookout
+from paceline.launcher.processes.process import RankProcess
 from paceline.launcher.spec import RunSpec
+from paceline.observe.display.display import Display
+from paceline.observe.display.lines import printable
+from paceline.runtime import coordinator_main as coordinate
+from paceline.runtime.config import EngineConfig, bind_address
+from paceline.runtime.process_names import Seat
 
 MAX_FAILED_STARTS = 3
 _PAUSE_S = 0.5  # after a failed start, and more after each further one
@@ -95,7 +95,8 @@ class Nursery:
 
 
 class SupervisedJob(LocalJob):
-    """The hands of an elastic job. `_on_news`, `_on_failed_start` and the rest are job.py's."""
+    """The hands of an elastic job. `_on_news`, `_on_failed_start` and the rest are
+    runtime/job.py's."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from paceline.model_parallel.pipeline.schedules import (
     Action,
 )
 from paceline.model_parallel.pipeline.stage import Crossing, Stage
-from paceline.model_parallel.pipeline.wire import (
+from paceline.model_parallel.pipeline.transfer import (
     Arrival,
     Batch,
     Like,
@@ -35,7 +35,7 @@ from paceline.model_parallel.pipeline.wire import (
     decode,
     encode,
 )
-from paceline.telemetry.trace import tracer
+from paceline.observe.telemetry.trace import tracer
 
 _AHEAD = 2  # receives that are begun before their turn
 

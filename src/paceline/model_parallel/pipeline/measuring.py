@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
+from paceline.model_parallel.pipeline.dry_run import undisturbed
 from paceline.model_parallel.pipeline.graph import LayerGraph
 from paceline.model_parallel.pipeline.program import CannotCut
 from paceline.model_parallel.pipeline.splitting import StageModule, make_stages
 from paceline.model_parallel.pipeline.tracing import trace
-from paceline.model_parallel.pipeline.undisturbed import undisturbed
 
 
 class LayerCost(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@
                      to when a process would have nothing to do
 
 The orders of the last two are those of torch.distributed.pipelining. An order has only what is
-computed: each action waits for what it needs, and hands on what it makes (running.py).
+computed: each action waits for what it needs, and hands on what it makes (pipeline.py).
 """
 
 from __future__ import annotations

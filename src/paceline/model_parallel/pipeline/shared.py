@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.telemetry.trace import Stopwatch
+from paceline.observe.telemetry.trace import Stopwatch
 
 _TAG = 1 << 30  # behind those of microbatches
 

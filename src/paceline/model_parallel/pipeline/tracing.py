@@ -29,10 +29,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
+from paceline.model_parallel.pipeline.dry_run import undisturbed
 from paceline.model_parallel.pipeline.graph import LayerGraph, Pass, Shape
-from paceline.model_parallel.pipeline.recording import Recorder, recording
-from paceline.model_parallel.pipeline.refusing import CannotRecord
-from paceline.model_parallel.pipeline.undisturbed import undisturbed
+from paceline.model_parallel.pipeline.recorder import Recorder, recording
+from paceline.model_parallel.pipeline.trace_errors import CannotRecord
 
 
 def trace(model: nn.Module, example: tuple[Any, ...], leaves: Collection[str] = ()) -> LayerGraph:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.model_parallel.tensor.cut import CutTensor
 from paceline.model_parallel.tensor.layers import CutModule, share
 from paceline.model_parallel.tensor.rules import own_randomness
+from paceline.model_parallel.tensor.sharded_tensor import CutTensor
 
 
 def can_cut(module: nn.MultiheadAttention) -> bool:

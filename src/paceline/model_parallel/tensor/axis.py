@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.model_parallel.parts import Slice
+from paceline.model_parallel.parts.layout import Slice
 
 
 class Axis:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.model_parallel.tensor.axis import Axis
-from paceline.model_parallel.tensor.cut import CutTensor, NoRule
 from paceline.model_parallel.tensor.rules import Args, Func, Kwargs, rule
+from paceline.model_parallel.tensor.sharded_tensor import CutTensor, NoRule
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.model_parallel.tensor.axis import Axis
-from paceline.model_parallel.tensor.cut import CutTensor
+from paceline.model_parallel.tensor.sharded_tensor import CutTensor
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

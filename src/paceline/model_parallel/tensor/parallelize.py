@@ -1,7 +1,7 @@
 """Cut a model over the tp axis: recognise, cut, probe, keep or put back, tell.
 
-See cut.py for how a model's own code goes on to work, tracing.py for what is recognised, and
-probing.py for why a plan is right.
+See sharded_tensor.py for how a model's own code goes on to work, tracing.py for what is recognised,
+and probing.py for why a plan is right.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from paceline.errors import InconsistentRanks, UsageError
-from paceline.model_parallel.tensor import cross_entropy, mathematics, rules, shapes
+from paceline.model_parallel.tensor import cross_entropy, rules
+from paceline.model_parallel.tensor import math_rules as mathematics
+from paceline.model_parallel.tensor import shape_rules as shapes
 from paceline.model_parallel.tensor.axis import Axis
-from paceline.model_parallel.tensor.by_hand import apply_torch_styles
-from paceline.model_parallel.tensor.cut import mapped
-from paceline.model_parallel.tensor.guessing import Run, find_runs
+from paceline.model_parallel.tensor.dry_run import unfuse
+from paceline.model_parallel.tensor.example_input import Run, find_runs
 from paceline.model_parallel.tensor.layers import Entrance, Place
 from paceline.model_parallel.tensor.plan import TensorPlan, resolve
 from paceline.model_parallel.tensor.probing import (
@@ -32,9 +33,10 @@ from paceline.model_parallel.tensor.probing import (
     observe,
     record_calls,
 )
-from paceline.model_parallel.tensor.quiet import unfuse
 from paceline.model_parallel.tensor.report import note_of, replicated, rows_of
+from paceline.model_parallel.tensor.sharded_tensor import mapped
 from paceline.model_parallel.tensor.styles import Cutting, Style
+from paceline.model_parallel.tensor.torch_styles import apply_torch_styles
 from paceline.model_parallel.tensor.tracing import Findings, Tracing
 
 __all__ = ["parallelize", "tensor_plan"]

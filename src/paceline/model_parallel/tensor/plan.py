@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from paceline.errors import UsageError
-from paceline.figures import data_size
-from paceline.model_parallel.parts import Part
+from paceline.model_parallel.parts.layout import Part
 from paceline.model_parallel.tensor.styles import WORDS, Style, cut_class, indivisible
+from paceline.runtime.formatting import data_size
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.model_parallel.tensor.cut import cuts_in, gathered, mapped
-from paceline.model_parallel.tensor.guessing import Run
-from paceline.model_parallel.tensor.quiet import quiet
+from paceline.model_parallel.tensor.dry_run import quiet
+from paceline.model_parallel.tensor.example_input import Run
+from paceline.model_parallel.tensor.sharded_tensor import cuts_in, gathered, mapped
 from paceline.model_parallel.tensor.styles import Cutting
 
 BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-3}

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.model_parallel.parts import Part
-from paceline.model_parallel.tensor.guessing import Run
+from paceline.model_parallel.parts.layout import Part
+from paceline.model_parallel.tensor.example_input import Run
 from paceline.model_parallel.tensor.layers import BATCH_NORMS
 from paceline.model_parallel.tensor.plan import Replicated, Row
 from paceline.model_parallel.tensor.styles import Style, cut_dims

@@ -1,4 +1,5 @@
-"""Rules: what operations do with pieces (see cut.py). Names are those of torch functions.
+"""Rules: what operations do with pieces (see sharded_tensor.py). Names are those of torch
+functions.
 
 Operands are aligned from the right, as broadcasting does it: `c` is the cut dimension counted from
 the end. A whole operand that needs a gradient enters the region: each process has only its pieces'
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.model_parallel.tensor.cut import (
+from paceline.model_parallel.tensor.sharded_tensor import (
     RULES,
     CutTensor,
     NoRule,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.model_parallel.parts import Part
+from paceline.model_parallel.parts.layout import Part
 from paceline.model_parallel.tensor.attention import CutAttention
 from paceline.model_parallel.tensor.axis import Axis
 from paceline.model_parallel.tensor.layers import (

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.model_parallel.tensor.attention import can_cut
 from paceline.model_parallel.tensor.axis import Simulated
-from paceline.model_parallel.tensor.cut import CutTensor, cuts_in
+from paceline.model_parallel.tensor.dry_run import Calls, quiet
 from paceline.model_parallel.tensor.layers import (
     BATCH_NORMS,
     CONVOLUTIONS,
@@ -30,7 +30,7 @@ from paceline.model_parallel.tensor.layers import (
     feature_dim,
     row,
 )
-from paceline.model_parallel.tensor.quiet import Calls, quiet
+from paceline.model_parallel.tensor.sharded_tensor import CutTensor, cuts_in
 from paceline.model_parallel.tensor.styles import Style, cut_class, cut_dims, indivisible
 
 BLOCKS = (1, 3, 2)  # tried in this order

@@ -1,0 +1,197 @@
+"""Jobs in the background: `paceline run --detach`, and following one with `paceline attach`.
+
+A keeper (launcher/elastic/supervisor.py) runs in a session of its own, with everything that is to
+be seen in job.log. Who attaches reads that file to its end, and then as it grows, like `tail -f`;
+when the keeper was killed, another one is started first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.errors import ConfigError, LaunchError, PacelineError
+from paceline.launcher.elastic.job import ElasticJob
+from paceline.launcher.elastic.job_facts import FoundJob, find_job, job_name
+from paceline.launcher.elastic.supervisor import EXIT_CODE, JOB_LOG, ResumedJob
+from paceline.launcher.job_resources import Detached
+from paceline.launcher.local import LocalJob
+from paceline.launcher.run_directory import begin_record
+from paceline.launcher.spec import RunSpec
+from paceline.observe.display.display import Display
+from paceline.observe.record.files import Logs
+from paceline.observe.record.recorder import Recorder
+from paceline.runtime.config import inherited_environ, process_start
+from paceline.runtime.console import say
+
+_LOOK_S = 0.1
+_TAIL_BYTES = 4096
+
+
+def detach(spec: RunSpec, job_id: str) -> int:
+    """Start a job in the background; return when its processes are started."""
+    name = job_name(spec, job_id)
+    assert spec.log_dir is not None, "the output of a detached job goes to files"
+    directory = spec.log_dir.absolute()
+    spec = replace(spec, log_dir=directory)
+    _make_files(spec, directory)
+    environ = inherited_environ()
+    keep(
+        spec,
+        lambda: begin_record(spec, environ),
+        lambda display: ElasticJob(spec, environ, display, job_id, Detached()),
+    )
+    say(f"job {name} runs in the background; its output is in {spec.log_dir}")
+    say(f"follow it with: paceline attach {name}")
+    sys.stdout.write(f"{name}\n")
+    return 0
+
+
+def _make_files(spec: RunSpec, directory: Path) -> None:
+    """Make the files that the processes will append to themselves, without which none can run."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        Logs(directory).begin(spec.seats)
+        (directory / EXIT_CODE).unlink(missing_ok=True)
+        (directory / JOB_LOG).write_bytes(b"")
+    except OSError as error:
+        raise ConfigError(
+            f"--log-dir {directory}: {error.strerror}; a job in the background needs a directory"
+            " that you can write to"
+        ) from error
+
+
+def keep(
+    spec: RunSpec,
+    begin: Callable[[], Recorder | None],
+    make: Callable[[Display], LocalJob],
+) -> None:
+    """Supervise a job from a new process in the background; LaunchError if it does not start.
+
+    `begin` and `make` are called there.
+    """
+    assert spec.log_dir is not None
+    log = spec.log_dir / JOB_LOG
+    read_end, write_end = os.pipe()
+    between = os.fork()
+    if between == 0:
+        os.close(read_end)
+        os.setsid()
+        if os.fork() == 0:
+            _be_keeper(spec, begin, make, log, write_end)
+        os._exit(0)
+    os.close(write_end)
+    os.waitpid(between, 0)
+    with open(read_end, "rb") as pipe:
+        is_up = pipe.read() == b"up"
+    if not is_up:
+        words = log.read_text(errors="replace").strip().splitlines()[-20:]
+        raise LaunchError("\n".join(["the job did not start:", *words]))
+
+
+def _be_keeper(
+    spec: RunSpec,
+    begin: Callable[[], Recorder | None],
+    make: Callable[[Display], LocalJob],
+    log: Path,
+    write_end: int,
+) -> None:
+    """In the keeper: output to the log, then the job; ends the process."""
+    from paceline.cli.run import supervise
+
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, target in ((nothing, 0), (out, 1), (out, 2)):
+        os.dup2(source, target)
+
+    untold = [write_end]  # once: when the job starts again, the number is another file's
+
+    def say_up() -> None:
+        while untold:
+            _say_up(untold.pop())
+
+    def made(display: Display) -> LocalJob:
+        job = make(display)
+        job.on_up = say_up
+        return job
+
+    code = 1
+    try:
+        code = supervise(spec, begin(), made)
+        (log.parent / EXIT_CODE).write_text(f"{code}\n")
+    except PacelineError as error:
+        os.write(2, f"paceline: error: {error}\n".encode())
+    except Exception:  # a bug of ours: nothing above us would show it
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
+
+
+def _say_up(write_end: int) -> None:
+    with suppress(OSError):  # the command that started us may be gone
+        os.write(write_end, b"up")
+    os.close(write_end)
+
+
+def attach(name: str | None) -> int:
+    """Follow a detached job to its end and return its exit code; Ctrl-C only stops following."""
+    found = find_job(name, inherited_environ())
+    facts = found.facts
+    if not facts.is_detached:
+        raise LaunchError(
+            f"job {facts.name} runs in the foreground, under process {facts.supervisor}; only a job"
+            " that was started with --detach can be attached to"
+        )
+    if not found.is_supervised:
+        resume(found)
+        found = find_job(facts.job_id, inherited_environ())
+    try:
+        return _follow(found)
+    except KeyboardInterrupt:
+        say(f"no longer attached; job {facts.name} goes on")
+        return 0
+
+
+def resume(found: FoundJob) -> None:
+    """Start another keeper for a job that has lost its own."""
+    facts = found.facts
+    os.chdir(facts.cwd)
+    spec = facts.plan()
+    keep(
+        spec,
+        lambda: begin_record(spec, facts.environ, is_resumed=True),
+        lambda display: ResumedJob(found, spec, display),
+    )
+    say(f"the keeper of job {facts.name} was gone; another has taken over")
+
+
+def _follow(found: FoundJob) -> int:
+    """Copy job.log to standard output until the job has ended; return its exit code."""
+    log_dir, keeper = Path(found.facts.log_dir), found.facts.supervisor
+    born = process_start(keeper)
+    with open(log_dir / JOB_LOG, "rb") as log:
+        size = os.fstat(log.fileno()).st_size
+        if size > _TAIL_BYTES:
+            log.seek(size - _TAIL_BYTES)
+            log.readline()
+        while True:
+            is_last = born is None or process_start(keeper) != born
+            while data := log.read(1 << 16):
+                sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+            if is_last:
+                break
+            time.sleep(_LOOK_S)
+    try:
+        return int((log_dir / EXIT_CODE).read_text())
+    except (OSError, ValueError):
+        name = found.facts.name
+        raise LaunchError(
+            f"the keeper of job {name} was killed; `paceline attach {name}` starts another one"
+        ) from None

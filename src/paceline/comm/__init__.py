@@ -1,0 +1,12 @@
+"""Communication: groups of ranks and their collectives, engine memory, torch.distributed backend.
+
+    group.py                Group.all_reduce(tensor): arguments, results, one call into the engine
+    tensors.py              a tensor or array as address, count and dtype
+    _core.Group             C++: shared memory on one host, TCP between hosts
+    endpoint.py, fabric.py  this process's connections, and the processes that count as the job
+    shared_memory.py        tensors in engine memory
+    object_collectives.py   all_gather_object, broadcast_object
+    torch/                  the same engine as torch.distributed's backend "paceline"
+
+Start with group.py. Imports control/; used by everything that trains.
+"""

@@ -1,0 +1,71 @@
+"""Small values that all members of a group tell each other: "do we mean the same?".
+
+For questions asked rarely (once at the start, or when something went wrong), not on the data path.
+Values are plain data (numbers, strings, lists, dicts) and travel as msgpack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from paceline.comm.group import Group
+from paceline.errors import UsageError
+
+
+def tell_all(group: Group, value: Any) -> list[Any]:
+    """Return what every member passed, in rank order. Collective and blocking."""
+    mine = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(group.size)]
+    group.all_gather(torch.tensor([mine.numel()]), out=sizes)
+    messages = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+    group.all_gather(mine, out=messages)
+    return [msgspec.msgpack.decode(message.numpy().tobytes()) for message in messages]
+
+
+def take_from(group: Group, value: Any, root: int = 0) -> Any:
+    """Return what `root` passed; the others' values are ignored. Collective and blocking."""
+    encoded = msgspec.msgpack.encode(value) if group.rank == root else b""
+    size = torch.tensor([len(encoded)])
+    group.broadcast(size, root=root)
+    message = torch.empty(int(size), dtype=torch.uint8)
+    if group.rank == root:
+        message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    group.broadcast(message, root=root)
+    return msgspec.msgpack.decode(message.numpy().tobytes())
+
+
+def refuse_problems(ranks: Sequence[int], what: str, problems: Sequence[str | None]) -> None:
+    """Raise UsageError for the first problem that any of these has told, and say who has it.
+
+    With what `tell_all` returned, all members raise the same.
+    """
+    first = next((problem for problem in problems if problem is not None), None)
+    if first is None:
+        return
+    having = [str(rank) for rank, p in zip(ranks, problems, strict=True) if p == first]
+    who = "" if len(having) == len(ranks) else f" (rank {', '.join(having)})"
+    raise UsageError(f"{what}{who}: {first}")
+
+
+def first_difference(group: Group, entries: list[str]) -> str | None:
+    """Compare lists of lines; describe the first line on which some member differs from rank 0.
+
+    Every member gets the same answer; None when all lists are equal. Collective and blocking.
+    """
+    reference: list[str] = take_from(group, entries)
+    index = next(
+        (i for i, (a, b) in enumerate(zip(reference, entries, strict=False)) if a != b),
+        min(len(reference), len(entries)) if len(reference) != len(entries) else -1,
+    )
+    mine = entries[index] if 0 <= index < len(entries) else "nothing"
+    found = [(i, group.ranks[r], m) for r, (i, m) in enumerate(tell_all(group, (index, mine)))]
+    differing = [entry for entry in found if entry[0] >= 0]
+    if not differing:
+        return None
+    index, rank, theirs = min(differing)
+    expected = reference[index] if index < len(reference) else "nothing"
+    return f"rank {rank} has {theirs}, rank {group.ranks[0]} has {expected}"

@@ -1,0 +1,237 @@
+"""A process group of torch.distributed without its collectives: identity, running, end.
+
+torch asks a group for more than collectives (names, devices, sequence numbers, splitting), and its
+C++ side calls back through a trampoline that finds these methods by name. `backend.py` adds
+the collectives on top.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from paceline.comm.group import Group
+from paceline.comm.torch.arguments import Request
+from paceline.comm.torch.work import NOT_TIMED, DoneWork, ProfilerEvent, TorchWork
+from paceline.errors import UnsupportedTensor, UsageError
+
+_CPU = torch.device("cpu")
+DONE = DoneWork()
+_MANY_IN_FLIGHT = 64
+
+is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+# torch's stubs give many methods several signatures; ours accept all of them.
+_ProcessGroup: Any = c10d.ProcessGroup
+
+
+class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """A group of ranks as torch.distributed sees it, apart from the collectives."""
+
+    def __init__(
+        self, group: Group, store: c10d.Store, on_shutdown: Callable[[], None] | None = None
+    ) -> None:
+        # Without the store: torch makes a subclassable instance only of this constructor.
+        super().__init__(group.rank, group.size)
+        self.waiting: AbstractContextManager[None] = NOT_TIMED  # around whatever blocks
+        self._group = group
+        self._core = group._core
+        self._members = group.size
+        self._store = store
+        self._on_shutdown = on_shutdown
+        self._sequence = 0
+        self._in_flight: deque[TorchWork] = deque()
+        self._batch: list[TorchWork] | None = None  # between _start_ and _end_coalescing
+        self._name = self._desc = ""
+        self._barriers = 0  # monitored ones, so far
+
+    # -- running ------------------------------------------------------------------------------
+
+    def _submit(
+        self, title: str, requests: Sequence[Request], shown: list[Tensor], opts: Any
+    ) -> c10d.Work:
+        """Run collectives that torch sees as one; `shown` is what a profiler shows as its input."""
+        self._sequence += 1
+        if not opts.asyncOp and not is_profiled():
+            for request in requests:
+                with self.waiting:
+                    self._core.run(*request.arguments)
+                for target in request.targets:
+                    target.write_back()
+            return DONE
+        event = opened(title, shown)
+        work = TorchWork(
+            [self._core.start(*request.arguments) for request in requests],
+            [target for request in requests for target in request.targets],
+            [result for request in requests for result in request.results],
+            requests,
+        )
+        return self._track(work, event, opts.asyncOp)
+
+    def _track(self, work: TorchWork, event: ProfilerEvent | None, is_async: bool) -> c10d.Work:
+        """Hold on to memory in use, also when the caller drops the work; wait if not async."""
+        work.waiting = self.waiting
+        if event is not None:
+            work.trace(event)
+        if not is_async:
+            work.wait()
+            return work
+        flying = self._in_flight
+        while flying and flying[0].has_ended():  # collectives end in order
+            flying.popleft()
+        if len(flying) >= _MANY_IN_FLIGHT:  # a receive may wait for long at the front
+            self._in_flight = flying = deque(other for other in flying if not other.has_ended())
+        flying.append(work)
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+    # -- coalescing ---------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> c10d.Work:  # noqa: ARG002
+        works, self._batch = self._batch or [], None
+        return _joined(works)
+
+    # -- checks -------------------------------------------------------------------------------
+
+    def _check_parts(self, parts: Sequence[object], kind: str) -> None:
+        if len(parts) != self._members:
+            raise UsageError(
+                f"{kind}: {len(parts)} tensors for a group of {self._members}; pass one for each"
+                " rank"
+            )
+
+    def _parts(self, tensors: Any, kind: str) -> list[Tensor]:
+        """Return one tensor for each rank; torch wraps that list in another one."""
+        parts = tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors
+        self._check_parts(parts, kind)
+        return list(parts)
+
+    # -- what torch asks about the group ------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return "paceline"
+
+    name = _get_backend_name = getBackendName
+
+    # torch keeps a group's name in its C++ backends, of which this group has none.
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type != "cpu":
+            raise UnsupportedTensor(
+                f"the paceline backend moves CPU tensors; there is none for {device} in this group"
+            )
+        return self
+
+    def _backend_id(self, backend_type: Any) -> int:  # noqa: ARG002
+        return id(self)
+
+    supports_splitting = False  # in torch's sense: together with a device's communicator
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:  # noqa: ARG002
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        raise UsageError(
+            f"set_timeout({timeout}): a group keeps the timeout with which it was made; pass it to"
+            " init_process_group or new_group"
+        )
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        for work in list(self._in_flight):
+            work.wait()
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def get_group_store(self) -> c10d.Store:
+        return self._store
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,  # noqa: ARG002
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,  # noqa: ARG002
+    ) -> EngineProcessGroup | None:
+        """Form a group of some members (ranks of this group); None on the others."""
+        if self.rank() not in ranks:
+            return None
+        members = [self._group.ranks[rank] for rank in ranks]
+        limit_s = None if timeout is None else timeout.total_seconds()
+        name = group_name or f"{self.group_name}:split:{','.join(map(str, ranks))}"
+        part = Group(self._group._fabric, members, limit_s)
+        made = type(self)(part, c10d.PrefixStore(f"{name}/", self._store))
+        made._set_group_name(name)
+        made._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return made
+
+    splitGroup = split_group
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """End what is in flight on all members with an error, and close the group."""
+        self._core.fail(f"rank {self._group.ranks[self.rank()]} aborted the process group")
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Close the group; called by destroy_process_group. May be called twice."""
+        self._group.close()
+        self._in_flight.clear()
+        end, self._on_shutdown = self._on_shutdown, None
+        if end is not None:
+            end()
+
+
+def opened(title: str, tensors: list[Tensor]) -> ProfilerEvent | None:
+    """Begin the profiler's event of an operation, if a profiler runs."""
+    return ProfilerEvent(title, tensors) if is_profiled() else None
+
+
+def _joined(works: Sequence[TorchWork]) -> TorchWork:
+    handles = [handle for work in works for handle in work.handles]
+    targets = [target for work in works for target in work.targets]
+    outputs = [output for work in works for output in work.outputs]
+    joined = TorchWork(handles, targets, outputs, works)
+    if works:
+        joined.waiting = works[0].waiting
+    return joined

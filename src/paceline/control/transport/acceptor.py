@@ -1,0 +1,156 @@
+"""The gate: every connection from outside is a stranger until it has proved itself here.
+
+Strangers get little: frames of at most 4 KiB, 5 seconds in all, and 64 places together. When all
+places are taken the oldest stranger makes room, because an honest handshake takes milliseconds
+while somebody who holds sockets open only gets older; an honest caller that was pushed out simply
+connects again. No stranger can hold up another, and nobody is told why he was refused.
+
+Threads: everything runs in the asyncio loop that called `open`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable
+
+from paceline.control.transport.auth import CallerHandshake, Hello, ListenerHandshake, Session
+from paceline.control.transport.sockets import close_in_children, receive_frame, send_frame
+from paceline.errors import AuthError, PacelineError
+
+HANDSHAKE_S = 5.0
+MAX_STRANGERS = 64
+# A younger stranger is not pushed out: it may be honest, on a busy machine.
+_GRACE_S = 0.05
+
+log = logging.getLogger("paceline.control")
+
+Admit = Callable[[socket.socket, Session, Hello], Awaitable[None]]
+
+
+class Gate:
+    """Accepts connections on some sockets and passes the authenticated ones to `admit`.
+
+    `admit` owns the socket; it runs in the connection's own task and may stay as long as it likes.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        *,
+        job_id: str,
+        listener: str,
+        admit: Admit,
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:
+        self._secret, self._job_id, self._listener, self._admit = secret, job_id, listener, admit
+        self._handshake_s = handshake_s
+        self._strangers: dict[asyncio.Task[None], float] = {}  # in order of arrival
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sockets: list[socket.socket] = []
+        self.refused = 0
+
+    def open(self, *listeners: socket.socket) -> None:
+        """Start to accept; the listening sockets are closed with the gate."""
+        for listener in listeners:
+            self._sockets.append(listener)
+            self._start(self._accept(listener))
+
+    async def close(self) -> None:
+        """Stop accepting and end every connection's task."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for sock in self._sockets:
+            sock.close()
+
+    def _start(self, coroutine: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(coroutine)
+        assert isinstance(task, asyncio.Task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._make_room()
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:  # out of descriptors, or the caller is gone already
+                self._note_refusal(error)
+                await asyncio.sleep(_GRACE_S)
+                continue
+            task = self._start(self._serve(close_in_children(sock)))
+            self._strangers[task] = time.monotonic()
+
+    async def _make_room(self) -> None:
+        while len(self._strangers) >= MAX_STRANGERS:
+            oldest, since = next(iter(self._strangers.items()))
+            age_s = time.monotonic() - since
+            if age_s >= _GRACE_S:
+                self._strangers.pop(oldest)
+                oldest.cancel()
+            else:
+                await asyncio.sleep(_GRACE_S - age_s)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            session, caller = await asyncio.wait_for(self._authenticate(sock), self._handshake_s)
+        except (PacelineError, OSError, asyncio.TimeoutError) as error:
+            self._note_refusal(error)
+            sock.close()
+            return
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            self._strangers.pop(task, None)
+        await self._admit(sock, session, caller)
+
+    async def _authenticate(self, sock: socket.socket) -> tuple[Session, Hello]:
+        sock.setblocking(False)
+        if sock.family == socket.AF_UNIX:
+            _require_same_user(sock)
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        handshake = ListenerHandshake(self._secret, job_id=self._job_id, listener=self._listener)
+        await send_frame(sock, handshake.challenge(await receive_frame(sock)))
+        handshake.require_version()
+        await send_frame(sock, handshake.accept(await receive_frame(sock)))
+        return handshake.session, handshake.caller
+
+    def _note_refusal(self, error: Exception) -> None:
+        """Count refusals; log the 1st, 2nd, 4th, 8th ... so that a flood cannot fill the disk."""
+        self.refused += 1
+        if self.refused & (self.refused - 1) == 0:
+            text = str(error) or "handshake not finished in time"
+            log.warning("%s refused %d connections: %s", self._listener, self.refused, text)
+
+
+async def introduce(sock: socket.socket, handshake: CallerHandshake, *, what: str) -> Session:
+    """Run the caller's side on a fresh connection to `what`; closes the socket on any failure."""
+    try:
+        await send_frame(sock, handshake.hello())
+        await send_frame(sock, handshake.answer(await receive_frame(sock)))
+        return handshake.finish(await receive_frame(sock))
+    except PacelineError as error:
+        sock.close()
+        raise type(error)(f"{what}: {error}") from None
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _require_same_user(sock: socket.socket) -> None:
+    """Refuse a Unix peer of another user: the kernel vouches for the uid."""
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if uid != os.getuid():
+        raise AuthError(f"a process of uid {uid} connected, expected uid {os.getuid()}")

@@ -1,0 +1,250 @@
+"""pl.GradScaler: torch's GradScaler, in every pace.
+
+It is used as torch's own. Three things differ for an optimizer whose model is distributed:
+
+    the scale    is taken off gradients as they arrive at their parameters, during backward, and not
+                 in `unscale_`: what travels, what servers apply and what a pace keeps (momentum of
+                 signs, gradients carried over) has no scale in it
+    `unscale_`   only looks whether gradients are finite; so an optimizer that unscales in its own
+                 kernel (fused=True) has nothing to do either
+    skipping     is decided by all workers together
+
+TorchScaler is what becomes of torch's own, where servers or a method run the step.
+
+SKIPPING. How workers come to the same decision about a step depends on what they have in common at
+the end of backward:
+
+    averages      all have the same ones, to the bit, and so see the same; where an exchange hides
+                  infinities (a vote on signs has none), the roll call has told of them
+    ASKED         each has gradients of its own, but all take the same steps (local steps, gossip):
+                  one number for each step says whether anybody found something
+    nothing       nobody waits for anybody (async, ssp, hogwild), rounds have other members each
+                  time (backup), or members come and go between local steps: there is no step that
+                  all take. Each worker decides about its own update, for all servers at once; and
+                  an update that is left out still COUNTS, as a step in which nothing changes, so
+                  that clocks and meetings stay where the others expect them.
+
+Gradients carry no scale by then (weighting.py), so that workers may differ in it without harm.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from paceline.comm.group import Group
+from paceline.data_parallel.checks.non_finite import all_finite
+from paceline.data_parallel.reducer import Reducer
+from paceline.data_parallel.setup import Groundwork
+from paceline.data_parallel.weighting import expect_scaled_losses, scaled
+from paceline.errors import UsageError
+
+
+class Bound(Protocol):
+    """What an optimizer is bound to."""
+
+    @property
+    def skipping(self) -> Skipping: ...
+
+
+_bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, Bound] = weakref.WeakKeyDictionary()
+
+
+def bind(optimizer: torch.optim.Optimizer, to: Bound) -> None:
+    """Let scalers find what an optimizer belongs to."""
+    _bound[optimizer] = to
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Scale the loss so that gradients do not vanish in float16; leave out steps that overflow.
+
+    Used as torch.amp.GradScaler, whose arguments it takes; right in every pace. All workers call
+    `step`. With local steps they exchange one number for it; where gradients are averaged, or where
+    nobody waits for anybody, nothing.
+
+    >>> scaler = pl.GradScaler()
+    >>> scaler.scale(torch.ones(1, requires_grad=True).sum()).item()
+    65536.0
+    """
+
+    def __init__(self, device: str = "cpu", **settings: Any) -> None:
+        super().__init__(device, **settings)
+        if self.is_enabled():
+            expect_scaled_losses()
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or several."""
+        if not self.is_enabled():
+            return outputs
+        if isinstance(outputs, torch.Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            assert self._scale is not None
+            return scaled(outputs, self._scale.to(outputs.device))
+        if isinstance(outputs, list | tuple):
+            return type(outputs)(map(self.scale, outputs))
+        if isinstance(outputs, Iterable):
+            return map(self.scale, outputs)
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        bound = _bound.get(optimizer)
+        if bound is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found_inf.fill_(float(bound.skipping.is_due(not all_finite(_grads_of(optimizer)))))
+        return {found_inf.device: found_inf}
+
+    def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
+        """Take the optimizer's step, or leave it out on all workers."""
+        bound = _bound.get(optimizer)
+        if bound is None or not self.is_enabled():
+            return super().step(optimizer, *arguments, **options)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        state["stage"] = OptState.STEPPED
+        if not any(found.item() for found in state["found_inf_per_device"].values()):
+            return optimizer.step(*arguments, **options)
+        if bound.skipping.counts:
+            step_with_nothing(optimizer)
+        return None
+
+
+class TorchScaler:
+    """Notices a GradScaler of torch's at work on an optimizer, and does its part or refuses it.
+
+    torch asks an optimizer whether it unscales by itself. One that says so has its step called
+    always, and finds the scale and whether anything was infinite in its attributes.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, why_not: str) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._why_not = why_not
+        self._is_ours = not getattr(optimizer, "_step_supports_amp_scaling", False)
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Leave the optimizer as it was."""
+        optimizer = self._optimizer()
+        if self._is_ours and optimizer is not None:
+            del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+
+    def finds_nothing(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Unscale gradients if a scaler asks for it; false if it found infinite ones."""
+        found = getattr(optimizer, "found_inf", None)
+        if found is None:
+            return True
+        if self._why_not:
+            raise UsageError(
+                f"torch.amp.GradScaler: {self._why_not}; use pl.GradScaler in its place, which is"
+                " called in the same way"
+            )
+        scale = optimizer.grad_scale  # type: ignore[attr-defined]
+        optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+        if scale is not None and not found.item():
+            inverse = scale.double().reciprocal().float()  # as torch does it
+            torch._foreach_mul_(_grads_of(optimizer), inverse.item())
+        return not found.item()
+
+
+def _grads_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [param.grad for param in params if param.grad is not None]
+
+
+def choose_skipping(
+    ground: Groundwork, reducer: Reducer, optimizer: torch.optim.Optimizer
+) -> tuple[Skipping, TorchScaler | None]:
+    """Choose how the workers agree about steps that a GradScaler leaves out, and what becomes of
+    torch's own; None: all do what torch does, to the same averages."""
+    traits = ground.exchange.traits
+    rule = ground.serving.rule if ground.serving is not None else None
+    rounds = rule is not None and rule.backup > 0
+    narrows = rule is not None and rule.aggregate and ground.options.wire == "fp16"
+    # In an elastic job a worker may come between two numbers that the others exchange.
+    comes_and_goes = ground.job.elastic.is_on and (traits.may_be_local or narrows)
+    is_free = ground.is_free or ground.is_common or rounds or comes_and_goes
+    skipping = Skipping(ground.group, reducer, ground.job.ask_unit, is_free=is_free, asks=narrows)
+    why_not = ""
+    if ground.method is not None:
+        why_not = "workers have gradients of their own, and would not leave out the same steps"
+    elif rounds or narrows:
+        why_not = "not all workers see the same averages, so that their scales would part"
+    elif ground.job.place:
+        why_not = "each process sees the gradients of a part of the model only"
+    elif traits.keeps_residual:
+        why_not = "what a codec leaves out would be sent with the scale of another step"
+    elif rule is None:
+        return skipping, None
+    return skipping, TorchScaler(optimizer, why_not)
+
+
+class Skipping:
+    """Decides about the steps of one training."""
+
+    def __init__(
+        self,
+        group: Group,
+        reducer: Reducer,
+        ask_unit: Callable[[list[bool]], list[bool]],
+        *,
+        is_free: bool,
+        asks: bool,
+    ) -> None:
+        self._group = group
+        self._reducer = reducer
+        self._ask_unit = ask_unit
+        self._is_free = is_free  # nothing in common
+        self._asks = asks  # averages may differ: they were rounded on the way to some
+        self._found = torch.zeros(1)
+
+    @property
+    def counts(self) -> bool:
+        """Whether a step that is left out is one, as far as the pace is concerned."""
+        return self._is_free
+
+    def is_due(self, found: bool) -> bool:
+        """Say whether the step is left out, given what this worker found. Perhaps collective."""
+        if self._reducer.weighting.is_in_loss:
+            raise UsageError(
+                f"rank {self._group.ranks[self._group.rank]}: GradScaler takes the scale off"
+                " gradients as they arrive at their parameters, which those of stages (pp) and"
+                " shards (fsdp) do not; compute in bf16, which needs no scale"
+            )
+        # All parts of a model leave out the same steps.
+        return any(self._ask_unit([self._is_due_here(found)]))
+
+    def _is_due_here(self, found: bool) -> bool:
+        if self._is_free:
+            return found
+        result = self._reducer.result
+        if not (self._asks or result.is_own):
+            return found or result.has_hidden_nonfinite
+        self._found.fill_(float(found))
+        self._group.all_reduce(self._found, "max")
+        return bool(self._found.item())
+
+
+def step_with_nothing(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step in which no parameter has a gradient; afterwards they are as they were."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        optimizer.step()
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad

@@ -1,0 +1,163 @@
+"""Gradients that are missing or not finite: the same decision on all ranks, and who caused it.
+
+Every rank sees the same averages and the same roll call, so all come to the same decision without
+a message; only when something is wrong do they tell each other whose it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.comm.group import Group
+from paceline.comm.object_collectives import tell_all
+from paceline.data_parallel.policy import PassResult
+from paceline.data_parallel.reducer import Reducer
+from paceline.errors import NonFiniteGradient, UsageError
+from paceline.options.table import Options
+from paceline.runtime.elastic.session import Elastic
+
+_SHOWN = 5
+
+
+class Health:
+    """Looks at the gradients after each exchange, as the options say."""
+
+    def __init__(
+        self,
+        group: Group,
+        options: Options,
+        elastic: Elastic,
+        ask_unit: Callable[[list[bool]], list[bool]],
+        *,
+        on_servers: bool = False,
+        is_free: bool = False,
+    ) -> None:
+        self._group = group
+        self._is_free = is_free  # the others are elsewhere: this worker speaks for itself
+        self._elastic = elastic
+        self._ask_unit = ask_unit
+        self._options = options
+        is_partial = options.own.get("skip_compute") == "yes"  # some compute no gradients at all
+        self.expects_all = options.unused != "ignore" and not is_partial
+        self.checks_values = options.nonfinite != "ignore" and not on_servers  # else they do
+        self._named: set[str] = set()  # parameters that were named in a warning already
+        self.skipped_steps = 0
+
+    def look(self, reducer: Reducer, result: PassResult) -> None:
+        """Check what the exchange brought; runs at the end of backward on every rank."""
+        if self.expects_all and not result.is_complete:
+            self._unused(reducer, result)
+        if self.checks_values:
+            is_bad = not all_finite(list(reducer.averages()))
+            if any(self._ask_unit([is_bad])):  # all parts of a model leave out the same steps
+                self._nonfinite(reducer, is_here=is_bad)
+
+    def _tell(self, names: list[str]) -> list[list[str]]:
+        return self._elastic.point(lambda: tell_all(self._group, names))
+
+    # -- missing ------------------------------------------------------------------------------
+
+    def _unused(self, reducer: Reducer, result: PassResult) -> None:
+        all_params = zip(reducer.names, reducer.params, result.shares, strict=True)
+        names = [
+            name
+            for name, param, share in all_params
+            if share < 1.0 and param.requires_grad and name not in self._named
+        ]
+        if not names:
+            return
+        if self._is_free:
+            self._warn_alone(reducer, names)
+            return
+        lacking = self._tell([name for name in names if name in result.absent])
+        everywhere = [name for name in names if all(name in there for there in lacking)]
+        somewhere = [name for name in names if name not in everywhere]
+        text = f"step {reducer.step}: "
+        if everywhere:
+            text += f"no gradient on any rank for {_list(everywhere)}"
+        if somewhere:
+            ranks = [
+                self._group.ranks[r]
+                for r, there in enumerate(lacking)
+                if set(there) & set(somewhere)
+            ]
+            text += (
+                f"{'; ' if everywhere else ''}none on rank {_list(ranks)} for {_list(somewhere)}"
+            )
+        if self._options.unused == "error":
+            raise UsageError(
+                f"{text}. Every rank must use these parameters in its loss, or freeze them with"
+                " requires_grad_(False); unused='warn' goes on (a missing gradient counts as zero)"
+            )
+        self._named.update(names)
+        if self._group.rank == 0:
+            warnings.warn(
+                f"{text}. A gradient that is missing on all ranks stays None, one that is missing"
+                " on some counts as zero there; freeze parameters that are not used, or pass"
+                " unused='ignore'. (This is said once for each parameter.)",
+                stacklevel=2,
+            )
+
+    def _warn_alone(self, reducer: Reducer, names: list[str]) -> None:
+        self._named.update(names)
+        warnings.warn(
+            f"step {reducer.step}: no gradient on rank {self._group.ranks[self._group.rank]} for"
+            f" {_list(names)}; servers leave them as they are. Freeze parameters that are not used"
+            " with requires_grad_(False). (This is said once for each parameter.)",
+            stacklevel=2,
+        )
+
+    # -- not finite ---------------------------------------------------------------------------
+
+    def _nonfinite(self, reducer: Reducer, *, is_here: bool) -> None:
+        found = self._tell(_bad_contributions(reducer))
+        culprits = [(self._group.ranks[r], names) for r, names in enumerate(found) if names]
+        if culprits:
+            text = "; ".join(f"rank {rank}: {_list(names)}" for rank, names in culprits)
+        elif is_here:
+            text = "no rank alone: the sum over the ranks overflowed"
+        else:
+            text = "in another part of the model: its ranks say which"
+        what = f"step {reducer.step}: a gradient is NaN or infinite ({text})"
+        if self._options.nonfinite == "raise":
+            raise NonFiniteGradient(
+                f"{what}. Lower the learning rate, clip gradients or look at that rank's batch;"
+                " nonfinite='skip' leaves such steps out on all ranks"
+            )
+        self.skipped_steps += 1
+        for param in reducer.params:
+            param.grad = None
+        if self._group.rank == 0:
+            warnings.warn(f"{what}; the step is left out on all ranks", stacklevel=2)
+
+
+def _bad_contributions(reducer: Reducer) -> list[str]:
+    """Name the parameters whose own gradient on this rank, before the exchange, was not finite."""
+    dense = [(slot.name, slot.grad) for bucket in reducer.buckets for slot in bucket.slots]
+    sparse = [
+        (name, grad.coalesce().values() if grad.is_sparse else grad)
+        for name, grad in reducer.sparse.contributions.items()
+    ]
+    return [name for name, grad in dense + sparse if not torch.isfinite(grad).all()]
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether no element is NaN or infinite, in one pass over memory without a copy.
+
+    Sparse tensors are coalesced first.
+    """
+    for tensor in tensors:
+        values = tensor.coalesce().values() if tensor.is_sparse else tensor
+        if values.numel():
+            low, high = torch.aminmax(values)  # both are NaN if any element is
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                return False
+    return True
+
+
+def _list(things: Sequence[object]) -> str:
+    shown = ", ".join(str(thing) for thing in things[:_SHOWN])
+    return shown + (f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else "")

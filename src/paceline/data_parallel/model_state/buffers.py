@@ -1,0 +1,292 @@
+"""Buffers of the model (running statistics, counters, caches) kept in step between workers.
+
+All buffers lie one after the other in one piece of engine memory, and the model's tensors are views
+of it, so that synchronising hundreds of small tensors takes one collective and no copy:
+
+    [ float32 ... | float64 ... | other dtypes ... ]     a section for each dtype
+      bn.running_mean, bn.running_var, ...               in the order of the model
+
+The policies, applied after every optimizer step:
+
+    broadcast   everybody takes rank 0's: the whole memory travels as bytes, whatever the dtypes
+    average     floating-point and complex sections become the mean of all ranks; others rank 0's
+    local       every rank keeps its own
+
+A tensor moves into the memory with its strides, and stays the same object. A loose buffer (a view
+of something else, a tensor that the script assigned later) is copied in before and back after. When
+buffers come, go or change their shape, the next step finds a new layout. Submodules that are added
+later are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from paceline import _core
+from paceline.comm.group import Group
+from paceline.comm.shared_memory import allocate
+from paceline.data_parallel.hooks import keep_tensor_plain
+from paceline.errors import PeerError, PeerLost, UnsupportedTensor, UsageError
+from paceline.runtime.work import Work
+
+POLICIES = ("broadcast", "average", "local")
+_ALIGNMENT = 64  # bytes: a section starts on a cache line
+# What a mean is computed in; sections of other dtypes travel as bytes.
+_REAL = {
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.float16: torch.float16,
+    torch.bfloat16: torch.bfloat16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of one buffer."""
+
+    buffer: Tensor
+    view: Tensor  # of the memory
+    address: int  # of the buffer when it was placed; if it is another one now, it was moved
+
+    @property
+    def is_loose(self) -> bool:
+        return self.address != self.view.data_ptr()
+
+
+class Buffers:
+    """The buffers of one model on one rank. Main thread only.
+
+    `start()` and `finish()` enclose the optimizer's work, during which nobody changes buffers. If
+    training goes on without a worker that is lost, so does this: each rank's buffers are then its
+    own.
+
+    In an elastic job `synchronise()` takes their place, and can be repeated: what all agreed on
+    last is kept, because a newcomer, or a replacement that computes a step again, begins with it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        engine: _core.Engine,
+        policy: str = "broadcast",
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        if policy not in POLICIES:
+            raise UsageError(f"buffers={policy!r}: choose one of {', '.join(POLICIES)}")
+        self._group, self._engine, self._policy = group, engine, policy
+        self._goes_on = goes_on
+        self._modules = dict(model.named_modules())
+        self._slots: list[_Slot] = []
+        self.num_placed = 0  # buffers, when they were last looked at
+        self._loose: list[_Slot] = []
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._sections: dict[torch.dtype, Tensor] = {}
+        self._under_way: list[Work[Any]] = []
+        self.agreed = torch.empty(0, dtype=torch.uint8)  # elastic jobs: after the last agreement
+
+    def synchronise(self) -> None:
+        """Bring the buffers of all workers together, as the policy says. Collective, repeatable."""
+        self._copy_in()
+        if self._policy != "local" and self._memory.numel():
+            mine = self._memory.clone()
+            try:
+                self._exchange()
+                for work in self._under_way:
+                    work.wait()
+            except PeerError:
+                self._memory.copy_(mine)  # half of it may be somebody else's
+                raise
+            finally:
+                self._under_way = []
+            self._copy_back()
+        self.agreed = self._memory.clone()
+
+    def adopt(self, agreed: Tensor) -> None:
+        """Take over what a peer's workers agreed on last."""
+        self._copy_in()
+        if agreed.numel() != self._memory.numel():
+            raise UsageError(
+                f"rank {self._group.rank}: a peer sends buffers of {agreed.numel()} bytes, this"
+                f" worker's model has {self._memory.numel()}; build the same model on every rank"
+            )
+        self._memory.copy_(agreed)
+        self.agreed = agreed
+        self._copy_back()
+
+    def broadcast_now(self) -> None:
+        """Give every rank the values of rank 0, whatever the policy. Collective and blocking."""
+        self._copy_in()
+        if self._memory.numel():
+            self._group.broadcast(self._memory)
+        self._copy_back()
+
+    def start(self) -> None:
+        """Begin to synchronise; nobody may change a buffer before `finish()`."""
+        self.finish()  # of a step that an error interrupted
+        if self._policy == "local":
+            return
+        self._copy_in()
+        if self._memory.numel():
+            with self._without_lost_workers():
+                self._exchange()
+
+    def _exchange(self) -> None:
+        if self._policy == "broadcast":
+            self._under_way = [self._group.broadcast(self._memory, async_op=True)]  # type: ignore[list-item]
+            return
+        for dtype, section in self._sections.items():
+            if dtype in _REAL:
+                numbers = section.view(_REAL[dtype])
+                work = self._group.all_reduce(numbers, "mean", async_op=True)
+            else:
+                work = self._group.broadcast(section, async_op=True)
+            self._under_way.append(work)  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        """Wait for what `start()` began; then every buffer has its new value."""
+        works, self._under_way = self._under_way, []
+        with self._without_lost_workers():
+            for work in works:
+                work.wait()
+        if works:
+            self._copy_back()
+
+    @contextlib.contextmanager
+    def _without_lost_workers(self) -> Iterator[None]:
+        try:
+            yield
+        except PeerLost as error:
+            if not self._goes_on:
+                raise
+            warnings.warn(
+                f"rank {self._group.rank}: buffers={self._policy} ends, because a worker is lost:"
+                f" {error} From now on the buffers of each rank are its own",
+                stacklevel=2,
+            )
+            self._policy = "local"
+
+    # -- copies -------------------------------------------------------------------------------
+
+    def _copy_in(self) -> None:
+        """Bring the memory up to date with the buffers that the model has now."""
+        found = self._current()
+        if len(found) != len(self._slots) or any(
+            buffer is not slot.buffer or buffer.data_ptr() != slot.address
+            for buffer, slot in zip(found, self._slots, strict=True)
+        ):
+            self._place(found)
+        for slot in self._loose:
+            slot.view.copy_(slot.buffer.detach())
+
+    def _copy_back(self) -> None:
+        for slot in self._loose:
+            # An expanded tensor shows one element many times; it is written once.
+            once = tuple(slice(0, 1 if step == 0 else None) for step in slot.buffer.stride())
+            slot.buffer.detach()[once].copy_(slot.view[once])
+
+    # -- layout -------------------------------------------------------------------------------
+
+    def _current(self) -> list[Tensor]:
+        """Return the model's buffers, each once, also when several modules share it."""
+        all_modules = (module._buffers.values() for module in self._modules.values())
+        buffers = (b for of_module in all_modules for b in of_module if b is not None)
+        return [buffer for buffer in dict.fromkeys(buffers) if not is_lazy(buffer)]
+
+    def _place(self, found: list[Tensor]) -> None:
+        """Give every buffer its place: in the same memory if nothing but tensors was exchanged."""
+        for buffer in found:
+            self._require_movable(buffer)
+        views = [slot.view for slot in self._slots]
+        if [_kind(b) for b in found] != [_kind(v) for v in views] or self._has_strayed(found):
+            placed = {slot.buffer for slot in self._slots if not slot.is_loose}
+            sharers = Counter(b.untyped_storage().data_ptr() for b in found)
+            views = self._lay_out(found)
+            for buffer, view in zip(found, views, strict=True):
+                is_alone = sharers[buffer.untyped_storage().data_ptr()] == 1
+                if buffer in placed or (is_alone and _owns_its_memory(buffer)):
+                    buffer.data = view.copy_(buffer.detach())
+                    keep_tensor_plain(buffer)
+        self._slots = [_Slot(b, v, b.data_ptr()) for b, v in zip(found, views, strict=True)]
+        self._loose = [slot for slot in self._slots if slot.is_loose]
+        self.num_placed = len(self._slots)
+
+    def _has_strayed(self, found: list[Tensor]) -> bool:
+        """Say whether a buffer lies in another's place, where copying in would overwrite it."""
+        start = self._memory.data_ptr()
+        return any(
+            start <= buffer.data_ptr() < start + self._memory.numel()
+            and buffer.data_ptr() != slot.view.data_ptr()
+            for buffer, slot in zip(found, self._slots, strict=True)
+        )
+
+    def _lay_out(self, buffers: list[Tensor]) -> list[Tensor]:
+        """Return a view of new memory for each buffer, with its shape and its order in memory."""
+        counts = Counter[torch.dtype]()
+        offsets = []
+        for buffer in buffers:
+            offsets.append(counts[buffer.dtype])
+            counts[buffer.dtype] += buffer.numel()
+        ends = [0, *accumulate(_room(dtype, count) for dtype, count in counts.items())]
+        self._memory = allocate(self._engine, (ends[-1],), torch.uint8).zero_()
+        spans = dict(zip(counts, pairwise(ends), strict=True))
+        # To torch, every section is a memory of its own: torch.save refuses one with two dtypes.
+        self._sections = {
+            d: torch.from_numpy(self._memory[a:b].numpy()) for d, (a, b) in spans.items() if a != b
+        }
+        nothing = torch.empty(0, dtype=torch.uint8)
+        views = []
+        for buffer, offset in zip(buffers, offsets, strict=True):
+            strides = torch.empty_like(buffer, device="meta").stride()
+            section = self._sections.get(buffer.dtype, nothing).view(buffer.dtype)
+            views.append(section.as_strided(buffer.shape, strides, offset))
+        return views
+
+    def _require_movable(self, buffer: Tensor) -> None:
+        is_dense = buffer.device.type == "cpu" and buffer.layout is torch.strided
+        can_average = not buffer.is_floating_point() or buffer.dtype in _REAL
+        if is_dense and (can_average or self._policy != "average"):
+            return
+        name = next(
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self._modules.items()
+            for name, other in module._buffers.items()
+            if other is buffer
+        )
+        found = f"buffer {name} is {buffer.dtype} on {buffer.device}, {buffer.layout}"
+        if is_dense:
+            raise UnsupportedTensor(
+                f"{found}: the engine has no mean of that; use buffers='broadcast' or 'local'"
+            )
+        raise UnsupportedTensor(
+            f"{found}: workers share dense buffers in CPU memory; convert it, or keep it as a plain"
+            " attribute of the module, which is not synchronised"
+        )
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _room(dtype: torch.dtype, count: int) -> int:
+    """Return the bytes of a section."""
+    return -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _owns_its_memory(buffer: Tensor) -> bool:
+    """Say whether nothing else can be seen to use the buffer's memory, so that it may move."""
+    is_whole = buffer.untyped_storage().nbytes() == buffer.numel() * buffer.itemsize
+    return is_whole and type(buffer) is Tensor and not buffer.requires_grad

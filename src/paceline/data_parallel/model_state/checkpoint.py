@@ -1,0 +1,384 @@
+"""What a checkpoint has of one distributed model, however its pace has spread it.
+
+    common   the same whoever asks: what stands for all workers. Parameters and buffers under the
+             names of `state_dict()`, the optimizer's state by the parameter's name, what a method
+             keeps for all
+    own      this worker's alone, of use only to a job with as many workers at the same pace: values
+             that have gone apart from the others', what a codec or a method has not sent yet
+
+    model/layer.weight   optimizer/layer.weight/exp_avg   pace/begin.0   codec/0
+
+To take a picture is collective and changes nothing; the tensors in it are live, to be copied
+before the next step.
+
+To restore one works at whatever pace and with however many workers. What stands for all workers is
+loaded everywhere. With as many workers as there were, at the same pace, each also gets its own back
+and goes on to the bit. Otherwise what was each worker's own is brought to what all can begin with:
+optimizers that had gone apart become their mean, residuals the mean of the residuals (so that what
+was left out still comes, and as much of it), and a pace begins anew at the values that stand for
+all. What was done is returned in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from msgspec import structs
+from torch import nn
+
+from paceline.data_parallel.model_state.parts import numbered_groups, settings_of
+from paceline.data_parallel.pace_switch.handover import mean_state, params_of
+from paceline.data_parallel.training import Training
+from paceline.errors import CheckpointMismatch
+from paceline.pace.method import PaceState
+from paceline.state.protocol import Part, State
+from paceline.state.serializer import read_back, write_down
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Picture:
+    """A distributed model at one moment, as one worker has it."""
+
+    common: Tensors = field(default_factory=dict)  # every worker has all of it, or the first alone
+    first: Tensors = field(default_factory=dict)  # common too, but only the first worker has it
+    own: Tensors = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)  # common
+    own_plain: dict[str, Any] = field(default_factory=dict)
+
+
+def take_picture(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer) -> Picture:
+    """Return what a checkpoint has of a model. Collective where workers have gone apart."""
+    picture = Picture()
+    serving, apart = training.serving, training.is_apart
+    is_first = training.is_first
+    if serving is not None:
+        serving.update.settle()
+        if is_first:
+            serving.update.pull()
+    agreed = training.agreed_values()
+    is_shared = serving is None
+    groups = _groups(model, optimizer, picture.common)
+    picture.plain = {
+        "pace": str(training.pace),
+        "options": {k: str(value) for k, value in structs.asdict(training.options).items()},
+        "optimizer": {"class": type(optimizer).__name__, "groups": groups},
+        "layout": layout_of(training),
+    }
+    state = model.state_dict()
+    params = dict(model.named_parameters(remove_duplicate=False))  # tied ones have several names
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            picture.common[f"model/{name}"] = agreed.get(params.get(name), value.detach())
+        else:
+            written = write_down(value, f"extra/{name}", picture.common)
+            picture.plain.setdefault("extra", {})[name] = written
+    own_optimizer = apart or (serving is not None and serving.optimizer_state is None)
+    if own_optimizer:
+        picture.own.update(_optimizer_state(model, optimizer, picture.own_plain))
+    elif is_first or is_shared:
+        picture.common.update(_optimizer_state(model, optimizer, picture.plain))
+    if apart:
+        # By all of their names, as the common ones: the last that is loaded counts.
+        picture.own.update({f"model/{name}": p.detach() for name, p in params.items()})
+    if apart or training.buffers_are_local:
+        named = {name for name, _ in model.named_buffers()}
+        own = {f"model/{name}": value for name, value in state.items() if name in named}
+        picture.own.update(own)
+    _add_pace(picture, training, is_first=is_first)
+    if not is_shared:
+        picture.first, picture.common = (
+            ({**picture.first, **picture.common} if is_first else {}),
+            {},
+        )
+    return picture
+
+
+def layout_of(training: Training) -> list[list[Any]]:
+    """Say how parameters lie in buckets: flat tensors fit only where this is the same."""
+    return [
+        [[slot.name, slot.place.start, slot.place.count] for slot in bucket.slots]
+        for bucket in training.reducer.buckets
+    ]
+
+
+def codec_of(training: Training) -> Part | None:
+    """Return what keeps the residuals of gradients at this pace; None: nothing does."""
+    return training.exchange.residuals
+
+
+def _add_pace(picture: Picture, training: Training, *, is_first: bool) -> None:
+    """Add what the pace and the codec have: what is kept for all is written by the first worker."""
+    if training.method is not None:
+        state = PaceState(training.method).state()
+        picture.own_plain["method"] = picture.plain["method"] = state.counts
+        picture.own.update(_named("pace", {**state.copied, **state.own}))
+        if is_first:
+            fetched = {name: fetch() for name, fetch in state.served.items()}
+            picture.first.update(_named("pace", {**state.shared, **fetched}))
+    codec = codec_of(training)
+    if codec is not None:
+        state = codec.state()
+        picture.own_plain["codec"] = state.counts
+        picture.own.update(_named("codec", {**state.copied, **state.own}))
+
+
+def _named(kind: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    return {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the name of every parameter; of one with several, the first."""
+    return {param: name for name, param in model.named_parameters()}
+
+
+def _groups(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors
+) -> list[dict[str, Any]]:
+    names, groups = names_of(model), []
+    pairs = zip(optimizer.param_groups, settings_of(optimizer), strict=True)
+    for number, (group, settings) in enumerate(pairs):
+        written = write_down(settings, f"optimizer-group-{number}", tensors)
+        groups.append({"params": [names[p] for p in group["params"]], "settings": written})
+    return groups
+
+
+def _optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plain: dict[str, Any]
+) -> Tensors:
+    names, found = names_of(model), Tensors()
+    params = params_of(optimizer)
+    values: dict[str, dict[str, Any]] = {}
+    for number, entries in optimizer.state_dict()["state"].items():
+        name = names[params[number]]
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                found[f"optimizer/{name}/{key}"] = value.detach()
+            else:
+                what = f"optimizer-value/{name}/{key}"
+                values.setdefault(name, {})[key] = write_down(value, what, found)
+    plain["optimizer values"] = values
+    return found
+
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """What a checkpoint has of one model (checkpoint.py)."""
+
+    common: Mapping[str, torch.Tensor]
+    plain: Mapping[str, Any]
+    owns: Sequence[Callable[[], Tensors]]  # by worker; read when they are needed
+    own_plains: Sequence[Mapping[str, Any] | None]  # None: it had left
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers saved it."""
+        return len(self.owns)
+
+    @property
+    def those_there(self) -> list[tuple[Tensors, Mapping[str, Any]]]:
+        """What each of those had who had not left."""
+        pairs = zip(self.owns, self.own_plains, strict=True)
+        return [(read(), plain) for read, plain in pairs if plain is not None]
+
+
+class Restoring:
+    """Puts one model to where a checkpoint has it. Collective, on the main thread."""
+
+    def __init__(
+        self, training: Training, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._training, self._model, self._optimizer = training, model, optimizer
+        self.notices: list[str] = []
+
+    def run(self, saved: SavedModel, rank: int, world_size: int) -> None:
+        """Load everything; `rank` is this worker's place among `world_size`."""
+        training = self._training
+        fits = saved.plain["layout"] == layout_of(training)
+        is_same_pace = saved.plain["pace"] == str(training.pace) and fits
+        is_same_world = saved.num_workers == world_size and None not in saved.own_plains
+        own: Tensors = {}
+        goes_on = is_same_pace and is_same_world
+        if goes_on:
+            own = saved.owns[rank]()
+        elif saved.plain["pace"] != str(training.pace):
+            self._say(f"pace {training.pace} instead of {saved.plain['pace']}")
+        elif not fits and training.method is not None:
+            self._say(f"what pace {training.pace} keeps begins anew: parameters lie otherwise")
+        self.load_values(saved)
+        self._load_optimizer(saved, rank, own if goes_on else None)
+        self._load_method(saved, rank, own, is_same_pace=is_same_pace, goes_on=goes_on)
+        self._load_codec(saved, rank, own, fits=fits, goes_on=goes_on)
+        if goes_on:
+            self._load_model(saved, own)
+
+    def load_values(self, saved: SavedModel) -> None:
+        """Load parameters and buffers, the same on all workers."""
+        self._load_model(saved, {})
+        self._training.take_over_values()
+        if self._training.method is not None:
+            self._training.method.begin()
+
+    def _say(self, text: str) -> None:
+        if text not in self.notices:
+            self.notices.append(text)
+
+    # -- values -------------------------------------------------------------------------------
+
+    def _load_model(self, saved: SavedModel, own: Mapping[str, torch.Tensor]) -> None:
+        """Load what stands for all, or with `own` what this worker had in its place."""
+        source = {**saved.common, **own} if own else saved.common
+        found = _under("model/", source)
+        extra = saved.plain.get("extra", {})
+        found |= {name: read_back(value, saved.common) for name, value in extra.items()}
+        expected = self._model.state_dict()
+        lacking = [name for name in expected if name not in found]
+        foreign = [name for name in found if name not in expected]
+        if lacking or foreign:
+            raise CheckpointMismatch(
+                "the checkpoint is of another model: it has no"
+                f" {_some(lacking) or 'missing names'}, and the model has no"
+                f" {_some(foreign) or 'missing names'}; build the model that was saved"
+            )
+        for name, value in expected.items():
+            _require_shape(name, value, found[name])
+        if own and not any(name.startswith("model/") for name in own):
+            return
+        self._model.load_state_dict(found, strict=True)
+
+    def _load_optimizer(self, saved: SavedModel, rank: int, own: Tensors | None) -> None:
+        optimizer, names = self._optimizer, names_of(self._model)
+        told = saved.plain["optimizer"]
+        if told["class"] != type(optimizer).__name__:
+            raise CheckpointMismatch(
+                f"the checkpoint has the state of {told['class']}, and the script's optimizer is"
+                f" {type(optimizer).__name__}; use the same one, or load only the weights:"
+                " pl.Checkpoint(..., resume='weights')"
+            )
+        entries = self._entries(saved, rank, own)
+        numbers = {names[p]: n for n, p in enumerate(params_of(optimizer))}
+        foreign = [name for name in entries if name not in numbers]
+        if foreign:
+            raise CheckpointMismatch(
+                f"the checkpoint has the optimizer's state of {_some(foreign)}, which the script's"
+                " optimizer does not update"
+            )
+        groups = self._groups(saved, told["groups"])
+        state = {numbers[name]: values for name, values in entries.items()}
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _entries(
+        self, saved: SavedModel, rank: int, own: Tensors | None
+    ) -> dict[str, dict[str, Any]]:
+        """Return the optimizer's state by the names of parameters."""
+        if "optimizer values" in saved.plain:
+            return _entries_of(saved.common, saved.plain["optimizer values"])
+        if own is not None:
+            return _entries_of(own, _own(saved, rank)["optimizer values"])
+        if saved.num_workers > 1:
+            self._say("the optimizers of the workers, which had gone apart, became their mean")
+        states = [_entries_of(own, plain["optimizer values"]) for own, plain in saved.those_there]
+        return mean_state(states)
+
+    def _groups(self, saved: SavedModel, told: Sequence[Any]) -> list[dict[str, Any]]:
+        mine = self._optimizer.param_groups
+        if len(told) != len(mine):
+            raise CheckpointMismatch(
+                f"the checkpoint's optimizer has {len(told)} param groups, the script's"
+                f" {len(mine)}; make the same groups"
+            )
+        settings = [read_back(theirs["settings"], saved.common) for theirs in told]
+        return numbered_groups(self._optimizer, settings)
+
+    # -- what a pace and a codec keep ---------------------------------------------------------
+
+    def _load_method(
+        self, saved: SavedModel, rank: int, own: Tensors, *, is_same_pace: bool, goes_on: bool
+    ) -> None:
+        method = self._training.method
+        if method is None or not is_same_pace or "method" not in saved.plain:
+            return  # it has begun at the values that were loaded
+        counts = _own(saved, rank)["method"] if goes_on else saved.plain["method"]
+        shared = _under("pace/", saved.common)
+        PaceState(method).load(State(counts, shared, own=_under("pace/", own)), None)
+
+    def _load_codec(
+        self, saved: SavedModel, rank: int, own: Tensors, *, fits: bool, goes_on: bool
+    ) -> None:
+        codec = codec_of(self._training)
+        (_, first), *_ = saved.those_there
+        if codec is None or "codec" not in first:
+            return
+        state = codec.state()
+        kept = {**state.copied, **state.own}
+        if not kept:
+            return
+        is_same_codec = saved.plain["options"].get("compress") == str(
+            self._training.options.compress
+        )
+        if not fits or not is_same_codec:
+            self._say("what the codec had left out of gradients was dropped")
+        elif goes_on:
+            codec.load(State(_own(saved, rank)["codec"], own=_under("codec/", own)), None)
+        else:
+            self._say("of what the codecs of the workers had left out, each begins with the mean")
+            theirs = [_under("codec/", own) for own, _ in saved.those_there]
+            codec.load(State(first["codec"], own=_means_of(kept, theirs)), None)
+
+
+def _means_of(
+    mine: Mapping[str, torch.Tensor], theirs: Sequence[Mapping[str, torch.Tensor]]
+) -> Tensors:
+    """Return the mean of what the workers had, as far as it has the shape that it has here."""
+    means = Tensors()
+    for name, tensor in mine.items():
+        found = [one[name] for one in theirs if name in one]
+        if found and all(one.shape == tensor.shape for one in found):
+            means[name] = torch.stack(found).mean(0)
+    return means
+
+
+def _own(saved: SavedModel, rank: int) -> Mapping[str, Any]:
+    plain = saved.own_plains[rank]
+    assert plain is not None, "who goes on was there"
+    return plain
+
+
+def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _entries_of(
+    tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = {}
+    for name, tensor in _under("optimizer/", tensors).items():
+        param, _, key = name.rpartition("/")
+        entries.setdefault(param, {})[key] = tensor
+    for param, by_key in values.items():
+        for key, written in by_key.items():
+            entries.setdefault(param, {})[key] = read_back(written, tensors)
+    return entries
+
+
+def _require_shape(name: str, mine: Any, theirs: Any) -> None:
+    if not isinstance(mine, torch.Tensor):
+        return
+    if not isinstance(theirs, torch.Tensor) or mine.shape != theirs.shape:
+        found = list(theirs.shape) if isinstance(theirs, torch.Tensor) else type(theirs).__name__
+        raise CheckpointMismatch(
+            f"the checkpoint has {name} as {found}, expected {list(mine.shape)} as the script's"
+            " model has it; build the model that was saved"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

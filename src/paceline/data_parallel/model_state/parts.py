@@ -1,0 +1,166 @@
+"""What of a training follows workers that come and go: the parts of one model.
+
+A worker that comes later must have parameters, the buffers that all agreed on last, the optimizer's
+state and settings, and the number of steps done. With parameter servers the first and the third are
+theirs; a newcomer reads them there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.data_parallel.bucket_allocator import CommonMemory, Housing
+from paceline.data_parallel.model_state.buffers import Buffers
+from paceline.data_parallel.reducer import Reducer
+from paceline.data_parallel.setup import Groundwork
+from paceline.data_parallel.update.elastic import ElasticStep
+from paceline.errors import InconsistentRanks
+from paceline.pace.method import PaceState
+from paceline.runtime.job import Job
+from paceline.state.protocol import Change, Part, State
+
+_NO_SETTINGS = ("params", "param_names")
+_USES = ("", " pace", " memory", " codec")
+
+
+class TrainingState(Part):
+    """The state of one distributed model, as a newcomer receives it."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        buffers: Buffers,
+        is_local: bool,
+    ) -> None:
+        self._job = job
+        self._model = weakref.ref(model)
+        self._optimizer = weakref.ref(optimizer)
+        self._buffers = buffers
+        self._is_local = is_local  # parameters and optimizer are the workers' own
+
+    def state(self) -> State:
+        """Return everything, as it was after the last step that all agreed on."""
+        model, optimizer = self._both()
+        shared: dict[str, Any] = {
+            "buffers": self._buffers.agreed,
+            "settings": settings_of(optimizer),
+        }
+        if self._is_local:
+            shared["params"] = {name: p.detach() for name, p in model.named_parameters()}
+            shared["optimizer"] = optimizer.state_dict()["state"]
+        what = f"the optimizer {type(optimizer).__name__}"
+        return State(counts=self._job.steps_done, shared=shared, what=what)
+
+    def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
+        """Take over everything."""
+        model, optimizer = self._both()
+        if state.shared["buffers"].numel():
+            self._buffers.adopt(state.shared["buffers"])
+        if self._is_local:
+            _load_params(dict(model.named_parameters()), state.shared["params"])
+            groups = numbered_groups(optimizer, state.shared["settings"])
+            told = {"state": state.shared["optimizer"], "param_groups": groups}
+            optimizer.load_state_dict(told)
+        else:
+            give_settings(optimizer, state.shared["settings"])
+        self._job.reporter.steps_done = state.counts
+
+    def _both(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer = self._model(), self._optimizer()
+        assert model is not None and optimizer is not None, "a worker that is asked is in training"
+        return model, optimizer
+
+
+def take_part(
+    ground: Groundwork,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    reducer: Reducer,
+    buffers: Buffers,
+    housing: Housing,
+) -> ElasticStep | None:
+    """Be ready for workers that come and go; return how steps are taken where those are an
+    exchange of all."""
+    elastic, step = ground.job.elastic, None
+    elastic.may_part = ground.may_part
+    if not elastic.is_on:
+        return None
+    is_served = ground.serving is not None
+    elastic.is_lockstep = not ground.is_free
+    if ground.method is None:
+        step = ElasticStep(
+            ground.job,
+            optimizer,
+            reducer,
+            buffers,
+            ground.form("flags"),
+            is_served=is_served,
+            resize_lr=ground.options.resize_lr,
+        )
+    kept = TrainingState(ground.job, model, optimizer, buffers, not is_served)
+    elastic.register(ground.name, kept)
+    if ground.method is not None:
+        elastic.register(f"{ground.name} pace", PaceState(ground.method))
+    # What servers keep is theirs; what workers keep follows them.
+    if ground.exchange.traits.is_collective and ground.exchange.residuals is not None:
+        elastic.register(f"{ground.name} codec", ground.exchange.residuals)
+    if ground.is_common:
+        memory = CommonMemory(ground.host, housing, is_newcomer=elastic.is_candidate)
+        elastic.register(f"{ground.name} memory", memory)
+    return step
+
+
+def leave(ground: Groundwork) -> None:
+    """Take all of it back."""
+    for use in _USES:
+        ground.job.elastic.unregister(ground.name + use)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each param group: all but its parameters."""
+    return [{k: v for k, v in g.items() if k not in _NO_SETTINGS} for g in optimizer.param_groups]
+
+
+def give_settings(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Let the param groups have these settings."""
+    for group, mine in zip(optimizer.param_groups, settings, strict=True):
+        group.update(mine)
+
+
+def numbered_groups(
+    optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return these settings with the parameters of each group as numbers, as in a state_dict."""
+    groups, first = [], 0
+    for group, mine in zip(optimizer.param_groups, settings, strict=True):
+        count = len(group["params"])
+        groups.append({**mine, "params": list(range(first, first + count))})
+        first += count
+    return groups
+
+
+def _load_params(mine: dict[str, nn.Parameter], theirs: dict[str, torch.Tensor]) -> None:
+    here = [[name, list(param.shape)] for name, param in mine.items()]
+    there = [[name, list(value.shape)] for name, value in theirs.items()]
+    if here != there:
+        raise _difference(here, there)
+    with torch.no_grad():
+        for name, value in theirs.items():
+            mine[name].copy_(value)
+
+
+def _difference(mine: list[Any], theirs: list[Any]) -> InconsistentRanks:
+    pairs = [(a, b) for a, b in zip(mine, theirs, strict=False) if a != b]
+    here, there = pairs[0] if pairs else (f"{len(mine)} parameters", f"{len(theirs)}")
+    return InconsistentRanks(
+        f"a newcomer has built another model than the job trains: {here} here, {there} there;"
+        " start it with the same script and arguments",
+        name=str(here),
+    )

@@ -1,0 +1,281 @@
+"""Which paces a model is trained at: the script's words, and what wins over them.
+
+The command line (PACELINE_PACE, PACELINE_PRECISION) wins over the script, and what a person wishes
+while the job runs wins over both. What the script gives as keywords, or in brackets, counts at
+every pace that has such an option.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.compress.codec import make_codec
+from paceline.compress.parse import parse_codec
+from paceline.data_parallel.amp.mixed_precision import find_problem_with_precision
+from paceline.data_parallel.checks.model import find_problem_with_servers
+from paceline.errors import UsageError
+from paceline.options.grammar import Text, number_text
+from paceline.options.table import Options, wire_dtype
+from paceline.pace.parse import PaceSpec, find_problem_with_backups, find_problem_with_codec
+from paceline.pace.registry import KNOWN, Pace, find, needs_servers
+from paceline.pace.schedule import Phase, Schedule, notices_of, parse_schedule
+from paceline.runtime.config import requested_pace, requested_precision
+from paceline.runtime.console import say
+from paceline.runtime.job import Job
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One phase: behind which step it begins, the pace, and its options."""
+
+    start: int
+    pace: PaceSpec
+    options: Options
+
+
+class Choice:
+    """Chooses for one call of `distribute`, then and later."""
+
+    def __init__(self, job: Job, given: Mapping[str, str | float]) -> None:
+        self._job = job
+        self._given = given
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
+        self._mine = self._asked = Schedule.of(PaceSpec("allreduce"))
+
+    def at_start(self, pace: str) -> list[Chosen]:
+        """Combine the script's pace and arguments with what the command line says, which wins."""
+        self._mine, told = parse_schedule(pace), requested_pace()
+        asked = self._asked = self._mine if told is None else parse_schedule(told)
+        is_first = self._job.env.rank == 0
+        if told is not None and is_first and str(asked) != str(self._mine):
+            say(f"pace {asked} from the command line instead of the script's {self._mine}")
+        if asked == self._mine and len(asked.phases) > 1:
+            self._refuse_unknown_options(asked)
+        phases = [self._choose(phase, asked) for phase in asked.phases]
+        if self._job.servers and not asked.uses_servers and asked.why_no_servers:
+            raise UsageError(
+                f"pace {asked} uses no parameter servers{asked.why_no_servers}, and this job has"
+                " some: start it without -s, or choose another pace"
+            )
+        if self._job.elastic.is_on and len(phases) > 1:
+            _refuse_free_running(asked)
+        for notice in notices_of(pace if told is None else told) if is_first else ():
+            say(notice)
+        return phases
+
+    def find_problem(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, phases: Sequence[Chosen]
+    ) -> str | None:
+        """Say why these two cannot be trained at one of the paces; None: they can. From now on
+        `while_running` is about them."""
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        found = (self._problem_with(phase.pace, phase.options) for phase in phases)
+        return next((problem for problem in found if problem is not None), None)
+
+    def while_running(self, pace: str) -> Chosen:
+        """Say what another pace comes to; UsageError when it cannot be."""
+        asked = parse_schedule(pace)
+        if len(asked.phases) > 1:
+            raise UsageError(
+                f"pace={pace}: a running job takes one pace at a time, not a schedule; set the next"
+                " one when it is time"
+            )
+        if self._job.elastic.is_on:
+            _refuse_free_running(asked)
+            _refuse_free_running(self._asked)
+        chosen = self._choose(asked.phases[0], asked)
+        problem = self._problem_with(chosen.pace, chosen.options)
+        if problem is not None:
+            raise UsageError(problem)
+        return chosen
+
+    def _choose(self, phase: Phase, asked: Schedule) -> Chosen:
+        full, given = self._complete(phase.pace, asked)
+        chosen = Chosen(phase.start, phase.pace, options_of(full, given))
+        self._check(full, chosen.options)
+        return chosen
+
+    def _complete(
+        self, pace: PaceSpec, asked: Schedule
+    ) -> tuple[PaceSpec, Mapping[str, str | float]]:
+        """Return a pace with the options that the script wrote, and its keywords that count."""
+        mine, given = self._mine, self._given
+        same = [phase.pace for phase in mine.phases if phase.pace.name == pace.name]
+        written = (same[0] if same else mine.first).options
+        if len(asked.phases) > 1 or asked.first.name != mine.first.name:
+            given = {key: value for key, value in given.items() if _fits(pace, key, value)}
+            written = {key: value for key, value in written.items() if _fits(pace, key, value)}
+        told = requested_precision()
+        if told is not None:  # wherever else it may stand
+            given = {**given, "precision": told}
+            written = {key: value for key, value in written.items() if key != "precision"}
+            options = {key: value for key, value in pace.options.items() if key != "precision"}
+            pace = PaceSpec(pace.name, pace.number, options)
+        return PaceSpec(pace.name, pace.number, {**written, **pace.options}), given
+
+    def _refuse_unknown_options(self, schedule: Schedule) -> None:
+        rows = [_row(phase.pace) for phase in schedule.phases]
+        for name in self._given:
+            if not any(row.option(name) for row in rows):
+                raise UsageError(f"none of the paces of {schedule} has an option {name!r}")
+
+    def _check(self, pace: PaceSpec, options: Options) -> None:
+        job = self._job
+        if pace.needs_servers and not job.servers:
+            _do_without_servers(job, pace)
+        problem = find_problem_with_backups(pace, *self._numbers)
+        if problem and job.servers:
+            raise UsageError(problem)
+        pushed = {"compress": options.compress, "push": options.push}
+        problem = find_problem_with_codec(pace, pushed)
+        if problem:
+            raise UsageError(problem)
+        _refuse_apart(job, pace)
+        if job.elastic.is_on:
+            _refuse_in_elastic_jobs(options)
+            if job.place:
+                _refuse_in_units(pace)
+
+    @property
+    def _numbers(self) -> tuple[int, int]:
+        """Return how many workers and servers there are; in an elastic job, where both come and go
+        and a table may lie on one of its parts: at the start, and one."""
+        job = self._job
+        if job.elastic.is_on:
+            return job.env.world_size, min(len(job.servers), 1)
+        return job.world.size, len(job.servers)
+
+    def _problem_with(self, pace: PaceSpec, options: Options) -> str | None:
+        codec = parse_codec(options.own.get("compress", options.compress))
+        optimizer = self._optimizer()
+        if codec.is_on and optimizer is not None:
+            problem = make_codec(codec).find_problem(optimizer)
+            if problem:
+                return problem
+        return self._problem_with_model(pace, options)
+
+    def _problem_with_model(self, pace: PaceSpec, options: Options) -> str | None:
+        model, optimizer = self._model(), self._optimizer()
+        if model is None or optimizer is None:
+            return None
+        problem = find_problem_with_precision(model, options.precision)
+        if problem is not None or not (needs_servers(pace.name) and self._job.servers):
+            return problem
+        return find_problem_with_servers(model, optimizer, options.push)
+
+
+def options_of(pace: PaceSpec, given: Mapping[str, object]) -> Options:
+    """Return what the keywords of a script and the text of a pace, which wins, choose together."""
+    row = _row(pace)
+    written = {**{name: _checked(row, pace, name, given[name]) for name in given}, **pace.options}
+    chosen = {one.name: one.default_text for one in row.options} | written
+    if row.option("wire") and "wire" not in written:
+        chosen["wire"] = wire_dtype(str(chosen["precision"]))
+    texts = {name: text for name, text in chosen.items() if text is not None}
+    fields = set(Options.__struct_fields__) - {"own"}
+    values = {one.name: one.value_of(texts[one.name]) for one in row.options if one.name in texts}
+    # A method has its own, also where another pace has an option of the same name.
+    own = {name: text for name, text in texts.items() if row.method or name not in fields}
+    return Options(
+        own=own,
+        **{name: value for name, value in values.items() if name in fields},  # type: ignore[arg-type]
+    )
+
+
+def _row(pace: PaceSpec) -> Pace:
+    row = find(pace.name)
+    assert row is not None, "a pace that was read is known"
+    return row
+
+
+def _checked(row: Pace, pace: PaceSpec, name: str, value: object) -> str:
+    """Return a keyword's value as text; UsageError for one that the pace does not have."""
+    option = row.option(name)
+    if option is None:
+        others = [other for other, one in KNOWN.items() if one.option(name)]
+        where = f"; it belongs to {', '.join(others)}" if others else ""
+        names = ", ".join(one.name for one in row.options)
+        raise UsageError(f"pace {pace.name} has no option {name!r}{where}; its options: {names}")
+    if isinstance(option.kind, Text):
+        return option.kind.read(value)
+    problem = option.find_problem(value)
+    if problem:
+        raise UsageError(problem)
+    return number_text(float(value)) if isinstance(value, int | float) else str(value)
+
+
+def _fits(pace: PaceSpec, name: str, value: object) -> bool:
+    """Return whether a pace has an option that can have this value."""
+    option = _row(pace).option(name)
+    return option is not None and (not isinstance(option.kind, tuple) or value in option.kind)
+
+
+def _refuse_free_running(asked: Schedule) -> None:
+    for phase in asked.phases:
+        if phase.pace.is_free_running or phase.pace.name == "backup":
+            raise UsageError(
+                f"the pace of an elastic job cannot change from or to {phase.pace}, where workers"
+                " take different numbers of steps; change among paces in lockstep (allreduce, ps,"
+                " local, diloco ...), or start the job without --min, --max and --on-loss"
+            )
+
+
+def _refuse_apart(job: Job, pace: PaceSpec) -> None:
+    """Refuse a pace of one host where its workers could not share memory."""
+    row = find(pace.name)
+    if row is None or not row.on_one_host:
+        return
+    members = job.fabric.membership
+    hosts = {members.member(rank).host_id for rank in members.workers}
+    if job.elastic.is_candidate and hosts != {job.env.host_id}:
+        job.elastic.give_way(
+            f"pace {pace}: workers share memory, so a newcomer must be on their host"
+        )
+    if len(hosts) > 1:
+        raise UsageError(
+            f"pace {pace}: its workers share memory, but they are on {len(hosts)} hosts; start them"
+            " on one, or use async with servers (-s 1 --pace async)"
+        )
+
+
+def _refuse_in_units(pace: PaceSpec) -> None:
+    """Refuse paces at which the parts of a newcomer's model would be of different steps."""
+    if pace.is_free_running or pace.name == "backup":
+        raise UsageError(
+            f"pace {pace} in an elastic job whose model is in parts: workers take different numbers"
+            " of steps, and a replacement would get parts that do not belong together; use a pace"
+            " in lockstep (allreduce, ps, local, diloco ...), or start the job without --min, --max"
+            " and --on-loss"
+        )
+
+
+def _refuse_in_elastic_jobs(options: Options) -> None:
+    """Refuse what cannot go on when a worker is lost."""
+    if options.batchnorm == "global":
+        raise UsageError(
+            "batchnorm=global cannot be used in an elastic job: its exchange is in the middle of"
+            " forward, which cannot be repeated when a worker is lost; use batchnorm=local, or"
+            " start the job without --min, --max and --on-loss"
+        )
+    if options.update == "sharded":
+        raise UsageError(
+            "update=sharded cannot be used in an elastic job: with a worker its part of the"
+            " optimizer's state would be lost; use update=replicated (or auto), or start the job"
+            " without --min, --max and --on-loss"
+        )
+
+
+def _do_without_servers(job: Job, asked: PaceSpec) -> None:
+    """Alone there is nobody to agree with, so a plain step is what any pace comes to."""
+    if job.world.size > 1:
+        raise UsageError(
+            f"pace {asked} needs parameter servers, and this job has none: start it with"
+            f" `paceline run -n {job.world.size} -s 1 --pace {asked.name} ...` (or -s colocated)"
+        )
+    say(f"pace {asked}: one worker and no servers, so the optimizer runs here, step by step")

@@ -1,0 +1,144 @@
+"""What is handed over from one pace to the next: a plain model, and a plain optimizer's state.
+
+However parameters and optimizer were spread (parts on each worker of a host, shards on servers,
+copies that went apart for some steps), behind the last step at a pace every worker has all of it,
+the same as all others. The next pace spreads it again. Only what a codec has left out of gradients
+is each worker's own; it is added to the first ones at the next pace.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.group import Group
+from paceline.comm.object_collectives import tell_all
+
+OptimizerState = dict[torch.Tensor, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What stands for all workers behind the last step at a pace."""
+
+    state: OptimizerState  # of the optimizer
+    values: Sequence[torch.Tensor] = ()  # of the buckets, where parameters went apart
+
+
+def whole_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """Return a copy of all of an optimizer's state, by parameter, wherever it is kept."""
+    params = params_of(optimizer)
+    told = optimizer.state_dict()["state"]
+    return {
+        params[number]: {key: _copy(value) for key, value in entries.items()}
+        for number, entries in told.items()
+        if isinstance(number, int)
+    }
+
+
+def give_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+    """Let an optimizer have this state, and no other."""
+    optimizer.state = defaultdict(dict, state)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters in the order in which `state_dict()` numbers them."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+# -- the mean of what several optimizers remember ---------------------------------------------
+#
+# Counts (a number, or a tensor with one value, such as Adam's step) are the largest of them. What
+# only some workers have, because the others never had a gradient there, is zero on the others.
+
+
+def average_state(optimizer: torch.optim.Optimizer, state: OptimizerState, group: Group) -> None:
+    """Let all workers have the mean of what their optimizers remember: in `state`. Collective."""
+    params = params_of(optimizer)
+    here = [
+        [number, key, str(value.dtype).removeprefix("torch."), list(value.shape)]
+        for number, param in enumerate(params)
+        for key, value in sorted(state.get(param, {}).items())
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
+    everywhere: dict[tuple[int, str], tuple[str, list[int]]] = {}
+    for told in tell_all(group, here):
+        everywhere.update({(number, key): (dtype, shape) for number, key, dtype, shape in told})
+    for (number, key), (dtype, shape) in sorted(everywhere.items()):
+        entries = state.setdefault(params[number], {})
+        if key not in entries:
+            entries[key] = torch.zeros(shape, dtype=getattr(torch, dtype))
+        value = entries[key]
+        flat = value.detach().contiguous()
+        group.all_reduce(flat, "max" if _is_count(value) else "mean")
+        if flat.data_ptr() != value.data_ptr():
+            value.copy_(flat)
+
+
+Named = Mapping[str, Mapping[str, Any]]  # an optimizer's state, by the names of parameters
+
+
+def mean_state(states: Sequence[Named]) -> dict[str, dict[str, Any]]:
+    """Return the mean of what several optimizers remembered."""
+    pairs = ((param, key) for state in states for param, its in state.items() for key in its)
+    mean: dict[str, dict[str, Any]] = {}
+    for param, key in dict.fromkeys(pairs):
+        found = [state[param][key] for state in states if key in state.get(param, {})]
+        mean.setdefault(param, {})[key] = _mean_value(found, len(states))
+    return mean
+
+
+def _mean_value(found: Sequence[Any], count: int) -> Any:
+    first = found[0]
+    if isinstance(first, torch.Tensor):
+        every = torch.stack(list(found))
+        return every.amax(0) if _is_count(first) else every.sum(0).div_(count)
+    return max(found) if isinstance(first, int | float) else first
+
+
+def _is_count(value: torch.Tensor) -> bool:
+    return value.numel() == 1 or not value.is_floating_point()
+
+
+def make_plain(model: nn.Module) -> None:
+    """Move parameters and gradients out of memory that others share, or will not have any more."""
+    with torch.no_grad():
+        for param in model.parameters():
+            grad = param.grad
+            param.grad = None
+            param.data = param.detach().clone()
+            if grad is not None:
+                param.grad = grad.clone()
+
+
+def add_once(left: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    """Let the next gradient of each parameter have this added to it: a codec has left it out."""
+    for param, tensor in left.items():
+        if param.requires_grad:
+            _AddOnce(param, tensor)
+
+
+class _AddOnce:
+    """A hook that removes itself.
+
+    It runs when a gradient has been accumulated: weights and scales, which what was left out has no
+    part in, have been applied by then.
+    """
+
+    def __init__(self, param: nn.Parameter, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._handle = param.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, param: torch.Tensor) -> None:
+        self._handle.remove()
+        if param.grad is not None:
+            param.grad.add_(self._tensor)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,315 @@
+"""Serving: brings buckets of parameters to the servers, as tables.
+
+The first worker makes the tables and gives them its values and the state that its optimizer has;
+then the others take their seats. Where all workers and servers share one host, and the pace is
+lockstep, the parameters exist once: in memory that all of them map, which the servers update and
+the workers compute with. Otherwise, and where workers come and go, every worker has a copy of its
+own, which is refreshed after each step.
+
+A newcomer to a job under way makes the same tables, but takes its seats only when it is let in
+(`resume`): then it reads the values, and goes on at the clock of the place that it took.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+
+from paceline.comm.group import Group
+from paceline.comm.shared_memory import allocate
+from paceline.compress.parse import parse_codec
+from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.checks.free_running import LossWatch, remedies, update_notice
+from paceline.data_parallel.checks.model import not_in_optimizer
+from paceline.data_parallel.update.layerwise import LayerwiseUpdate
+from paceline.data_parallel.update.local_optimizer import LocalOptimizer
+from paceline.data_parallel.update.optimizer_state import ServedState
+from paceline.data_parallel.update.ownership import is_elementwise
+from paceline.data_parallel.update.served import ServedUpdate, settings_of
+from paceline.errors import UsageError
+from paceline.options.table import Options
+from paceline.pace.parse import PaceSpec
+from paceline.pace.server import ServerExchange
+from paceline.ps.client.items import Held, Item
+from paceline.ps.client.remote_table import RemoteTable
+from paceline.ps.client.subscription import Subscription
+from paceline.ps.packing import Packing, mean_codec_of
+from paceline.ps.rule import rule_of
+from paceline.ps.server.precision import kept_dtype
+from paceline.ps.spec import OptimizerSpec, Rule
+from paceline.runtime.console import say, warn
+from paceline.runtime.job import Job
+from paceline.state.protocol import Change, Part, State
+
+
+class Serving(Part):
+    """The servers' part in the training of one model. Its methods are collective.
+
+    It is a participant (elastic/protocol.py): newcomers need little from a peer, for values and
+    clocks are the servers'.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        workers: Group,
+        optimizer: torch.optim.Optimizer,
+        pace: PaceSpec,
+        options: Options,
+        label: str,
+    ) -> None:
+        self._job = job
+        self._workers = workers
+        self._optimizer = optimizer
+        self._wire = options.wire
+        self._name = f"model {label}"
+        self.rule = _rule(pace, options, is_elastic=job.elastic.is_on)
+        can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
+        self.shares_memory = (
+            can_see_edits
+            and not job.elastic.is_on  # whoever else maps it may be lost in the middle of a write
+            and self.rule.aggregate
+            and not self.rule.backup  # who is late computes while the others update
+            and _is_one_host(job)
+            and _are_kept_as_they_are(optimizer, self.rule)
+        )
+        # Otherwise the script sees its own memory through a private view, for the same reason; its
+        # own optimizer, with push=delta and push=params, writes to everything anyway.
+        self.watches_edits = can_see_edits and self.rule.push == "grad" and not self.shares_memory
+        # Who is in a round is decided in one place; in an elastic job servers hold many parts.
+        self._links = job.servers[:1] if self.rule.backup else job.servers
+        self.packing = self._choose_packing(options)
+        self.exchange = ServerExchange(self.rule, self.packing)
+        self._by_layer = options.wait == "layer"
+        kind: type[ServedUpdate] = LayerwiseUpdate if self._by_layer else ServedUpdate
+        if self.rule.push != "grad":
+            kind = LocalOptimizer
+        membership = job.fabric.membership
+        self.update = kind(
+            optimizer, self.exchange, job.fabric.me.number, self.rule, len(membership.servers)
+        )
+        self.update.position = lambda: job.elastic.passed
+        self.optimizer_state = (
+            ServedState(optimizer, self.update.settle) if self.rule.push == "grad" else None
+        )
+        self.committed_steps = 0  # of this worker's number, when it took its seat
+        self._seats: list[tuple[RemoteTable, Sequence[Bucket]]] = []  # to be taken by a newcomer
+        self._settled: list[int] = []  # by table: the last step before its first one
+        if job.elastic.is_on:
+            job.elastic.register(f"{self._name} on servers", self)
+        self._watch = self._explain(pace)
+
+    def _explain(self, pace: PaceSpec) -> LossWatch | None:
+        """Say on one worker what a free-running update is, and watch the loss that it reports."""
+        workers = len(self._job.fabric.membership.workers)
+        notice = update_notice(self.rule, workers, self._optimizer.param_groups)
+        if not notice or self._workers.rank:
+            return None
+        say(f"{pace}: {notice}")
+        watch = LossWatch(warn, f"pace {pace}; try {remedies(self.rule, workers)}")
+        self._job.reporter.listener = watch
+        return watch
+
+    @property
+    def averages(self) -> str:
+        """Where averaged gradients are, in the words of data_parallel/bucket_allocator.py."""
+        if self.rule.aggregate:
+            return "host" if self.shares_memory or self.watches_edits else "own"
+        # Servers of this host read gradients at the commit, as the script has left them.
+        are_sent = not (
+            self.exchange.pushes_late or all(link.is_local for link in self._job.servers)
+        )
+        return "view" if self.watches_edits and are_sent else "none"
+
+    @property
+    def balance(self) -> str:
+        """Say who holds how much."""
+        return "; ".join(table.balance for table in self.exchange.tables)
+
+    def subscribe(self, after: int) -> Subscription:
+        """Only watch from now on, and be told of new versions."""
+        if self.rule.aggregate:
+            raise UsageError(
+                "model.subscribe() is for free-running paces (async, ssp): in lockstep every worker"
+                " takes part in every step, and has the newest parameters anyway"
+            )
+        (table,) = self.exchange.tables
+        table.stand_aside()
+        return Subscription(table, after)
+
+    def take(self, buckets: Sequence[Bucket]) -> None:
+        """Bring these buckets to the servers."""
+        if not buckets:
+            return
+        # Layer by layer: a table each, because a table's values come together.
+        for part in [[bucket] for bucket in buckets] if self._by_layer else [buckets]:
+            self._make_table(part)
+
+    def _make_table(self, buckets: Sequence[Bucket]) -> None:
+        groups = _groups_of(self._optimizer)
+        settings = tuple(settings_of(group) for group in self._optimizer.param_groups)
+        number = len(self.exchange.tables)
+        table = RemoteTable(
+            self._links,
+            self._job.fabric.membership.worker_numbers,
+            f"{self._name}.{number}" if number else self._name,
+            [self._item(bucket, groups) for bucket in buckets],
+            OptimizerSpec(type(self._optimizer).__name__, settings),
+            self.rule,
+            cut_anywhere=self.rule.push != "grad" or is_elementwise(self._optimizer),
+            wire=self._wire,
+            packing=self.packing,
+        )
+        is_first = self._workers.rank == 0 and not self._job.elastic.is_candidate
+        if self._job.elastic.is_candidate:
+            self._seats.append((table, buckets))
+        else:
+            self._set_up(table, len(buckets), is_first)
+        self.exchange.add(buckets, table)
+        self.update.add(buckets)
+        if self.optimizer_state is not None:
+            self.optimizer_state.add(table, buckets, is_first)
+        self._workers.barrier()
+
+    def _set_up(self, table: RemoteTable, num_items: int, is_first: bool) -> None:
+        if is_first:
+            table.open()
+            for number in range(num_items):
+                table.assign(number)
+        self._workers.barrier()
+        if not is_first:
+            table.open()
+        if not self.rule.aggregate:
+            table.pull().wait()  # servers remember from which values each worker computes
+
+    def finish(self) -> None:
+        """Leave every worker with the servers' newest values, behind its last step."""
+        self.update.settle()
+        self._workers.barrier()  # everybody has seen the end of its last step
+        self.update.pull()
+
+    def close(self) -> None:
+        """Let go of model and optimizer."""
+        self._job.elastic.unregister(f"{self._name} on servers")
+        if self._watch is not None and self._job.reporter.listener is self._watch:
+            self._job.reporter.listener = None
+        self.update.close()
+        if self.optimizer_state is not None:
+            self.optimizer_state.close()
+
+    # -- workers that come --------------------------------------------------------------------
+
+    def state(self) -> State:
+        """Return who speaks for all about changes to averages, and which steps are behind all.
+
+        A step that this worker has committed, but behind which not all have met yet, is not.
+        """
+        position = self._job.elastic.passed
+        settled = [
+            table.clock - (self.update.committed_at == position) for table in self.exchange.tables
+        ]
+        return State(passing={"speakers": sorted(self.exchange.speakers), "clocks": settled})
+
+    def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
+        """Take it over."""
+        self.exchange.speakers = set(state.passing["speakers"])
+        self._settled = state.passing["clocks"]
+
+    def resume(self, change: Change) -> None:
+        """Take the seats of a newcomer; the servers have noticed who is gone by themselves."""
+        for table, buckets in self._seats:
+            table.open(self._job.fabric.membership.worker_numbers)
+            table.pull().wait()
+            self.update.begin_with_values(buckets)
+        tables = [table for table, _ in self._seats]
+        if self.rule.is_lockstep:
+            # The first step is the one that the others are in, if they have committed it or not:
+            # servers that have ended it already only answer.
+            for table, clock in zip(tables, self._settled, strict=False):
+                table.clock = clock
+            if change.joined:
+                self._workers.barrier()  # nobody begins a step before all have their seats
+        if tables:
+            self.committed_steps = min(table.clock for table in tables)
+            self._job.elastic.committed_steps = self.committed_steps
+        self._seats.clear()
+
+    # -- what a table is made of --------------------------------------------------------------
+
+    def _choose_packing(self, options: Options) -> Packing | None:
+        spec, fabric = parse_codec(options.compress), self._job.fabric
+        if not spec.is_on:
+            return None
+        packing = Packing(
+            spec,
+            lambda count, dtype: allocate(fabric.engine, (count,), dtype),
+            worker=fabric.me.number,
+            num_workers=len(fabric.membership.workers),
+        )
+        self._job.reporter.books.open(str(spec), packing.accounts)
+        return packing
+
+    def _item(self, bucket: Bucket, groups: Mapping[int, int]) -> Item:
+        held = [self._held(slot, groups) for slot in bucket.slots]
+        if self.shares_memory:
+            assert bucket.host is not None and bucket.host_averaged is not None
+            home = (bucket.host.shared, bucket.host_averaged.shared)
+            is_owner = self._workers.rank == 0
+            return Item(
+                bucket.label,
+                held,
+                bucket.grads,
+                bucket.params,
+                bucket.averaged,
+                is_shared=True,
+                home=home if is_owner else None,
+            )
+        outbox = bucket.grads
+        if self.rule.push != "grad":
+            outbox = allocate(self._job.fabric.engine, bucket.grads.shape, bucket.grads.dtype)
+        average = None
+        if self.rule.aggregate:
+            host = bucket.host_averaged
+            average = bucket.averaged if host is None else host.shared
+        return Item(bucket.label, held, outbox, bucket.params, average)
+
+    def _held(self, slot: Slot, groups: Mapping[int, int]) -> Held:
+        param = slot.param
+        group = groups.get(id(param))
+        if group is None:  # it was thawed later
+            raise UsageError(not_in_optimizer(slot.name))
+        shape = tuple(param.shape)
+        if not param.is_contiguous():
+            if not is_elementwise(self._optimizer):
+                raise UsageError(
+                    f"{slot.name} is not contiguous, and {type(self._optimizer).__name__} looks at"
+                    " rows and columns; make the parameter contiguous"
+                )
+            shape = (slot.place.count,)
+        return Held(slot.name, group, slot.place.start, slot.place.count, shape)
+
+
+def _rule(pace: PaceSpec, options: Options, *, is_elastic: bool) -> Rule:
+    rule = rule_of(pace.name, int(pace.value), options, is_elastic=is_elastic)
+    codec = parse_codec(options.compress)
+    if rule.aggregate and codec.is_on:
+        rule = msgspec.structs.replace(rule, mean_codec=mean_codec_of(codec))
+    return rule
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    groups = enumerate(optimizer.param_groups)
+    return {id(param): number for number, group in groups for param in group["params"]}
+
+
+def _is_one_host(job: Job) -> bool:
+    return len({member.host_id for member in job.fabric.membership.members}) == 1
+
+
+def _are_kept_as_they_are(optimizer: torch.optim.Optimizer, rule: Rule) -> bool:
+    """Say whether servers keep all parameters in the dtype that the workers have them in."""
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    return all(kept_dtype(dtype, rule.server_dtype) is dtype for dtype in dtypes)

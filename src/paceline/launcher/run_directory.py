@@ -1,0 +1,131 @@
+"""How the record of a run begins: in which directory, and what its first line says.
+
+The directory: --log-dir, else PACELINE_LOG_DIR, else runs/<id>; "none" for none.
+
+    runs/20261117-071204-train-3f2a/      date and time, the script, the job's id
+        config.json     what was asked for, and by whom: the command line, the environment ...
+        events.jsonl    everything that happened (observe/telemetry/event_file.py)
+        rank-0.log ...  what each process printed
+        tb/             for `tensorboard --logdir runs`
+
+With --log-dir DIR these files are in DIR itself.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+
+from paceline.errors import ConfigError
+from paceline.launcher.elastic.job_facts import job_name
+from paceline.launcher.run_configuration import configuration, encode, version_of
+from paceline.launcher.spec import RunSpec
+from paceline.observe.record.files import RunFiles
+from paceline.observe.record.prometheus import Metrics
+from paceline.observe.record.recorder import Recorder
+from paceline.observe.record.sampling import Sampler
+from paceline.observe.telemetry import clock
+from paceline.observe.telemetry.event_file import EVENTS_FILE, Reading, RunStarted
+from paceline.runtime.config import requested_log_dir
+
+ROOT = Path("runs")
+OFF = "none"  # a directory of that name is ./none
+_LONGEST_NAME = 100
+
+
+def run_name(spec: RunSpec, job_id: str) -> str:
+    """Name a run: "20261117-071204-train-3f2a". Runs are listed in the order of their start."""
+    name = re.sub(r"[^\w.+-]", "_", job_name(spec, job_id))
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{name[-_LONGEST_NAME:]}"
+
+
+def run_directory(spec: RunSpec, environ: Mapping[str, str], job_id: str) -> Path | None:
+    """Choose where a run is kept, or None. Nothing is made yet."""
+    if spec.log_dir is not None and str(spec.log_dir) != OFF:
+        return spec.log_dir
+    if spec.is_detached and spec.log_dir is not None:
+        raise ConfigError(
+            "--log-dir none with --detach: what a job in the background prints has to go to files;"
+            " leave out --log-dir, or name a directory"
+        )
+    exported = requested_log_dir(environ)
+    if exported not in (None, OFF) and spec.log_dir is None:
+        return Path(exported or "")
+    if (spec.log_dir is not None or exported == OFF) and not spec.is_detached:
+        return None
+    return ROOT / run_name(spec, job_id)
+
+
+def begin_record(
+    spec: RunSpec, environ: Mapping[str, str], *, is_resumed: bool = False
+) -> Recorder | None:
+    """Make the recorder of a run whose directory was chosen; None when nothing is to be kept.
+
+    Nothing is written yet, only a port is taken; ConfigError when that is not possible.
+    """
+    metrics = None if spec.metrics_port is None else Metrics(spec.metrics_port)
+    directory, cwd = spec.log_dir, Path.cwd()
+    if directory is None:
+        return None if metrics is None else Recorder(None, Sampler(spec.seats), metrics)
+    files = RunFiles(
+        directory,
+        spec.seats,
+        lambda settled: encode(configuration(spec, environ, directory, cwd, settled)),
+        keeps_logs=not spec.is_detached,  # whose processes write to their files themselves
+        is_resumed=is_resumed,
+    )
+    started = _started(directory) if is_resumed else None
+    clock_s = clock.now_s() if started is None else started.clock_s
+    recorder = Recorder(files, Sampler(spec.seats), metrics, clock_s=clock_s)
+    if started is None:
+        recorder.record(_first_line(spec, environ, directory, clock_s))
+    return recorder
+
+
+def _started(directory: Path) -> RunStarted | None:
+    """Return the first line of a run that is under way."""
+    with suppress(OSError):
+        line = next(Reading(directory / EVENTS_FILE).lines(), None)
+        if line is not None and isinstance(line.event, RunStarted):
+            return line.event
+    return None
+
+
+def _first_line(
+    spec: RunSpec, environ: Mapping[str, str], directory: Path, clock_s: float
+) -> RunStarted:
+    return RunStarted(
+        run=_valid(directory.absolute().name),
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=_valid(_command(spec)),
+        script=_valid(spec.target),
+        workers=spec.num_workers,
+        servers=spec.num_servers,
+        data_workers=sum(spec.data_workers),
+        pace=str(spec.pace_in(environ) or ""),
+        mesh=str(spec.mesh_in(environ) or ""),
+        host=socket.gethostname(),
+        version=version_of("paceline") or "",
+        clock_s=clock_s,
+    )
+
+
+def _command(spec: RunSpec) -> str:
+    """Write the command for people, without the values of --env: some are passwords."""
+    words = ["paceline", "run", "-n", str(spec.num_workers)]
+    if spec.num_servers:
+        words += ["-s", str(spec.num_servers)]
+    for option, value in (("--pace", spec.pace), ("--mesh", spec.mesh)):
+        words += [] if value is None else [option, str(value)]
+    return shlex.join([*words, *["-m"] * spec.is_module, spec.target, *spec.arguments])
+
+
+def _valid(text: str) -> str:
+    """Arguments may be bytes that are no UTF-8; JSON has to be."""
+    return text.encode("utf-8", errors="backslashreplace").decode()

@@ -1,0 +1,334 @@
+"""The recorder: runs a forward pass and writes down every call of a layer or a torch function.
+
+It is a mode of torch (`TorchFunctionMode`), so it sees what the forward does to tensors, and the
+forward sees real tensors: sizes, dtypes and loops over them are plain Python. Only a decision that
+depends on the *values* of tensors cannot be written down; that raises `CannotRecord`.
+
+Which memory a tensor lies in and who writes to it is written down as well, since a stage boundary
+separates tensors that share memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd.function import _SingleLevelFunction
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paceline.errors import UsageError
+from paceline.model_parallel.pipeline.graph import Arguments, Depends, Node, Pass, Shape, Value
+from paceline.model_parallel.pipeline.trace_errors import (
+    CannotRecord,
+    PythonRandom,
+    check_constant,
+    name_of,
+    reads_sizes,
+    reads_values,
+    young_objects,
+)
+
+
+class Recorder(TorchFunctionMode):
+    """Writes one forward pass into a `Pass`."""
+
+    def __init__(
+        self, model: nn.Module, opened: set[str], device: str, inside: AbstractContextManager[Any]
+    ) -> None:
+        super().__init__()
+        self.recorded = Pass()
+        self.is_on = False
+        self._opened = opened
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._state: dict[int, tuple[str, Depends, torch.Tensor]] = {}
+        self._values = WeakTensorKeyDictionary()
+        self._memories: dict[StorageWeakRef, int] = {}
+        self._keep: list[torch.Tensor] = []  # so that no id is used twice
+        self.is_new: Callable[[object], bool] = lambda _: False  # made during the pass
+        self._is_checkpointed = False
+        self._drawn = PythonRandom()
+        self._thread = threading.get_ident()
+        self._device = device
+        self._inside = inside  # what layers are run in
+        self._autocast = self._autocast_now()
+
+    def add_state(
+        self, name: str, held: torch.Tensor, used: torch.Tensor, *, is_parameter: bool
+    ) -> None:
+        """Make a parameter or buffer known; `used` stands for what the model holds."""
+        kind = Depends.PARAMETER if is_parameter else Depends.BUFFER
+        self._state.setdefault(id(held), (name, kind, used))
+        self._state.setdefault(id(used), (name, kind, used))
+        self._keep += [held, used]
+
+    def add_input(self, tensor: torch.Tensor) -> None:
+        """Make the next tensor of the inputs known."""
+        node = self._add(Node("input", None, _arguments((), {}), Depends.INPUT))
+        self.recorded.inputs.append(self._bind(tensor, node, 0, tensor.requires_grad))
+
+    def set_outputs(self, outputs: Any) -> None:
+        """End the pass with what the model returned."""
+        self.is_on = False
+        self._drawn.check()
+        leaves, self.recorded.output_spec = pytree.tree_flatten(outputs)
+        self.recorded.outputs = [
+            self._value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
+
+    # -- what is intercepted ------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if not self.is_on:
+            return func(*args, **kwargs)
+        return self._call(func, args, kwargs)
+
+    def call_module(
+        self, run: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Record a layer, or go into a module that is opened."""
+        if not self.is_on or threading.get_ident() != self._thread:
+            return run(module, *args, **kwargs)
+        name = self._names.get(id(module))
+        if name is None or name in self._opened:
+            try:
+                return run(module, *args, **kwargs)
+            except CannotRecord as error:
+                if error.module is None:
+                    error.module = name
+                raise
+
+        self._drawn.check()
+
+        def run_layer(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with self._inside:
+                    return run(module, *args, **kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise UsageError(
+                    f"layer {name} ({type(module).__name__}) needs the values of tensors "
+                    f"({error.func}), and the model, or the example, is on the meta device, "
+                    "without values. Trace it with data"
+                ) from error
+
+        result = self._record("layer", name, run_layer, args, kwargs)
+        self._drawn = PythonRandom()  # layers may draw as they like
+        return result
+
+    def call_function(self, run: Callable[..., Any], kind: Any, args: Any) -> Any:
+        """Record a call of an autograd function, as a whole."""
+        if not self.is_on or threading.get_ident() != self._thread:
+            return run(*args)
+        if kind is CheckpointFunction:
+            # torch.utils.checkpoint(module, ...) with use_reentrant=True: what it calls matters.
+            module, _, *inputs = args
+            was, self._is_checkpointed = self._is_checkpointed, True
+            try:
+                return module(*inputs)
+            finally:
+                self._is_checkpointed = was
+        if any(isinstance(one, nn.Module) for one in args):
+            raise CannotRecord(f"it hides a call of a module in {kind.__name__}.apply")
+        return self._record("call", kind.apply, run, args, {})
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = name_of(func)
+        if name == "_set_grad_enabled":  # as no_grad does; it must outlast this call
+            return func(*args, **kwargs)
+        if reads_sizes(name):
+            self.recorded.reads_sizes = True
+        if reads_values(name, args) and self._depends(self._arguments(args, kwargs)):
+            raise CannotRecord(f"it depends on the values of a tensor ({name})")
+        return self._record("call", func, func, args, kwargs)
+
+    # -- how it is written down ---------------------------------------------------------------
+
+    def _record(
+        self,
+        kind: Any,
+        target: Any,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        self.is_on = False  # what the call does inside is not recorded
+        try:
+            arguments = self._arguments(args, kwargs)
+            depends = self._depends(arguments)
+            args, kwargs = self._usable(args, kwargs)
+            tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            versions = [one._version for one in tensors]
+            random_state = None if depends or kind == "layer" else self._random_state()
+            # Layers may want gradients inside; glue is run for its values and sizes only.
+            with torch.set_grad_enabled(kind == "layer" and torch.is_grad_enabled()):
+                result = run(*args, **kwargs)
+            if random_state is not None and not torch.equal(random_state, self._random_state()):
+                depends |= Depends.RANDOM
+            changed = {
+                id(one)
+                for one, before in zip(tensors, versions, strict=True)
+                if one._version != before
+            }
+            return self._note(kind, target, arguments, depends, result, tensors, changed)
+        finally:
+            self.is_on = True
+
+    def _note(
+        self,
+        kind: Any,
+        target: Any,
+        arguments: Arguments,
+        depends: Depends,
+        result: Any,
+        tensors: list[torch.Tensor],
+        changed: set[int],
+    ) -> Any:
+        leaves, spec = pytree.tree_flatten(result)
+        if not changed and kind == "call" and not any(isinstance(x, torch.Tensor) for x in leaves):
+            return result
+        node = Node(kind, target, arguments, depends, grad=torch.is_grad_enabled())
+        node.mutates = frozenset(self._memory_of(one) for one in tensors if id(one) in changed)
+        node.is_checkpointed = kind == "layer" and self._checkpointed_now()
+        autocast = self._autocast_now()
+        node.autocast = autocast if autocast != self._autocast else None
+        index = self._add(node)
+        needs_grad = node.grad and any(self.recorded.needs_grad(v) for _, v in arguments.values)
+        if needs_grad and changed:
+            self.recorded.differentiable |= node.mutates
+        known = {id(one) for one in tensors}
+        for item, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor) or id(leaf) in changed:
+                continue  # a tensor that was written to stays the value that it is
+            own_needs = needs_grad or leaf.requires_grad
+            if id(leaf) in known or leaf.requires_grad:
+                # An object of its own, for it is a value of its own (`x.float()` of a float).
+                leaf = leaves[item] = leaf.detach()
+            self._bind(leaf, index, item, own_needs and name_of(target) not in ("detach", "data"))
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        arguments = _arguments(args, kwargs)
+        for position, leaf in enumerate(arguments.leaves):
+            if isinstance(leaf, torch.Tensor):
+                arguments.leaves[position] = self._value_of(leaf)
+            else:
+                check_constant(leaf)
+        return Arguments(arguments.leaves, arguments.spec)
+
+    def _usable(self, args: Any, kwargs: Any) -> Any:
+        """Put what stands for parameters and buffers in the place of those."""
+
+        def used(leaf: Any) -> Any:
+            known = self._state.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+            return leaf if known is None else known[2]
+
+        return pytree.tree_map(used, (args, kwargs))
+
+    def _value_of(self, tensor: torch.Tensor) -> Value:
+        known: Value | None = self._values.get(tensor)
+        if known is not None:
+            return known
+        if id(tensor) in self._state:
+            name, depends, tensor = self._state[id(tensor)]
+            known = self._values.get(tensor)
+            if known is not None:
+                return known
+            node = Node("state", name, _arguments((), {}), depends)
+        else:
+            self._check_unknown(tensor)
+            node = Node("constant", tensor, _arguments((), {}), Depends.NOTHING)
+        return self._bind(tensor, self._add(node), 0, tensor.requires_grad)
+
+    def _check_unknown(self, tensor: torch.Tensor) -> None:
+        """Accept a tensor that nothing recorded has made only if it was there before."""
+        self._keep.append(tensor)
+        if self.is_new(tensor):
+            raise CannotRecord(
+                f"it uses a tensor of shape {tuple(tensor.shape)} that was made by code which "
+                "cannot be seen (torch.func, a scripted function, an extension, from_numpy)"
+            )
+        if tensor.device.type == "meta":
+            raise CannotRecord(
+                f"it uses a tensor of shape {tuple(tensor.shape)} on the meta device that is no "
+                "parameter or buffer, so nobody will give it data (register_buffer makes it one)"
+            )
+
+    def _add(self, node: Node) -> int:
+        self.recorded.nodes.append(node)
+        return len(self.recorded.nodes) - 1
+
+    def _bind(self, tensor: torch.Tensor, node: int, item: int, needs_grad: bool) -> Value:
+        value = Value(node, item)
+        self._values[tensor] = value
+        at = self.recorded.nodes[node]
+        at.shapes[item] = Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+        at.memory[item] = self._memory_of(tensor)
+        if needs_grad and (tensor.is_floating_point() or tensor.is_complex()):
+            at.needs_grad.add(item)
+        return value
+
+    def _memory_of(self, tensor: torch.Tensor) -> int:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return self._memories.setdefault(storage, len(self._memories))
+
+    def _depends(self, arguments: Arguments) -> Depends:
+        depends = Depends.NOTHING
+        for _, value in arguments.values:
+            depends |= self.recorded.nodes[value.node].depends
+        return depends
+
+    def _random_state(self) -> torch.Tensor:
+        state = torch.get_rng_state()
+        return torch.cat([state, torch.cuda.get_rng_state()]) if self._device == "cuda" else state
+
+    def _checkpointed_now(self) -> bool:
+        if self._is_checkpointed:
+            return True
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
+
+    def _autocast_now(self) -> tuple[str, torch.dtype, bool]:
+        return (
+            self._device,
+            torch.get_autocast_dtype(self._device),
+            torch.is_autocast_enabled(self._device),
+        )
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Let the recorder see calls of modules, of autograd functions, and of torch functions."""
+    call = nn.Module.__call__
+
+    def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(call, module, args, kwargs)
+
+    def recorded_apply(kind: Any, *args: Any) -> Any:
+        return recorder.call_function(super(_SingleLevelFunction, kind).apply, kind, args)
+
+    nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
+    _SingleLevelFunction.apply = classmethod(recorded_apply)  # type: ignore[attr-defined]
+    recorder.is_on = True
+    try:
+        with young_objects() as recorder.is_new, recorder:
+            yield
+    finally:
+        recorder.is_on = False
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]  # it was inherited
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return Arguments(*pytree.tree_flatten((tuple(args), kwargs)))

@@ -1,0 +1,139 @@
+"""The display: the one thread that writes to the terminal; what is kept goes to the recorder.
+
+Why a thread: a terminal can be held (Ctrl-S), `| less` stops reading. The launcher's main thread
+answers heartbeats and Ctrl-C, so it must never wait for any of those. It puts what is to be shown
+into a queue; this thread takes it out and waits as long as it has to. When the queue is full
+(`is_behind`) the launcher stops reading from the ranks, and they wait in their own writes, as they
+would on a pipe.
+
+Threads: public methods are called by the main thread; everything named `_paint...` runs on the
+display thread, which alone owns the screen. The recorder (recording/) has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable
+
+from paceline.errors import LaunchError
+from paceline.observe.display.board import Picture
+from paceline.observe.display.screen import LiveScreen, PlainScreen, Screen, Summary
+from paceline.observe.record.recorder import Recorder
+from paceline.observe.telemetry.event_file import Recorded
+from paceline.runtime.config import inherited_environ
+from paceline.runtime.process_names import Seat
+
+_BACKLOG_LIMIT_BYTES = 4 << 20
+
+
+def choose_screen() -> Screen:
+    """Return a live screen when both streams are one terminal that can move its cursor."""
+    if can_move_cursor() and sys.stdout.isatty() and sys.stderr.isatty():
+        has_colours = not inherited_environ().get("NO_COLOR")
+        return LiveScreen(sys.stderr.fileno(), has_colours=has_colours)
+    return PlainScreen()
+
+
+def can_move_cursor() -> bool:
+    """Say whether a terminal is one that can be painted on, and not the console of an editor."""
+    return inherited_environ().get("TERM") not in ("dumb", "unknown")
+
+
+class Display:
+    """Queue in front of a screen, and of the record of the run if there is one."""
+
+    def __init__(self, screen: Screen, recorder: Recorder | None = None) -> None:
+        self._screen = screen
+        self._recorder = recorder
+        self._queue: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._mu = threading.Lock()
+        self._backlog_bytes = 0  # guarded by: _mu
+        self._thread = threading.Thread(target=self._run, name="paceline-display", daemon=True)
+
+    @property
+    def every_s(self) -> float:
+        """How often the screen wants a new picture."""
+        return self._screen.every_s
+
+    @property
+    def is_behind(self) -> bool:
+        """True while there is more to show than should be held in memory."""
+        if self._recorder is not None and self._recorder.is_behind:
+            return True
+        with self._mu:
+            return self._backlog_bytes > _BACKLOG_LIMIT_BYTES
+
+    def start(self) -> None:
+        """Start painting. Call after the ranks were forked: a fork must not see a second thread."""
+        if self._thread.ident is not None:
+            return  # the job was started again
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads
+            raise LaunchError(
+                f"the job could not be started: {error}; check the limits with `paceline doctor`"
+                " (processes)"
+            ) from error
+        if self._recorder is not None:
+            self._recorder.start(self.say)
+
+    def output_line(self, seat: Seat, is_error: bool, text: str) -> None:
+        """Show one line of a process."""
+        self._put(len(text), lambda: self._screen.output_line(seat, is_error, text))
+
+    def log(self, seat: Seat, data: bytes) -> None:
+        """Keep the raw bytes of a process in its log file, if there is one."""
+        if self._recorder is not None:
+            self._recorder.output(seat, data)
+
+    def record(self, event: Recorded) -> None:
+        """Keep an event in the record of the run, if there is one."""
+        if self._recorder is not None:
+            self._recorder.record(event)
+
+    def say(self, text: str) -> None:
+        """Show a line of the launcher's own."""
+        self._put(len(text), lambda: self._screen.say(text))
+
+    def progress(self, picture: Picture) -> None:
+        """Show the board while the job runs; dropped when the screen is busy."""
+        if self._queue.qsize() < 1000:
+            self._put(0, lambda: self._screen.progress(picture))
+
+    def summary(self, summary: Summary) -> None:
+        """Show what is to be said at the end."""
+        self._put(0, lambda: self._screen.summary(summary))
+
+    def close(self, *, timeout_s: float | None) -> bool:
+        """Paint what is queued and stop; false when the screen did not take it in time.
+
+        None waits for as long as the reader takes. After false, or after an exception such as
+        KeyboardInterrupt, the thread may still hang in a write: leave the process with os._exit.
+        """
+        self._put(0, lambda: self._screen.close())
+        self._queue.put(None)
+        if self._thread.ident is None:  # never started: the job failed before its first rank
+            self._run()
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _put(self, size_bytes: int, paint: Callable[[], None]) -> None:
+        with self._mu:
+            self._backlog_bytes += size_bytes
+        self._queue.put((size_bytes, paint))
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            size_bytes, paint = item
+            try:
+                paint()
+                if self._queue.empty():
+                    self._screen.settle()
+            except Exception as error:  # the picture failed; the job and its words must not
+                self._screen = PlainScreen()
+                self._screen.say(f"paceline: display: {error!r}; going on with plain lines")
+            with self._mu:
+                self._backlog_bytes -= size_bytes

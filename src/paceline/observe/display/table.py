@@ -1,0 +1,151 @@
+"""The table of a job's processes: which columns fit into a terminal, and what they look like.
+
+Numbers are never cut. Where there is no room, whole columns go, in this order: the script's values
+behind the first one, bytes, a state that all share, the shares of time, staleness, the first value
+(a loss, mostly). Rank, step and speed stay, and the state of processes that differ in it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from paceline.observe.display.board import Picture, Row
+from paceline.runtime.formatting import cut, megabytes, number, rate, width_of
+
+_GAPS = (3, 2)  # between columns
+_SHORT_STATE = 12  # a longer one is cut before a column goes
+_MOST_WORDS = 2  # lines below the table
+_ALWAYS = 100
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    cells: Sequence[str]
+    worth: int  # the column with the least goes first
+    is_text: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(width_of(cell) for cell in (self.title, *self.cells))
+
+    @property
+    def least_width(self) -> int:
+        if not self.is_text:
+            return self.width
+        return min(self.width, max(_SHORT_STATE, width_of(self.title)))
+
+
+class _Numbers(NamedTuple):
+    title: str
+    read: Callable[[Row], Any]
+    write: Callable[[Any], str]
+    worth: int
+
+
+def table_lines(picture: Picture, width: int, *, limit: int) -> list[str]:
+    """Lay a picture out, at most `limit` processes in `width` columns; titles come first."""
+    shown = picture.rows[: limit - 1] if len(picture.rows) > limit else picture.rows
+    columns = _columns(picture, shown)
+    gap, dropped = _GAPS[0], list[_Column]()
+    while _width(columns, gap) > width:
+        least = min(columns, key=lambda column: column.worth)
+        if gap > _GAPS[-1]:
+            gap = _GAPS[-1]
+        elif least.worth >= _ALWAYS:
+            break
+        else:
+            columns.remove(least)
+            dropped.append(least)
+    lines = _laid_out(columns, width, gap)
+    if len(shown) < len(picture.rows):
+        lines.append(cut(f"... {_rest(picture.rows[len(shown) :])}", width))
+    lines += _below(picture, dropped, width)
+    return lines
+
+
+def _columns(picture: Picture, rows: Sequence[Row]) -> list[_Column]:
+    """Make the columns that have something to say, with the script's values in the middle."""
+    has_samples = any(row.samples_per_s is not None for row in picture.rows)
+    numbers: list[_Numbers] = [
+        _Numbers("step", lambda row: row.step, str, _ALWAYS),
+        _Numbers("samples/s", lambda row: row.samples_per_s, rate, _ALWAYS)
+        if has_samples
+        else _Numbers("steps/s", lambda row: row.steps_per_s, rate, _ALWAYS),
+        *(
+            _Numbers(name, partial(_reported, name), number, -place if place else 90)
+            for place, name in enumerate(picture.columns)
+        ),
+        _Numbers("input %", lambda row: row.input, _percent, 30),
+        _Numbers("compute %", lambda row: row.compute, _percent, 25),
+        _Numbers("wait %", lambda row: row.wait, _percent, 80),
+        _Numbers("stale", lambda row: row.staleness, "{:.1f}".format, 40),
+        _Numbers("MB/s", lambda row: row.sent_per_s, megabytes, 10),
+    ]
+    columns = [_Column("rank", [row.label for row in rows], _ALWAYS)]
+    for title, read, write, worth in numbers:
+        if worth == _ALWAYS or any(read(row) is not None for row in picture.rows):
+            columns.append(_Column(title, [_cell(read(row), write) for row in rows], worth))
+    is_shared = len({row.state for row in picture.rows}) == 1
+    states = [row.state for row in rows]
+    columns.append(_Column("state", states, 20 if is_shared else _ALWAYS, is_text=True))
+    return columns
+
+
+def _reported(name: str, row: Row) -> float | None:
+    return row.values.get(name)
+
+
+def _cell(value: Any, write: Callable[[Any], str]) -> str:
+    return "-" if value is None else write(value)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0f}"
+
+
+def _width(columns: Sequence[_Column], gap: int) -> int:
+    return sum(column.least_width for column in columns) + gap * (len(columns) - 1)
+
+
+def _laid_out(columns: Sequence[_Column], width: int, gap: int) -> list[str]:
+    """Write titles and rows; the state, which is text and stands last, gets the rest of a line."""
+    lines = []
+    widths = [column.width for column in columns]
+    for index in range(-1, len(columns[0].cells)):
+        line, room = "", width
+        for column, own in zip(columns, widths, strict=True):
+            text = column.title if index < 0 else column.cells[index]
+            if column.is_text:
+                line += cut(text, max(room, column.least_width))
+            else:
+                line += " " * (own - width_of(text)) + text + " " * gap
+                room -= own + gap
+        lines.append(line.rstrip())
+    return lines
+
+
+def _rest(rows: Sequence[Row]) -> str:
+    states: dict[str, int] = {}
+    for row in rows:
+        states[row.state] = states.get(row.state, 0) + 1
+    return ", ".join(f"{count} more {state}" for state, count in list(states.items())[:3])
+
+
+def _below(picture: Picture, dropped: Sequence[_Column], width: int) -> list[str]:
+    """Write what the table does not say: in all, how long still, what there was no room for."""
+    words = list(picture.words)
+    state = [column for column in dropped if column.title == "state"]
+    if state:
+        words.append(f"all {state[0].cells[0]}")
+    names = [column.title for column in dropped if column.title != "state"]
+    if names:
+        words.append(f"no room for {', '.join(names)}")
+    lines = textwrap.wrap("; ".join(words), max(width, 20), break_long_words=True)
+    if len(lines) > _MOST_WORDS:
+        lines[_MOST_WORDS - 1 :] = [cut(" ".join(lines[_MOST_WORDS - 1 :]), max(width, 20))]
+    return lines

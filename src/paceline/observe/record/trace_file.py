@@ -1,0 +1,353 @@
+"""trace.json: the spans that processes have sent, written when the job is over.
+
+Whatever happened to the job, the file has what there is: a process that was killed has sent what it
+recorded until a second before, and what is missing is said, in the file and in the closing line.
+The file appears whole or not at all.
+
+A process is a group of rows (pid: its rank), a row a thread (tid). In a row spans must nest; those
+that went on beside a thread and overlap get further rows. Two things are seen only here, where all
+spans are together:
+
+    compute   what is left of a worker's step between its spans
+    for       whom a wait was for: in an all-reduce, the one who had its bucket ready last; at a
+              barrier, the one who came last
+
+Times are whole nanoseconds while they are compared, and microseconds in the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec import UNSET
+
+from paceline.errors import ConfigError
+from paceline.observe.telemetry import chrome_trace
+from paceline.observe.telemetry.chrome_trace import (
+    PROCESS_NAME,
+    TRACE_FILE,
+    TraceEvent,
+    encode,
+    meta,
+)
+from paceline.observe.telemetry.events import Progress
+from paceline.observe.telemetry.trace import (
+    ASYNC,
+    INSTANT,
+    MOST_SPANS,
+    TRAINING,
+    Arg,
+    Spans,
+    TracedSteps,
+)
+from paceline.runtime.process_names import Seat, names
+
+_SMALLEST_GAP_NS = 20_000  # between two spans of a step: less is no computing
+_SMALLEST_WAIT_NS = 2_000  # of waiting for what was there
+_COLLECTIVE = "all_reduce"
+_BARRIER = "barrier"  # data_parallel/update/step.py
+
+
+@dataclass
+class Bar:
+    """A span on the job's clock."""
+
+    name: str
+    row: str
+    start_ns: int
+    end_ns: int
+    step: int
+    kind: str
+    args: dict[str, Arg] = field(default_factory=dict)
+
+
+@dataclass
+class Track:
+    """What one process has recorded."""
+
+    rank: int
+    name: str
+    part: str = ""
+    bars: list[Bar] = field(default_factory=list)
+
+    def take(self, told: Spans) -> None:
+        """Add what a message tells."""
+        self.part = told.part or self.part
+        for span in told.spans:
+            start_ns = round((span.start_s + told.offset_s) * 1e9)
+            end_ns = start_ns + max(0, round(span.took_s * 1e9))
+            is_short = end_ns - start_ns < _SMALLEST_WAIT_NS
+            if not (is_short and span.name == "wait" and "behind" not in span.args):
+                self.bars.append(
+                    Bar(span.name, span.row, start_ns, end_ns, span.step, span.kind, {**span.args})
+                )
+
+    @property
+    def steps(self) -> set[int]:
+        """The steps that it has done."""
+        return {bar.step for bar in self.bars if bar.name == f"step {bar.step}"}
+
+
+def events_of(tracks: Sequence[Track]) -> list[TraceEvent]:
+    """Return everything in the order of time, names of processes and rows first."""
+    blame(tracks)
+    names: list[TraceEvent] = []
+    bars: list[tuple[int, int, TraceEvent]] = []
+    begin_ns = min((bar.start_ns for track in tracks for bar in track.bars), default=0)
+    for track in sorted(tracks, key=lambda track: track.rank):
+        names.append(meta(PROCESS_NAME, track.rank, name=track.name))
+        names.append(meta("process_sort_index", track.rank, sort_index=track.rank))
+        for tid, (row, lane) in enumerate(rows_of(track.bars)):
+            names.append(meta("thread_name", track.rank, tid, name=row))
+            names.append(meta("thread_sort_index", track.rank, tid, sort_index=tid))
+            for bar in lane:
+                event = _event(bar, track.rank, tid, begin_ns)
+                bars.append((bar.start_ns, bar.start_ns - bar.end_ns, event))
+    bars.sort(key=lambda one: one[:2])  # of those that begin together, the longest first
+    return names + [event for _, _, event in bars]
+
+
+def _event(bar: Bar, pid: int, tid: int, begin_ns: int) -> TraceEvent:
+    is_instant = bar.kind == INSTANT
+    return TraceEvent(
+        ph=chrome_trace.INSTANT if is_instant else chrome_trace.COMPLETE,
+        name=bar.name,
+        cat=bar.name.split(" ")[0],
+        pid=pid,
+        tid=tid,
+        ts=(bar.start_ns - begin_ns) / 1000,
+        dur=UNSET if is_instant else (bar.end_ns - bar.start_ns) / 1000,
+        s="t" if is_instant else UNSET,
+        args={"step": bar.step, **bar.args},
+    )
+
+
+# -- rows -------------------------------------------------------------------------------------
+
+
+def rows_of(bars: Iterable[Bar]) -> Iterator[tuple[str, list[Bar]]]:
+    """Yield the rows of a process: of threads, the one that trains first, then what was beside."""
+    threads: dict[str, list[Bar]] = defaultdict(list)
+    beside: dict[str, list[Bar]] = defaultdict(list)
+    for bar in bars:
+        (beside if bar.kind == ASYNC else threads)[bar.row].append(bar)
+    if TRAINING in threads:
+        threads[TRAINING] += computing(threads[TRAINING])
+    for row in sorted(threads, key=lambda row: (row != TRAINING, row)):
+        yield row, nested(threads[row])
+    for row in sorted(beside):
+        for number, lane in enumerate(lanes(beside[row])):
+            yield f"{row} {number + 1}" if number else row, lane
+
+
+def computing(bars: Sequence[Bar]) -> list[Bar]:
+    """Return what is left of each step between its spans."""
+    steps, busy = list[Bar](), defaultdict[int, list[tuple[int, int]]](list)
+    for bar in bars:
+        if bar.name == f"step {bar.step}":
+            steps.append(bar)
+        elif bar.kind != INSTANT:
+            busy[bar.step].append((bar.start_ns, bar.end_ns))
+    found: list[Bar] = []
+    for step in steps:
+        at_ns = step.start_ns
+        for start_ns, end_ns in [*sorted(busy[step.step]), (step.end_ns, step.end_ns)]:
+            if start_ns - at_ns >= _SMALLEST_GAP_NS:
+                found.append(Bar("compute", TRAINING, at_ns, start_ns, step.step, ""))
+            at_ns = max(at_ns, end_ns)
+    return found
+
+
+def nested(bars: Iterable[Bar]) -> list[Bar]:
+    """Return them in order, each inside of the one around it: a viewer draws nothing else."""
+    ordered = sorted(bars, key=lambda bar: (bar.start_ns, -bar.end_ns))
+    around: list[Bar] = []
+    for bar in ordered:
+        while around and around[-1].end_ns <= bar.start_ns:
+            around.pop()
+        if around:
+            bar.end_ns = min(bar.end_ns, around[-1].end_ns)
+        if bar.kind != INSTANT:
+            around.append(bar)
+    return ordered
+
+
+def lanes(bars: Iterable[Bar]) -> list[list[Bar]]:
+    """Share out spans that overlap: in a lane they come one after the other."""
+    found: list[list[Bar]] = []
+    for bar in sorted(bars, key=lambda bar: (bar.start_ns, bar.end_ns)):
+        lane = next((lane for lane in found if lane[-1].end_ns <= bar.start_ns), None)
+        if lane is None:
+            found.append([bar])
+        else:
+            lane.append(bar)
+    return found
+
+
+# -- whom a wait was for ----------------------------------------------------------------------
+
+
+def blame(tracks: Sequence[Track]) -> None:
+    """Write into all-reduces who came last, and into the waits behind them for whom they were."""
+    begun: dict[tuple[str, int, str], list[tuple[int, Track, Bar]]] = defaultdict(list)
+    for track in tracks:
+        for bar in track.bars:
+            if bar.row == _COLLECTIVE and bar.kind == ASYNC:
+                key = (track.part, bar.step, bar.name)
+                begun[key].append((bar.start_ns, track, bar))
+    last: dict[tuple[str, int], tuple[int, Track]] = {}  # of each step: who let the others go
+    for (part, step, _), those in begun.items():
+        at_ns, latest, _ = max(those, key=lambda one: one[0])
+        for _, _, bar in those:
+            bar.args["last"] = latest.name
+        if (part, step) not in last or last[part, step][0] < at_ns:
+            last[part, step] = (at_ns, latest)
+    met: dict[tuple[str, int, int], list[tuple[int, Track, Bar]]] = defaultdict(list)
+    for track in tracks:
+        barriers: dict[int, int] = defaultdict(int)  # of each step, so far
+        for bar in track.bars:
+            behind = bar.args.get("behind") if bar.name == "wait" else None
+            if behind == _COLLECTIVE:
+                _name_culprit(track, bar, last)
+            elif behind == _BARRIER:
+                met[track.part, bar.step, barriers[bar.step]].append((bar.start_ns, track, bar))
+                barriers[bar.step] += 1
+    for those in met.values():
+        at_ns, latest, _ = max(those, key=lambda one: one[0])
+        for _, track, bar in those:
+            _name_culprit(track, bar, {(track.part, bar.step): (at_ns, latest)})
+
+
+def _name_culprit(
+    track: Track, bar: Bar, last: Mapping[tuple[str, int], tuple[int, Track]]
+) -> None:
+    at_ns, latest = last.get((track.part, bar.step), (0, track))
+    is_there_first = latest is not track and at_ns > bar.start_ns
+    bar.args["for"] = latest.name if is_there_first else "the transfer"
+
+
+_VIEWERS = "open in https://ui.perfetto.dev or chrome://tracing"
+
+
+def require_directory(steps: TracedSteps | None, directory: Path | None) -> None:
+    """Refuse a trace that could not be kept, before anything is started."""
+    if steps is not None and directory is None:
+        raise ConfigError(
+            f"--trace {steps} with --log-dir none: there is no directory for {TRACE_FILE}; leave"
+            " out --log-dir (and PACELINE_LOG_DIR), or name a directory"
+        )
+
+
+class TraceFile:
+    """Collects the spans of one job. Main thread only."""
+
+    def __init__(self, steps: TracedSteps) -> None:
+        self.steps = steps
+        self._told: dict[int, list[Spans]] = {}  # by rank
+        self._last_step = 0  # of any worker, as far as known
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether any process has told something."""
+        return bool(self._told)
+
+    def on_event(self, event: object) -> None:
+        """Take in what a process has recorded, and how far workers are."""
+        if isinstance(event, Spans):
+            self._told.setdefault(event.rank, []).append(event)
+        elif isinstance(event, Progress):
+            known = max((step.step for step in event.steps), default=0)
+            counted = event.traffic.steps if event.traffic is not None else 0
+            self._last_step = max(self._last_step, known, counted)
+
+    def write(self, directory: Path | None, seats: Mapping[int, Seat]) -> str:
+        """Write the file, if there is anything to write; return a line for the person."""
+        tracks = self._tracks(seats)
+        done = sorted({step for track in tracks for step in track.steps})
+        if not done:
+            return self._nothing()
+        began = [seat for seat in seats.values() if seat.is_worker and not seat.is_newcomer]
+        missing = [seat for seat in began if seat.rank not in self._told]
+        cut = [t.name for t in tracks if any(told.is_cut for told in self._told[t.rank])]
+        said = {
+            "steps": f"{done[0]} to {done[-1]}",
+            "asked for": str(self.steps),
+            "nothing from": names(missing),
+            "stopped recording at its limit": ", ".join(cut),
+        }
+        content = encode(events_of(tracks), {name: value for name, value in said.items() if value})
+        if directory is None:
+            return "the trace was not written: the run has no directory"
+        try:
+            path = _write_whole(directory, content)
+        except OSError as error:
+            return f"the trace could not be written to {directory}: {error.strerror or error}"
+        return self._line(done, tracks, seats, missing, cut, path)
+
+    def _tracks(self, seats: Mapping[int, Seat]) -> list[Track]:
+        tracks = []
+        for rank, told in sorted(self._told.items()):
+            tracks.append(Track(rank, _name_of(rank, seats)))
+            for message in told:
+                tracks[-1].take(message)
+        return tracks
+
+    def _nothing(self) -> str:
+        if not self._last_step:
+            return f"no trace of {self.steps.words}: no step was counted (pl.distribute does that)"
+        if self._last_step < self.steps.first:
+            return f"no trace of {self.steps.words}: training ended at step {self._last_step}"
+        return f"no trace of {self.steps.words}: no worker could tell what it recorded"
+
+    def _line(
+        self,
+        done: list[int],
+        tracks: Iterable[Track],
+        seats: Mapping[int, Seat],
+        missing: list[Seat],
+        cut: list[str],
+        path: Path,
+    ) -> str:
+        known = [seats[track.rank] for track in tracks if track.rank in seats]
+        workers = sum(seat.is_worker for seat in known)
+        servers = sum(seat.is_server for seat in known)
+        words = [TracedSteps(done[0], done[-1] + 1).words, _count(workers, "rank")]
+        words += [_count(servers, "server")] if servers else []
+        line = f"trace of {', '.join(words)}: {path} ({_VIEWERS})"
+        if done[-1] + 1 < self.steps.stop and not cut:
+            line += f"; of {self.steps.words} no more were done"
+        if missing:
+            line += f"; nothing from {names(missing)}"
+        if cut:
+            line += f"; {', '.join(cut)} stopped recording at {MOST_SPANS} spans"
+        return line
+
+
+def _name_of(rank: int, seats: Mapping[int, Seat]) -> str:
+    seat = seats.get(rank)
+    if seat is None:
+        return f"rank {rank}"
+    # One that came later has the number of somebody who is gone.
+    return f"{seat} (process {rank})" if seat.is_newcomer else str(seat)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def _write_whole(directory: Path, data: bytes) -> Path:
+    path, draft = directory / TRACE_FILE, directory / f".{TRACE_FILE}.{os.getpid()}"
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        draft.write_bytes(data)
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+    return path

@@ -1,0 +1,126 @@
+"""The vote on the signs of one bucket, among all workers and without a server.
+
+The words of its bits (comm/sign_bits.py) are cut into SLICES, one for each worker, which counts
+the votes on it:
+
+    cast    every worker sends each slice of its own bits to who counts it    (all-to-all)
+    count   who counts has a row from everybody, and makes one row of them
+    tell    the rows go to everybody                                          (all-gather)
+    read    all of them together are the signs that the workers agree on
+
+A worker hands 2 (N - 1) / N of its bits to others, as a ring does with what it adds up: for float32
+the 32nd part of that. With the result of a slice may travel one number of who counted it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.comm.group import Group
+from paceline.comm.sign_bits import (
+    SIGNS_IN_WORD,
+    Coin,
+    majority,
+    num_words,
+    unpack_signs,
+)
+from paceline.runtime.work import Work
+
+_WORD_BYTES = 8
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+
+
+def cut(words: int, parts: int) -> list[int]:
+    """Return where so many slices begin, and where the last one ends."""
+    each, more = divmod(words, parts)
+    return [each * part + min(part, more) for part in range(parts + 1)]
+
+
+class Ballot:
+    """Memory for the votes on one bucket, and how far they are. Main thread only."""
+
+    def __init__(self, size: int, allocate: Allocate, *, has_scale: bool) -> None:
+        self.signs = allocate(num_words(size), torch.int64)  # this worker's
+        self.scale = 1.0  # this worker's; told with the result if `has_scale`
+        self._allocate = allocate
+        self._extra = int(has_scale)
+        self._seats = (0, 0)  # rank and size of the group whose slices the following are of
+        self._start = 0
+        self._sent: Sequence[torch.Tensor] = ()
+        self._heard: Sequence[torch.Tensor] = ()
+        self._told = self._result = self.signs
+        self._parts: Sequence[torch.Tensor] = ()
+        self._coin = Coin(0, 0)
+        self._cast: Work[Any] | None = None
+        self._telling: Work[Any] | None = None
+
+    def cast(self, group: Group, coin: Coin) -> Work[Any]:
+        """Send `signs`; the coin is that of ties."""
+        self._sit(group)
+        self._coin, self._telling = coin.at(self._start * SIGNS_IN_WORD), None
+        work = group.all_to_all(self._sent, out=self._heard, async_op=True)
+        assert isinstance(work, Work)
+        self._cast = work
+        return work
+
+    @property
+    def is_here(self) -> bool:
+        """Whether everybody's votes on this worker's slice have come, and not an error instead."""
+        work = self._cast
+        return work is not None and work.done() and work.error() is None
+
+    def count(self, group: Group) -> None:
+        """Count them, and tell all; blocks until they are here."""
+        assert self._cast is not None, "votes are cast before they are counted"
+        self._cast.wait()
+        num_told = self._told.numel() - self._extra
+        majority(self._heard, self._coin, self._told[:num_told])
+        if self._extra:
+            self._told[num_told:].view(torch.float64).fill_(self.scale)
+        work = group.all_gather(self._told, out=self._parts, async_op=True)
+        assert isinstance(work, Work)
+        self._telling = work
+
+    def read(self, out: torch.Tensor) -> None:
+        """Write what the workers agreed on: plus or minus 1, or the mean of their scales."""
+        assert self._telling is not None, "votes are counted before they are read"
+        self._telling.wait()
+        if not self._extra:
+            unpack_signs(self._result, 1.0, out)
+            return
+        scale = sum(float(part[-1:].view(torch.float64)) for part in self._parts) / len(self._parts)
+        start = 0
+        for part in self._parts:
+            end = min(start + (part.numel() - 1) * SIGNS_IN_WORD, out.numel())
+            unpack_signs(part[:-1], scale, out[start:end])
+            start = end
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this worker hands to others in one vote."""
+        rank, size = self._seats
+        votes = sum(part.numel() for to, part in enumerate(self._sent) if to != rank)
+        return _WORD_BYTES * (votes + self._told.numel() * (size - 1))
+
+    def _sit(self, group: Group) -> None:
+        """Cut the slices anew if other workers are there than last time."""
+        if self._seats == (group.rank, group.size):
+            return
+        self._seats = (group.rank, group.size)
+        words, extra = self.signs.numel(), self._extra
+        bounds = cut(words, group.size)
+        pairs = list(zip(bounds, bounds[1:], strict=False))
+        self._start, end = pairs[group.rank]
+        mine = end - self._start
+        self._sent = [self.signs[a:b] for a, b in pairs]
+        heard = self._allocate(mine * group.size, torch.int64)
+        self._heard = [heard[at * mine : (at + 1) * mine] for at in range(group.size)]
+        self._told = self._allocate(mine + extra, torch.int64)
+        self._result = self._allocate(words + extra * group.size, torch.int64)
+        self._parts = [
+            self._result[a + at * extra : b + (at + 1) * extra] for at, (a, b) in enumerate(pairs)
+        ]

@@ -1,0 +1,95 @@
+"""What a table is made of, as a worker has it, and how that is cut into shards.
+
+An ITEM is one flat tensor of the table: a bucket of a model, or an array. It is HELD by several
+parameters, one behind the other; placement.py cuts it into parts, each a shard on one server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.comm.sign_bits import SIGNS_IN_WORD
+from paceline.ps import messages as m
+from paceline.ps.client.link import ServerLink
+from paceline.ps.placement import Part
+from paceline.ps.spec import Piece, ShardSpec
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter in an item."""
+
+    name: str
+    group: int  # number of its param group
+    start: int
+    count: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One flat tensor of the table, as this worker has it."""
+
+    label: str
+    held: Sequence[Held]
+    grads: torch.Tensor
+    params: torch.Tensor
+    average: torch.Tensor | None = None  # where averages land; None: this worker wants none
+    is_shared: bool = False  # both lie in memory that all workers and servers of the host share
+    home: tuple[torch.Tensor, torch.Tensor] | None = None  # (params, average), on its owner only
+    first_sign: int = 0  # votes: index in the model of the element that its first bit is of
+
+
+@dataclass(frozen=True)
+class ShardOf:
+    """One part of an item, and where it is."""
+
+    link: ServerLink
+    number: int  # among the shards of this table on that server
+    part: Part
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this part of one of the item's flat tensors."""
+        return flat[self.part.start : self.part.stop]
+
+
+def seat_of(item: Item, shard: ShardOf) -> m.Seat:
+    """Return this worker's own memory for a shard, if the server can write to it."""
+    if item.is_shared or not shard.link.is_local:
+        return m.Seat()
+    average = None if item.average is None else shard.link.locate(shard.of(item.average))
+    return m.Seat(shard.link.locate(shard.of(item.params)), average)
+
+
+def homes_of(items: Sequence[Item], shards: Sequence[ShardOf]) -> Iterator[m.Home]:
+    """Return the shared memory in which shards live; nothing where they do not."""
+    for shard in shards:
+        home = items[shard.part.item].home
+        if home is None:
+            return
+        params, average = (shard.link.locate(shard.of(flat)) for flat in home)
+        assert params is not None and average is not None
+        yield m.Home(params, average)
+
+
+def spec_of(item: Item, part: Part) -> ShardSpec:
+    """Say what a part of an item is, for the server that holds it."""
+    pieces = []
+    for number, held in enumerate(item.held):
+        start, stop = max(held.start, part.start), min(held.start + held.count, part.stop)
+        if start < stop or (held.count == 0 and part.start <= held.start < part.stop):
+            shape = held.shape if stop - start == held.count else (stop - start,)
+            pieces.append(
+                Piece(held.name, number, held.group, start - part.start, stop - start, shape)
+            )
+    label = f"{item.label}[{part.start}:{part.stop}]"
+    dtype, first = dtype_name(item.params.dtype), item.first_sign + part.start * SIGNS_IN_WORD
+    return ShardSpec(label, dtype, part.stop - part.start, tuple(pieces), first)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Write a dtype as it is named in messages: 'float32'."""
+    return str(dtype).removeprefix("torch.")

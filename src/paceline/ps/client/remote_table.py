@@ -1,0 +1,371 @@
+"""A worker's view of a table that is spread over the servers.
+
+The table's flat tensors (ITEMS: the buckets of a model, or an array of the neutral client) are cut
+into shards by placement.py; here a call about an item becomes requests about its shards. Tensors of
+an item lie in engine memory, so that servers of the same host read and write them in place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+
+from paceline.errors import UsageError
+from paceline.ps import messages as m
+from paceline.ps.client.items import Item, ShardOf, dtype_name, homes_of, seat_of, spec_of
+from paceline.ps.client.link import Into, ServerLink, no_landing
+from paceline.ps.client.transfer import Incoming, Landed, Outgoing, Packets, Staging
+from paceline.ps.packing import Packing
+from paceline.ps.placement import Part, balance, place
+from paceline.ps.server.non_finite import is_finite
+from paceline.ps.spec import OptimizerSpec, Rule, ShardSpec, TableSpec
+from paceline.runtime.work import Together, Work
+
+MakeAbout = Callable[[int, int, m.Where | None], m.AnyRequest]  # number, table, place
+
+
+class RemoteTable:
+    """Pushes to and reads from one table. Not thread-safe."""
+
+    def __init__(
+        self,
+        links: Sequence[ServerLink],
+        workers: Sequence[int],  # their numbers
+        name: str,
+        items: Sequence[Item],
+        optimizer: OptimizerSpec,
+        rule: Rule,
+        *,
+        cut_anywhere: bool = True,
+        wire: str = "fp32",
+        packing: Packing | None = None,
+    ) -> None:
+        self.name, self.items, self.rule = name, items, rule
+        self.clock = 0  # steps that this worker has committed
+        self._staging = Staging(wire)
+        self._numbers: dict[int, int] = {}  # the table's number on each server
+        self._stands_aside = False
+        sizes = [item.params.numel() for item in items]
+        self._itemsizes = [item.params.element_size() for item in items]
+        cuts = None if cut_anywhere else [[h.start for h in item.held if h.start] for item in items]
+        self._parts = place(sizes, len(links), itemsizes=self._itemsizes, cuts=cuts)
+        self._links = links
+        self._shards: list[list[ShardOf]] = [[] for _ in items]  # by item
+        self._on: dict[int, list[ShardOf]] = {link.index: [] for link in links}
+        for part in self._parts:
+            on = self._on[part.server]
+            on.append(ShardOf(links[part.server], len(on), part))
+            self._shards[part.item].append(on[-1])
+        self._specs = {
+            link.index: TableSpec(
+                name,
+                tuple(workers),
+                tuple(spec_of(items[x.part.item], x.part) for x in self._on[link.index]),
+                optimizer,
+                rule,
+            )
+            for link in links
+            if self._on[link.index]
+        }
+        self.packets = Packets(self._staging, packing, rule.mean_codec)
+        self._is_plain = packing is None and not rule.mean_codec and not self._staging.dtype
+        self._dtypes = {item.grads.dtype: dtype_name(item.grads.dtype) for item in items}
+        for shard in itertools.chain(*self._shards):
+            first = sum(sizes[: shard.part.item]) + shard.part.start
+            self.packets.add(shard, self._spec_of(shard), first)
+
+    @property
+    def balance(self) -> str:
+        """Say in one line who holds how much."""
+        owners = [link.number for link in self._links]
+        parts = [replace(part, server=owners[part.server]) for part in self._parts]
+        return balance(parts, self._itemsizes, max(owners) + 1)
+
+    def shards(self) -> Iterator[tuple[ServerLink, int, ShardSpec, Part]]:
+        """All shards: where each is, its number there, what it is."""
+        for index, spec in self._specs.items():
+            for shard in self._on[index]:
+                yield shard.link, shard.number, spec.shards[shard.number], shard.part
+
+    # -- making -------------------------------------------------------------------------------
+
+    def open(self, workers: Sequence[int] | None = None) -> None:
+        """Make the table on all servers, or join it there. Blocks.
+
+        `workers`: who they are by now, if not as when this object was made. Whoever takes over the
+        place of another goes on at its clock; the parts of a table may differ by one step, which
+        those that have it already only answer.
+        """
+        clocks = []
+        for index, spec in self._specs.items():
+            if workers is not None:
+                spec = msgspec.structs.replace(spec, workers=tuple(workers))
+            shards, link = self._on[index], self._links[index]
+
+            def make(
+                seq: int, spec: TableSpec = spec, shards: Sequence[ShardOf] = shards
+            ) -> m.Open:
+                seats, homes = self._seats(shards), tuple(homes_of(self.items, shards))
+                wants_average = self.items[0].average is not None
+                return m.Open(seq, spec, seats, homes, wants_average, self._staging.dtype)
+
+            reply = link.ask(make).wait()
+            self._numbers[index] = reply.table
+            clocks.append(reply.clock)
+            link.holds += [f"{self.name} {shard.label}" for shard in spec.shards]
+        self.clock = min(clocks, default=0)
+
+    def assign(self, number: int, held: Sequence[int] = ()) -> None:
+        """Set an item's values on the servers to this worker's; `held`: only of these. Blocks."""
+        works, item = [], self.items[number]
+        if item.is_shared and item.home is None:
+            return  # it is another worker's memory, and the servers' own: they have the values
+        for shard in self._shards[number]:
+            if held and not any(p.param in held for p in self._spec_of(shard).pieces):
+                continue
+            works.append(
+                self._ask(
+                    Outgoing(shard, item.params),
+                    lambda seq, table, where, n=shard.number: m.Assign(  # type: ignore[misc]
+                        seq, table, n, where, tuple(held)
+                    ),
+                )
+            )
+        Together(works).wait()
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def push(self, number: int, absent: Sequence[int] = (), key: int | None = None) -> Work[Any]:
+        """Hand over an item's gradients, packed if there are packets for them.
+
+        Done when the average is there, or, if the table averages nothing, when the gradients may be
+        changed again; on one host, where they are read in place, they may be changed until the
+        commit. What is pushed again under the same `key` is packed once; None: it is not packed,
+        where workers average.
+        """
+        item, works, clock = self.items[number], list[Any](), self.clock + 1
+        if self._is_plain:
+            for shard in self._shards[number]:
+                works += self._push_plain(shard, item, tuple(absent))
+            return Together(works).work()
+        if not self.rule.aggregate:
+            key = clock  # a step is packed once, when it ends
+        for shard in self._shards[number]:
+            grad = self.packets.outgoing(shard, item.grads, absent, key)
+
+            def make(
+                seq: int,
+                table: int,
+                where: m.Where | None,
+                shard: ShardOf = shard,
+                grad: Outgoing = grad,
+            ) -> m.Push:
+                return m.Push(
+                    seq,
+                    table,
+                    shard.number,
+                    clock,
+                    where,
+                    dtype_name(grad.tensor.dtype),
+                    tuple(absent),
+                    grad.codec,
+                    grad.tensor.nbytes if grad.codec else 0,
+                )
+
+            if not self.rule.aggregate:
+                works += self._tell(grad, make)
+                continue
+            incoming = self.packets.incoming_mean(shard, item.average)
+            works.append(Landed(self._ask(grad, make, incoming), incoming))
+        return Together(works).work()
+
+    def _push_plain(self, shard: ShardOf, item: Item, absent: tuple[int, ...]) -> list[Work[Any]]:
+        """Push a shard as it is: nothing is packed, or converted on its way."""
+        link, part, clock = shard.link, shard.part, self.clock + 1
+        grad, table = item.grads[part.start : part.stop], self._numbers[shard.link.index]
+
+        def make(seq: int) -> m.Push:
+            where = link.hand_over(grad)
+            return m.Push(seq, table, shard.number, clock, where, self._dtypes[grad.dtype], absent)
+
+        def payload() -> Sequence[torch.Tensor]:
+            return () if link.is_local else (grad,)
+
+        def into(_: m.Reply) -> Sequence[torch.Tensor]:
+            return () if item.average is None else (item.average[part.start : part.stop],)
+
+        if self.rule.aggregate:
+            return [link.ask(make, payload, into)]
+        return list(link.tell(make, payload))
+
+    def left_out(self, number: int) -> torch.Tensor | None:
+        """Return what of an item's gradients has not been sent yet; None: nothing."""
+        found = None
+        for shard in self._shards[number]:
+            packet = self.packets.of(shard)
+            if packet is not None and packet.residual is not None:
+                found = torch.zeros_like(self.items[number].grads) if found is None else found
+                shard.of(found).copy_(packet.residual)
+        return found
+
+    def replace(self, number: int, absent: Sequence[int]) -> None:
+        """Let what is in an item's `grads` now take the place of the average. Blocks."""
+        works = [
+            self._ask(
+                Outgoing(shard, self.items[number].grads),
+                lambda seq, table, where, n=shard.number: m.Replace(  # type: ignore[misc]
+                    seq, table, n, where, tuple(absent)
+                ),
+            )
+            for shard in self._shards[number]
+        ]
+        Together(works).wait()
+
+    def commit(
+        self, settings: Sequence[dict[str, Any]] | None, *, stops: bool = False
+    ) -> Work[list[m.Reply]]:
+        """End the step; done when fresh values are in every item's `params`. `stops`: this worker
+        was asked to stop, which in lockstep all hear with their replies.
+
+        With a bound in versions this worker does not have its next turn yet: `pull(in_turn=True)`
+        when it is about to compute. Whoever has one and does something else holds up the others.
+        """
+        self.clock += 1
+        told, bad = None if settings is None else tuple(settings), self._bad_servers()
+        reads, clock = not self.rule.takes_turns and not self.rule.votes, self.clock
+
+        def make(seq: int, table: int, index: int) -> m.Commit:
+            counts = not bad or index in bad
+            return m.Commit(seq, table, clock, told, reads, counts=counts, stops=stops)
+
+        if reads:
+            return self._read(make)
+        commits = [
+            self._links[index].ask(lambda seq, i=index, n=number: make(seq, n, i))  # type: ignore[misc]
+            for index, number in self._numbers.items()
+        ]
+        ended = Together(commits)
+        if self.rule.votes:
+            return ended.work()  # there is nothing to read
+        ended.wait()
+        self._look().wait()
+        return ended.work()
+
+    def pull(self, *, in_turn: bool = False) -> Work[list[m.Reply]]:
+        """Read the newest values into every item's `params`, at once or when the rule allows it."""
+        if self._stands_aside or (self.rule.takes_turns and not in_turn):
+            return self._look()
+        return self._read(lambda seq, table, _: m.Pull(seq, table, in_turn))
+
+    # -- watching -----------------------------------------------------------------------------
+
+    is_over = False  # an array's is when its client's job is
+
+    def stand_aside(self) -> None:
+        """Take no part any more: nobody waits for this worker, which may still `pull`. Blocks."""
+        self._stands_aside = True
+        Together(self._ask_all(lambda seq, table: m.StandAside(seq, table))).wait()
+
+    def follow(self, after: int, follower: int = 0) -> list[Work[m.Reply]]:
+        """Wait until every part has a version above `after`."""
+        return self._ask_all(lambda seq, table: m.Follow(seq, table, after, follower))
+
+    def unfollow(self, follower: int) -> None:
+        """End what that follower waits for. Blocks until the servers know."""
+        Together(self._ask_all(lambda seq, table: m.Unfollow(seq, table, follower))).wait()
+
+    def _ask_all(self, make: Callable[[int, int], m.AnyRequest]) -> list[Work[m.Reply]]:
+        return [
+            self._links[index].ask(lambda seq, n=number: make(seq, n))  # type: ignore[misc]
+            for index, number in self._numbers.items()
+        ]
+
+    def table_on(self, link: ServerLink) -> int:
+        """Return the table's number on that server."""
+        return self._numbers[link.index]
+
+    # -- plumbing -----------------------------------------------------------------------------
+
+    def _look(self) -> Work[list[m.Reply]]:
+        """Read the newest values without taking a turn."""
+        works = []
+        for index, number in self._numbers.items():
+            link, shards = self._links[index], self._on[index]
+            values = [shard.of(self.items[shard.part.item].params) for shard in shards]
+
+            def make(
+                seq: int,
+                number: int = number,
+                link: ServerLink = link,
+                values: Sequence[torch.Tensor] = values,
+            ) -> m.Peek:
+                places = tuple(where for where in map(link.locate, values) if where is not None)
+                return m.Peek(seq, number, places)
+
+            works.append(
+                link.ask(make, into=lambda _, values=values: values[::-1])  # type: ignore[misc]
+            )
+        return Together(works).work()
+
+    def _bad_servers(self) -> set[int]:
+        """Name the servers that refuse this worker's update, because it is not finite there.
+
+        Each looks at its own part only; the others must leave theirs out too. In lockstep the
+        answers to pushes say so before anybody commits.
+        """
+        rule = self.rule
+        if rule.nonfinite == "ignore" or rule.aggregate or len(self._numbers) == 1:
+            return set()
+        return {
+            shard.link.index
+            for shard in itertools.chain(*self._shards)
+            if not is_finite(
+                self.packets.told(shard, self.items[shard.part.item].grads, self.clock)
+            )
+        }
+
+    def _read(self, make: Callable[[int, int, int], m.AnyRequest]) -> Work[list[m.Reply]]:
+        works: list[Any] = []
+        for index, number in self._numbers.items():
+            # In the order in which the server sends them: the first layers' first.
+            shards = reversed(self._on[index])
+            targets = [(s, s.of(self.items[s.part.item].params)) for s in shards]
+            incoming = Incoming(self._staging, "params", targets)
+            work = self._links[index].ask(
+                lambda seq, number=number, index=index: make(seq, number, index),  # type: ignore[misc]
+                into=incoming,
+            )
+            works.append(Landed(work, incoming))
+            if self.rule.takes_turns:
+                works[-1].wait()
+        return Together(works).work()
+
+    def _ask(self, outgoing: Outgoing, make: MakeAbout, into: Into = no_landing) -> Work[m.Reply]:
+        link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]
+        return link.ask(
+            lambda seq: make(seq, table, outgoing.locate()), payload=outgoing.payload, into=into
+        )
+
+    def _tell(self, outgoing: Outgoing, make: MakeAbout) -> list[Work[None]]:
+        link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]
+        return link.tell(lambda seq: make(seq, table, outgoing.locate()), payload=outgoing.payload)
+
+    def _seats(self, shards: Sequence[ShardOf]) -> tuple[m.Seat, ...]:
+        return tuple(seat_of(self.items[shard.part.item], shard) for shard in shards)
+
+    def _spec_of(self, shard: ShardOf) -> ShardSpec:
+        return self._specs[shard.link.index].shards[shard.number]
+
+
+def require_servers(links: Sequence[ServerLink], what: str) -> None:
+    """Refuse what needs servers when there are none, and say what to type."""
+    if not links:
+        raise UsageError(
+            f"{what} needs parameter servers, and this job has none: start it with"
+            " `paceline run -n 2 -s 1 ...` (or -s colocated)"
+        )

@@ -1,0 +1,381 @@
+"""The process of a parameter server: one loop over everything that can arrive.
+
+    wait for anything -> what other servers say -> what workers ask -> look around
+
+One thread decides everything. It holds a copy of some partitions (ps/replication/partition.py),
+with a line to each worker for those that it answers for, and a line to each other server. Who holds
+what comes from the membership; in a job that is not elastic that is one partition for each server,
+for good.
+
+In an elastic job lines are formed in helper threads (ps/replication/connector.py), and memberships
+are handed over by the control thread; the loop takes both when it comes to it. There a worker is
+gone when the coordinator says so; otherwise also when its line is broken. The loop ends when all
+workers have left, or nobody needs this server any more.
+
+Threads: the loop's; `_on_changed` is called in the control thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from paceline import _core
+from paceline.comm.fabric import Fabric
+from paceline.control.client.agent import Agent
+from paceline.control.client.local_agent import LocalAgent
+from paceline.control.member import Membership
+from paceline.control.transport.messages import Changed, Presence
+from paceline.errors import PacelineError
+from paceline.observe.telemetry.events import Note
+from paceline.observe.telemetry.trace import tracer
+from paceline.ps.connection import Line, Pair, form_line
+from paceline.ps.replication import messages as p
+from paceline.ps.replication.chain import Role
+from paceline.ps.replication.connector import Meetings
+from paceline.ps.replication.partition import Departed, Partition
+from paceline.ps.replication.peers import Peers, form_peer_line
+from paceline.ps.server.server import Server
+from paceline.ps.server.telemetry import Reports
+from paceline.runtime.config import JobEnv
+
+_TICK_S = 0.25  # how soon a worker's end is noticed
+_ELASTIC_TICK_S = 0.02  # how soon a change of the membership is
+_FORGET_S = 10.0  # for so long the memory of lost workers is kept
+_RETIRE_S = 30.0  # for so long a worker that was asked to leave may take part in its last step
+_AGAIN_S = 0.2  # until a line that could not be formed is tried again
+
+
+class Host:
+    """A server process."""
+
+    def __init__(self, fabric: Fabric, env: JobEnv, agent: Agent | LocalAgent) -> None:
+        self.rank, self.number, self.on_loss = fabric.rank, env.number, env.on_loss
+        self.is_elastic = env.is_elastic
+        self.engine = fabric.engine
+        self.partitions: dict[int, Partition] = {}
+        self._fabric, self._agent = fabric, agent
+        self._control: Agent | None = None  # where a coordinator decides who is in the job
+        if env.is_elastic:
+            assert isinstance(agent, Agent), "an elastic job has a coordinator"
+            self._control = agent
+        self._membership = fabric.membership
+        self._peers = Peers(self._on_broken)
+        self._forgettable: list[tuple[float, set[int]]] = []  # when, whom
+        self._meetings: Meetings[Pair] = Meetings()
+        self._met: set[Hashable] = set()  # what is formed, or about to be
+        self._retry: list[tuple[float, Hashable]] = []
+        self._changes: deque[Changed] = deque()  # from the control thread
+        self._presence: dict[int, Presence] = {}  # as partitions have seen it
+        self._retiring: dict[int, float] = {}  # workers in their last step, and until when
+        self._leaving: set[int] = set()  # ranks that left with their unit, and end by themselves
+        self._ranks: frozenset[int] = frozenset()  # of the membership; as the next, for speed
+        self._workers: tuple[int, ...] = ()
+        self._news = 0  # counts what partitions have to look at
+        self._adopted = 0  # the generation that the coordinator was told
+        self._reports = Reports(self.rank, self.number, agent.report)
+
+    # -- the loop -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until every worker has left or was lost."""
+        if self._control is not None:
+            self._control.on_changed = self._on_changed
+        self._adopt(self._membership, ())
+        self._see()
+        while not self._is_over():
+            self._wait(self._works())
+            self._turn()
+        self._send_reports()
+        self._peers.close()
+
+    def _wait(self, works: list[_core.Work]) -> None:
+        if works:
+            _core.wait_any(works, self._tick_s())
+        else:  # nobody is met yet
+            time.sleep(self._tick_s())
+
+    def _works(self) -> list[_core.Work]:
+        works = [work for one in self.partitions.values() for work in one.server.works()]
+        works.extend(self._peers.works())
+        return works
+
+    def _tick_s(self) -> float:
+        if not self.is_elastic:
+            return _TICK_S
+        is_filling = any(one.is_filling for one in self.partitions.values())
+        return _ELASTIC_TICK_S / 4 if is_filling else _ELASTIC_TICK_S
+
+    def _turn(self) -> None:
+        for peer, message, tensors in self._peers.hear(self._is_due, self._find_landing):
+            self._hear(peer, message, tensors)
+        for partition in self.partitions.values():
+            partition.server.serve()
+            if partition.server.broken:
+                partition.drop_broken()
+        self._reports.turned(self._servers())
+        self._look_around()
+        for partition in self.partitions.values():
+            partition.flush()
+
+    def _hear(self, peer: int, message: p.AnyMessage, tensors: Sequence[torch.Tensor]) -> None:
+        partition = self._partition(message.partition)
+        was_open = partition.replica.is_open
+        partition.hear(peer, message, tensors)
+        if partition.replica.is_open and not was_open:
+            # A worker that came with the change which made this server the primary has to be
+            # known before it is listened to.
+            partition.see(self._membership)
+
+    def _is_due(self, message: p.AnyMessage) -> bool:
+        """Say whether this server knows the membership that another one speaks of."""
+        return message.generation <= self._membership.generation
+
+    def _find_landing(self, message: p.AnyMessage) -> Sequence[torch.Tensor]:
+        if isinstance(message, p.Sees):
+            return ()
+        return self._partition(message.partition).find_peer_landing(message)
+
+    def _is_over(self) -> bool:
+        if self._control is None:
+            return not any(server.lines for server in self._servers())
+        if self._control.ending is not None:
+            raise self._control.ending
+        if self.rank not in self._ranks:
+            return True
+        departed = [self.departed(rank) for rank in self._workers]
+        return all(one is not None and one.has_left for one in departed)
+
+    def _look_around(self) -> None:
+        now_s = time.monotonic()
+        if self.is_elastic:
+            self._adopt_changes()
+            self._take_lines(now_s)
+        self._see()
+        if self.is_elastic:
+            self._tell_adopted()
+            for rank, why in self._peers.accused(now_s, self._ranks):
+                self._agent.accuse(rank, why)
+            self._forget(now_s)
+        if self._reports.check(self._servers(), now_s):
+            self._send_reports()
+            tracer.flush()
+
+    # -- membership ---------------------------------------------------------------------------
+
+    def _see(self) -> None:
+        """Let partitions look at who is there, if anything can have changed for them."""
+        for rank in [r for r, until_s in self._retiring.items() if time.monotonic() >= until_s]:
+            del self._retiring[rank]
+            self._news += 1
+        if self._fabric.presence != self._presence:
+            self._presence = dict(self._fabric.presence)
+            self._news += 1
+        for partition in self.partitions.values():
+            state = (self._news, partition.replica.is_open)
+            if partition.seen != state:
+                partition.seen = state
+                partition.see(self._membership)
+
+    def _on_changed(self, changed: Changed) -> None:
+        self._changes.append(changed)
+
+    def _adopt_changes(self) -> None:
+        while self._changes:
+            changed = self._changes.popleft()
+            lost = tuple(loss.rank for loss in changed.lost)
+            # Who has left with its unit is not stopped: it ends by itself, with what it has to say.
+            self._leaving.update(loss.rank for loss in changed.lost if loss.kind.is_willing)
+            if changed.membership.generation > self._membership.generation:
+                self._adopt(changed.membership, lost)
+        newest = self._agent.membership
+        if newest is not None and newest.generation > self._membership.generation:
+            gone = set(self._membership.ranks) - set(newest.ranks)
+            self._adopt(newest, tuple(gone))  # told when the coordinator came back
+
+    def _adopt(self, membership: Membership, lost: Sequence[int]) -> None:
+        if membership.generation > self._fabric.membership.generation:
+            gone = set(self._fabric.membership.ranks) - set(membership.ranks)
+            self._forgettable.append((time.monotonic() + _RETIRE_S + _FORGET_S, gone))
+            vanished = [rank for rank in lost if rank not in self._leaving]
+            self._fabric.adopt(membership, vanished, forgets=False)
+        before, self._membership = self._membership, membership
+        for rank in before.workers:
+            if rank not in membership.ranks and rank not in lost:
+                self._retiring[rank] = time.monotonic() + _RETIRE_S
+        self._ranks, self._workers = frozenset(membership.ranks), membership.workers
+        self._news += 1
+        for rank in self._peers:
+            if rank not in self._ranks:
+                self._peers.remove(rank)
+                self._disconnect(rank)
+        holders, filling = membership.holders, membership.filling
+        for index in range(len(holders)):
+            is_mine = self.rank in holders[index] or (filling and self.rank in filling[index])
+            if is_mine or index in self.partitions:
+                self._partition(index).adopt(membership)
+                if before.primary_since(index) != membership.primary_since(index):
+                    self._hang_up(index)
+        self._form_lines()
+
+    def _partition(self, index: int) -> Partition:
+        if index not in self.partitions:
+            made = self.partitions[index] = Partition(self, index)
+            made.server.num_workers = len(self._membership.workers)
+            for peer in self._peers:
+                made.replica.connected(peer)
+        return self.partitions[index]
+
+    def _tell_adopted(self) -> None:
+        assert self._control is not None
+        generation = self._membership.generation
+        if generation > self._adopted and all(
+            partition.replica.is_settled for partition in self.partitions.values()
+        ):
+            self._adopted = generation
+            self._control.adopted(generation)
+
+    def _forget(self, now_s: float) -> None:
+        """Drop the memory of those who are gone, when no copy can still be told to look there."""
+        while self._forgettable and self._forgettable[0][0] <= now_s:
+            for rank in self._forgettable.pop(0)[1]:
+                self._fabric.forget(rank)
+
+    def departed(self, rank: int) -> Departed | None:
+        presence = self._fabric.presence.get(rank)
+        if presence is not None and presence.is_gone:
+            return Departed(presence.words, has_left=presence.state == "left")
+        is_here = rank in self._ranks or rank in self._retiring
+        return None if is_here else Departed("it is out of the job")
+
+    # -- lines --------------------------------------------------------------------------------
+
+    def _form_lines(self) -> None:
+        membership = self._membership
+        for index, partition in self.partitions.items():
+            if membership.holders[index][:1] != (self.rank,):
+                continue
+            for rank in membership.workers:
+                if self.is_elastic:
+                    self._meet(("worker", index, membership.primary_since(index), rank))
+                else:
+                    pair = form_line(self._fabric, membership, index, rank, self.rank)
+                    partition.server.lines[rank] = Line(pair, rank)
+        if self.is_elastic:
+            for rank in membership.servers:
+                if rank != self.rank:
+                    self._meet(("server", rank))
+            for rank in membership.workers:
+                if membership.member(rank).host_id == self._fabric.me.host_id:
+                    self._meet(("link", rank))
+
+    def _meet(self, key: tuple[Any, ...]) -> None:
+        rank, membership = key[-1], self._membership
+        if key in self._met or rank not in membership.ranks or self.departed(rank) is not None:
+            return
+        self._met.add(key)
+        form: Callable[[], Pair | None]
+        if key[0] == "link":
+
+            def form() -> None:
+                self._fabric.link(membership.member(rank))
+        elif key[0] == "server":
+
+            def form() -> Pair:
+                return form_peer_line(self._fabric, membership, rank)
+        else:
+
+            def form() -> Pair:
+                return form_line(self._fabric, membership, key[1], rank, self.rank)
+
+        self._meetings.arrange(rank, key, form)
+
+    def _take_lines(self, now_s: float) -> None:
+        for key, formed in self._meetings.take():
+            if isinstance(formed, PacelineError):
+                self._retry.append((now_s + _AGAIN_S, key))
+            else:
+                self._take_line(key, formed)
+        due = [key for at_s, key in self._retry if at_s <= now_s]
+        self._retry = [one for one in self._retry if one[0] > now_s]
+        for key in due:
+            self._met.discard(key)
+            self._meet(key)  # type: ignore[arg-type]
+
+    def _take_line(self, key: Any, pair: Pair | None) -> None:
+        if pair is None:
+            self._on_linked(key[1])
+        elif key[-1] not in self._membership.ranks:
+            pair.close()
+        elif key[0] == "server":
+            self._peers.add(key[1], pair)
+            self._tell_sight([key[1]])
+            for partition in self.partitions.values():
+                partition.replica.connected(key[1])
+        else:
+            _, index, since, rank = key
+            is_current = self._membership.primary_since(index) == since
+            if is_current and self._membership.holders[index][:1] == (self.rank,):
+                self.partitions[index].server.lines[rank] = Line(pair, rank)
+            else:
+                pair.close()
+
+    def _on_linked(self, rank: int) -> None:
+        """A worker's memory can be seen from now on."""
+        for partition in self.partitions.values():
+            caller = partition.server.callers.get(rank)
+            if caller is not None:
+                caller.is_here = True
+        self._tell_sight(self._peers)
+
+    def _tell_sight(self, peers: Iterable[int]) -> None:
+        seen = tuple(rank for rank in self._workers if self._fabric.is_linked(rank))
+        self._peers.tell_sight(peers, self._membership.generation, seen)
+
+    def _hang_up(self, index: int) -> None:
+        """End the lines of a partition that has another primary, or the same one anew."""
+        server = self.partitions[index].server
+        for rank in list(server.lines):
+            server.hang_up(rank)
+
+    def _on_broken(self, peer: int, why: str) -> None:
+        self.say(f"the line to rank {peer} is broken: {why}")
+        self._disconnect(peer)
+
+    def _disconnect(self, peer: int) -> None:
+        for partition in self.partitions.values():
+            partition.replica.disconnected(peer)
+
+    # -- what partitions ask for --------------------------------------------------------------
+
+    def is_here(self, rank: int) -> bool:
+        return self._fabric.is_linked(rank)
+
+    def sees(self, peer: int, rank: int) -> bool:
+        return self._peers.sees(peer, rank)
+
+    def post(self, peer: int, message: p.AnyMessage, tensors: Sequence[torch.Tensor]) -> None:
+        self._peers.post(peer, message, tensors)
+
+    def backlog(self, peer: int) -> int:
+        return self._peers.backlog(peer)
+
+    def tell_in_sync(self, partition: int, generation: int) -> None:
+        assert self._control is not None
+        self._control.in_sync(partition, generation)
+
+    def say(self, text: str) -> None:
+        self._agent.report(Note(self.rank, f"server {self.number}: {text}"))
+
+    def _servers(self) -> list[Server]:
+        return [partition.server for partition in self.partitions.values()]
+
+    def _send_reports(self) -> None:
+        for partition in self.partitions.values():
+            if partition.replica.role is Role.PRIMARY:
+                for hosted in partition.server.hosted:
+                    self._agent.report(hosted.table.report())

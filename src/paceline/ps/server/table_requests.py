@@ -1,0 +1,216 @@
+"""A table on a server: the requests of a step, and who waits for what.
+
+A worker PUSHES, COMMITS and reads; a request that cannot be answered yet is PARKED, and whoever's
+request changes that answers it. The table itself (table.py) knows no sockets and no processes;
+where its values meet the workers' memory is worker_memory.py.
+
+Backups run the same requests in the same order, so nothing here may depend on time, or on what has
+arrived (accounts and notices excepted).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from paceline.errors import PacelineError
+from paceline.ps import messages as m
+from paceline.ps.connection import Landing
+from paceline.ps.server.table import Table
+from paceline.ps.server.worker_clocks import Outcome
+from paceline.ps.server.worker_memory import DTYPES, Caller, Seats, Tensorful
+
+
+@dataclass
+class Parked:
+    """A request that is answered later."""
+
+    caller: Caller
+    seq: int
+    since_s: float
+    reads: bool = True  # readers: answered with values
+    into: tuple[m.Where, ...] = ()  # where those go; empty: to the worker's seat
+    after: int = 0  # followers: answered with a higher version
+    follower: int = 0
+
+
+class Answer(Protocol):
+    """Answers a request; tensors follow if the worker is on another host."""
+
+    def __call__(
+        self, caller: Caller, seq: int, deliveries: Sequence[torch.Tensor] = (), **fields: Any
+    ) -> None: ...
+
+
+@dataclass
+class Hosted:
+    """One table, its workers' seats, and the requests that wait."""
+
+    number: int
+    table: Table
+    seats: Seats
+    maker: int  # the worker that gives it its first values
+    answer: Answer
+    keeps_origins: bool  # for another copy
+    occupants: dict[int, int] = field(default_factory=dict)  # by worker: the rank that joined
+    # Where what was pushed or replaced lies, by ("push" or "replace", worker, shard).
+    origins: dict[tuple[str, int, int], m.Where | None] = field(default_factory=dict)
+    pushes: dict[int, list[Parked]] = field(default_factory=dict)  # by shard: for its average
+    readers: list[Parked] = field(default_factory=list)  # for fresh values
+    followers: list[Parked] = field(default_factory=list)
+    refusals: dict[int, Exception] = field(default_factory=dict)  # by worker: of its pushes
+
+    # -- the requests of a step ---------------------------------------------------------------
+
+    def landing(self, caller: Caller, request: Tensorful, *, is_sent: bool) -> Landing:
+        """Return where the tensor of a request is; most often it is where it was last time."""
+        if isinstance(request, m.Push) and not (is_sent or request.codec):
+            known = self.seats.views.get(("push", caller.worker, request.shard))
+            if known is not None and known[:2] == (request.where, DTYPES.get(request.dtype)):
+                return Landing(known[2:])
+        return self.seats.landing(caller, request, is_sent=is_sent)
+
+    def on_push(self, caller: Caller, request: m.Push, given: Sequence[torch.Tensor]) -> None:
+        table, grad, where = self.table, given[0], request.where
+        if request.codec:
+            grad, where = self.seats.unpack(caller, request, grad), None
+        counts = table.push(caller.worker, request.shard, request.clock, grad, request.absent)
+        if self.keeps_origins:
+            self.origins["push", caller.worker, request.shard] = where
+        if not table.spec.rule.aggregate:
+            return
+        if counts:
+            parked = Parked(caller, request.seq, time.monotonic())
+            self.pushes.setdefault(request.shard, []).append(parked)
+        else:  # a step that was applied, or is too late; the last average is still there
+            self._tell_average(
+                caller, request.seq, request.shard, *table.last_average(request.shard)
+            )
+        self.release_averages()  # what else it waits for may have been dropped as well
+
+    def on_replace(self, caller: Caller, request: m.Replace, given: Sequence[torch.Tensor]) -> None:
+        does_not_count = self.table.is_repeating(caller.worker)
+        if not (does_not_count or self.table.has_dropped(caller.worker)):
+            self.table.replace_average(request.shard, given[0], request.absent)
+            if self.keeps_origins:
+                self.origins["replace", 0, request.shard] = request.where
+        self.answer(caller, request.seq)
+
+    def on_commit(self, caller: Caller, request: m.Commit, _: Sequence[torch.Tensor]) -> None:
+        refusal = self.refusals.pop(caller.worker, None)
+        if refusal is not None:
+            self.table.discard(caller.worker)
+            raise refusal
+        if not request.counts:
+            self.table.discard(caller.worker)
+        self.seats.commit(caller, request)
+        if request.reads or self.table.spec.rule.aggregate:
+            now_s = time.monotonic()
+            self.readers.append(Parked(caller, request.seq, now_s, request.reads, request.into))
+        else:
+            self.answer(caller, request.seq, **_ending(self.table.outcome(caller.worker)))
+        if self.table.spec.rule.backup:  # somebody who waits for an average may be let go
+            self.release_averages()
+        self.release()
+
+    def on_pull(self, caller: Caller, request: m.Pull, _: Sequence[torch.Tensor]) -> None:
+        if request.in_turn:
+            parked = Parked(caller, request.seq, time.monotonic(), into=request.into)
+            self.readers.append(parked)
+            self.release()
+            return
+        following = self.seats.values_for(caller, request.into)
+        self.answer(caller, request.seq, following, version=self.table.version)
+
+    # -- what follows from a change -----------------------------------------------------------
+
+    def release_averages(self) -> None:
+        """Answer those who wait for an average that is known now."""
+        for shard in [shard for shard, waiting in self.pushes.items() if waiting]:
+            if not self.table.is_reduced(shard):
+                self._let_go(shard)
+                continue
+            absent, notice = self.table.absent(shard), self.table.verdict(shard)
+            for parked in self.pushes.pop(shard):
+                self._tell_average(parked.caller, parked.seq, shard, absent, notice)
+
+    def _let_go(self, shard: int) -> None:
+        """Answer those who wait for an average that will not have their part."""
+        waiting = self.pushes[shard]
+        for parked in [one for one in waiting if self.table.has_dropped(one.caller.worker)]:
+            waiting.remove(parked)
+            last = self.table.last_average(shard)
+            self._tell_average(parked.caller, parked.seq, shard, *last)
+
+    def _tell_average(
+        self, caller: Caller, seq: int, shard: int, absent: tuple[int, ...], notice: str
+    ) -> None:
+        following: Sequence[torch.Tensor] = ()
+        speaker, codec = self.table.clocks.workers[0], ""
+        if not self.seats.has_homes or caller.worker not in self.seats.opened:
+            following, codec = self.seats.average_for(caller, shard)
+        self.answer(
+            caller, seq, following, absent=absent, codec=codec, speaker=speaker, notice=notice
+        )
+
+    def release(self) -> None:
+        """Answer the commits of whoever may read now, and whoever follows the version."""
+        table = self.table
+        for parked in list(self.readers):  # first come, first served
+            if not table.may_read(parked.caller.worker):  # each read may take another's turn
+                continue
+            self.readers.remove(parked)
+            self._end_wait(parked)
+        can_change = bool(table.clocks.workers)
+        if self.followers and (table.is_ready or not can_change):
+            self.end_follow(lambda one: table.version > one.after or not can_change)
+
+    def _end_wait(self, parked: Parked) -> None:
+        """Bring values to a reader; if its own places are wrong, that concerns nobody else."""
+        caller, outcome = parked.caller, self.table.outcome(parked.caller.worker)
+        try:
+            following = self.seats.values_for(caller, parked.into) if parked.reads else ()
+        except PacelineError as error:
+            self.answer(caller, parked.seq, error=type(error).__name__, text=str(error))
+            return
+        # Nobody receives what follows an error.
+        self.answer(caller, parked.seq, () if outcome.error else following, **_ending(outcome))
+
+    def end_follow(self, is_over: Callable[[Parked], bool]) -> None:
+        """Tell followers the version."""
+        for parked in [one for one in self.followers if is_over(one)]:
+            self.followers.remove(parked)
+            self.answer(parked.caller, parked.seq, version=self.table.version)
+
+    def forget(self, caller: Caller) -> None:
+        """Drop everything that a worker waits for; it is gone."""
+        self.readers = [one for one in self.readers if one.caller is not caller]
+        self.followers = [one for one in self.followers if one.caller is not caller]
+        for parked in self.pushes.values():
+            parked[:] = [one for one in parked if one.caller is not caller]
+        self.refusals.pop(caller.worker, None)
+        self.seats.forget(caller.worker)
+
+
+def _ending(outcome: Outcome) -> dict[str, Any]:
+    """Return how a step ended, as fields of a reply."""
+    return {
+        "error": outcome.error,
+        "text": outcome.text,
+        "notice": outcome.notice,
+        "version": outcome.version,
+        "staleness": outcome.staleness,
+        "stops": outcome.stops,
+    }
+
+
+STEP: Mapping[type, Callable[[Hosted, Caller, Any, Sequence[torch.Tensor]], None]] = {
+    m.Push: Hosted.on_push,
+    m.Replace: Hosted.on_replace,
+    m.Commit: Hosted.on_commit,
+    m.Pull: Hosted.on_pull,
+}

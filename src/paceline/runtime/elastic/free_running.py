@@ -1,0 +1,90 @@
+"""Changes of the membership at a free-running pace: nobody waits for anybody.
+
+A worker takes note of another membership between two steps of its own. The first worker that has
+the state of the training sends it to each newcomer, over a group of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.comm.fabric import Fabric
+from paceline.comm.group import Group
+from paceline.control.client.agent import Agent
+from paceline.control.member import Member, Membership
+from paceline.errors import PeerError, PeerLost
+from paceline.observe.telemetry.events import Note
+from paceline.runtime.elastic.membership_watcher import News
+from paceline.runtime.elastic.stateful_parts import Parts
+from paceline.state import transfer
+from paceline.state.protocol import Change
+
+
+class Alone:
+    """One worker's part in such changes."""
+
+    def __init__(self, fabric: Fabric, agent: Agent, parts: Parts, news: News) -> None:
+        self._fabric, self._agent, self._parts, self._news = fabric, agent, parts, news
+
+    def adopt(self) -> tuple[int, ...] | None:
+        """Take note of another membership; return the workers that are lost, None: nothing new."""
+        newest, fabric = self._agent.membership, self._fabric
+        if newest is None or newest.generation <= fabric.membership.generation:
+            return None
+        if fabric.rank not in newest.ranks:
+            self._news.retire()
+        before = fabric.membership
+        fabric.adopt(newest, self._news.vanished())
+        newest = fabric.membership
+        joined = [rank for rank in newest.workers if rank not in before.workers]
+        if fabric.rank == _source(newest, joined):
+            for rank in joined:
+                self._give(newest.member(rank))
+        gone = [rank for rank in before.ranks if self._news.losses.pop(rank, None) is not None]
+        return tuple(rank for rank in gone if rank in before.workers)
+
+    def enter(self, membership: Membership) -> Change:
+        """Receive what a newcomer needs; return the change that this worker is."""
+        fabric = self._fabric
+        fabric.adopt(membership, self._news.vanished())
+        membership = fabric.membership
+        source = _source(membership, [fabric.rank])
+        if source is None:
+            raise PeerLost(f"rank {fabric.rank}: no worker is left that could send its state")
+        change = Change(
+            generation=membership.generation,
+            before=tuple(rank for rank in membership.workers if rank != fabric.rank),
+            after=membership.workers,
+            lost=(),
+            joined=(fabric.rank,),
+            uncounted=False,
+        )
+        group = self._pair(source, fabric.rank)
+        states, _ = transfer.receive(group, 0)
+        self._parts.load(states, change)
+        group.close()
+        return change
+
+    def _give(self, newcomer: Member) -> None:
+        states = self._parts.states()
+        try:
+            group = self._pair(self._fabric.rank, newcomer.rank)
+            transfer.send(group, [1], states, None)
+            group.close()
+        except PeerError:
+            # It was lost again before it was in, which the next membership will say.
+            if newcomer.rank in (self._agent.membership or self._fabric.membership).ranks:
+                self._agent.report(
+                    Note(self._fabric.rank, f"worker {newcomer.number} left while it came in")
+                )
+
+    def _pair(self, source: int, newcomer: int) -> Group:
+        other = newcomer if self._fabric.rank == source else source
+        self._fabric.link(self._fabric.membership.member(other))
+        name = f"gift {source} {newcomer}"
+        return Group(self._fabric, (source, newcomer), name=name, generation=1)
+
+
+def _source(membership: Membership, joined: Sequence[int]) -> int | None:
+    """Return the first worker that has the state of the training."""
+    return next((rank for rank in membership.workers if rank not in joined), None)

@@ -1,0 +1,323 @@
+"""The job that this process belongs to: `pl.init()` and the functions that ask about it.
+
+A process has at most one job. `init()` finds out from the environment which rank this is, meets the
+others through the control plane, links the engine to its neighbours and forms the world group.
+Alone (`python train.py`) the same path leads to a world of one, without any socket.
+"""
+
+from __future__ import annotations
+
+import atexit
+import operator
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paceline.comm.group import Group
+from paceline.comm.shared_memory import allocate
+from paceline.control.client.rendezvous import KeyValue, Rendezvous, establish, establish_from_store
+from paceline.errors import ConfigError, SetupError, UsageError, tells_of_loss
+from paceline.observe.telemetry.trace import tracer
+from paceline.observe.telemetry.waiting import show_on_request
+from paceline.ps.client import connection
+from paceline.runtime.config import (
+    EngineConfig,
+    JobEnv,
+    describe,
+    job_env,
+    natural_host_id,
+    told_env,
+)
+from paceline.runtime.console import say
+from paceline.runtime.job_state import Job as Job
+from paceline.runtime.join import form
+from paceline.runtime.launch_context import PACELINE
+from paceline.runtime.mesh import Mesh
+from paceline.runtime.torch_plugin import register as register_with_torch
+from paceline.state.user_object import Carried
+
+register_with_torch()  # again, for those who are not installed: `import torch` found no plugin
+
+
+_job: Job | None = None
+_lock = threading.Lock()
+
+
+def init() -> Job:
+    """Join the job that the environment names; alone, form a world of one. Blocks until all ranks
+    are there. A second call returns the same job.
+
+    >>> import paceline as pl
+    >>> job = pl.init()
+    >>> pl.rank(), pl.world_size()
+    (0, 1)
+    """
+    env = job_env()
+    return _start(env, lambda config: establish(env, config), EngineConfig.from_environ())
+
+
+def join_through(store: KeyValue, rank: int, world_size: int, timeout_s: float) -> Job:
+    """Form a job with the processes that share a key-value store; for torch.distributed.
+
+    The store must be fresh: no earlier job may have met through the same keys.
+    """
+    env = told_env(rank, world_size, "torch.distributed")
+
+    def meet(config: EngineConfig) -> Rendezvous:
+        if world_size == 1:
+            return establish(env, config)
+        _refuse_unreachable(store, env)
+        return establish_from_store(
+            store,
+            rank,
+            world_size,
+            job_id=env.job_id,
+            bind_address=env.bind_address,
+            config=config,
+        )
+
+    return _start(env, meet, replace(EngineConfig.from_environ(), join_timeout_s=timeout_s))
+
+
+def _refuse_unreachable(store: KeyValue, env: JobEnv) -> None:
+    """Say at once when rank 0 listens where this rank cannot reach it, instead of trying long."""
+    key, here = "paceline/host", natural_host_id()
+    if env.rank == 0:
+        store.set(key, f"{here} {env.bind_address}")
+        return
+    host, _, address = store.get(key).decode().rpartition(" ")
+    if host != here and address.startswith("127."):
+        raise ConfigError(
+            f"rank {env.rank} is on another host than rank 0, which listens on {address} only;"
+            " export PACELINE_BIND=ADDRESS for rank 0, its host's address in the network of the job"
+        )
+
+
+def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: EngineConfig) -> Job:
+    global _job
+    with _lock:
+        if _job is None:
+            if env.source == PACELINE.name:
+                show_on_request()  # of the launcher, when others wait for this process
+            try:
+                rendezvous = meet(config)
+                try:
+                    _job = form(env, config, rendezvous)
+                except BaseException:
+                    rendezvous.close(grace_s=0.0)
+                    raise
+            except OSError as error:  # descriptors, threads: the machine's limits
+                raise SetupError(
+                    f"rank {env.rank} of {env.world_size} cannot join: {error}; `paceline doctor`"
+                    " shows this machine's limits"
+                ) from error
+            if env.rank == 0 and env.source != "alone":
+                say(describe(env))
+        return _job
+
+
+def shutdown() -> None:
+    """Leave the job in good order; called by itself when the process ends. May be called twice."""
+    global _job
+    with _lock:
+        job, _job = _job, None
+        if job is None:
+            return
+        for close in job.closers:
+            close()
+        job.reporter.flush()
+        tracer.flush()
+        tracer.stop()
+        connection.drop()
+        for link in job.servers:
+            link.leave()
+        job.fabric.engine.say_goodbye()
+        job.world.close()
+        if job.fabric.listener is not None:
+            job.fabric.listener.close()
+        # A script that ended with an error has not done its work: the job may want another.
+        failure = getattr(sys, "last_value", None)
+        is_bereft = tells_of_loss(failure)
+        job.rendezvous.agent.leave(is_finished=failure is None, is_bereft=is_bereft)
+        job.rendezvous.close()
+
+
+_inherited: list[Job] = []
+
+
+def _let_go_in_child() -> None:
+    """In a forked child: the job is the parent's, and so are the threads that could end it."""
+    global _job, _lock
+    _lock = threading.Lock()
+    if _job is not None:
+        _job.fabric.engine.close_after_fork()
+        _inherited.append(_job)  # never taken down here
+        tracer.stop()
+        _job = None
+        connection.drop()
+
+
+atexit.register(shutdown)
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def joined() -> Job | None:
+    """Return the job of this process, or None before `init()`."""
+    return _job
+
+
+def current() -> Job:
+    """Return the job of this process; UsageError before `init()`."""
+    if _job is None:
+        raise UsageError("this process has not joined a job yet: call paceline.init() first")
+    return _job
+
+
+def rank() -> int:
+    """Return this process's rank: 0 to world_size() - 1, more on a data worker. In an elastic job
+    it may change."""
+    job = current()
+    if job.elastic.is_candidate:
+        members = map(job.fabric.membership.member, job.fabric.membership.workers)
+        return sum(member.number < job.env.number for member in members)
+    return job.world.rank if job.elastic.is_on else job.env.rank
+
+
+def world_size() -> int:
+    """Return the number of workers in the job. In an elastic job it may change."""
+    job = current()
+    if job.env.is_data_worker:
+        return job.env.world_size
+    return len(job.fabric.membership.workers) + 1 if job.elastic.is_candidate else job.world.size
+
+
+def data_rank() -> int:
+    """Return which part of the data is this process's: 0 to data_world_size() - 1. Without a mesh
+    it is rank(); the processes of `tp` and `pp`, which train on one batch, have the same. For
+    scripts that share out data themselves, without pl.shard.
+
+    >>> list(range(10))[pl.data_rank() :: pl.data_world_size()]
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+    mesh = _mesh_of_data()
+    return rank() if mesh is None else mesh.data_index(rank())
+
+
+def data_world_size() -> int:
+    """Return how many parts the data has: the number of workers, on a mesh divided by `tp` and
+    `pp`. In an elastic job it may change.
+
+    >>> pl.data_world_size()
+    1
+    """
+    mesh = _mesh_of_data()
+    if mesh is None:
+        return world_size()
+    job = current()
+    coming = mesh.unit_size if job.elastic.is_candidate else 0
+    return (len(job.fabric.membership.workers) + coming) // (mesh.pp * mesh.tp)
+
+
+def _mesh_of_data() -> Mesh | None:
+    job = current()
+    job.has_shared_data = True  # another mesh would make it wrong
+    return job.mesh
+
+
+def is_data_worker() -> bool:
+    """Say whether this process makes batches for the workers (`paceline run --data-workers`): it
+    runs the script up to its first loop over a `pl.shard(..., mode="pipeline")`, and no further.
+
+    >>> pl.is_data_worker()
+    False
+    """
+    return current().env.is_data_worker
+
+
+def local_rank() -> int:
+    """Return this process's number among the workers of its host."""
+    return current().env.local_rank
+
+
+def world() -> Group:
+    """Return the group of all workers."""
+    return current().world
+
+
+def should_stop() -> bool:
+    """Say whether to stop behind the step that was just done: true on all workers alike, once
+    SIGTERM has reached one of them. Asking means that the first SIGTERM no longer ends the process.
+
+    >>> pl.should_stop()
+    False
+    """
+    job = current()
+    return job.stopping.should_stop(alone=job.world.size == 1)
+
+
+def carry(**objects: Any) -> None:
+    """Let newcomers of an elastic job receive the state of these, besides the model's and the
+    optimizer's: learning-rate schedulers, a GradScaler, averages of weights; whatever has
+    `state_dict()` and `load_state_dict()`. The names are the same on all workers.
+
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    >>> pl.carry(scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=10))
+    """
+    job = current()
+    for name, thing in objects.items():
+        job.elastic.register(f"carried {name}", Carried(name, thing))
+        job.carried[name] = thing
+
+
+def new_group(ranks: Sequence[int]) -> Group:
+    """Form a group of some ranks, which get ranks 0, 1, ... in it in the given order.
+
+    Collective among those ranks only; each of them names the same ranks in the same order.
+    """
+    job, chosen = current(), tuple(ranks)
+    if len(set(chosen)) != len(chosen) or not chosen:
+        raise UsageError(f"new_group({list(chosen)}): name each rank once, and at least one")
+    missing = [r for r in chosen if r not in range(job.world.size)]
+    if missing:
+        raise UsageError(
+            f"new_group({list(chosen)}): {missing} are not ranks of this job (0 to"
+            f" {world_size() - 1})"
+        )
+    if rank() not in chosen:
+        raise UsageError(
+            f"new_group({list(chosen)}): rank {rank()} is not in it; call it on its members only"
+        )
+    return Group(job.fabric, [job.world.ranks[r] for r in chosen])
+
+
+def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return an uninitialised tensor in engine memory: collectives use it where it lies.
+
+    >>> pl.empty(2, 3).shape
+    torch.Size([2, 3])
+    """
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    return allocate(current().fabric.engine, tuple(sizes), dtype or torch.get_default_dtype())  # type: ignore[arg-type]
+
+
+def report(step: int | None = None, **values: float) -> None:
+    """Tell the launcher how far this rank is; shown live. Never blocks.
+
+    Without a step number the steps that `distribute` has counted are shown. At most five reports a
+    second are sent; of those in between, the newest value of each name counts.
+
+    >>> pl.report(loss=0.25)
+    """
+    job = current()
+    try:
+        shown = None if step is None else operator.index(step)
+    except TypeError as error:
+        raise UsageError(
+            f"report({step!r:.60}): the step is a whole number; name a value: report(loss=0.25)"
+        ) from error
+    job.reporter.report(shown, {name: float(value) for name, value in values.items()})

@@ -1,0 +1,43 @@
+"""Tells torch.distributed that the backend "paceline" exists.
+
+torch calls `register()` during every `import torch` of an environment in which Paceline is
+installed, so it only writes down two names: everything else is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+
+def register() -> None:
+    """Register backend "paceline", and let env:// meet over our control plane. Never raises."""
+    try:
+        from torch.distributed import Backend
+
+        if "PACELINE" in Backend._plugins:
+            return
+        Backend.register_backend("paceline", _create_group, extended_api=True, devices=["cpu"])
+        # By its full name: the package has a function that is called like its module.
+        handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+        theirs = handlers["env"]
+    except Exception as error:  # a torch that lacks these must still be importable
+        logging.getLogger("paceline").warning(
+            "backend 'paceline' is not available in this torch (2.13 is known to work): %r", error
+        )
+        return
+
+    def meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+        from paceline.runtime.torch_init import control_plane_rendezvous
+
+        return control_plane_rendezvous(url) or theirs(url, **options)
+
+    handlers["env"] = meet
+
+
+def _create_group(options: Any, pg_options: Any) -> Any:
+    from paceline.runtime.torch_init import create_group
+
+    return create_group(options, pg_options)

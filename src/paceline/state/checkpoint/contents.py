@@ -1,0 +1,326 @@
+"""What this worker has to say in a checkpoint, and what it takes back from one.
+
+    model/..., optimizer/..., pace/...     of the first distributed model; of others model.1/...
+    object/NAME/...                        what the script gave by name, or to pl.carry
+    rank.3/...                             worker 3's own: random generators, what is not the same
+                                           on all workers
+
+What all workers have alike is written once: each writes a part of it, by size.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.data.cursor.resumption import data_state, resume_data
+from paceline.data_parallel.distribute import distributed
+from paceline.data_parallel.model_state.checkpoint import Picture, SavedModel
+from paceline.data_parallel.pace_switch.switcher import Succession
+from paceline.errors import CheckpointMismatch, UsageError
+from paceline.model_parallel.registry import meshed, meshed_by
+from paceline.runtime.job import Job
+from paceline.runtime.mesh import Mesh
+from paceline.state.files.reading import Loaded
+from paceline.state.protocol import State
+from paceline.state.serializer import read_back, write_down
+from paceline.state.user_object import Carried
+
+_TORCH, _NUMPY, _CUDA = "random/torch", "random/numpy", "random/cuda"
+
+
+def random_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the state of torch's, Python's and numpy's generators; tensors go to `tensors`."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    tensors[_TORCH] = torch.get_rng_state()
+    tensors[_NUMPY] = torch.from_numpy(np.asarray(keys, dtype=np.uint32).view(np.int32).copy())
+    if torch.cuda.is_initialized():
+        for device, state in enumerate(torch.cuda.get_rng_state_all()):
+            tensors[f"{_CUDA}/{device}"] = state
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, int(position), int(has_gauss), float(cached)],
+    }
+
+
+def set_random_state(plain: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Let the generators go on from there."""
+    version, internal, gauss = plain["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, position, has_gauss, cached = plain["numpy"]
+    keys = tensors[_NUMPY].clone().numpy().view(np.uint32)
+    np.random.set_state((kind, keys, position, has_gauss, cached))
+    torch.set_rng_state(tensors[_TORCH].clone())  # torch reads it as a struct: it must be aligned
+    states = [tensors[name].clone() for name in sorted(tensors) if name.startswith(_CUDA)]
+    if torch.cuda.is_available() and len(states) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states)
+
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _distributed() -> list[tuple[Any, Succession]]:
+    """Return the script's models, whole or in parts, in order."""
+    in_parts = {id(made.succession): model for model, made in meshed.items()}
+    return [(in_parts.get(id(one), model), one) for model, one in distributed()]
+
+
+def saved_models(given: Mapping[str, Any]) -> list[Succession]:
+    """Return the distributed models that are saved: those given by name, or all there are."""
+    known = _distributed()
+    chosen = [one for model, one in known if any(thing is model for thing in given.values())]
+    return chosen or [one for _, one in known]
+
+
+def saved_objects(job: Job, given: Mapping[str, Any]) -> dict[str, Carried]:
+    """Return the given objects, and those of `pl.carry`; not what is distributed anyway."""
+    pairs = [(model, one.optimizer) for model, one in _distributed()]
+    covered = {id(thing) for pair in pairs for thing in pair}
+    found: dict[str, Carried] = {}
+    for name, thing in {**job.carried, **given}.items():
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"Checkpoint({name!r}=...): expected a plain name")
+        part = Carried(name, thing, "Checkpoint")
+        is_known = any(thing is other.thing for other in found.values())
+        if id(thing) not in covered and not is_known:
+            found[name] = part
+    return found
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one worker writes, before it is copied."""
+
+    tensors: Tensors
+    own: dict[str, Any]  # JSON, of this worker
+    common: dict[str, Any]  # JSON; the first worker's counts
+
+
+def gather(
+    job: Job, saved: Sequence[Succession], objects: Mapping[str, Carried], steps: int
+) -> Said:
+    """Return everything that a checkpoint has of this worker. Collective."""
+    shared, mine, models = Tensors(), Tensors(), list[dict[str, Any]]()
+    rank, size = job.world.rank, job.world.size
+    own: dict[str, Any] = {"models": [], "steps": steps}
+    for number, succession in enumerate(saved):
+        picture = _picture(succession)
+        shared.update(_prefixed(picture.common, number))
+        mine.update(_prefixed(picture.first, number))
+        mine.update({f"rank.{rank}/{n}": t for n, t in _prefixed(picture.own, number).items()})
+        models.append({**picture.plain, "steps": succession.steps})
+        own["models"].append({**picture.own_plain, "steps": succession.steps})
+    written, found = {}, Tensors()
+    for name, part in objects.items():
+        written[name] = write_down(part.state().shared["state"], f"object/{name}", found)
+    if rank == 0:
+        mine.update(found)
+    generators = Tensors()
+    own["random"] = random_state(generators)
+    mine.update({f"rank.{rank}/{name}": tensor for name, tensor in generators.items()})
+    own["data"] = data_state(job.sharers)
+    common = {
+        "models": models,
+        "objects": written,
+        "steps": steps,
+        "steps_done": job.steps_done,
+        "is_lockstep": is_lockstep(saved),
+        "mesh": str((job.mesh or Mesh()).of_workers(size)),
+    }
+    return Said({**mine, **_share(shared, size, rank)}, own, common)
+
+
+def _picture(succession: Succession) -> Picture:
+    made = meshed_by(succession)
+    if made is None:
+        return succession.take_picture()
+    from paceline.model_parallel.parts.checkpoint import whole_picture
+
+    return whole_picture(made)
+
+
+def _mapped(saved: SavedModel, succession: Succession) -> SavedModel:
+    """Return what this worker needs of a model, whatever the mesh on which it was saved."""
+    made = meshed_by(succession)
+    if made is None and "mesh" not in saved.plain:
+        return saved
+    from paceline.model_parallel.parts.checkpoint import as_part, as_whole
+
+    return as_whole(saved) if made is None else as_part(saved, made)
+
+
+def steps_of(loaded: Loaded, rank: int) -> int:
+    """Return how often a worker had called `step()`."""
+    return _own_or_common(loaded.content, rank)["steps"]  # type: ignore[no-any-return]
+
+
+def _steps_of_model(content: Any, number: int, rank: int) -> int:
+    return _own_or_common(content, rank)["models"][number]["steps"]  # type: ignore[no-any-return]
+
+
+def _own_or_common(content: Any, rank: int) -> Any:
+    """Where nobody waits for anybody, workers are behind different steps."""
+    owns, common = content["workers"], content["common"]
+    own = owns[rank] if rank < len(owns) else None
+    return common if own is None or common["is_lockstep"] else own
+
+
+def is_lockstep(saved: Sequence[Succession]) -> bool:
+    """Whether all workers are behind the same step at the same time."""
+    return not any(succession.training.is_free for succession in saved)
+
+
+def farewell(job: Job, saved: Sequence[Succession], steps: int) -> dict[str, Any]:
+    """Return what there is to say of a worker that leaves before the others: how far it is."""
+    counts = [{"steps": succession.steps} for succession in saved]
+    return {"has_left": True, "steps": steps, "models": counts, "data": data_state(job.sharers)}
+
+
+def restore(
+    job: Job, loaded: Loaded, models: Sequence[Succession], objects: Mapping[str, Carried]
+) -> list[str]:
+    """Let everything go on from a checkpoint; return what was mapped, in words. Collective."""
+    content, tensors = loaded.content, loaded.tensors
+    common, owns = content["common"], content["workers"]
+    if len(models) != len(common["models"]):
+        raise CheckpointMismatch(
+            f"{loaded.path} has {len(common['models'])} distributed models, the script has"
+            f" {len(models)}; make it after all calls of pl.distribute, and give it the same ones"
+        )
+    notices, rank = list[str](), job.world.rank
+    before, now = _mesh_of(content), (job.mesh or Mesh()).of_workers(job.world.size)
+    for number, succession in enumerate(models):
+        saved = _mapped(_saved_model(content, tensors, number), succession)
+        notices += succession.restore(saved, _steps_of_model(content, number, rank))
+    _restore_objects(loaded, common["objects"], objects)
+    job.reporter.steps_done = common["steps_done"]
+    if len(owns) != job.world.size:
+        notices.insert(0, f"{_workers(job.world.size)} instead of {len(owns)}")
+    if before != now and max(before.unit_size, now.unit_size) > 1:
+        notices.insert(0, f"mesh {now} instead of {before}")
+    states = [owns[number] for number in before.sharers(0)]
+    notices += resume_data(
+        job.sharers, _data_states(states, notices), is_lockstep=common["is_lockstep"]
+    )
+    # On another mesh: one for all parts of a copy, which must draw the same.
+    source = rank if before == now else now.unit_of(job.env.number)
+    if source < len(owns) and _was_there(owns[source]):
+        set_random_state(owns[source]["random"], _of_rank(tensors, source))
+        _set_stage_state(models, tensors, source, is_same=before == now)
+    elif job.world.size > len(owns):
+        notices.append("workers beyond those that saved keep the random numbers of the script")
+    return notices
+
+
+def _mesh_of(content: Any) -> Mesh:
+    return Mesh.parse(content["common"].get("mesh", "dp=1")).of_workers(len(content["workers"]))
+
+
+def _set_stage_state(
+    models: Sequence[Succession], tensors: Tensors, rank: int, *, is_same: bool
+) -> None:
+    """Let stages of a pipeline draw on where they were."""
+    for number, succession in enumerate(models):
+        made = meshed_by(succession)
+        found = _unprefixed(_of_rank(tensors, rank), number).get("stage/random")
+        if is_same and found is not None and made is not None and made.cut.pipeline is not None:
+            made.cut.pipeline.random_state = found.clone()
+
+
+def restore_weights(loaded: Loaded, models: Sequence[Succession]) -> None:
+    """Load the models' values only: for a new training that begins with them."""
+    for number, succession in enumerate(models):
+        saved = _saved_model(loaded.content, loaded.tensors, number)
+        succession.restore_values(_mapped(saved, succession))
+
+
+def _was_there(own: Any) -> bool:
+    """Whether a worker took part in the save, and had not left before."""
+    return own is not None and not own.get("has_left")
+
+
+def _data_states(owns: Sequence[Any], notices: list[str]) -> list[Any]:
+    """Return where each worker was in the data; of one that is not known, as if it had done no more
+    than the first that is."""
+    known = [own["data"] for own in owns if own is not None]
+    unknown = [str(place) for place, own in enumerate(owns) if own is None]
+    if unknown:
+        notices.append(f"where worker {', '.join(unknown)} was in the data is not known")
+    states = [known[0] if own is None else own["data"] for own in owns]
+    return [{**state, "number": place} for place, state in enumerate(states)]
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
+def _restore_objects(
+    loaded: Loaded, written: Mapping[str, Any], objects: Mapping[str, Carried]
+) -> None:
+    lacking = [name for name in objects if name not in written]
+    foreign = [name for name in written if name not in objects]
+    if lacking or foreign:
+        raise CheckpointMismatch(
+            f"{loaded.path} has the objects {sorted(written)}, the script gives {sorted(objects)};"
+            " give pl.Checkpoint the same ones, by the same names"
+        )
+    for name, part in objects.items():
+        part.load(State(shared={"state": read_back(written[name], loaded.tensors)}), None)
+
+
+def _saved_model(content: Any, tensors: Tensors, number: int) -> SavedModel:
+    plain = content["common"]["models"][number]
+    owns = content["workers"]
+
+    def own(rank: int) -> Tensors:
+        return _unprefixed(_of_rank(tensors, rank), number)
+
+    return SavedModel(
+        _unprefixed(tensors, number),
+        plain,
+        [lambda rank=rank: own(rank) for rank in range(len(owns))],  # type: ignore[misc]
+        [one["models"][number] if _was_there(one) else None for one in owns],
+    )
+
+
+def _of_rank(tensors: Mapping[str, torch.Tensor], rank: int) -> Tensors:
+    prefix = f"rank.{rank}/"
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _prefixed(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
+    """Let names say which model they are of."""
+    if number == 0:
+        return dict(tensors)
+    return {f"{h}.{number}/{r}": t for n, t in tensors.items() for h, _, r in [n.partition("/")]}
+
+
+def _unprefixed(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
+    ending, found = f".{number}" if number else "", Tensors()
+    for name, tensor in tensors.items():
+        head, _, rest = name.partition("/")
+        if head.endswith(ending) and (number or "." not in head):
+            found[f"{head.removesuffix(ending)}/{rest}"] = tensor
+    return found
+
+
+def _share(tensors: Mapping[str, torch.Tensor], size: int, rank: int) -> Tensors:
+    """Return this worker's part of what all have: about as many bytes as the others'."""
+    loads, mine = [0] * size, Tensors()
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    for name in sorted(tensors, key=lambda name: (-sizes[name], name)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += sizes[name]
+        if lightest == rank:
+            mine[name] = tensors[name]
+    return mine
