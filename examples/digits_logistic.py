@@ -3,8 +3,8 @@
     paceline run -n 2 examples/digits_logistic.py        (or: python examples/digits_logistic.py)
 
 Every rank holds the same weights and an equal share of the 1437 training images. In each step it
-computes the gradient of its share; the mean over the ranks is the gradient of the whole training
-set, so all ranks take the same step and stay equal without ever sending a weight.
+computes the gradient of its share. The mean over the ranks is the gradient of the full training
+set, so all ranks take the same step and stay equal without sending weights.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def main() -> None:
     pl.init()
     world = pl.world()
     images, labels, test_images, test_labels = load(options.seed)
-    # Shares of equal size, so that the mean of the means is the mean over all images.
+    # Equal shares, so that the mean of the means is the mean over all images.
     share = len(images) // pl.world_size()
     mine = slice(pl.rank() * share, (pl.rank() + 1) * share)
     x, y = images[mine], labels[mine]
 
     weights = torch.zeros(images.shape[1] + 1, NUM_CLASSES)  # the last row is the bias
     velocity = torch.zeros_like(weights)
-    # One message per step: the gradient, and behind it the loss, which wants averaging as well.
+    # One message per step: the gradient, followed by the loss, which is averaged too.
     message = pl.empty((weights.numel() + 1,), dtype=torch.float32)
     for step in range(1, options.steps + 1):
         probabilities = (x @ weights[:-1] + weights[-1]).softmax(1)
@@ -68,7 +68,7 @@ def main() -> None:
             score = accuracy(weights, test_images, test_labels)
             pl.report(step, loss=float(message[-1]), accuracy=score)
 
-    # Equal bits on every rank: then the smallest and the largest value agree everywhere.
+    # If all ranks have equal bits, the minimum and the maximum over the ranks are equal.
     low, high = weights.clone(), weights.clone()
     world.all_reduce(low, op="min")
     world.all_reduce(high, op="max")

@@ -1,10 +1,10 @@
-"""A codec from outside the package: every number in 16 bits, of which some are cut off.
+"""A custom codec: every number in 16 bits, with some mantissa bits set to zero.
 
     paceline run -n 2 examples/own_codec.py
 
-What a number loses is added to the next gradient (error feedback, which every codec has), so that
-also few bits train well. Small tensors, the way between the workers, lost workers and checkpoints
-are done for it.
+The rounding error is added to the next gradient (error feedback, which every codec has), so that
+training works even with few bits. Paceline handles small tensors, the exchange between workers,
+lost workers and checkpoints.
 """
 
 from __future__ import annotations

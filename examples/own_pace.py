@@ -1,12 +1,12 @@
-"""A pace from outside the package: workers take turns in being copied.
+"""A custom pace: workers take turns, and all workers copy the one whose turn it is.
 
     paceline run -n 3 examples/own_pace.py
 
-Every H steps the next worker in turn gives its parameters to all others. (Not a good idea: between
-its turns the work of a worker is thrown away. But it is short, and differs from all paces that
-there are.) It keeps a mean of what was given, as state: newcomers receive it, checkpoints have it.
-A pace that is to be asked for on the command line, `--pace turns:4`, lives in a package that names
-it in an entry point:
+Every H steps the next worker sends its parameters to all other workers. (This is not a good pace:
+a worker's steps between its turns are discarded. But it is short, and differs from all built-in
+paces.) Its state is a mean of the sent parameters: newcomers receive it, checkpoints contain it.
+To make a pace available on the command line, `--pace turns:4`, put it into a package that names it
+in an entry point:
 
     [project.entry-points."paceline.paces"]
     turns = "my_package.turns:TURNS"
@@ -33,12 +33,12 @@ from torch import nn
 
 
 class Turns(Method):
-    """After every H-th step all take over the parameters of one."""
+    """After every H-th step all workers copy the parameters of one worker."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.weight = setting.number("weight")
-        self.means: dict[str, torch.Tensor] = {}  # of what was given, by bucket
+        self.means: dict[str, torch.Tensor] = {}  # of the sent parameters, by bucket
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         super().take(buckets)
@@ -49,7 +49,7 @@ class Turns(Method):
         return self.steps >= (self.rounds + 1) * int(self.setting.pace.value)
 
     def meet(self) -> None:
-        """Receive into memory of our own: if a worker is lost meanwhile, this is done again."""
+        """Receive into separate memory: if a worker is lost meanwhile, this is called again."""
         giver = self.rounds % self.workers.size
         self.received = [bucket.params.clone() for bucket in self.buckets]
         for values in self.received:
@@ -61,7 +61,7 @@ class Turns(Method):
             self.means[str(bucket.index)].lerp_(values, self.weight)
 
     def agreed(self, bucket: Bucket) -> torch.Tensor:
-        """Return what `with model.agreed():` evaluates."""
+        """Return the values that `with model.agreed():` uses."""
         return self.means[str(bucket.index)]
 
     def state(self) -> State:
@@ -87,7 +87,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    pl.check_consistency(model)  # 40 is a multiple of 5: all have the same now
+    pl.check_consistency(model)  # 40 is a multiple of 5: all workers are equal now
     print(f"worker {pl.rank()}: loss {loss.item():.4f}", flush=True)
 
 

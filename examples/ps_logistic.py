@@ -3,7 +3,7 @@
     paceline run -n 2 -s 1 examples/ps_logistic.py        (--pace ps, async or ssp:3)
 
 The training loop is plain numpy: there is no model object and no backward pass. Every worker has a
-share of the images; it computes a gradient, pushes it to the server and gets fresh weights back.
+share of the images. It computes a gradient, pushes it to the server and receives fresh weights.
 The server runs the optimizer.
 """
 
@@ -23,7 +23,7 @@ def load(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.data))
     images, labels = digits.data[order].astype(np.float32) / 16, digits.target[order]
-    images = np.hstack([images, np.ones_like(images[:, :1])])  # the last column is for the bias
+    images = np.hstack([images, np.ones_like(images[:, :1])])  # the last column is the bias
     split = int(0.8 * len(images))
     return images[:split], labels[:split], images[split:], labels[split:]
 
@@ -52,7 +52,7 @@ def main() -> None:
     weights = np.zeros((x.shape[1], NUM_CLASSES), dtype=np.float32)
     client.init("weights", weights, optimizer="SGD", lr=0.1, momentum=0.9)
 
-    num_steps = options.epochs * (len(train_y) // pl.world_size() // 32)  # alike on all workers
+    num_steps = options.epochs * (len(train_y) // pl.world_size() // 32)  # equal on all workers
     for _ in range(num_steps):
         batch = random.choice(len(y), size=32, replace=False)
         grad = gradient(weights, x[batch], y[batch])

@@ -11,8 +11,8 @@ from pace_runs.plans import CHANCE, NUM_WORKERS, SLOW_FACTOR
 from pace_runs.table import REFERENCE
 
 _TITLES = {
-    "steady": f"One worker steadily {SLOW_FACTOR:g} x slower",
-    "stalls": f"Random stalls: any step {SLOW_FACTOR:g} x as long, with a chance of {CHANCE:.0%}",
+    "steady": f"One worker always {SLOW_FACTOR:g} x slower",
+    "stalls": f"Random stalls: any step {SLOW_FACTOR:g} x as long, probability {CHANCE:.0%}",
 }
 
 
@@ -24,7 +24,7 @@ def render(content: Mapping[str, Any]) -> str:
         if name in content:
             lines += [*write(content[name]), "", _machine(content[name]["machine"]), ""]
     if notes := content.get("left_out"):
-        lines += ["Left out, because this version does not have them:", ""]
+        lines += ["Left out, because this version does not support them:", ""]
         lines += [f"- {note}" for note in notes]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -39,8 +39,8 @@ def _loss(part: Mapping[str, Any]) -> Iterable[str]:
     yield ""
     yield (
         f"{part['workers']} workers on one host, one thread each; held-out loss in nats. One"
-        f" standard deviation (sd) is that of {REFERENCE} over its seeds. All with the optimizer"
-        " settings of the task, unless it is noted."
+        f" standard deviation (sd) is that of {REFERENCE} over its seeds. All runs use the"
+        " optimizer settings of the task, except where noted."
     )
     for task, found in part["tasks"].items():
         steps, batch = part["steps"][task], part["batch"][task]
@@ -53,7 +53,7 @@ def _loss(part: Mapping[str, Any]) -> Iterable[str]:
             continue
         yield f"{REFERENCE}: {noise.mean:.4f}, sd {noise.sd:.4f}."
         yield ""
-        yield "| pace | loss (seeds) | against allreduce | samples/s | note |"
+        yield "| pace | loss (seeds) | compared with allreduce | samples/s | note |"
         yield "|---|---|---|---|---|"
         for label, results in found.items():
             at_once = batch * (part["workers"] if label == "one process" else 1)
@@ -88,8 +88,8 @@ def _stragglers(part: Mapping[str, Any]) -> Iterable[str]:
     yield (
         f"The book, {NUM_WORKERS} workers on one host, {part['steps'] * NUM_WORKERS} batches in"
         f" all. A step sleeps {part['sleep_s'] * 1e3:g} ms in place of a longer computation, so"
-        " that cores are not what is measured. Free-running workers take as many of the batches as"
-        " their speed allows. One run of each."
+        " that the number of cores is not the limit. Free-running workers take as many of the"
+        " batches as their speed allows. One run of each."
     )
     for name, found in part["scenarios"].items():
         yield from _ranking(_TITLES[name], found, with_bytes=False)
@@ -99,10 +99,10 @@ def _links(part: Mapping[str, Any]) -> Iterable[str]:
     yield "## Time to a loss on slow links"
     yield ""
     yield (
-        f"The book, {NUM_WORKERS} network namespaces with a worker each at a bridge, every link"
-        f" shaped by tbf in both directions. A step sleeps {part['sleep_s'] * 1e3:g} ms. Paces with"
-        " servers have one beside each worker. The model has 0.4 MB and travels in one bucket, so"
-        " nothing of it hides behind backward. One run of each."
+        f"The book, {NUM_WORKERS} network namespaces with one worker each, connected by a bridge;"
+        f" tbf shapes every link in both directions. A step sleeps {part['sleep_s'] * 1e3:g} ms."
+        " Paces with servers have one server next to each worker. The model has 0.4 MB and is sent"
+        " in one bucket, so no communication overlaps with backward. One run of each."
     )
     for rate, found in part["rates_mbit"].items():
         yield from _ranking(f"{rate} Mbit/s", found, with_bytes=True)
@@ -143,7 +143,7 @@ def _throughput(part: Mapping[str, Any]) -> Iterable[str]:
     yield ""
     yield (
         f"As above, but steps sleep {part['sleep_s'] * 1e3:g} ms. Independent: the same script in"
-        " processes that know nobody. Medians of the rounds."
+        " processes that do not communicate. Medians of the rounds."
     )
     yield ""
     yield "| pace | steps/s of all | of independent | sent per step, KB | of allreduce |"

@@ -38,9 +38,11 @@ class Row:
         return self.pace.replace("{tenth}", str(max(1, steps // 10)))
 
 
-_EARLY = "its default `after` is longer than these runs: a tenth of the steps here"
-_BITS = "only signs travel, and every value moves by the full rate: SGD with a far smaller one"
-_STREAM = "in small buckets, so that there is something to divide"
+_EARLY = "its default `after` is longer than these runs; here it is 1/10 of the steps"
+_BITS = (
+    "sends only signs, so every value moves by the full learning rate: SGD with a far smaller one"
+)
+_STREAM = "small buckets, so that there is more than one fragment"
 
 TABLE = (
     Row("allreduce", "allreduce", "lockstep"),
@@ -59,7 +61,7 @@ TABLE = (
         "servers",
         servers=True,
         one_server=True,
-        note="with one server only, also on links",
+        note="one server only, also on slow links",
     ),
     Row("ssp:3", "ssp:3", "servers", servers=True, free=True, bound=3),
     Row("async", "async", "servers", servers=True, free=True),
@@ -69,7 +71,7 @@ TABLE = (
         "local:8 streaming",
         "local:8[delay=7,late=shift]",
         "local",
-        note="a mean may travel until the next one is due",
+        note="an average may be in flight until the next one is due",
     ),
     Row("post_local:8", "post_local:8[after={tenth}]", "local", note=_EARLY),
     Row("bmuf:10", "bmuf:10[after={tenth}]", "local", note=_EARLY),
@@ -86,7 +88,7 @@ TABLE = (
         "eamsgd:10",
         "elastic",
         optimizers={"book": "sgd:0.05", "digits": "sgd:0.02"},
-        note="it needs SGD, and its momentum of 0.9 a smaller rate",
+        note="needs SGD; its momentum of 0.9 needs a smaller learning rate",
     ),
     Row("easgd:10 async", "easgd:10[mode=async]", "elastic", servers=True, free=True),
     Row("gossip:ring", "gossip:ring", "gossip"),

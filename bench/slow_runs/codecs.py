@@ -12,7 +12,7 @@ from paceline.pace.registry import find
 _PLAIN = ("bf16", "int8", "int4", "onebit", "topk:0.01", "topk:0.01+int8", "powersgd:1")
 CODECS = (*_PLAIN, "dgc", "dgc(momentum=0)")  # for the losses, with their defaults
 _TIMED = (*_PLAIN, "dgc(warmup=0)")  # as they are in the long run: dgc sends more at first
-_OWN_MOMENTUM = "it needs SGD, and its momentum of 0.9 a smaller rate"
+_OWN_MOMENTUM = "needs SGD; its momentum of 0.9 needs a smaller learning rate"
 _FAMILIES = {"topk": "values", "randomk": "values", "dgc": "values", "powersgd": "rank"}
 
 

@@ -1,8 +1,8 @@
-"""Train a network with two workers and in one process, and compare: what `make demo` runs.
+"""Train a network with two workers and in one process, and compare. `make demo` runs this.
 
-Both trainings are `paceline run` of train.py beside this file, with the same global batch, the same
-samples in the same order and one thread for each process. The one process takes plain PyTorch's
-steps. Compared are samples per second, without the first steps, which warm up caches and memory.
+Both trainings are `paceline run` of train.py in this directory, with the same global batch, the
+same samples in the same order and one thread per process. The single process runs plain PyTorch.
+Samples per second are compared, without the first steps, which warm up caches and memory.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MANY = 2
 
 @dataclass(frozen=True)
 class Result:
-    """What one training showed."""
+    """The result of one training."""
 
     workers: int
     threads: int
     batch: int
     accuracy: float
     update: str
-    steps_s: list[float]  # how long each counted step took
+    steps_s: list[float]  # duration of each counted step
 
     @property
     def samples_per_s(self) -> float:
@@ -45,7 +45,7 @@ class Result:
 
 
 def run(workers: int, steps: int, directory: Path, console: Console) -> Result:
-    """Train with some workers, with the launcher's own display; SystemExit when that fails."""
+    """Train with this many workers and the launcher's display; raise SystemExit on failure."""
     name = "plain PyTorch in 1 process" if workers == 1 else f"{workers} workers"
     console.print()
     console.rule(f"[bold]{steps} steps with {name}", align="left", style="dim")
@@ -57,14 +57,14 @@ def run(workers: int, steps: int, directory: Path, console: Console) -> Result:
     if code != 0:
         raise SystemExit(code)
     found = json.loads(written.read_text())
-    # distribute says which update it has chosen.
+    # distribute logs which update it has chosen.
     said = re.search(r"\bupdate (\w+)", (logs / "rank-0.log").read_text())
     steps_s = [end - start for start, end in pairwise(found.pop("finished_s"))]
     return Result(**found, update=said[1] if said else "plain", steps_s=steps_s[steps // 10 :])
 
 
 def table(one: Result, many: Result) -> Table:
-    """Put both trainings side by side."""
+    """Return a table that compares both trainings."""
     grid = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
     for result in (one, many):
         title = f"{result.workers} workers" if result is many else "1 process"
@@ -85,7 +85,7 @@ def table(one: Result, many: Result) -> Table:
 
 
 def used_by_others_s() -> float:
-    """Return the processor time that other programs of this machine have taken so far."""
+    """Return the CPU time that other programs on this machine have used so far."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
     del ticks[3:5]  # idle, and waiting for disks
     return sum(ticks) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
@@ -97,9 +97,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 10:
         parser.error(f"--steps {options.steps}: at least 10, of which the first ones warm up")
-    signal.signal(signal.SIGINT, lambda *_: None)  # the launcher hears Ctrl-C too, and ends
+    signal.signal(signal.SIGINT, lambda *_: None)  # the launcher receives Ctrl-C too, and exits
     console, began_s, others_s = Console(highlight=False), time.monotonic(), used_by_others_s()
-    directory = Path("runs") / time.strftime("demo-%m%d-%H%M%S")  # kept: to look at, to report on
+    directory = Path("runs") / time.strftime("demo-%m%d-%H%M%S")  # kept for `paceline report`
     directory.mkdir(parents=True)
     many = run(MANY, options.steps, directory, console)
     one = run(1, options.steps, directory, console)

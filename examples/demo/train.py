@@ -4,8 +4,8 @@
     python examples/demo/train.py --plain
 
 An MLP of 4.8 million parameters learns scikit-learn's digits. The global batch is the same for any
-number of workers: pl.shard(batch="global") cuts it among them. So one process and two workers take
-the same steps on the same samples, and differ in their speed only.
+number of workers: pl.shard(batch="global") divides it among them. One process and two workers
+therefore take the same steps on the same samples, and differ only in speed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def train(steps: int, batch_size: int, plain: bool) -> tuple[nn.Module, list[float]]:
-    """Return the trained model, and when each step was finished."""
+    """Return the trained model, and the time at which each step finished."""
     train_set, _ = load()
     loader = DataLoader(train_set, batch_size, shuffle=True, drop_last=True)
     model = network()

@@ -4,8 +4,8 @@
     python examples/digits/before.py                           plain PyTorch
     paceline run -n 2 examples/digits/after.py                 two workers
 
-The batch size is that of each worker: two workers with --batch-size 32 take the steps of one with
---batch-size 64. Every worker tests the whole model, so all of them print the same.
+The batch size is per worker: two workers with --batch-size 32 take the same steps as one with
+--batch-size 64. Every worker tests the full model, so all workers print the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Return the loss and the share of images that are recognised."""
+    """Return the loss and the accuracy."""
     model.eval()
     scores = model(images)
     model.train()

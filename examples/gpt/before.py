@@ -4,7 +4,7 @@
     python examples/gpt/before.py                        plain PyTorch
     paceline run -n 2 examples/gpt/after.py              two workers
 
-`fetch_book.py` fetches the whole book; without it, the chapters beside this file are used.
+`fetch_book.py` downloads the full book. Without it, the chapters in this directory are used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH, HEADS, LAYERS, CONTEXT = 128, 4, 2, 64
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two linear layers on each letter."""
+    """Causal attention, then two linear layers on each letter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class GPT(nn.Module):
 
 
 def loss_of(model: nn.Module, window: Tensor) -> Tensor:
-    """Return how surprising each next letter was, in nats."""
+    """Return the cross-entropy of the next letters, in nats."""
     return F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
 
 
 def load(num_chars: int) -> tuple[TensorDataset, Tensor, str]:
-    """Return windows of text to train with and to test with, and the letters that occur."""
+    """Return training windows, test windows, and the set of letters."""
     book = BOOK if BOOK.exists() else EXCERPT
     text = book.read_text(encoding="ascii")[:num_chars]
     alphabet = "".join(sorted(set(text)))
@@ -72,7 +72,7 @@ def load(num_chars: int) -> tuple[TensorDataset, Tensor, str]:
 
 @torch.no_grad()
 def write(model: nn.Module, alphabet: str, begin: str, num_letters: int) -> str:
-    """Continue a text with the letters that the model thinks likely."""
+    """Continue a text with letters sampled from the model."""
     codes, dice = [alphabet.index(letter) for letter in begin], torch.Generator().manual_seed(0)
     for _ in range(num_letters):
         likely = model(torch.tensor([codes[-CONTEXT:]]))[0, -1].div(0.7).softmax(0)

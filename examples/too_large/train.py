@@ -1,13 +1,13 @@
-"""Train a model without any process that holds all of it: each has a part.
+"""Train a model that no process holds completely: each process has a shard.
 
-    paceline run -n 2 examples/too_large/train.py                a half each
-    paceline run -n 2 examples/too_large/train.py --mesh pp=2    the layers of a half each
+    paceline run -n 2 examples/too_large/train.py                half of the model each
+    paceline run -n 2 examples/too_large/train.py --mesh pp=2    half of the layers each
     paceline run -n 4 examples/too_large/train.py --mesh fsdp=4  a quarter each
-    paceline run -n 1 examples/too_large/train.py --mesh dp=1    the whole, to compare
+    paceline run -n 1 examples/too_large/train.py --mesh dp=1    the full model, to compare
 
-The model is built on the meta device, without values; each process makes only its part real, one
+The model is built on the meta device, without values. Each process materializes only its shard, one
 layer at a time. Parameters take 128 MB here, and four times that with gradients and AdamW's two
-averages. At the end each process says how much memory it had at most, with torch itself in it.
+averages. At the end each process prints its peak memory, including torch itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTH, DEPTH = 1024, 32
 
 
 class Block(nn.Module):
-    """A square matrix of 4 MB, and a way around it."""
+    """A square matrix of 4 MB with a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()

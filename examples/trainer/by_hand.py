@@ -5,8 +5,8 @@
     paceline run --mesh pp=2 examples/trainer/by_hand.py
     diff examples/trainer/by_hand.py examples/trainer/with_trainer.py    the same with pl.Trainer
 
-It clips gradients, follows a schedule, evaluates each epoch on all workers, and goes on where it
-was if it is started again (--save DIRECTORY). Both files print the same numbers.
+It clips gradients, follows a schedule, evaluates each epoch on all workers, and resumes where it
+stopped if it is started again (--save DIRECTORY). Both files print the same numbers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the share of images that are recognised."""
+    """Return the accuracy."""
     return (scores.argmax(1) == labels).float().mean()
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, test: DataLoader) -> tuple[float, float]:
-    """Return loss and accuracy; each worker takes its part of the images, and sums are added up."""
+    """Return loss and accuracy over all workers; each worker evaluates its shard of the images."""
     sums = torch.zeros(3, dtype=torch.float64)
     model.eval()
     with model.agreed():

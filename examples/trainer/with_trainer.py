@@ -6,8 +6,8 @@
     paceline run --mesh pp=2 examples/trainer/with_trainer.py
     diff examples/trainer/by_hand.py examples/trainer/with_trainer.py    the same, written by hand
 
-It clips gradients, follows a schedule, evaluates each epoch on all workers, and goes on where it
-was if it is started again (--save DIRECTORY). Both files print the same numbers.
+It clips gradients, follows a schedule, evaluates each epoch on all workers, and resumes where it
+stopped if it is started again (--save DIRECTORY). Both files print the same numbers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the share of images that are recognised."""
+    """Return the accuracy."""
     return (scores.argmax(1) == labels).float().mean()
 
 
 class Lines(pl.Callback):
-    """Prints a line for each epoch, once for all workers."""
+    """Print one line per epoch, on rank 0 only."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer) -> None:
         if pl.rank() == 0:

@@ -1,7 +1,7 @@
-"""The fault matrix: for each row the fault, what must follow, and the tests that show it.
+"""The fault matrix: for each row the fault, the expected result, and the tests that show it.
 
 A test is named by file and function, or by the beginning of it: `test_row_01` means all tests
-whose names begin so. What no test can show yet is said in `open_end`: it appears in the table.
+whose names begin so. `open_end` says what no test shows yet; it appears in the table.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ ROWS = (
     Row(
         3,
         "SIGKILL of a worker, ps and ssp",
-        "the barrier shrinks; what it had half delivered is dropped whole",
+        "the barrier shrinks; the worker's incomplete step is dropped completely",
         (_story(3, "processes"), "tests/fault/test_ps_workers.py::test_the_others_go_on"),
     ),
     Row(
         4,
         "SIGKILL of a worker, async",
-        "the others do not pause",
+        "the other workers do not pause",
         (_story(4, "processes"),),
     ),
     Row(
@@ -68,7 +68,7 @@ ROWS = (
     Row(
         6,
         "SIGKILL of a backup",
-        "training goes on; a new backup is filled",
+        "training continues; a new backup catches up",
         (_story(6, "servers"), "tests/fault/test_ps_failover.py::test_a_backup_that_is_killed"),
     ),
     Row(
@@ -76,18 +76,18 @@ ROWS = (
         "SIGKILL of all copies of some shards",
         "the job ends and names them",
         (_story(7, "servers"),),
-        "started again, it goes on from its last checkpoint, if the script has one",
+        "if started again, the job resumes from its last checkpoint, if there is one",
     ),
     Row(
         8,
         "SIGKILL of the coordinator",
-        "training goes on; it comes back from its journal",
+        "training continues; the coordinator restarts from its journal",
         (_story(8, "processes"), "tests/fault/test_coordinator_restart.py::test_"),
     ),
     Row(
         9,
         "SIGKILL of the launcher",
-        "everything ends with it; a detached job stays and is attached to again",
+        "all processes end; a detached job continues and can be attached to again",
         (
             _story(9, "processes"),
             "tests/multiprocess/test_run_stop.py::test_nothing_survives_kill_9",
@@ -99,12 +99,12 @@ ROWS = (
         "SIGKILL of everything at once",
         "nothing is left; the job can be started again",
         (_story(10, "processes"),),
-        "it goes on from its last checkpoint, if the script has one",
+        "the job resumes from its last checkpoint, if there is one",
     ),
     Row(
         11,
-        "SIGSTOP of a worker, 3 s and for ever",
-        "3 s: waited for; for ever: evicted and ended, so it cannot write when it wakes up",
+        "SIGSTOP of a worker, 3 s and forever",
+        "3 s: the job waits; forever: evicted and killed, so it cannot write when it wakes up",
         (
             _story(11, "processes"),
             "tests/fault/test_peers_come_and_go.py::test_a_stopped",
@@ -114,19 +114,19 @@ ROWS = (
     Row(
         12,
         "SIGSTOP of a primary server, then SIGCONT",
-        "the backup takes over; the old primary can write nothing",
+        "the backup takes over; the old primary cannot write",
         (_story(12, "servers"), "tests/fault/test_ps_failover.py::test_a_stopped_primary"),
     ),
     Row(
         13,
-        "a worker holds the GIL for ever",
-        "it is called stuck, with its step and stacks, and not evicted before",
+        "a worker holds the GIL forever",
+        "it is reported as stuck, with its step and stacks, before it is evicted",
         (_story(13, "processes"),),
     ),
     Row(
         14,
         "partition: a host is cut off",
-        "the majority goes on, the minority commits nothing",
+        "the majority continues, the minority commits nothing",
         (_story(14, "network"),),
     ),
     Row(
@@ -138,19 +138,19 @@ ROWS = (
     Row(
         16,
         "one-way partition",
-        "noticed like a full one",
+        "detected like a full partition",
         (_story(16, "network"),),
     ),
     Row(
         17,
-        "links fail one by one and come back in another order",
-        "the job heals",
+        "links fail one by one and recover in a different order",
+        "the job recovers",
         (_story(17, "network"),),
     ),
     Row(
         18,
-        "a slow link; a worker with a tenth of a core",
-        "in lockstep the straggler is named; with async and ssp the others keep their rate",
+        "a slow link; a worker with 1/10 of a core",
+        "in lockstep the straggler is named; with async and ssp the others keep their speed",
         (_story(18, "resources"),),
     ),
     Row(
@@ -162,13 +162,13 @@ ROWS = (
     Row(
         20,
         "damaged frames",
-        "noticed by checksum, never applied",
+        "detected by checksum, never applied",
         ("tests/fault/test_corruption.py::test_",),
     ),
     Row(
         21,
-        "out of memory in a control group",
-        "as after SIGKILL, and the diagnosis names limit and cause",
+        "out of memory in a cgroup",
+        "as after SIGKILL; the error names the limit and the cause",
         (
             _story(21, "resources"),
             "tests/multiprocess/test_run_failure.py::test_out_of_memory",
@@ -176,8 +176,8 @@ ROWS = (
     ),
     Row(
         22,
-        "a full disk, EIO and a full quota at the system calls of a save",
-        "training goes on, the save is reported as failed, the checkpoint before stays",
+        "ENOSPC, EIO and EDQUOT at the system calls of a save",
+        "training continues, the save is reported as failed, older checkpoints remain",
         (
             "tests/fault/test_checkpoint_crashes.py::test_",
             "tests/multiprocess/test_checkpoint_faults.py::test_a_full_disk",
@@ -191,15 +191,15 @@ ROWS = (
     ),
     Row(
         24,
-        "a byte of a checkpoint is flipped, a file cut off, deleted, swapped, pickled",
-        "refused with the file, the expected and the found hash; an older one is taken",
+        "a byte of a checkpoint is flipped; a file is truncated, deleted, swapped or pickled",
+        "refused with the file, the expected and the found hash; an older one is loaded",
         ("tests/fault/test_checkpoint_damage.py::test_",),
     ),
     Row(
         25,
         "SIGTERM of the launcher",
         "all processes end within the grace time; the second signal does not wait; a script with"
-        " pl.Checkpoint saves behind an agreed step and ends with code 75",
+        " pl.Checkpoint saves after an agreed step and exits with code 75",
         (
             _story(25, "processes"),
             "tests/fault/test_elastic_training.py::test_a_signal_to_one_worker",
@@ -217,8 +217,8 @@ ROWS = (
     ),
     Row(
         27,
-        "kills while attached to shared memory, again and again",
-        "no process, segment, descriptor, port or file is left",
+        "repeated kills while attached to shared memory",
+        "no process, segment, descriptor, port or file leaks",
         (
             "tests/fault/test_leaks.py::test_",
             "tests/fault/test_ps_leaks.py::test_",
@@ -229,7 +229,7 @@ ROWS = (
     Row(
         29,
         "NaN on one worker",
-        "one decision on all workers, which names worker, step and tensor",
+        "one decision on all workers; it names worker, step and tensor",
         (
             "tests/fault/test_ps_bad_input.py::test_a_nan",
             "tests/multiprocess/test_client_bad_input.py::test_a_push_that_is_not_finite",
@@ -239,35 +239,35 @@ ROWS = (
     Row(
         30,
         "a flipped bit in one replica's parameters",
-        "the consistency check finds it and names the culprit",
+        "the consistency check detects it and names the worker",
         (
             "tests/multiprocess/test_consistency.py::test_",
             _story(30, "numbers"),
         ),
-        "when pl.check_consistency is called: it is not called by itself every few steps",
+        "only when the script calls pl.check_consistency; there is no automatic check",
     ),
     Row(
         31,
-        "another collective on one worker",
-        "CollectiveMismatch on all, with ranks and operations; no hang",
+        "a different collective on one worker",
+        "CollectiveMismatch on all workers, with ranks and operations; no hang",
         ("tests/fault/test_mismatch.py::test_",),
     ),
     Row(
         32,
-        "wall clocks an hour off, and stepped",
+        "wall clocks an hour off, and changed during the run",
         "no effect",
         (_story(32, "numbers"),),
     ),
     Row(
         33,
-        "four times more processes than cores, without a fault",
-        "nobody is evicted",
+        "4 x as many processes as cores, without a fault",
+        "no process is evicted",
         (_story(33, "resources"),),
     ),
     Row(
         34,
         "2, 6, 1, 4 workers during training",
-        "every step once, the same parameters everywhere, every sample as often as the others",
+        "every step once, the same parameters on all workers, every sample equally often",
         (
             _story(34, "scale"),
             "tests/fault/test_ps_failover.py::test_servers_are_added_and_removed",
@@ -277,7 +277,7 @@ ROWS = (
     Row(
         35,
         "no descriptors or processes left",
-        "a clean error, no partial job",
+        "a clear error, no partial job",
         (
             "tests/fault/test_memory.py::test_a_rank_that_cannot_join",
             "tests/multiprocess/test_run_elastic.py::test_without_descriptors",
@@ -286,7 +286,7 @@ ROWS = (
     ),
     Row(
         37,
-        "kills of anybody, at random",
+        "random kills of any process",
         "training converges; nothing acknowledged is lost",
         (_story(37, "chaos"),),
         "efficiency and loss at given failure rates are measured by bench/chaos",
@@ -294,7 +294,7 @@ ROWS = (
     Row(
         38,
         "no fault",
-        "what all this costs",
+        "overhead of fault tolerance",
         open_end="measured by bench/chaos, see docs/log.md",
     ),
 )
