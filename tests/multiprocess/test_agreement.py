@@ -6,7 +6,7 @@ import pytest
 
 import paceline as pl
 from paceline.comm.group import Group
-from paceline.comm.object_collectives import first_difference, take_from, tell_all
+from paceline.comm.object_collectives import all_gather_object, broadcast_object, first_difference
 from support import run_ranks
 
 VALUES = [None, "x" * 100_000, {"größe": [1, 2.5, True], "名前": "日本 🚲"}, [], "", -(2**63)]
@@ -18,9 +18,9 @@ VALUES = [None, "x" * 100_000, {"größe": [1, 2.5, True], "名前": "日本 �
 def told(group: Group) -> None:
     for shift in range(len(VALUES)):
         expected = [VALUES[(rank + shift) % len(VALUES)] for rank in range(group.size)]
-        assert tell_all(group, expected[group.rank]) == expected
+        assert all_gather_object(group, expected[group.rank]) == expected
         for root in range(group.size):
-            assert take_from(group, expected[group.rank], root) == expected[root]
+            assert broadcast_object(group, expected[group.rank], root) == expected[root]
 
 
 def differences(group: Group) -> list[str | None]:

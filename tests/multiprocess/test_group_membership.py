@@ -128,7 +128,9 @@ def test_wrong_memberships_are_refused() -> None:
                 group.reconfigure(later)
             return
         group.reconfigure(later)
-        with pytest.raises(pl.errors.UsageError, match="generations only grow"):
+        with pytest.raises(
+            pl.errors.UsageError, match="pass a membership with a higher generation"
+        ):
             group.reconfigure(later)
         require_right(group)
 

@@ -125,7 +125,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
             (lambda: world.all_reduce(one, out=torch.ones(2)), "`out` is float32"),
             (lambda: world.all_reduce(one, out=torch.ones(1).double()), "`out` is float64"),
             (lambda: world.all_to_all([one] * 3), "3 parts for a group of 2"),
-            (lambda: world.reduce_scatter(torch.ones(3)), "cannot be cut into 2"),
+            (lambda: world.reduce_scatter(torch.ones(3)), "cannot be split into 2"),
             (lambda: world.all_reduce(3.0), "expected a torch.Tensor or numpy.ndarray, got float"),
             (lambda: world.all_to_all([one, one.double()]), "in one call"),
             (lambda: world.scatter(one, root=world.rank), "must pass `parts`"),

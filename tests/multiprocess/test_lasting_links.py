@@ -65,7 +65,7 @@ class News:
 
 def link_of(news: News) -> LastingLink:
     fabric = job.current().fabric
-    fabric.listen(lambda: news.known[-1])
+    fabric.watch_announcements(lambda: news.known[-1])
     return LastingLink(fabric, 0, news)
 
 
@@ -284,7 +284,7 @@ def test_a_newcomer_is_told_that_it_comes_too_early() -> None:
         if group.rank == CLIENT:
             news, fabric = News(), job.current().fabric
             link = link_of(news)
-            fabric.whole.membership = memberships()[0].without([CLIENT])
+            fabric.job.membership = memberships()[0].without([CLIENT])
             news.known.append(fabric.membership)
             try:
                 link.ask(m.Keys)

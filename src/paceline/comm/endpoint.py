@@ -1,11 +1,12 @@
 """Endpoint: one process's engine, and its links to the other processes of the job.
 
-Neighbours (same `host_id`) are linked once per process with a Unix socket, over which the engine
-passes shared memory and notices a death. Members on other hosts get two TCP connections per group,
-one for collectives and one for point-to-point traffic, so that neither can block the other.
-The lower rank connects, the higher one waits; a link is authenticated before the engine sees it.
+Neighbours (processes with the same `host_id`) are linked once per process with a Unix socket. The
+engine passes shared memory over it and detects from it that the neighbour died. Members on other
+hosts get two TCP connections per group, one for collectives and one for point-to-point traffic, so
+that neither can block the other. The lower rank connects, the higher rank accepts. A link is
+authenticated before the engine gets it.
 
-Which processes count as the job is another question: fabric.py answers it.
+Which processes count as the job is decided in fabric.py.
 """
 
 from __future__ import annotations
@@ -24,48 +25,50 @@ from paceline.control.wait_notice import WaitNotice
 from paceline.errors import ConnectError, PeerLost, PeerTimeout, RendezvousError
 
 _STEP_S = 0.5
-_AT_ONCE_S = 1e-3
-_LOOK_S = 0.1  # for what a member should have sent before it left
-_CONNECT_STEPS = 10  # a handshake under way must not be given up for the sake of a look around
+_FIRST_STEP_S = 1e-3
+_LAST_TRY_S = 0.1  # for what a member should have sent before it left
+_CONNECT_STEPS = 10  # steps of one connect: checking the members must not abort a handshake
 LANES = ("collective", "point-to-point")  # numbered as in the engine
 
-# Raises when a group of these members will never be formed, because the membership has changed.
-StillValid = Callable[[Sequence[Member]], None]
+# Raises if a group of these members will never be formed, because the membership has changed.
+MembershipCheck = Callable[[Sequence[Member]], None]
 
 
 @dataclass
 class Endpoint:
-    """One process's engine and what it needs to reach the others."""
+    """One process's engine, and the listener and links that reach the other processes."""
 
     rank: int
     engine: _core.Engine
     listener: LinkListener | None  # None in a world of one
     me: Member
     timeout_s: float
-    presence: Mapping[int, Presence] = field(default_factory=dict)  # what is known of the others
+    presence: Mapping[int, Presence] = field(default_factory=dict)  # state of the other ranks
     _linked: set[int] = field(default_factory=set)  # neighbours
     _link_mus: dict[int, threading.Lock] = field(default_factory=dict)  # by rank
 
     def link_neighbours(self, members: Sequence[Member]) -> None:
-        """Link to every one of these processes on this host. Blocks until all of them answered."""
+        """Link to all of these processes on this host. Blocks until all of them have answered."""
         missing = [
             member
             for member in members
             if self._is_neighbour(member) and member.rank not in self._linked
         ]
-        for rank, fd in self._link(missing, "local", self.timeout_s, _always, local=True):
+        for rank, fd in self._link(missing, "local", self.timeout_s, _no_check, local=True):
             self.engine.add_local_peer(rank, fd)
             self._linked.add(rank)
         self.engine.await_local_peers(self.timeout_s)
 
-    def link(self, member: Member, still_valid: StillValid) -> None:
-        """Link to a member of this host that came later; without effect if that is done."""
+    def link(self, member: Member, check_membership: MembershipCheck) -> None:
+        """Link to a member of this host that joined later; without effect if it is linked."""
         if not self._is_neighbour(member):
             return
-        with self._link_mus.setdefault(member.rank, threading.Lock()):  # threads may meet here
+        with self._link_mus.setdefault(member.rank, threading.Lock()):  # several threads may link
             if member.rank in self._linked:
                 return
-            ((rank, fd),) = self._link([member], "local", self.timeout_s, still_valid, local=True)
+            ((rank, fd),) = self._link(
+                [member], "local", self.timeout_s, check_membership, local=True
+            )
             self.engine.add_local_peer(rank, fd)
             self.engine.await_local_peers(self.timeout_s, [rank])
             self._linked.add(rank)
@@ -74,17 +77,17 @@ class Endpoint:
         return member.host_id == self.me.host_id and member.rank != self.rank
 
     def is_linked(self, rank: int) -> bool:
-        """Return whether a process is of this host, and its memory can be seen."""
+        """Return whether a process runs on this host and shares its engine memory with this one."""
         return rank in self._linked
 
-    def end(self, rank: int) -> None:
-        """End a lost process of this host: one that was only stopped could still write to memory
-        that we share."""
+    def kill(self, rank: int) -> None:
+        """Kill a lost process of this host: if it was only stopped, it could still write to memory
+        that it shares with this process."""
         if rank in self._linked:
             self.engine.end_peer(rank)
 
     def forget(self, rank: int) -> None:
-        """Drop what is held of a neighbour that is gone."""
+        """Release the resources of a neighbour that is gone."""
         if rank in self._linked:
             self._linked.discard(rank)
             self.engine.forget_peer(rank)
@@ -95,19 +98,19 @@ class Endpoint:
         generation: int,
         members: Sequence[Member],
         timeout_s: float,
-        still_valid: StillValid,
+        check_membership: MembershipCheck,
     ) -> _core.Group:
-        """Form the group in the engine and connect its members. Collective among the ranks."""
+        """Create the group in the engine and connect its members. Collective among the ranks."""
         for member in members:
-            self.link(member, still_valid)
+            self.link(member, check_membership)
         host_ids = list(dict.fromkeys(member.host_id for member in members))
         hosts = [host_ids.index(member.host_id) for member in members]
-        group = self._form(members, group_id, generation, hosts, timeout_s, still_valid)
+        group = self._form(members, group_id, generation, hosts, timeout_s, check_membership)
         ranks = [member.rank for member in members]
         remote = [member for member in members if member.host_id != self.me.host_id]
         for lane, name in enumerate(LANES):
             purpose = f"group {group_id:x} generation {generation} {name}"
-            for rank, fd in self._link(remote, purpose, timeout_s, still_valid, local=False):
+            for rank, fd in self._link(remote, purpose, timeout_s, check_membership, local=False):
                 group.add_channel(ranks.index(rank), lane, fd)
         return group
 
@@ -118,33 +121,33 @@ class Endpoint:
         generation: int,
         hosts: list[int],
         timeout_s: float,
-        still_valid: StillValid,
+        check_membership: MembershipCheck,
     ) -> _core.Group:
         """Form the part of a group that is on this host, in short steps.
 
-        The first of them here makes the memory for it; nobody else is waited for.
+        The first member on this host allocates the shared memory; the others wait only for it.
         """
         ranks, others = [m.rank for m in members], [m for m in members if m.rank != self.rank]
-        deadline_s, step_s = time.monotonic() + timeout_s, _AT_ONCE_S
+        deadline_s, step_s = time.monotonic() + timeout_s, _FIRST_STEP_S
         notice = WaitNotice(
             f"rank {self.rank} waits for ranks {ranks} to form a group",
             "forming a group",
             [one.rank for one in others],
         )
-        maker = next(member for member in members if member.host_id == self.me.host_id)
+        first = next(member for member in members if member.host_id == self.me.host_id)
         while True:
-            has_left = self._has_finished(maker)
+            has_left = self._has_finished(first)
             try:
                 return _core.Group(
                     self.engine, group_id, generation, ranks, hosts, timeout_s, step_s
                 )
             except PeerTimeout:
                 if has_left:
-                    raise self._is_gone(maker.rank) from None
+                    raise self._peer_lost(first.rank) from None
                 if time.monotonic() >= deadline_s:
                     raise
             self._require_presence(others)
-            still_valid(others)
+            check_membership(others)
             notice.check()
             step_s = _STEP_S
 
@@ -153,7 +156,7 @@ class Endpoint:
         members: Sequence[Member],
         purpose: str,
         timeout_s: float,
-        still_valid: StillValid,
+        check_membership: MembershipCheck,
         *,
         local: bool,
     ) -> list[tuple[int, int]]:
@@ -161,7 +164,7 @@ class Endpoint:
             return []
         assert self.listener is not None, "a world of one has no other members"
         listener, fds = self.listener, list[tuple[int, int]]()
-        # All connects come first: they need no one's cooperation, so nobody waits in a circle.
+        # All connects first: they need no cooperation of the peer, so ranks cannot deadlock.
         for member in sorted(members, key=lambda member: member.rank < self.rank):
 
             def link(step_s: float, member: Member = member) -> int:
@@ -169,26 +172,26 @@ class Endpoint:
                     return listener.connect(member, purpose, local, _CONNECT_STEPS * step_s)
                 return listener.accepted(member.rank, purpose, step_s)
 
-            def look_around() -> None:
+            def check() -> None:
                 self._require_presence(members)
-                still_valid(members)
+                check_membership(members)
 
             try:
-                fds.append((member.rank, self._patiently(link, member, look_around, timeout_s)))
+                fds.append((member.rank, self._link_in_steps(link, member, check, timeout_s)))
             except BaseException:
                 for _, fd in fds:
                     os.close(fd)
                 raise
         return fds
 
-    def _patiently(
+    def _link_in_steps(
         self,
         link: Callable[[float], int],
         member: Member,
-        look_around: Callable[[], None],
+        check: Callable[[], None],
         timeout_s: float,
     ) -> int:
-        """Link in short steps: a member that is gone is noticed, and a long wait is explained."""
+        """Link in short steps, to detect that the member is gone and to log a long wait."""
         deadline_s = time.monotonic() + timeout_s
         notice = WaitNotice(
             f"rank {self.rank} waits for rank {member.rank} ({member.where}) to form a group",
@@ -197,13 +200,13 @@ class Endpoint:
         )
         while True:
             has_left = self._has_finished(member)
-            look_around()
+            check()
             try:
-                step_s = _LOOK_S if has_left else _STEP_S
-                return link(min(step_s, max(deadline_s - time.monotonic(), _LOOK_S)))
+                step_s = _LAST_TRY_S if has_left else _STEP_S
+                return link(min(step_s, max(deadline_s - time.monotonic(), _LAST_TRY_S)))
             except (ConnectError, RendezvousError):
                 if has_left:
-                    raise self._is_gone(member.rank) from None
+                    raise self._peer_lost(member.rank) from None
                 if time.monotonic() >= deadline_s:
                     raise
             notice.check()
@@ -211,21 +214,21 @@ class Endpoint:
     def _require_presence(self, members: Sequence[Member]) -> None:
         """Raise PeerLost if one of the members was lost, or left before its work was done.
 
-        A member that has finished is no obstacle: it may have done its part before it left.
+        A member that has finished is accepted: it may have done its part before it left.
         """
         known = [self.presence[member.rank] for member in members if member.rank in self.presence]
         gone = [presence for presence in known if presence.is_gone and not presence.has_finished]
-        # Those who left because somebody was lost are not the ones to be named.
+        # Name a lost member first: the members that left because of that loss are not the cause.
         for presence in sorted(gone, key=lambda presence: presence.state != "lost"):
-            raise self._is_gone(presence.rank)
+            raise self._peer_lost(presence.rank)
 
     def _has_finished(self, member: Member) -> bool:
-        """Return whether a member has finished and left. What it sent to this process before it
-        left is here by then: if one more look does not find it, it never comes."""
+        """Return whether a member has finished and left. What it sent to this process has arrived
+        by then: if one more try does not find it, the member never sent it."""
         presence = self.presence.get(member.rank)
         return presence is not None and presence.has_finished
 
-    def _is_gone(self, rank: int) -> PeerLost:
+    def _peer_lost(self, rank: int) -> PeerLost:
         words = self.presence[rank].words
         return PeerLost(
             f"rank {self.rank}: rank {rank} is gone: {words}; a group with it cannot be formed",
@@ -233,5 +236,5 @@ class Endpoint:
         )
 
 
-def _always(_: Sequence[Member]) -> None:
-    """The first members of a job do not change while they are linked."""
+def _no_check(_: Sequence[Member]) -> None:
+    """Accept: the first members of a job do not change while they are linked."""

@@ -1,19 +1,22 @@
-"""Fabric: the job as some of its processes see it, over this process's endpoint.
+"""Fabric: the processes that groups are formed from, reached through this process's endpoint.
 
-A fabric is an endpoint (endpoint.py) and a SCOPE: the processes that count. There are three scopes:
+A fabric is an endpoint (endpoint.py) and a SCOPE: the processes that count as the job. There are
+three scopes:
 
-    WholeJob   all processes; `adopt()` takes over another membership
-    Column     on a mesh (runtime/mesh.py): the workers that hold the same part of the model.
-               Gradients are averaged, and states handed over, among them: to all that does so they
-               are the job. Servers are everybody's
-    Unit       on a mesh: the workers that hold one copy of the model between them. A unit never
-               changes: it is lost as a whole, and replaced by another one. So its groups need not
-               follow anybody, and can be formed before its processes are let into a job that is
-               under way: newcomers cut their model together, and only then say they are ready
+    JobScope           all processes of the job
+    DataParallelScope  on a mesh (runtime/mesh.py): the workers that hold the same part of the
+                       model, and all servers. These workers average gradients and transfer state
+                       among themselves, and the code that does so treats them as the job
+    UnitScope          on a mesh: the workers that together hold one copy of the model. A unit
+                       never changes: it is lost as a whole and replaced by another unit. Its
+                       groups therefore need not follow the membership, and they can be formed
+                       before a running job admits its processes: the newcomers split their model
+                       together, and only then report that they are ready
 
-In an elastic job members come and go. `adopt()` ends lost processes of this host (their memory is
-ours too), and the groups of all workers follow; newcomers are linked when they are needed.
-`interrupt()` comes from the control thread: operations that wait for a lost rank end at once.
+In an elastic job the membership changes. `enter_generation()` kills lost processes of this host,
+because they could still write to memory that they share with this process, and the groups of all
+workers follow. Newcomers are linked when a group needs them. The control thread calls
+`interrupt()`: it ends operations that wait for a lost rank.
 """
 
 from __future__ import annotations
@@ -36,33 +39,34 @@ if TYPE_CHECKING:
 
 
 class Follower(Protocol):
-    """A group that goes along with changes of the membership."""
+    """A group that follows changes of the membership."""
 
     def follow(self, membership: Membership) -> None:
-        """Be formed anew from these members, when next used."""
+        """Form the group again from these members when it is next used."""
 
     def interrupt(self, rank: int, text: str) -> None:
-        """End what is in flight if that rank is a member."""
+        """End the operations in flight if that rank is a member."""
 
 
 class Scope(Protocol):
     """The processes that count as the job."""
 
-    name: str  # distinguishes the groups of all workers of this scope; "": the whole job
+    name: str  # part of the names of this scope's worker groups; "" for the whole job
 
     @property
     def membership(self) -> Membership:
-        """The processes that count, in the generation that this process has adopted."""
+        """The processes that count, in the generation that this process has entered."""
 
     def newest(self) -> Membership | None:
-        """Return what the coordinator has announced; None: nothing that concerns this scope."""
+        """Return the membership that the coordinator announced last; None if it does not concern
+        this scope."""
 
-    def seen(self, membership: Membership) -> Membership:
-        """Return a membership of the whole job as far as it concerns this scope."""
+    def restrict(self, membership: Membership) -> Membership:
+        """Return the part of a membership of the whole job that is in this scope."""
 
 
 @dataclass
-class WholeJob:
+class JobScope:
     """All processes of the job."""
 
     membership: Membership
@@ -72,34 +76,36 @@ class WholeJob:
     followers: weakref.WeakSet[Follower] = field(default_factory=weakref.WeakSet)
 
     def newest(self) -> Membership | None:
-        """Return what the coordinator has announced."""
+        """Return the membership that the coordinator announced last."""
         return self.announced()
 
-    def seen(self, membership: Membership) -> Membership:
-        """Return all of it."""
+    def restrict(self, membership: Membership) -> Membership:
+        """Return the membership unchanged."""
         return membership
 
 
-class Column:
-    """Some of the workers, those with the given numbers, and all servers."""
+class DataParallelScope:
+    """The workers with the given numbers, and all servers."""
 
-    def __init__(self, whole: WholeJob, numbers: Sequence[int], name: str) -> None:
-        self._whole = whole
+    def __init__(self, job: JobScope, numbers: Sequence[int], name: str) -> None:
+        self._job = job
         self._numbers = numbers if isinstance(numbers, range) else frozenset(numbers)
         self.name = name
-        self._last: tuple[Membership, Membership] | None = None  # a membership, and what is seen
+        self._last: tuple[Membership, Membership] | None = (
+            None  # the last input and output of `restrict`
+        )
 
     @property
     def membership(self) -> Membership:
-        """The whole job's, without the workers of other columns."""
-        return self.seen(self._whole.membership)
+        """The job's membership without the workers of other data-parallel groups."""
+        return self.restrict(self._job.membership)
 
     def newest(self) -> Membership | None:
-        """Return what the coordinator has announced, for all workers."""
-        return self._whole.newest()
+        """Return the membership that the coordinator announced last, with all workers."""
+        return self._job.newest()
 
-    def seen(self, membership: Membership) -> Membership:
-        """Return a membership without the workers of other columns."""
+    def restrict(self, membership: Membership) -> Membership:
+        """Return a membership without the workers of other data-parallel groups."""
         if self._last is None or self._last[0] is not membership:
             here = [
                 member
@@ -111,8 +117,8 @@ class Column:
         return self._last[1]
 
 
-class Unit:
-    """The workers of one unit, in one generation for good."""
+class UnitScope:
+    """The workers of one unit; its generation is always 1."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.membership = Membership(1, tuple(sorted(members, key=lambda member: member.rank)))
@@ -122,15 +128,15 @@ class Unit:
         """Return None: changes of the job do not concern a unit."""
         return None
 
-    def seen(self, membership: Membership) -> Membership:  # noqa: ARG002
+    def restrict(self, membership: Membership) -> Membership:  # noqa: ARG002
         """Return the unit's members."""
         return self.membership
 
 
 class Fabric:
-    """What groups are formed in: a process's endpoint and the scope of its groups."""
+    """A process's endpoint, and the scope that its groups are formed in."""
 
-    def __init__(self, endpoint: Endpoint, whole: WholeJob, scope: Scope | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, job: JobScope, scope: Scope | None = None) -> None:
         self.endpoint = endpoint
         self.rank = endpoint.rank
         self.engine = endpoint.engine
@@ -138,60 +144,61 @@ class Fabric:
         self.me = endpoint.me
         self.timeout_s = endpoint.timeout_s
         self.presence = endpoint.presence
-        self.whole = whole
-        self._scope: Scope = whole if scope is None else scope
+        self.job = job
+        self._scope: Scope = job if scope is None else scope
 
-    def column(self, numbers: Sequence[int], name: str) -> Fabric:
-        """Return the job as the workers with these numbers see it."""
-        return Fabric(self.endpoint, self.whole, Column(self.whole, numbers, name))
+    def data_parallel_view(self, numbers: Sequence[int], name: str) -> Fabric:
+        """Return the fabric restricted to the workers with these numbers, and the servers."""
+        return Fabric(self.endpoint, self.job, DataParallelScope(self.job, numbers, name))
 
-    def unit(self, members: Sequence[Member]) -> Fabric:
-        """Return the job as the members of one unit see it."""
-        return Fabric(self.endpoint, self.whole, Unit(members))
+    def unit_view(self, members: Sequence[Member]) -> Fabric:
+        """Return the fabric restricted to the members of one unit."""
+        return Fabric(self.endpoint, self.job, UnitScope(members))
 
     @property
     def membership(self) -> Membership:
-        """The processes that count."""
+        """The processes that count as the job, in the generation that this process has entered."""
         return self._scope.membership
 
     def newest(self) -> Membership | None:
-        """Return what the coordinator has announced."""
+        """Return the membership that the coordinator announced last; None if it does not concern
+        this fabric's scope."""
         return self._scope.newest()
 
-    def seen(self, membership: Membership) -> Membership:
-        """Return a membership of the whole job as far as it concerns this fabric."""
-        return self._scope.seen(membership)
+    def restrict(self, membership: Membership) -> Membership:
+        """Return the part of a membership of the whole job that is in this fabric's scope."""
+        return self._scope.restrict(membership)
 
     def link_neighbours(self) -> None:
-        """Link to every process of the job on this host. Blocks until all of them answered."""
+        """Link to every process of the job on this host. Blocks until all of them have answered."""
         self.endpoint.link_neighbours(self.membership.members)
 
     def link(self, member: Member) -> None:
-        """Link to a member of this host that came later; without effect if that is done."""
+        """Link to a member of this host that joined later; without effect if it is linked."""
         self.endpoint.link(member, self._require_newest)
 
     def is_linked(self, rank: int) -> bool:
-        """Return whether a process is of this host, and its memory can be seen."""
+        """Return whether a process runs on this host and shares its engine memory with this one."""
         return self.endpoint.is_linked(rank)
 
     # -- groups -------------------------------------------------------------------------------
 
     def worker_group(self, name: str) -> Group:
-        """Return a group of all workers that follows every change of them.
+        """Return a group of all workers that follows every change of the membership.
 
-        It is formed when it is first used, and again after each change: a newcomer may make it
-        later than the others do.
+        It is formed when it is first used, and again after each change: a newcomer may create it
+        later than the other workers.
         """
-        from paceline.comm.current_workers import FollowingGroup
+        from paceline.comm.worker_group import WorkerGroup
 
-        return FollowingGroup(self, f"{name} of {self._scope.name}" if self._scope.name else name)
+        return WorkerGroup(self, f"{name} of {self._scope.name}" if self._scope.name else name)
 
     def next_id(self, ranks: Sequence[int]) -> int:
-        """Return the identity of the next group of these ranks: the same on all of its members,
-        as long as they create groups of the same ranks in the same order."""
-        key, created = tuple(ranks), self.whole.num_created
+        """Return the id of the next group of these ranks. All members get the same id if they
+        create groups of the same ranks in the same order."""
+        key, created = tuple(ranks), self.job.num_created
         created[key] = created.get(key, 0) + 1
-        return identity(f"{','.join(map(str, key))}/{created[key]}")
+        return group_id_of(f"{','.join(map(str, key))}/{created[key]}")
 
     def create_group(
         self,
@@ -201,14 +208,15 @@ class Fabric:
         ranks: Sequence[int],
         timeout_s: float,
     ) -> _core.Group:
-        """Form the group in the engine and connect its members. Collective among the ranks."""
+        """Create the group in the engine and connect its members. Collective among the ranks."""
         members = [self.me if r == self.rank else membership.member(r) for r in ranks]
         return self.endpoint.create_group(
             group_id, generation, members, timeout_s, self._require_newest
         )
 
     def _require_newest(self, members: Sequence[Member]) -> None:
-        """Give up a group that some of its members will never form: they know better already."""
+        """Raise GenerationChanged if a newer membership lacks some of the members: they will never
+        form this group."""
         newest = self.newest()
         if newest is None or newest.generation <= self.membership.generation:
             return
@@ -220,29 +228,29 @@ class Fabric:
 
     # -- changes of the membership ------------------------------------------------------------
 
-    def listen(self, announced: Callable[[], Membership | None]) -> None:
-        """Learn from now on what the coordinator has announced."""
-        self.whole.announced = announced
+    def watch_announcements(self, announced: Callable[[], Membership | None]) -> None:
+        """Use this function to learn which membership the coordinator announced last."""
+        self.job.announced = announced
 
-    def follow(self, group: Follower) -> None:
-        """Let a group know of changes, for as long as it lives."""
-        self.whole.followers.add(group)
+    def add_follower(self, group: Follower) -> None:
+        """Notify a group of changes of the membership for as long as it lives."""
+        self.job.followers.add(group)
 
-    def adopt(
+    def enter_generation(
         self, membership: Membership, lost: Collection[int] = (), *, forgets: bool = True
     ) -> None:
-        """Take over another membership of the whole job.
+        """Replace the membership of the whole job by a newer one.
 
-        Members that are `lost`, and did not leave in good order, are ended if they are of this
-        host. `forgets`: what is held of members that are gone is dropped; otherwise `forget` does
-        it later.
+        `lost` are members that did not leave cleanly: those of this host are killed. With
+        `forgets` the resources of departed members are released now; otherwise the caller
+        releases them later with `forget`.
         """
-        gone = [m for m in self.whole.membership.members if m.rank not in membership.ranks]
+        gone = [m for m in self.job.membership.members if m.rank not in membership.ranks]
         for member in gone:
             if member.rank in lost:
-                self.endpoint.end(member.rank)
-        self.whole.membership = membership
-        for group in list(self.whole.followers):
+                self.endpoint.kill(member.rank)
+        self.job.membership = membership
+        for group in list(self.job.followers):
             group.follow(membership)
         for member in gone if forgets else ():
             self.forget(member.rank)
@@ -250,15 +258,15 @@ class Fabric:
         self.engine.set_num_local(sum(m.host_id == here for m in membership.members))
 
     def forget(self, rank: int) -> None:
-        """Drop what is held of a neighbour that is gone."""
+        """Release the resources of a process of this host that is gone."""
         self.endpoint.forget(rank)
 
     def interrupt(self, rank: int, text: str) -> None:
-        """End what waits for a lost rank. Called from the control thread."""
-        for group in list(self.whole.followers):
+        """End operations that wait for a lost rank. Called from the control thread."""
+        for group in list(self.job.followers):
             group.interrupt(rank, text)
 
 
-def identity(name: str) -> int:
-    """Return the number under which the engine knows a group."""
+def group_id_of(name: str) -> int:
+    """Return the number by which the engine identifies a group."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -1,14 +1,14 @@
-"""Group: some ranks of the job and the operations that they do together.
+"""Group: some ranks of the job and their collective and point-to-point operations.
 
 Ranks and roots in these calls are relative to the group: `new_group([0, 2, 4, 6])` has ranks 0
-to 3. Every member calls the same collectives in the same order; members that disagree all get
-CollectiveMismatch. Each operation blocks and returns its result, or with `async_op=True` returns a
-Work at once; memory given to an asynchronous operation must not be touched before its Work is done.
-Several operations may be in flight: collectives of a group run in order, sends and receives and
-other groups beside them. All methods may be called from any thread.
+to 3. Every member calls the same collectives in the same order; if members disagree, all of them
+raise CollectiveMismatch. Each operation blocks and returns its result, or with `async_op=True`
+returns a Work at once. Do not touch the memory of an asynchronous operation before its Work is
+done. Several operations may be in flight: collectives of a group run in order; sends, receives and
+other groups run concurrently with them. All methods may be called from any thread.
 
-The membership of a group can change: `reconfigure()` ends what is in flight with GenerationChanged
-and forms the group anew from the members that are left.
+The membership of a group can change: `reconfigure()` ends operations in flight with
+GenerationChanged and forms the group again from the remaining members.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from paceline import _core
-from paceline.comm.fabric import Fabric, identity
+from paceline.comm.fabric import Fabric, group_id_of
 from paceline.comm.tensors import (
     Buffer,
     Tensor,
+    common_dtype,
     empty_like,
     op_code,
-    require_alike,
+    require_match,
     result_buffer,
     split_rows,
 )
@@ -39,7 +40,7 @@ _KINDS = {name: code for code, name in enumerate(_core.KINDS)}
 
 
 class Group:
-    """Some ranks of the job; made by `pl.world()` and `pl.new_group()`."""
+    """Some ranks of the job; created by `pl.world()` and `pl.new_group()`."""
 
     def __init__(
         self,
@@ -51,25 +52,26 @@ class Group:
         generation: int | None = None,
         membership: Membership | None = None,
     ) -> None:
-        """Form a group; members find each other by its name, without one by counting groups.
+        """Form a group. Members find each other by its name, or without a name by the number of
+        groups of these ranks so far.
 
-        All give the same generation; without one it is that of the membership, which is then to be
-        the same on all. `membership` is the fabric's, or a newer one that has its members.
+        All members pass the same generation; the default is that of the membership, which must
+        then be the same on all. `membership` is the fabric's, or a newer one with the same members.
         """
         self._fabric = fabric
         self.timeout_s = fabric.timeout_s if timeout_s is None else timeout_s  # of one operation
-        self._id = identity(name) if name else fabric.next_id(ranks)
+        self._id = group_id_of(name) if name else fabric.next_id(ranks)
         known = fabric.membership if membership is None else membership
-        self._seat(tuple(ranks), known.generation if generation is None else generation)
+        self._set_members(tuple(ranks), known.generation if generation is None else generation)
         self._core = self._make_core(known)
 
-    def _seat(self, ranks: tuple[int, ...], generation: int) -> None:
+    def _set_members(self, ranks: tuple[int, ...], generation: int) -> None:
         self.generation = generation
         self.ranks = ranks  # global ranks of the members
         self.size = len(ranks)
         self.rank = ranks.index(self._fabric.rank)
         self._lock = threading.Lock()
-        # Operations and the memory that they work on; guarded by: _lock
+        # Operations and the memory that they use; guarded by: _lock
         self._in_flight: deque[tuple[Handle, object]] = deque()
 
     def _make_core(self, membership: Membership) -> _core.Group:
@@ -85,9 +87,9 @@ class Group:
     def all_reduce(
         self, tensor: Tensor, op: str = "sum", *, out: Tensor | None = None, async_op: bool = False
     ) -> Tensor | Work[Tensor]:
-        """Combine the tensors of all ranks; the result lands on every rank, in place or in `out`.
+        """Reduce the tensors of all ranks; every rank gets the result, in place or in `out`.
 
-        `op` is sum, mean, min, max, product, band, bor or bxor. Ranks are combined in rank order,
+        `op` is sum, mean, min, max, product, band, bor or bxor. Tensors are combined in rank order,
         so the same inputs always give the same bits.
         """
         source = Buffer(tensor)
@@ -96,7 +98,7 @@ class Group:
             target, out = source, tensor
         else:
             target = result_buffer(out)
-            require_alike(source, target, "all_reduce")
+            require_match(source, target, "all_reduce")
         arguments = (source.address, target.address, source.count, source.dtype, code, source.shape)
         if not async_op:
             self._core.all_reduce(*arguments)
@@ -113,12 +115,13 @@ class Group:
         out: Tensor | None = None,
         async_op: bool = False,
     ) -> Tensor | None | Work[Tensor | None]:
-        """Combine the tensors of all ranks on `root`, in place or in `out`; others keep theirs."""
+        """Reduce the tensors of all ranks to `root`, in place or in `out`; the tensors of the other
+        ranks do not change."""
         source, targets, result = Buffer(tensor), list[Buffer](), None
         if self.rank == self._check_root(root):
             result = tensor if out is None else out
             targets = [source if out is None else result_buffer(result)]
-            require_alike(source, targets[0], "reduce")
+            require_match(source, targets[0], "reduce")
         code = op_code(op, source.dtype)
         return self._call("reduce", [source], targets, result, async_op, op=code, root=root)
 
@@ -130,16 +133,15 @@ class Group:
         out: Tensor | None = None,
         async_op: bool = False,
     ) -> Tensor | Work[Tensor]:
-        """Combine what all ranks have and leave each rank its own part of the result.
+        """Reduce the tensors of all ranks and return this rank's part of the result.
 
-        `tensor` is one tensor, cut along its first dimension, or a list with a part for each rank.
+        `tensor` is one tensor, split along its first dimension, or a list with a part per rank.
         """
         parts = self._parts(tensor)
         if out is None:
             out = empty_like(parts[self.rank])
         sources, target = [Buffer(part) for part in parts], result_buffer(out)
-        if target.count != sources[self.rank].count or target.dtype != sources[self.rank].dtype:
-            require_alike(sources[self.rank], target, "reduce_scatter")
+        require_match(sources[self.rank], target, "reduce_scatter")
         code = op_code(op, target.dtype)
         return self._call("reduce_scatter", sources, [target], out, async_op, op=code)
 
@@ -148,7 +150,7 @@ class Group:
     def broadcast(
         self, tensor: Tensor, root: int = 0, *, async_op: bool = False
     ) -> Tensor | Work[Tensor]:
-        """Copy the root's tensor into everybody's `tensor`."""
+        """Copy the root's tensor into the `tensor` of every rank."""
         if self.rank == self._check_root(root):
             return self._call("broadcast", [Buffer(tensor)], [], tensor, async_op, root=root)
         return self._call("broadcast", [], [result_buffer(tensor)], tensor, async_op, root=root)
@@ -160,10 +162,10 @@ class Group:
         out: Tensor | Sequence[Tensor] | None = None,
         async_op: bool = False,
     ) -> list[Tensor] | Work[list[Tensor]]:
-        """Give every rank the tensors of all ranks, in rank order.
+        """Return the tensors of all ranks, in rank order, on every rank.
 
-        Without `out` all tensors must have the shape of the own one. `out` is a list of tensors,
-        which may differ in size from rank to rank, or one tensor that is cut along its first
+        Without `out` the tensors of all ranks must have the same shape. `out` is a list of tensors,
+        which may differ in size from rank to rank, or one tensor that is split along its first
         dimension.
         """
         outs = [empty_like(tensor) for _ in self.ranks] if out is None else self._parts(out)
@@ -178,7 +180,7 @@ class Group:
         out: Tensor | Sequence[Tensor] | None = None,
         async_op: bool = False,
     ) -> list[Tensor] | None | Work[list[Tensor] | None]:
-        """Give `root` the tensors of all ranks (see all_gather); the others get None."""
+        """Return the tensors of all ranks on `root` (see all_gather); None on other ranks."""
         outs: list[Tensor] | None = None
         if self.rank == self._check_root(root):
             outs = [empty_like(tensor) for _ in self.ranks] if out is None else self._parts(out)
@@ -197,7 +199,7 @@ class Group:
         root: int = 0,
         async_op: bool = False,
     ) -> Tensor | Work[Tensor]:
-        """Fill `tensor` with this rank's part of what `root` gives as `parts`."""
+        """Fill `tensor` with this rank's part of the `parts` that `root` passes."""
         sources: list[Buffer] = []
         if self.rank == self._check_root(root):
             if parts is None:
@@ -214,9 +216,9 @@ class Group:
         out: Tensor | Sequence[Tensor] | None = None,
         async_op: bool = False,
     ) -> list[Tensor] | Work[list[Tensor]]:
-        """Send part j to rank j; return what the ranks sent here, in rank order.
+        """Send part j to rank j; return the parts that the ranks sent here, in rank order.
 
-        Parts may differ in size; pass `out` when what arrives has other sizes than what leaves.
+        Parts may differ in size; pass `out` if the received sizes differ from the sent ones.
         """
         sent = self._parts(parts)
         outs = [empty_like(part) for part in sent] if out is None else self._parts(out)
@@ -224,7 +226,7 @@ class Group:
         return self._call("all_to_all", [Buffer(part) for part in sent], targets, outs, async_op)
 
     def barrier(self, *, async_op: bool = False) -> None | Work[None]:
-        """Wait until every rank has come here."""
+        """Wait until every rank has called this."""
         return self._call("barrier", [], [], None, async_op)
 
     # -- point to point -----------------------------------------------------------------------
@@ -238,7 +240,7 @@ class Group:
         handle = self._core.start_send(
             to, tag, source.address, source.count, source.dtype, async_op
         )
-        self.keep(handle, source)
+        self.keep_alive(handle, source)
         work = Work(handle, lambda: None, source)
         return work if async_op else work.wait()
 
@@ -251,10 +253,10 @@ class Group:
         async_op: bool = False,
         background: bool = True,
     ) -> int | Work[int]:
-        """Receive a tensor from one rank, or from any when `source` is None; return the sender.
+        """Receive a tensor from one rank, or from any if `source` is None; return the sender.
 
-        An asynchronous receive that somebody is going to wait for anyway need not make progress
-        in the background, which costs wake-ups: `background=False`.
+        Progress in the background costs wake-ups. Pass `background=False` for an asynchronous
+        receive that the caller is going to wait for anyway.
         """
         target = result_buffer(tensor)
         self._check_peer(source, tag, "recv")
@@ -267,22 +269,22 @@ class Group:
             target.write_back()
             return handle.source()
 
-        self.keep(handle, target)
+        self.keep_alive(handle, target)
         work = Work(handle, finish, target)
         return work if async_op else work.wait()
 
     # -- membership ---------------------------------------------------------------------------
 
     def reconfigure(self, membership: Membership) -> None:
-        """Form the group anew from those of its members that the given membership has.
+        """Form the group again from those of its members that are in the given membership.
 
         Operations in flight end with GenerationChanged. Every remaining member must call this with
-        the same membership, whose generation must be higher than the group's.
+        the same membership, and its generation must be higher than the group's.
         """
         if membership.generation <= self.generation:
             raise UsageError(
                 f"reconfigure to generation {membership.generation}, but the group is at"
-                f" {self.generation}: generations only grow"
+                f" {self.generation}: pass a membership with a higher generation"
             )
         staying = tuple(rank for rank in self.ranks if rank in membership.ranks)
         if self._fabric.rank not in staying:
@@ -294,14 +296,14 @@ class Group:
             f" {membership.generation}; repeat the operation in the new group"
         )
         self._core.close()
-        self._seat(staying, membership.generation)
+        self._set_members(staying, membership.generation)
         self._core = self._make_core(membership)
 
     def close(self) -> None:
-        """Release what the group holds; operations in flight end with GenerationChanged."""
+        """Release the group's resources; operations in flight end with GenerationChanged."""
         self._core.close()
 
-    # -- plumbing -----------------------------------------------------------------------------
+    # -- calls into the engine ----------------------------------------------------------------
 
     def _call(
         self,
@@ -314,14 +316,7 @@ class Group:
         op: int = 0,
         root: int = 0,
     ) -> Result | Work[Result]:
-        first = sources[0] if sources else targets[0] if targets else None
-        dtype, shape = (first.dtype, first.shape) if first is not None else (0, ())
-        for buffer in (*sources, *targets):
-            if buffer.dtype != dtype:
-                raise UsageError(
-                    f"{kind}: tensors of {_core.DTYPES[dtype]} and {_core.DTYPES[buffer.dtype]} in"
-                    " one call; convert them to one dtype"
-                )
+        dtype, shape = common_dtype(kind, (*sources, *targets))
         inputs, outputs = [b.part for b in sources], [b.part for b in targets]
         arguments = (_KINDS[kind], dtype, op, root, inputs, outputs, shape)
         if async_op:
@@ -343,11 +338,11 @@ class Group:
                 target.write_back()
             return result
 
-        self.keep(handle, (sources, targets))
+        self.keep_alive(handle, (sources, targets))
         return Work(handle, finish, (sources, targets))
 
-    def keep(self, handle: Handle, memory: object) -> None:
-        """Hold on to the memory of an operation in flight, also when the caller drops its Work."""
+    def keep_alive(self, handle: Handle, memory: object) -> None:
+        """Keep the memory of an operation in flight alive, even if the caller drops its Work."""
         with self._lock:
             while self._in_flight and self._in_flight[0][0].done():
                 self._in_flight.popleft()
@@ -378,23 +373,23 @@ class Group:
 
 
 class PreparedAllReduce:
-    """An all-reduce whose arguments have been checked, for memory that it is done on every step."""
+    """An all-reduce whose arguments are checked once, for memory that is reduced in every step."""
 
     def __init__(self, group: Group, tensor: Tensor, op: str, out: Tensor) -> None:
         source, target = Buffer(tensor), result_buffer(out)
-        require_alike(source, target, "all_reduce")
-        if source.stands_in or target.stands_in:
-            raise UsageError("a prepared all_reduce works on contiguous tensors")
+        require_match(source, target, "all_reduce")
+        if source.is_copy or target.is_copy:
+            raise UsageError("a prepared all_reduce needs contiguous tensors; call .contiguous()")
         self._group, self._memory = group, (source, target)
         memory = (source.address, target.address, source.count, source.dtype)
         self._arguments = (*memory, op_code(op, source.dtype), source.shape)
 
     def start(self) -> Handle:
-        """Start it, and return what it can be waited for with."""
+        """Start the all-reduce and return its handle."""
         handle = self._group._core.start_all_reduce(*self._arguments)
-        self._group.keep(handle, self._memory)
+        self._group.keep_alive(handle, self._memory)
         return handle
 
     def run(self) -> None:
-        """Do it, and wait."""
+        """Run the all-reduce and wait for it."""
         self._group._core.all_reduce(*self._arguments)

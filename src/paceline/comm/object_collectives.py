@@ -1,7 +1,7 @@
-"""Small values that all members of a group tell each other: "do we mean the same?".
+"""Collectives of small Python values, for example to check that all members of a group agree.
 
-For questions asked rarely (once at the start, or when something went wrong), not on the data path.
-Values are plain data (numbers, strings, lists, dicts) and travel as msgpack.
+For rare use (once at the start, or after a failure), not on the data path. Values are plain data
+(numbers, strings, lists, dicts), encoded as msgpack.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from paceline.comm.group import Group
 from paceline.errors import UsageError
 
 
-def tell_all(group: Group, value: Any) -> list[Any]:
-    """Return what every member passed, in rank order. Collective and blocking."""
+def all_gather_object(group: Group, value: Any) -> list[Any]:
+    """Return the values of all members, in rank order. Collective and blocking."""
     mine = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(group.size)]
     group.all_gather(torch.tensor([mine.numel()]), out=sizes)
@@ -26,8 +26,8 @@ def tell_all(group: Group, value: Any) -> list[Any]:
     return [msgspec.msgpack.decode(message.numpy().tobytes()) for message in messages]
 
 
-def take_from(group: Group, value: Any, root: int = 0) -> Any:
-    """Return what `root` passed; the others' values are ignored. Collective and blocking."""
+def broadcast_object(group: Group, value: Any, root: int = 0) -> Any:
+    """Return the value of `root`; other members' values are ignored. Collective and blocking."""
     encoded = msgspec.msgpack.encode(value) if group.rank == root else b""
     size = torch.tensor([len(encoded)])
     group.broadcast(size, root=root)
@@ -38,31 +38,33 @@ def take_from(group: Group, value: Any, root: int = 0) -> Any:
     return msgspec.msgpack.decode(message.numpy().tobytes())
 
 
-def refuse_problems(ranks: Sequence[int], what: str, problems: Sequence[str | None]) -> None:
-    """Raise UsageError for the first problem that any of these has told, and say who has it.
+def raise_first_problem(ranks: Sequence[int], what: str, problems: Sequence[str | None]) -> None:
+    """Raise UsageError for the first problem in the list, and name the ranks that have it.
 
-    With what `tell_all` returned, all members raise the same.
+    If `problems` comes from `all_gather_object`, all members raise the same error.
     """
     first = next((problem for problem in problems if problem is not None), None)
     if first is None:
         return
     having = [str(rank) for rank, p in zip(ranks, problems, strict=True) if p == first]
-    who = "" if len(having) == len(ranks) else f" (rank {', '.join(having)})"
-    raise UsageError(f"{what}{who}: {first}")
+    named = "" if len(having) == len(ranks) else f" (rank {', '.join(having)})"
+    raise UsageError(f"{what}{named}: {first}")
 
 
 def first_difference(group: Group, entries: list[str]) -> str | None:
-    """Compare lists of lines; describe the first line on which some member differs from rank 0.
+    """Compare lists of lines; return the first line in which a member differs from rank 0.
 
-    Every member gets the same answer; None when all lists are equal. Collective and blocking.
+    Every member gets the same answer; None if all lists are equal. Collective and blocking.
     """
-    reference: list[str] = take_from(group, entries)
+    reference: list[str] = broadcast_object(group, entries)
     index = next(
         (i for i, (a, b) in enumerate(zip(reference, entries, strict=False)) if a != b),
         min(len(reference), len(entries)) if len(reference) != len(entries) else -1,
     )
     mine = entries[index] if 0 <= index < len(entries) else "nothing"
-    found = [(i, group.ranks[r], m) for r, (i, m) in enumerate(tell_all(group, (index, mine)))]
+    found = [
+        (i, group.ranks[r], m) for r, (i, m) in enumerate(all_gather_object(group, (index, mine)))
+    ]
     differing = [entry for entry in found if entry[0] >= 0]
     if not differing:
         return None

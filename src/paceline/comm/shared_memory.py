@@ -1,4 +1,4 @@
-"""Tensors in engine memory: shared with all processes of the host, so collectives need no copy."""
+"""Tensors in engine memory. All processes of the host share it, so collectives need no copy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from paceline.errors import SharedMemoryError, UsageError
 
 
 def allocate(engine: _core.Engine, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised tensor in engine memory; it is given back with its last reference.
+    """Return an uninitialised tensor in engine memory; it is freed with its last reference.
 
-    Raises SharedMemoryError when the machine cannot spare the pages.
+    Raises SharedMemoryError if the machine does not have the memory.
     """
     size = num_bytes(shape, dtype)
     if any(length < 0 for length in shape):
@@ -30,23 +30,24 @@ def allocate(engine: _core.Engine, shape: Sequence[int], dtype: torch.dtype) -> 
 
 
 def zeros_in_large_pages(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a flat tensor of this process alone, in memory that is cheap to walk through.
+    """Return a flat tensor of zeros in private memory with large pages, which is fast to traverse.
 
-    Where the kernel gives large pages only to who asks for them, torch.zeros() has small ones.
+    If the kernel gives large pages only on request (madvise), torch.zeros() has small pages.
     """
     memory = mmap.mmap(-1, max(size, 1) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a wish: a kernel without large pages knows no such thing
+        with suppress(OSError):  # only a hint: a kernel without large pages refuses it
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)[:size]
 
 
 class HostTensor:
-    """One tensor that all workers of a host share, seen in two ways.
+    """A tensor that all workers of a host share, in two views.
 
-    What one worker writes to `shared`, all see in both, without any order but that of the group's
-    collectives. What it writes to `private` it sees alone, and only there, until it calls
-    `discard()`; meanwhile pages that it wrote to do not follow changes of `shared`.
+    If one worker writes to `shared`, all workers see it in both views; only the group's collectives
+    order these writes. If a worker writes to `private`, only this worker sees it, and only in
+    `private`, until it calls `discard()`. Until then the pages it wrote to do not follow changes of
+    `shared`.
     """
 
     def __init__(
@@ -59,20 +60,20 @@ class HostTensor:
         self._view = view
 
     def is_changed(self) -> bool:
-        """Say whether this worker has written to `private` since the last `discard()`."""
+        """Return whether this worker has written to `private` since the last `discard()`."""
         return self._view.changed()
 
     def discard(self) -> None:
-        """Forget what this worker wrote to `private`."""
+        """Undo what this worker wrote to `private`."""
         self._view.discard()
 
 
 def allocate_on_host(
     engine: _core.Engine, host: Group, shape: Sequence[int], dtype: torch.dtype
 ) -> HostTensor:
-    """Return an uninitialised tensor that all members of `host`, a group on one host, share.
+    """Return an uninitialised tensor shared by all members of `host`, a group on one host.
 
-    Collective. The memory lives until the last member has dropped it.
+    Collective. The memory is freed when the last member drops it.
     """
     size = max(num_bytes(shape, dtype), 1)
     memory: Any = None
@@ -80,7 +81,7 @@ def allocate_on_host(
     if host.rank == 0:
         try:
             memory = engine.allocate(size, apart=True)
-        except SharedMemoryError as error:  # the others wait for an answer
+        except SharedMemoryError as error:  # raised below: the other members wait for the broadcast
             problem = error
     where = torch.zeros(2, dtype=torch.int64)
     if memory is not None:
@@ -90,11 +91,11 @@ def allocate_on_host(
     if segment == 0:
         raise problem or SharedMemoryError(
             f"rank {host.ranks[0]} could not allocate {size} bytes for all workers of this host;"
-            " its own error says why"
+            " see the error of that rank"
         )
     owner = host.ranks[0]
     if memory is None:
         memory = engine.memory_of_peer(owner, segment, offset, size)
     view = engine.private_view(owner, segment, offset, size)
-    host.barrier()  # nobody drops the memory before all have mapped it
+    host.barrier()  # no member drops the memory before all have mapped it
     return HostTensor(memory, view, shape, dtype)

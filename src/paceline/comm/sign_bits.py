@@ -1,7 +1,7 @@
-"""Signs of tensors as bits, 64 in a word of int64, and the majority of several rows of them.
+"""Signs of tensors as bits, 64 in an int64 word, and the majority of several rows of them.
 
-The kernels are the engine's (cpp/paceline/reduce/bits.h); here is what they are told about tensors.
-An element that is zero or not finite has no sign, and takes that of the coin.
+The kernels are in the engine (cpp/paceline/reduce/bits.h); this module calls them with tensors. An
+element that is zero or not finite has no sign and takes the bit of the coin.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ SIGNS_IN_WORD = 64
 
 
 def num_words(signs: int) -> int:
-    """Return how many words so many signs take."""
+    """Return the number of words that hold this many signs."""
     return -(-signs // SIGNS_IN_WORD)
 
 
 @dataclass(frozen=True)
 class Coin:
-    """A bit for every element of a model, the same for whoever knows these numbers."""
+    """A pseudorandom bit for every element of a model; workers with equal fields get equal bits."""
 
     seed: int
     step: int
-    first: int = 0  # index of the element that its first bit belongs to
+    first: int = 0  # index of the element of the first bit
 
     def at(self, offset: int) -> Coin:
-        """Return the bits from so many elements on."""
+        """Return the coin whose first bit is the one at this offset."""
         return Coin(self.seed, self.step, self.first + offset)
 
     @property
     def parts(self) -> tuple[int, int, int]:
-        """What the engine is told."""
+        """The fields in the order of the engine's arguments."""
         return self.seed, self.step, self.first
 
 
@@ -54,14 +54,14 @@ def pack_signs(values: torch.Tensor, coin: Coin, bits: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Momentum:
-    """A mean of the values so far, of which later ones count more."""
+    """An exponential moving average of the values so far."""
 
     values: torch.Tensor
-    keep: float  # the part that is kept when the next values come
+    keep: float  # weight of the old average
 
 
 def pack_tracked(values: torch.Tensor, momentum: Momentum, coin: Coin, bits: torch.Tensor) -> None:
-    """Let the momentum become keep * momentum + (1 - keep) * values; write its signs to `bits`.
+    """Set the momentum to keep * momentum + (1 - keep) * values; write its signs to `bits`.
 
     Values that are not finite count as 0.
     """
@@ -88,10 +88,10 @@ def pack_corrected(
     coin: Coin,
     bits: torch.Tensor,
 ) -> float:
-    """Let `voted` become values + (voted - scale * sign(voted)), and write its signs to `bits`.
+    """Set `voted` to values + (voted - scale * sign(voted)), and write its signs to `bits`.
 
-    A momentum is tracked first, and takes the place of the values. Returns the mean size of those
-    that have a sign. What is not finite counts as 0.
+    A momentum is updated first and replaces the values. Returns the mean absolute value of the
+    elements that have a sign. Values that are not finite count as 0.
     """
     _require("values", values)
     if momentum is not None:
@@ -114,7 +114,7 @@ def pack_corrected(
 
 
 def majority(rows: Sequence[torch.Tensor], coin: Coin, bits: torch.Tensor) -> None:
-    """Write what most of the rows have to `bits`; where they are divided, what the coin has."""
+    """Write the majority of the rows to `bits`; a tie takes the bit of the coin."""
     for row in (*rows, bits):
         _require("a row of bits", row, torch.int64, bits.numel())
     _core.majority([row.data_ptr() for row in rows], bits.numel(), coin.parts, bits.data_ptr())
@@ -130,16 +130,16 @@ def unpack_signs(bits: torch.Tensor, scale: float, values: torch.Tensor) -> None
 
 def _code(values: torch.Tensor) -> int:
     if values.dtype not in _CODES:
-        raise UsageError(f"signs are those of floating-point numbers, not of {values.dtype}")
+        raise UsageError(f"expected floating-point values, got {values.dtype}")
     return _CODES[values.dtype]
 
 
 def _require(
     name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None, size: int | None = None
 ) -> None:
-    """The kernels see addresses only."""
+    """Raise UsageError if the kernels, which get only addresses, cannot use a tensor."""
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise UsageError(f"{name}: expected contiguous memory of the CPU")
+        raise UsageError(f"{name}: expected a contiguous CPU tensor")
     if dtype is not None and tensor.dtype != dtype:
         raise UsageError(f"{name}: expected {dtype}, got {tensor.dtype}")
     if size is not None and tensor.numel() != size:

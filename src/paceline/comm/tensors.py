@@ -1,7 +1,7 @@
 """Tensors and arrays as the engine sees them: an address, a count and a dtype.
 
-Torch tensors and numpy arrays are both welcome. The engine moves contiguous memory; a strided
-tensor is worked on as a contiguous copy, and a result is copied back into it.
+Torch tensors and numpy arrays are both accepted. The engine moves contiguous memory: for a strided
+tensor it works on a contiguous copy, and a result is copied back into the tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BITWISE = frozenset(_OPS[name] for name in ("band", "bor", "bxor"))
 
 
 class Buffer:
-    """Contiguous memory that belongs to a tensor, or stands in for a strided one."""
+    """Contiguous memory of a tensor, or of a contiguous copy of a strided tensor."""
 
     __slots__ = ("address", "count", "dtype", "shape", "_memory", "_original")
 
@@ -40,7 +40,7 @@ class Buffer:
         self._original: Tensor | None = None
         if isinstance(tensor, torch.Tensor):
             self.dtype = _torch_code(tensor)
-            # A negative view is one whose sign is not in its memory.
+            # A negative view keeps its sign outside of its memory.
             if not tensor.is_contiguous() or tensor.is_neg():
                 self._original, tensor = tensor, tensor.resolve_neg().contiguous()
             self.address, self.count = tensor.data_ptr(), tensor.numel()
@@ -58,12 +58,12 @@ class Buffer:
         return self.address, self.count
 
     @property
-    def stands_in(self) -> bool:
-        """Whether this is a copy of the tensor that was given."""
+    def is_copy(self) -> bool:
+        """Whether this is a contiguous copy of a strided tensor."""
         return self._original is not None
 
     def write_back(self) -> None:
-        """Bring a result into the strided tensor that this buffer stands in for."""
+        """Copy a result into the strided tensor that this buffer is a copy of."""
         if isinstance(self._original, torch.Tensor):
             with torch.no_grad():
                 self._original.copy_(self._memory)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ class Buffer:
 
 
 def result_buffer(tensor: Tensor) -> Buffer:
-    """Return the buffer of a tensor that is going to be written to."""
+    """Return the buffer of a tensor that an operation writes to."""
     if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
         raise UsageError("the array for the result is read-only; pass a writeable one")
     return Buffer(tensor)
@@ -116,18 +116,18 @@ def _unsupported(dtype: object, shape: Sequence[int]) -> UnsupportedTensor:
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return new contiguous memory of the same kind, shape and dtype."""
+    """Return a new contiguous tensor or array of the same shape and dtype."""
     if isinstance(tensor, torch.Tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     return np.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def split_rows(tensor: Tensor, num_parts: int) -> list[Tensor]:
-    """Cut along the first dimension into equal parts, as views."""
+    """Return views of equal parts along the first dimension."""
     rows = tensor.shape[0] if tensor.ndim else 0
     if tensor.ndim == 0 or rows % num_parts:
         raise UsageError(
-            f"a tensor of shape {list(tensor.shape)} cannot be cut into {num_parts} equal parts"
+            f"a tensor of shape {list(tensor.shape)} cannot be split into {num_parts} equal parts"
             " along its first dimension; pass a list of tensors for uneven parts"
         )
     size = rows // num_parts
@@ -140,22 +140,43 @@ def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def op_code(op: str, dtype: int) -> int:
-    """Return the engine's number for a reduction; raise if it does not fit to the dtype."""
+    """Return the engine's number of a reduction; raise if the dtype does not support it."""
     code = _OPS.get(op)
     if code is None:
         raise UsageError(f"unknown reduction {op!r}; choose one of {', '.join(sorted(_OPS))}")
-    if op in ("mean", "avg") and dtype not in FLOATING:
-        raise UnsupportedTensor(
-            f"mean of {_core.DTYPES[dtype]} would not be an integer; convert the tensor to a"
-            " floating-point dtype, or use op='sum' and divide"
-        )
-    if code in _BITWISE and dtype in FLOATING:
-        raise UnsupportedTensor(f"{op} works on integers and bool, not on {_core.DTYPES[dtype]}")
+    require_supported(code, dtype)
     return code
 
 
-def require_alike(source: Buffer, target: Buffer, kind: str) -> None:
-    """Refuse a result of another size or dtype."""
+def require_supported(op: int, dtype: int) -> None:
+    """Raise UnsupportedTensor if a reduction is not defined for a dtype."""
+    if op == _OPS["mean"] and dtype not in FLOATING:
+        raise UnsupportedTensor(
+            f"mean of {_core.DTYPES[dtype]} would not be an integer; convert the tensor to a"
+            " floating-point dtype, or reduce with sum and divide"
+        )
+    if op in _BITWISE and dtype in FLOATING:
+        raise UnsupportedTensor(
+            f"{_core.OPS[op]} works on integers and bool, not on {_core.DTYPES[dtype]}"
+        )
+
+
+def common_dtype(kind: str, buffers: Sequence[Buffer]) -> tuple[int, Sequence[int]]:
+    """Return the dtype of all buffers and the shape of the first; raise if the dtypes differ."""
+    if not buffers:
+        return 0, ()
+    dtype = buffers[0].dtype
+    for buffer in buffers:
+        if buffer.dtype != dtype:
+            raise UsageError(
+                f"{kind}: tensors of {_core.DTYPES[dtype]} and {_core.DTYPES[buffer.dtype]} in one"
+                " call; convert them to one dtype"
+            )
+    return dtype, buffers[0].shape
+
+
+def require_match(source: Buffer, target: Buffer, kind: str) -> None:
+    """Raise UsageError if the result has another size or dtype than the input."""
     if source.count != target.count or source.dtype != target.dtype:
         raise UsageError(
             f"{kind}: `out` is {_core.DTYPES[target.dtype]}{list(target.shape)}, expected"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.comm.group import Group
-from paceline.comm.object_collectives import refuse_problems, tell_all
+from paceline.comm.object_collectives import all_gather_object, raise_first_problem
 from paceline.errors import DataError, UsageError, named
 from paceline.runtime.job import Job
 
@@ -50,9 +50,9 @@ def agree(
     group = group_of(job.whole)  # on a mesh those too that get the same batches
     mine = [problem, dict(facts), dict(aside)]
     with job.reporter.waiting:
-        ranks, told = job.elastic.point(lambda: [list(group.ranks), tell_all(group, mine)])
+        ranks, told = job.elastic.point(lambda: [list(group.ranks), all_gather_object(group, mine)])
     try:
-        refuse_problems(ranks, "pl.shard", [entry[0] for entry in told])
+        raise_first_problem(ranks, "pl.shard", [entry[0] for entry in told])
     except UsageError as error:
         kinds = [entry[2].get("problem") for entry in told if entry[0] is not None]
         raise named(kinds[0] or "UsageError", str(error)) from None

@@ -22,7 +22,7 @@ import torch
 
 from paceline import _core
 from paceline.comm.group import Group
-from paceline.comm.object_collectives import tell_all
+from paceline.comm.object_collectives import all_gather_object
 from paceline.comm.shared_memory import HostTensor, allocate, allocate_on_host
 from paceline.data_parallel.bucket import Allocate, Bucket, Named, Slot, plan_buckets
 from paceline.data_parallel.hooks import keep_tensor_plain
@@ -184,7 +184,7 @@ class CommonMemory(Part):
 
     def resume(self, change: Change) -> None:
         """Move, unless all map the same."""
-        told = tell_all(self._workers, self._moved_at)
+        told = all_gather_object(self._workers, self._moved_at)
         if any(one != told[0] for one in told):
             self._housing.share_anew()
             self._moved_at = change.generation

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paceline import _core
-from paceline.comm.object_collectives import refuse_problems, tell_all
+from paceline.comm.object_collectives import all_gather_object, raise_first_problem
 from paceline.data_parallel.checks.model import find_problem, require_same_model
 from paceline.data_parallel.pace_switch.choice import Choice, Chosen
 from paceline.data_parallel.pace_switch.requests import wishes_of
@@ -49,7 +49,7 @@ def begin(
     problem = problem or find_problem(model, optimizer) or _find_second_call(model, optimizer)
     problem = problem or choice.find_problem(model, optimizer, phases)
     try:
-        refuse_problems(group.ranks, "distribute", tell_all(group, problem))
+        raise_first_problem(group.ranks, "distribute", all_gather_object(group, problem))
         told = [f"pace {phase.pace}@{phase.start}, options {phase.options}" for phase in phases]
         require_same_model(group, model, optimizer, told)
     except PacelineError:

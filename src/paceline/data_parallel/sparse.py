@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import Group
-from paceline.comm.object_collectives import tell_all
+from paceline.comm.object_collectives import all_gather_object
 from paceline.data_parallel.bucket import Named, describe
 from paceline.errors import InconsistentRanks, PeerError, UsageError
 
@@ -110,7 +110,7 @@ class SparseGradients:
     def _refuse(self, grad: Tensor) -> None:
         ranks_by_kind: dict[str, list[int]] = {}
         for rank, kind in zip(
-            self._group.ranks, tell_all(self._group, _describe(grad)), strict=True
+            self._group.ranks, all_gather_object(self._group, _describe(grad)), strict=True
         ):
             ranks_by_kind.setdefault(kind, []).append(rank)
         found = "; ".join(

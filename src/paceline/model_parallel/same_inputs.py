@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from paceline.comm.object_collectives import tell_all
+from paceline.comm.object_collectives import all_gather_object
 from paceline.errors import InconsistentRanks
 from paceline.model_parallel.unit import Unit
 from paceline.runtime.job import Job
@@ -44,7 +44,7 @@ class SameInputs:
         if self._steps > _FIRST and self._steps % _EVERY:
             return
         with self._waiting:
-            told = tell_all(self._unit.group, [self._unit.index("fsdp"), describe(given)])
+            told = all_gather_object(self._unit.group, [self._unit.index("fsdp"), describe(given)])
         for shard in range(self._unit.mesh.fsdp):
             described = {
                 rank: theirs

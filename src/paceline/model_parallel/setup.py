@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from paceline.comm.object_collectives import refuse_problems, tell_all
+from paceline.comm.object_collectives import all_gather_object, raise_first_problem
 from paceline.data_parallel.checks.model import find_problem, require_same_model
 from paceline.data_parallel.distribute import begin
 from paceline.model_parallel.clipping import teach_torch
@@ -67,7 +67,7 @@ def _check(
     if problem is None and model in meshed:
         problem = "this model has been distributed already; call distribute once for each model"
     group = unit.group if job.elastic.is_candidate else job.world
-    refuse_problems(group.ranks, "distribute", tell_all(group, problem))
+    raise_first_problem(group.ranks, "distribute", all_gather_object(group, problem))
     told = [f"mesh {unit.mesh}", f"schedule {wishes.schedule} {wishes.microbatches}"]
     require_same_model(group, model, optimizer, told)
     with torch.no_grad():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.comm.group import Group
-from paceline.comm.object_collectives import take_from
+from paceline.comm.object_collectives import broadcast_object
 from paceline.comm.torch.process_group import EngineProcessGroup
 from paceline.errors import UsageError
 from paceline.runtime.job import Job
@@ -69,7 +69,7 @@ class Unit:
                 chosen = msgspec.msgpack.decode(self._agent.store_get(key), type=list[str])
             except UsageError as error:  # the others wait for it
                 problem = str(error)
-        chosen, problem = take_from(self.group, [chosen, problem])
+        chosen, problem = broadcast_object(self.group, [chosen, problem])
         if problem:
             raise UsageError(problem)
         return list(chosen)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from paceline import _core
-from paceline.comm.fabric import Fabric, identity
+from paceline.comm.fabric import Fabric, group_id_of
 from paceline.comm.tensors import Buffer
 from paceline.control.member import Membership
 from paceline.errors import BadFrame, PacelineError, PeerTimeout
@@ -130,7 +130,7 @@ def form_line(
     for rank in (worker, server):
         fabric.link(membership.member(rank))
     core = fabric.create_group(
-        identity(f"line {partition} {worker} {server}"),
+        group_id_of(f"line {partition} {worker} {server}"),
         membership.primary_since(partition),
         membership,
         (server, worker),

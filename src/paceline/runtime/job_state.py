@@ -106,7 +106,7 @@ class Job:
             seen = numbers
             if self.mesh is not None and what == "column":
                 seen = open_column(self.mesh, self.env.number)
-            fabric = self.fabric.column(seen, f"{what} {numbers[0]}")
+            fabric = self.fabric.data_parallel_view(seen, f"{what} {numbers[0]}")
             self._views[what] = replace(
                 self,
                 env=replace(self.env, world_size=len(numbers)),
@@ -180,4 +180,6 @@ def open_column(mesh: Mesh, number: int) -> range:
 def mates_of(fabric: Fabric, mesh: Mesh, number: int) -> Fabric:
     """Find a worker's unit in the membership."""
     numbers, members = mesh.unit(number), fabric.membership.members
-    return fabric.unit([one for one in members if one.role == "worker" and one.number in numbers])
+    return fabric.unit_view(
+        [one for one in members if one.role == "worker" and one.number in numbers]
+    )

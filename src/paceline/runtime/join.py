@@ -9,7 +9,7 @@ import msgspec
 
 from paceline import _core
 from paceline.comm.endpoint import Endpoint
-from paceline.comm.fabric import Fabric, WholeJob
+from paceline.comm.fabric import Fabric, JobScope
 from paceline.comm.group import Group
 from paceline.control.client.agent import Agent
 from paceline.control.client.rendezvous import AnyAgent, Rendezvous
@@ -52,7 +52,7 @@ def form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         watch.sources.append(engine.long_waits)
         presence = rendezvous.agent.presence
         endpoint = Endpoint(env.rank, engine, listener, me, config.timeout_s, presence)
-        fabric = Fabric(endpoint, WholeJob(membership))
+        fabric = Fabric(endpoint, JobScope(membership))
         if not env.is_newcomer:  # who is linked when it has been let in
             fabric.link_neighbours()
         report = rendezvous.agent.report
@@ -63,7 +63,7 @@ def form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
         peers = fabric  # from whom a newcomer has its state: who hold the same part of the model
         if mesh is not None and mesh.unit_size > 1 and env.is_elastic:
             numbers = open_column(mesh, env.number)
-            peers = fabric.column(numbers, f"column {numbers[0]}")
+            peers = fabric.data_parallel_view(numbers, f"column {numbers[0]}")
             mates = mates_of(fabric, mesh, env.number)
             if env.is_newcomer:
                 mates = _meet_mates(env, mesh, fabric, rendezvous.agent, config.join_timeout_s)
@@ -125,7 +125,9 @@ def _meet_mates(
     agent.store_set(_mate_key(env.rank), msgspec.msgpack.encode(fabric.me))
     others = [rank for rank in range(first, first + mesh.unit_size) if rank != env.rank]
     found = [agent.store_get(_mate_key(rank), timeout_s) for rank in others]
-    return fabric.unit([fabric.me, *(msgspec.msgpack.decode(one, type=Member) for one in found)])
+    return fabric.unit_view(
+        [fabric.me, *(msgspec.msgpack.decode(one, type=Member) for one in found)]
+    )
 
 
 def _mate_key(rank: int) -> str:

@@ -30,7 +30,7 @@ def main() -> int:
     torch.set_grad_enabled(False)
     if mine.env.is_newcomer:
         try:
-            mine.fabric.adopt(mine.rendezvous.agent.ready(mine.fabric.me))
+            mine.fabric.enter_generation(mine.rendezvous.agent.ready(mine.fabric.me))
         except TooLate as error:  # nothing is wrong: there is nothing left to serve
             say(f"server {mine.env.number} is not needed: {error}")
             job.shutdown()

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 
 from paceline.comm.group import Group
 from paceline.comm.torch.backend import PacelineProcessGroup
-from paceline.comm.torch.store import control_store, fresh_part
+from paceline.comm.torch.store import control_store, fresh_prefix
 from paceline.errors import UsageError
 from paceline.runtime import job
 from paceline.runtime.config import is_launched_by_us
@@ -44,7 +44,7 @@ def control_plane_rendezvous(url: str) -> Iterator[tuple[Store, int, int]] | Non
         if int(asked.get(name, [number])[0]) != number:
             return None  # a rendezvous of its own, among other processes than the job's
     purpose = "torch" if mine.mesh is None else f"torch {unit[0]}"
-    store, _ = fresh_part(control_store(mine.rendezvous.agent), purpose, world_size)
+    store, _ = fresh_prefix(control_store(mine.rendezvous.agent), purpose, world_size)
     return iter([(store, rank, world_size)])
 
 
@@ -85,7 +85,7 @@ def _create_default(options: Any, timeout_s: float) -> PacelineProcessGroup:
 
 
 def _join(store: Store, rank: int, world_size: int, timeout_s: float) -> job.Job:
-    meeting_place, counter = fresh_part(store, "job", world_size)
+    meeting_place, counter = fresh_prefix(store, "job", world_size)
     try:
         return job.join_through(meeting_place, rank, world_size, timeout_s)
     except BaseException:

@@ -191,7 +191,7 @@ def test_what_is_refused() -> None:
     for call, words in (
         (lambda: pack_signs(values, coin, bits[:1]), "65 signs take 2 words, not 1"),
         (lambda: pack_signs(values.half(), coin, bits), "float32 or float64, not on float16"),
-        (lambda: pack_signs(values.int(), coin, bits), "not of torch.int32"),
+        (lambda: pack_signs(values.int(), coin, bits), "got torch.int32"),
         (lambda: pack_signs(values, coin, bits.int()), "bits: expected torch.int64"),
         (lambda: pack_signs(torch.zeros(65, 2)[:, 0], coin, bits), "contiguous"),
         (lambda: unpack_signs(bits, 1.0, values[:64]), "64 signs take 1 words, not 2"),

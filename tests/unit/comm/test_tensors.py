@@ -57,13 +57,13 @@ def test_dtypes_that_the_engine_does_not_know() -> None:
         Buffer(np.zeros(2, dtype=">i8"))
 
 
-def test_rows_are_cut_as_views() -> None:
+def test_rows_are_split_as_views() -> None:
     tensor = torch.arange(12).view(6, 2)
     parts = split_rows(tensor, 3)
     parts[1].zero_()
     assert tensor.tolist()[2:4] == [[0, 0], [0, 0]] and [len(part) for part in parts] == [2, 2, 2]
     for wrong in (torch.zeros(5, 2), torch.tensor(1.0)):
-        with pytest.raises(UsageError, match="cannot be cut into 3 equal parts"):
+        with pytest.raises(UsageError, match="cannot be split into 3 equal parts"):
             split_rows(wrong, 3)
 
 

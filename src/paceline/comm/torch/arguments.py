@@ -1,8 +1,8 @@
-"""torch.distributed's arguments in the engine's terms: memory, counts, codes.
+"""Conversion of torch.distributed's arguments to those of `_core.Group`: memory, counts, codes.
 
-torch passes one tensor or a list, options or single values, splits or none, depending on who calls;
-here each becomes what `_core.Group` takes. Complex numbers and dtypes that the engine does not know
-travel as numbers of the same bytes.
+Depending on the caller, torch passes one tensor or a list, options or single values, splits or
+none. Complex numbers, and dtypes that the engine does not support, are sent as numbers with the
+same bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from paceline import _core
-from paceline.comm.tensors import FLOATING, Buffer
-from paceline.errors import UnsupportedTensor, UsageError
+from paceline.comm.tensors import Buffer, common_dtype, require_supported
+from paceline.errors import UsageError
 
 _KINDS = {name: code for code, name in enumerate(_core.KINDS)}
 _OPS: dict[Any, int] = {
@@ -33,23 +33,22 @@ _OPS: dict[Any, int] = {
         "BXOR": "bxor",
     }.items()
 }
-_MEAN = _core.OPS.index("mean")
-_BITWISE = frozenset(_core.OPS.index(name) for name in ("band", "bor", "bxor"))
+
 _ITEM_BYTES = [getattr(torch, name).itemsize for name in _core.DTYPES]
 _NATIVE = frozenset(getattr(torch, name) for name in _core.DTYPES)
 
 
 @dataclass(frozen=True)
-class Request:
-    """One collective for the engine, and the memory that it works on."""
+class CollectiveCall:
+    """One collective call into the engine, and the memory that it uses."""
 
     arguments: tuple[int, int, int, int, _core.Parts, _core.Parts, Sequence[int]]
     sources: Sequence[Buffer]
     targets: Sequence[Buffer]
-    results: list[Tensor]  # what torch sees of the targets
+    results: list[Tensor]  # torch's tensors of the targets
 
 
-def request(
+def collective_call(
     kind: str,
     sources: Sequence[Buffer],
     targets: Sequence[Buffer],
@@ -59,28 +58,21 @@ def request(
     root: int = 0,
     inputs: _core.Parts | None = None,
     outputs: _core.Parts | None = None,
-) -> Request:
-    """Describe a collective; `inputs` and `outputs` where one buffer has a part for each rank."""
-    first = sources[0] if sources else targets[0] if targets else None
-    dtype, shape = (first.dtype, first.shape) if first is not None else (0, ())
-    for buffer in (*sources, *targets):
-        if buffer.dtype != dtype:
-            raise UsageError(
-                f"{kind}: tensors of {_core.DTYPES[dtype]} and {_core.DTYPES[buffer.dtype]} in one"
-                " call; convert them to one dtype"
-            )
-    given = [buffer.part for buffer in sources] if inputs is None else inputs
-    taken = [buffer.part for buffer in targets] if outputs is None else outputs
-    arguments = (_KINDS[kind], dtype, op, root, given, taken, shape)
-    return Request(arguments, sources, targets, results)
+) -> CollectiveCall:
+    """Create a call; pass `inputs` or `outputs` if one buffer has the parts of all ranks."""
+    dtype, shape = common_dtype(kind, (*sources, *targets))
+    inputs = [buffer.part for buffer in sources] if inputs is None else inputs
+    outputs = [buffer.part for buffer in targets] if outputs is None else outputs
+    arguments = (_KINDS[kind], dtype, op, root, inputs, outputs, shape)
+    return CollectiveCall(arguments, sources, targets, results)
 
 
-def listed(tensors: Any) -> list[Tensor]:
+def as_list(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
-def with_op(opts: Any, op: Any, kind: Any) -> Any:
-    """Return torch's options, also where the caller passed only the reduction."""
+def options_with_op(opts: Any, op: Any, kind: Any) -> Any:
+    """Return torch's options, also if the caller passed only the reduction."""
     if opts is not None and hasattr(opts, "asyncOp"):
         return opts
     chosen = kind()
@@ -89,8 +81,8 @@ def with_op(opts: Any, op: Any, kind: Any) -> Any:
     return chosen
 
 
-def with_root(opts: Any, named: dict[str, Any], kind: Any) -> Any:
-    """Return torch's options, also where the caller passed only the root."""
+def options_with_root(opts: Any, named: dict[str, Any], kind: Any) -> Any:
+    """Return torch's options, also if the caller passed only the root."""
     if opts is not None and hasattr(opts, "asyncOp"):
         return opts
     chosen = kind()
@@ -100,13 +92,13 @@ def with_root(opts: Any, named: dict[str, Any], kind: Any) -> Any:
     return chosen
 
 
-def numbers_of(tensor: Tensor) -> Buffer:
-    """Return a tensor's memory for a reduction: complex numbers are added part by part."""
+def numeric_buffer(tensor: Tensor) -> Buffer:
+    """Return a tensor's memory for a reduction: complex numbers as real and imaginary parts."""
     return Buffer(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
 
 
-def bytes_of(tensor: Tensor) -> Buffer:
-    """Return a tensor's memory to be moved; what it means does not matter."""
+def raw_buffer(tensor: Tensor) -> Buffer:
+    """Return a tensor's memory for a copy, in a dtype of the same size that the engine supports."""
     if tensor.dtype in _NATIVE:
         return Buffer(tensor)
     if tensor.is_complex():
@@ -115,48 +107,44 @@ def bytes_of(tensor: Tensor) -> Buffer:
 
 
 def op_code(op: Any, dtype: int) -> int:
-    """Return the engine's number of a reduction, if it makes sense for the dtype."""
+    """Return the engine's number of a reduction; raise if the dtype does not support it."""
     code = _OPS.get(op.op)
     if code is None:
         raise UsageError(
             f"reduction {op.op}: choose SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR or BXOR"
         )
-    if code == _MEAN and dtype not in FLOATING:
-        raise UnsupportedTensor(
-            f"AVG of {_core.DTYPES[dtype]} would not be an integer; use SUM and divide"
-        )
-    if code in _BITWISE and dtype in FLOATING:
-        raise UnsupportedTensor(f"{op.op} works on integers and bool, not on {_core.DTYPES[dtype]}")
+    require_supported(code, dtype)
     return code
 
 
-def cut_to(large: Buffer, small: Buffer, num_parts: int, kind: str) -> _core.Parts:
-    """Cut one buffer into parts of the size of the other."""
+def split_like(large: Buffer, small: Buffer, num_parts: int, kind: str) -> _core.Parts:
+    """Split one buffer into parts of the size of the other."""
     if large.count != small.count * num_parts:
         raise UsageError(
             f"{kind}: tensors of {list(large.shape)} and {list(small.shape)} in a group of"
             f" {num_parts}; the first must have {num_parts} times as many elements"
         )
-    return cut(large, num_parts)
+    return _split_evenly(large, num_parts)
 
 
-def cut(buffer: Buffer, num_parts: int) -> _core.Parts:
-    """Cut contiguous memory into equal parts."""
+def _split_evenly(buffer: Buffer, num_parts: int) -> _core.Parts:
     count = buffer.count // num_parts
     step = count * _ITEM_BYTES[buffer.dtype]
     return [(buffer.address + i * step, count) for i in range(num_parts)]
 
 
-def cut_rows(buffer: Buffer, tensor: Tensor, rows: Sequence[int], num_parts: int) -> _core.Parts:
-    """Cut contiguous memory along the first dimension: `rows` for each rank, or evenly."""
+def split_buffer(
+    buffer: Buffer, tensor: Tensor, rows: Sequence[int], num_parts: int
+) -> _core.Parts:
+    """Split contiguous memory along the first dimension: `rows` for each rank, or evenly."""
     total = tensor.shape[0] if tensor.dim() else 0
     if not rows:
         if total % num_parts:
             raise UsageError(
-                f"all_to_all_single: {total} rows cannot be cut into {num_parts} equal parts; pass"
+                f"all_to_all_single: {total} rows cannot be split into {num_parts} parts; pass"
                 " the split sizes"
             )
-        return cut(buffer, num_parts)
+        return _split_evenly(buffer, num_parts)
     if len(rows) != num_parts or sum(rows) != total:
         raise UsageError(
             f"all_to_all_single: split sizes {list(rows)} for {total} rows and {num_parts} ranks;"

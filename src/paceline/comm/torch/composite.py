@@ -1,8 +1,8 @@
-"""What torch.distributed expects of gloo and no single operation of the engine does.
+"""Operations of gloo's interface that need several operations of the engine.
 
-`monitored_barrier` finds out who is missing: rank 0 hears from every other rank, and tells each of
-those that came who did not. `sparse_all_reduce` gathers the non-zero values of all ranks and adds
-them up everywhere in rank order.
+`monitored_barrier` finds the missing ranks: every other rank sends a message to rank 0, and rank 0
+sends the list of missing ranks to those that arrived. `sparse_all_reduce` gathers the non-zero
+values of all ranks and adds them up on every rank in rank order.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from paceline.comm.torch.backend import PacelineProcessGroup
 
 _TAG = 1 << 40  # torch's own tags are 32-bit numbers
-_GRACE_S = 5.0  # how much later than rank 0 the others give up, so that they hear its verdict
+_GRACE_S = 5.0  # the other ranks wait this much longer than rank 0, to receive its list
 
 
 def monitored_barrier(
     group: Group, number: int, timeout: timedelta | None, wait_all_ranks: bool
 ) -> None:
-    """Wait for all ranks; raises PeerTimeout naming those that are missing.
+    """Wait for all ranks; raise PeerTimeout that names the missing ones.
 
     Rank 0 names the first missing rank, or all of them with `wait_all_ranks`.
     """
@@ -53,19 +53,20 @@ def _watch_arrivals(group: Group, tag: int, limit_s: float, wait_all_ranks: bool
         raise PeerTimeout(f"Rank 0 timed out in monitoredBarrier after {_ms(limit_s)} ms", rank=0)
     is_missing = torch.zeros(group.size, dtype=torch.uint8)
     for rank, arrival in arrivals.items():
-        if not _ends_in_time(arrival, deadline_s):
+        if not _ends_by(arrival, deadline_s):
             is_missing[rank] = 1
             if not wait_all_ranks:
                 break
-    came = [rank for rank, arrival in arrivals.items() if arrival.done()]
-    verdicts: list[Any] = [group.send(is_missing, rank, tag=tag, async_op=True) for rank in came]
-    for verdict in verdicts:
-        _ends_in_time(verdict, time.monotonic() + _GRACE_S)
+    arrived = [rank for rank, arrival in arrivals.items() if arrival.done()]
+    answers: list[Any] = [group.send(is_missing, rank, tag=tag, async_op=True) for rank in arrived]
+    for answer in answers:
+        _ends_by(answer, time.monotonic() + _GRACE_S)
     missing = is_missing.nonzero().flatten().tolist()
     if missing:
         names = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         raise PeerTimeout(
-            f"{names} failed to pass monitoredBarrier in {_ms(limit_s)} ms: look at its output.",
+            f"{names} failed to pass monitoredBarrier in {_ms(limit_s)} ms: check the output of"
+            " that rank.",
             rank=group.ranks[missing[0]],
         )
 
@@ -73,17 +74,15 @@ def _watch_arrivals(group: Group, tag: int, limit_s: float, wait_all_ranks: bool
 def _arrive(group: Group, tag: int, limit_s: float) -> None:
     deadline_s = time.monotonic() + limit_s + _GRACE_S
     note, is_missing = torch.zeros(1, dtype=torch.uint8), torch.zeros(group.size, dtype=torch.uint8)
-    verdict: Any = group.recv(is_missing, 0, tag=tag, async_op=True)
+    answer: Any = group.recv(is_missing, 0, tag=tag, async_op=True)
     prefix = (
         f"Rank {group.rank} successfully reached monitoredBarrier, but received errors while"
         " waiting for send/recv from rank 0"
     )
     try:
         arrival: Any = group.send(note, 0, tag=tag, async_op=True)
-        if not _ends_in_time(arrival, deadline_s) or not _ends_in_time(verdict, deadline_s):
-            raise PeerTimeout(
-                f"{prefix}: it did not answer in {_ms(limit_s)} ms", rank=group.ranks[0]
-            )
+        if not _ends_by(arrival, deadline_s) or not _ends_by(answer, deadline_s):
+            raise PeerTimeout(f"{prefix}: no answer in {_ms(limit_s)} ms", rank=group.ranks[0])
     except PeerTimeout:
         raise
     except PeerError as error:
@@ -91,11 +90,11 @@ def _arrive(group: Group, tag: int, limit_s: float) -> None:
     if is_missing.any():
         missing = is_missing.nonzero().flatten().tolist()
         names = ", ".join(map(str, missing))
-        raise PeerTimeout(f"{prefix}: rank {names} did not come", rank=group.ranks[missing[0]])
+        raise PeerTimeout(f"{prefix}: rank {names} is missing", rank=group.ranks[missing[0]])
 
 
-def _ends_in_time(work: Work[object], deadline_s: float) -> bool:
-    """Wait for an operation, which goes on when it is late; raises its error."""
+def _ends_by(work: Work[object], deadline_s: float) -> bool:
+    """Return whether an operation ends by the deadline; a late one continues. Raise its error."""
     try:
         work.wait(max(0.0, deadline_s - time.monotonic()))
     except PeerTimeout:
@@ -110,7 +109,7 @@ def _ms(seconds: float) -> int:
 
 
 def sparse_all_reduce(group: PacelineProcessGroup, tensor: Tensor) -> Tensor:
-    """Add up sparse tensors that may differ in their non-zero places; blocks."""
+    """Return the sum of sparse tensors that may differ in their non-zero indices; blocks."""
     mine = tensor.to_sparse(layout=torch.sparse_coo).coalesce()
     indices, values = mine._indices().contiguous(), mine._values().contiguous()
     options = c10d.AllgatherOptions()

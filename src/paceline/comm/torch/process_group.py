@@ -1,8 +1,8 @@
-"""A process group of torch.distributed without its collectives: identity, running, end.
+"""A process group of torch.distributed without its collectives: names, submission, shutdown.
 
-torch asks a group for more than collectives (names, devices, sequence numbers, splitting), and its
-C++ side calls back through a trampoline that finds these methods by name. `backend.py` adds
-the collectives on top.
+torch's interface of a group has more than collectives (names, devices, sequence numbers,
+splitting), and its C++ side calls back through a trampoline that finds these methods by name.
+`backend.py` adds the collectives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from paceline.comm.group import Group
-from paceline.comm.torch.arguments import Request
+from paceline.comm.torch.arguments import CollectiveCall
 from paceline.comm.torch.work import NOT_TIMED, DoneWork, ProfilerEvent, TorchWork
 from paceline.errors import UnsupportedTensor, UsageError
 
@@ -27,19 +27,19 @@ DONE = DoneWork()
 _MANY_IN_FLIGHT = 64
 
 is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
-# torch's stubs give many methods several signatures; ours accept all of them.
+# torch's stubs give many methods several signatures; these methods accept all of them.
 _ProcessGroup: Any = c10d.ProcessGroup
 
 
 class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A group of ranks as torch.distributed sees it, apart from the collectives."""
+    """A torch.distributed process group on the engine, without the collectives."""
 
     def __init__(
         self, group: Group, store: c10d.Store, on_shutdown: Callable[[], None] | None = None
     ) -> None:
-        # Without the store: torch makes a subclassable instance only of this constructor.
+        # Without the store: only this constructor of torch's creates a subclassable instance.
         super().__init__(group.rank, group.size)
-        self.waiting: AbstractContextManager[None] = NOT_TIMED  # around whatever blocks
+        self.waiting: AbstractContextManager[None] = NOT_TIMED  # entered while a call blocks
         self._group = group
         self._core = group._core
         self._members = group.size
@@ -49,33 +49,33 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._in_flight: deque[TorchWork] = deque()
         self._batch: list[TorchWork] | None = None  # between _start_ and _end_coalescing
         self._name = self._desc = ""
-        self._barriers = 0  # monitored ones, so far
+        self._barriers = 0  # monitored barriers so far
 
     # -- running ------------------------------------------------------------------------------
 
     def _submit(
-        self, title: str, requests: Sequence[Request], shown: list[Tensor], opts: Any
+        self, title: str, calls: Sequence[CollectiveCall], shown: list[Tensor], opts: Any
     ) -> c10d.Work:
-        """Run collectives that torch sees as one; `shown` is what a profiler shows as its input."""
+        """Run collectives that torch sees as one; a profiler shows `shown` as their inputs."""
         self._sequence += 1
         if not opts.asyncOp and not is_profiled():
-            for request in requests:
+            for call in calls:
                 with self.waiting:
-                    self._core.run(*request.arguments)
-                for target in request.targets:
+                    self._core.run(*call.arguments)
+                for target in call.targets:
                     target.write_back()
             return DONE
-        event = opened(title, shown)
+        event = start_profiler_event(title, shown)
         work = TorchWork(
-            [self._core.start(*request.arguments) for request in requests],
-            [target for request in requests for target in request.targets],
-            [result for request in requests for result in request.results],
-            requests,
+            [self._core.start(*call.arguments) for call in calls],
+            [target for call in calls for target in call.targets],
+            [result for call in calls for result in call.results],
+            calls,
         )
         return self._track(work, event, opts.asyncOp)
 
     def _track(self, work: TorchWork, event: ProfilerEvent | None, is_async: bool) -> c10d.Work:
-        """Hold on to memory in use, also when the caller drops the work; wait if not async."""
+        """Keep memory in use alive, even if the caller drops the work; wait if not async."""
         work.waiting = self.waiting
         if event is not None:
             work.trace(event)
@@ -85,7 +85,7 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
         flying = self._in_flight
         while flying and flying[0].has_ended():  # collectives end in order
             flying.popleft()
-        if len(flying) >= _MANY_IN_FLIGHT:  # a receive may wait for long at the front
+        if len(flying) >= _MANY_IN_FLIGHT:  # an early receive may take long
             self._in_flight = flying = deque(other for other in flying if not other.has_ended())
         flying.append(work)
         if self._batch is not None:
@@ -99,7 +99,7 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _end_coalescing(self, device: torch.device) -> c10d.Work:  # noqa: ARG002
         works, self._batch = self._batch or [], None
-        return _joined(works)
+        return _join_works(works)
 
     # -- checks -------------------------------------------------------------------------------
 
@@ -111,19 +111,19 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
             )
 
     def _parts(self, tensors: Any, kind: str) -> list[Tensor]:
-        """Return one tensor for each rank; torch wraps that list in another one."""
+        """Return one tensor for each rank; torch may wrap that list in another list."""
         parts = tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors
         self._check_parts(parts, kind)
         return list(parts)
 
-    # -- what torch asks about the group ------------------------------------------------------
+    # -- torch's interface of a group ---------------------------------------------------------
 
     def getBackendName(self) -> str:
         return "paceline"
 
     name = _get_backend_name = getBackendName
 
-    # torch keeps a group's name in its C++ backends, of which this group has none.
+    # torch keeps a group's name in its C++ backends; this group has none.
     def setGroupName(self, name: str) -> None:
         self._name = name
 
@@ -146,7 +146,8 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> Any:
         if torch.device(device).type != "cpu":
             raise UnsupportedTensor(
-                f"the paceline backend moves CPU tensors; there is none for {device} in this group"
+                f"the paceline backend moves CPU tensors, and this group has no backend for"
+                f" {device}; call .cpu() first"
             )
         return self
 
@@ -163,7 +164,7 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         raise UsageError(
-            f"set_timeout({timeout}): a group keeps the timeout with which it was made; pass it to"
+            f"set_timeout({timeout}): the timeout of a group cannot change; pass it to"
             " init_process_group or new_group"
         )
 
@@ -192,24 +193,24 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: Any = None,  # noqa: ARG002
     ) -> EngineProcessGroup | None:
-        """Form a group of some members (ranks of this group); None on the others."""
+        """Form a group of some members (ranks of this group); return None on other ranks."""
         if self.rank() not in ranks:
             return None
         members = [self._group.ranks[rank] for rank in ranks]
         limit_s = None if timeout is None else timeout.total_seconds()
         name = group_name or f"{self.group_name}:split:{','.join(map(str, ranks))}"
-        part = Group(self._group._fabric, members, limit_s)
-        made = type(self)(part, c10d.PrefixStore(f"{name}/", self._store))
-        made._set_group_name(name)
-        made._set_group_desc(group_desc or f"{self.group_desc}:split")
-        return made
+        subgroup = Group(self._group._fabric, members, limit_s)
+        split = type(self)(subgroup, c10d.PrefixStore(f"{name}/", self._store))
+        split._set_group_name(name)
+        split._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return split
 
     splitGroup = split_group
 
-    # -- the end ------------------------------------------------------------------------------
+    # -- shutdown -----------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End what is in flight on all members with an error, and close the group."""
+        """End the operations in flight on all members with an error, and close the group."""
         self._core.fail(f"rank {self._group.ranks[self.rank()]} aborted the process group")
         self.shutdown()
 
@@ -217,17 +218,17 @@ class EngineProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Close the group; called by destroy_process_group. May be called twice."""
         self._group.close()
         self._in_flight.clear()
-        end, self._on_shutdown = self._on_shutdown, None
-        if end is not None:
-            end()
+        on_shutdown, self._on_shutdown = self._on_shutdown, None
+        if on_shutdown is not None:
+            on_shutdown()
 
 
-def opened(title: str, tensors: list[Tensor]) -> ProfilerEvent | None:
-    """Begin the profiler's event of an operation, if a profiler runs."""
+def start_profiler_event(title: str, tensors: list[Tensor]) -> ProfilerEvent | None:
+    """Start the profiler event of an operation, if a profiler runs."""
     return ProfilerEvent(title, tensors) if is_profiled() else None
 
 
-def _joined(works: Sequence[TorchWork]) -> TorchWork:
+def _join_works(works: Sequence[TorchWork]) -> TorchWork:
     handles = [handle for work in works for handle in work.handles]
     targets = [target for work in works for target in work.targets]
     outputs = [output for work in works for output in work.outputs]

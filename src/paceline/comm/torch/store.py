@@ -1,8 +1,8 @@
-"""The job's control-plane store in the form that torch.distributed wants.
+"""The job's key-value store as a torch.distributed Store.
 
-With it torch's own code (subgroup bookkeeping, gloo's rendezvous) runs over the authenticated
-control plane, and nobody opens torch's TCPStore, which listens on all interfaces and asks no
-questions. torch calls these methods from any thread, with names from two generations of its API.
+With it torch's own code (subgroup bookkeeping, gloo's rendezvous) uses the authenticated control
+plane instead of torch's TCPStore, which listens on all interfaces without authentication. torch
+calls these methods from any thread, with names from two versions of its API.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class ControlStore(Store):
         self._agent.store_set(key, _as_bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self._agent.store_get(key, self._patience_s())
+        return self._agent.store_get(key, self._timeout_s())
 
     def add(self, key: str, value: int) -> int:
         return self._agent.store_add(key, value)
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Add to the end of a value; tries again when somebody else was faster."""
+        """Append to a value; retry if another process changed it in the meantime."""
         added = _as_bytes(value)
         found = self._agent.store_compare_set(key, b"", added)
         if found == added:
@@ -55,7 +55,7 @@ class ControlStore(Store):
         return self._agent.store_check(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        limit_s = self._patience_s() if timeout is None else timeout.total_seconds()
+        limit_s = self._timeout_s() if timeout is None else timeout.total_seconds()
         self._agent.store_wait(keys, limit_s)
 
     def delete_key(self, key: str) -> bool:
@@ -75,19 +75,19 @@ class ControlStore(Store):
         return True
 
     def clone(self) -> ControlStore:
-        return self  # the agent may be asked from any thread
+        return self  # the agent is thread-safe
 
-    # C++ looks for these under their C++ names.
+    # C++ calls these by their C++ names.
     deleteKey = delete_key
     getNumKeys = num_keys
 
-    def _patience_s(self) -> float:
+    def _timeout_s(self) -> float:
         return self.timeout.total_seconds()  # type: ignore[attr-defined,no-any-return]
 
 
 @functools.cache
 def control_store(agent: AnyAgent) -> ControlStore:
-    """Return the store of an agent; kept, because C++ holds on to only half of the object."""
+    """Return the store of an agent. Cached, because C++ keeps only the C++ half of it alive."""
     return ControlStore(agent)
 
 
@@ -95,11 +95,12 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-def fresh_part(store: Store, purpose: str, world_size: int) -> tuple[Store, str]:
-    """Return a part of the store that no earlier round of the same processes has used.
+def fresh_prefix(store: Store, purpose: str, world_size: int) -> tuple[Store, str]:
+    """Return a view of the store under a prefix that no earlier round of these processes used.
 
-    Every rank counts itself once per round, so a full count is a finished round. The second value
-    is the counter's key; a rank that could not join takes itself back with `store.add(key, -1)`.
+    Every rank increments a counter once per round, so a full count is a finished round. The second
+    value is the counter's key; a rank that could not join undoes its count with
+    `store.add(key, -1)`.
     """
     counter = f"paceline/{purpose}/joined"
     finished_rounds = (store.add(counter, 1) - 1) // world_size

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.object_collectives import take_from
+from paceline.comm.object_collectives import broadcast_object
 from paceline.data.cursor.cursor import Arrival
 from paceline.data.randomness import State, as_then, remembered
 from paceline.data.split.weights import Units, size_of
@@ -195,7 +195,7 @@ class _Chunk:
         group = self._order.group
         if (group is None or group.rank == 0) and self._read is None:
             self._read = self._try_read()
-        return self._read if group is None else take_from(group, self._read)
+        return self._read if group is None else broadcast_object(group, self._read)
 
     def _try_read(self) -> tuple[list[Any], bool, str | None]:
         try:

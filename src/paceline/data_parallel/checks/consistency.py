@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.comm.group import Group
-from paceline.comm.object_collectives import tell_all
+from paceline.comm.object_collectives import all_gather_object
 from paceline.data_parallel.bucket import describe
 from paceline.errors import InconsistentRanks
 from paceline.runtime import job
@@ -53,11 +53,11 @@ def check_consistency(model: nn.Module, optimizer: torch.optim.Optimizer | None 
     values = dict(_values(parts.get(model, model), optimizer))
     lines = [(name, _kind(value), _hash(value)) for name, value in values.items()]
     digest = hashlib.blake2b(repr(lines).encode(), digest_size=8).hexdigest()
-    if len(set(tell_all(peers, digest))) > 1:
+    if len(set(all_gather_object(peers, digest))) > 1:
         _raise_difference(peers, lines, values)
     if peers is mine.world:
         return digest
-    whole = sorted(set(tell_all(mine.world, digest)))
+    whole = sorted(set(all_gather_object(mine.world, digest)))
     return hashlib.blake2b(repr(whole).encode(), digest_size=8).hexdigest()
 
 
@@ -142,7 +142,9 @@ def _bytes(tensor: Tensor) -> Any:
 
 def _raise_difference(world: Group, lines: list[Line], values: dict[str, object]) -> None:
     """Find the first line on which ranks differ; every rank comes to the same conclusion."""
-    row = find_difference([[tuple(line) for line in told] for told in tell_all(world, lines)])
+    row = find_difference(
+        [[tuple(line) for line in told] for told in all_gather_object(world, lines)]
+    )
     ranks_by_line: dict[Line, list[int]] = {}
     for rank, line in zip(world.ranks, row, strict=True):
         ranks_by_line.setdefault(line, []).append(rank)

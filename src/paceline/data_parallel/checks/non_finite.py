@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.object_collectives import tell_all
+from paceline.comm.object_collectives import all_gather_object
 from paceline.data_parallel.policy import PassResult
 from paceline.data_parallel.reducer import Reducer
 from paceline.errors import NonFiniteGradient, UsageError
@@ -56,7 +56,7 @@ class Health:
                 self._nonfinite(reducer, is_here=is_bad)
 
     def _tell(self, names: list[str]) -> list[list[str]]:
-        return self._elastic.point(lambda: tell_all(self._group, names))
+        return self._elastic.point(lambda: all_gather_object(self._group, names))
 
     # -- missing ------------------------------------------------------------------------------
 

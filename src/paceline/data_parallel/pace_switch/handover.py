@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.comm.group import Group
-from paceline.comm.object_collectives import tell_all
+from paceline.comm.object_collectives import all_gather_object
 
 OptimizerState = dict[torch.Tensor, dict[str, Any]]
 
@@ -67,7 +67,7 @@ def average_state(optimizer: torch.optim.Optimizer, state: OptimizerState, group
         if isinstance(value, torch.Tensor) and value.is_floating_point()
     ]
     everywhere: dict[tuple[int, str], tuple[str, list[int]]] = {}
-    for told in tell_all(group, here):
+    for told in all_gather_object(group, here):
         everywhere.update({(number, key): (dtype, shape) for number, key, dtype, shape in told})
     for (number, key), (dtype, shape) in sorted(everywhere.items()):
         entries = state.setdefault(params[number], {})

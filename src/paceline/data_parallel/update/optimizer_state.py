@@ -25,7 +25,7 @@ import torch
 
 from paceline import _core
 from paceline.comm.group import Group
-from paceline.comm.object_collectives import tell_all
+from paceline.comm.object_collectives import all_gather_object
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.hooks import replace_method, restore_method
 from paceline.data_parallel.update.ownership import Range
@@ -148,7 +148,7 @@ class HostState(WholeState):
     def tell_where(self) -> None:
         """Exchange what is new. Collective on the host."""
         news, self._news = self._news, []
-        for entries in tell_all(self._host, news):
+        for entries in all_gather_object(self._host, news):
             for number, key, entry in entries:
                 self._told[number][key] = entry
 

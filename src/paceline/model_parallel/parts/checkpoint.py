@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.object_collectives import tell_all
+from paceline.comm.object_collectives import all_gather_object
 from paceline.data_parallel.model_state.checkpoint import Picture, SavedModel
 from paceline.model_parallel.mesh_model import Meshed
 from paceline.model_parallel.parts.gather import Piece, Tensors, assemble, spread
@@ -47,7 +47,7 @@ def whole_picture(meshed: Meshed) -> Picture:
         else:
             pieces[name] = _piece(meshed, name, tensor)
     found, _ = assemble(group, pieces, spread(group.size))
-    told = tell_all(group, [mine.plain, _written_parts(meshed)])
+    told = all_gather_object(group, [mine.plain, _written_parts(meshed)])
     plain = _merged(meshed, [one for one, _ in told])
     plain["parts"] = [parts for _, parts in told]
     return Picture(first={**found, **kept}, own=mine.own, plain=plain, own_plain=mine.own_plain)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.object_collectives import tell_all
+from paceline.comm.object_collectives import all_gather_object
 from paceline.model_parallel.parts.layout import Part
 
 Tensors = dict[str, torch.Tensor]
@@ -41,7 +41,7 @@ def assemble(
 ) -> tuple[Tensors, list[str]]:
     """Return the whole tensors that this process is to have, by name, and the names of all there
     are. Collective; `receiver` answers the same on all processes."""
-    told = tell_all(group, {name: _facts(piece) for name, piece in pieces.items()})
+    told = all_gather_object(group, {name: _facts(piece) for name, piece in pieces.items()})
     names = list(dict.fromkeys(name for facts in told for name in facts))
     found: Tensors = {}
     for name in names:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.comm.object_collectives import tell_all
+from paceline.comm.object_collectives import all_gather_object
 from paceline.compress.parse import parse_codec
 from paceline.data_parallel.training import Training
 from paceline.model_parallel.parts.layout import Holding, Part
@@ -29,7 +29,7 @@ class Replicas:
         """Find them. Collective among the unit."""
         self._group, self._holding = unit.group, holding
         here = {name: [h.counts, list(h.param.shape), _slices(h.part)] for name, h in holding}
-        told = tell_all(unit.group, here)
+        told = all_gather_object(unit.group, here)
         self._by_first: dict[int, list[tuple[str, int]]] = {}  # rank -> names and sizes
         for first, names in enumerate(told):
             for name, (counts, shape, slices) in names.items():

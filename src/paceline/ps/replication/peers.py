@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 
 from paceline import _core
-from paceline.comm.fabric import Fabric, identity
+from paceline.comm.fabric import Fabric, group_id_of
 from paceline.control.member import Membership
 from paceline.errors import BadFrame, PacelineError, PeerError, PeerTimeout
 from paceline.ps.connection import PATIENCE_S, REQUEST, REQUEST_REST, Inbox, Pair, payload_tag
@@ -30,7 +30,7 @@ def form_peer_line(fabric: Fabric, membership: Membership, peer: int) -> Pair:
     """Form this process's end. Blocks until the other one is there."""
     fabric.link(membership.member(peer))
     pair = tuple(sorted((fabric.rank, peer)))
-    name = identity(f"servers {pair[0]} {pair[1]}")
+    name = group_id_of(f"servers {pair[0]} {pair[1]}")
     core = fabric.create_group(name, 1, membership, pair, PATIENCE_S)
     # By name: a server that falls silent without a farewell is missed, in time.
     return Pair(core, pair.index(peer), pair.index(peer))

@@ -202,7 +202,7 @@ class Host:
             gone = set(self._fabric.membership.ranks) - set(membership.ranks)
             self._forgettable.append((time.monotonic() + _RETIRE_S + _FORGET_S, gone))
             vanished = [rank for rank in lost if rank not in self._leaving]
-            self._fabric.adopt(membership, vanished, forgets=False)
+            self._fabric.enter_generation(membership, vanished, forgets=False)
         before, self._membership = self._membership, membership
         for rank in before.workers:
             if rank not in membership.ranks and rank not in lost:

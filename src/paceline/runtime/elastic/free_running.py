@@ -34,7 +34,7 @@ class Alone:
         if fabric.rank not in newest.ranks:
             self._news.retire()
         before = fabric.membership
-        fabric.adopt(newest, self._news.vanished())
+        fabric.enter_generation(newest, self._news.vanished())
         newest = fabric.membership
         joined = [rank for rank in newest.workers if rank not in before.workers]
         if fabric.rank == _source(newest, joined):
@@ -46,7 +46,7 @@ class Alone:
     def enter(self, membership: Membership) -> Change:
         """Receive what a newcomer needs; return the change that this worker is."""
         fabric = self._fabric
-        fabric.adopt(membership, self._news.vanished())
+        fabric.enter_generation(membership, self._news.vanished())
         membership = fabric.membership
         source = _source(membership, [fabric.rank])
         if source is None:

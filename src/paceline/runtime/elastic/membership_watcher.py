@@ -33,7 +33,7 @@ class News:
         self.has_seen_farewell = False
         self._fabric = fabric
         self._agent = agent
-        fabric.listen(lambda: agent.membership)
+        fabric.watch_announcements(lambda: agent.membership)
         agent.on_presence = self._on_presence
         agent.on_changed = self._on_changed
 

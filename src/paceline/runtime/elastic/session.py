@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from paceline.comm.fabric import Fabric
-from paceline.comm.object_collectives import tell_all
+from paceline.comm.object_collectives import all_gather_object
 from paceline.control.client.agent import Agent
 from paceline.control.client.rendezvous import AnyAgent
 from paceline.control.member import Membership
@@ -215,9 +215,9 @@ class Elastic:
 
     def _enter(self, membership: Membership, started_s: float) -> None:
         """Meet the others in a membership."""
-        self._fabric.adopt(membership, self._news.vanished())
+        self._fabric.enter_generation(membership, self._news.vanished())
         membership = self._fabric.membership
-        answers = tell_all(self._control, self._status(membership))
+        answers = all_gather_object(self._control, self._status(membership))
         statuses = [msgspec.convert(answer, Status) for answer in answers]
         if all(status.is_new for status in statuses):
             self._refuse_to_begin()

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from paceline.comm.group import Group
-from paceline.comm.object_collectives import take_from, tell_all
+from paceline.comm.object_collectives import all_gather_object, broadcast_object
 from paceline.errors import CheckpointError, PacelineError, named
 from paceline.runtime.job import Job
 from paceline.state.files import reading, writing
@@ -41,10 +41,10 @@ def meet_in(root: Path, job: Job, group: Group) -> None:
 def tell_problem(group: Group, problem: PacelineError | None, word: str = "") -> str:
     """Raise on all workers what any of them has found; else return the first one's word."""
     told = None if problem is None else [type(problem).__name__, str(problem)]
-    for found in tell_all(group, told):
+    for found in all_gather_object(group, told):
         if found is not None:
             raise problem or named(*found)
-    answer: str = take_from(group, word)
+    answer: str = broadcast_object(group, word)
     return answer
 
 
