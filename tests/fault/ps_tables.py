@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from paceline.comm.shared_memory import allocate
-from paceline.ps.client.items import Held, Item
+from paceline.ps.client.items import Item, ItemParam
 from paceline.ps.client.remote_table import RemoteTable
 from paceline.ps.spec import OptimizerSpec, Rule
 from paceline.runtime import job
@@ -26,7 +26,7 @@ def remote_table(name: str, count: int, rule: Rule = FREE, optimizer: OptimizerS
     here = job.current()
     memory = [allocate(here.fabric.engine, (count,), torch.float64).zero_() for _ in range(3)]
     grads, params, average = memory
-    held = [Held("cells", 0, 0, count, (count,))]
+    held = [ItemParam("cells", 0, 0, count, (count,))]
     item = Item("numbers", held, grads, params, average if rule.aggregate else None)
     workers = here.fabric.membership.workers
     table = RemoteTable(here.servers, workers, name, [item], optimizer, rule)

@@ -18,7 +18,7 @@ from paceline.comm.shared_memory import allocate
 from paceline.compress.parse import parse_codec
 from paceline.errors import BadFrame, NonFiniteGradient, ShapeMismatch, UsageError
 from paceline.ps import messages as m
-from paceline.ps.client.items import Held, Item
+from paceline.ps.client.items import Item, ItemParam
 from paceline.ps.client.remote_table import RemoteTable
 from paceline.ps.packing import Packing
 from paceline.ps.server.checks import check_table
@@ -42,7 +42,10 @@ def packed_table(name: str, codec: str, rule: Rule) -> RemoteTable:
     grads, params, average = (memory(SIZE, torch.float32) for _ in range(3))
     item = Item(
         "numbers",
-        [Held("cells", 0, 0, SIZE - 10, (SIZE - 10,)), Held("few", 0, SIZE - 10, 10, (10,))],
+        [
+            ItemParam("cells", 0, 0, SIZE - 10, (SIZE - 10,)),
+            ItemParam("few", 0, SIZE - 10, 10, (10,)),
+        ],
         grads,
         params,
         average if rule.aggregate else None,

@@ -120,7 +120,7 @@ def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
             return 0
         [link] = job.current().servers
         mine, num_refused = link.locate(abused.items[0].params), 0
-        for make in wrong_requests(abused._specs[0], mine):
+        for make in wrong_requests(abused.specs[0], mine):
             before = books.acked(0)
             with pytest.raises((UsageError, SharedMemoryError)):
                 link.ask(make).wait(60)
@@ -138,7 +138,7 @@ def send_raw(link, frame: bytes) -> None:
     padded = np.frombuffer(frame.ljust(framed.FRAME_BYTES, b"\0"), dtype=np.uint8)
     with link._mu:
         link._seq += 1
-        link._wire.pair.send(padded, framed.REQUEST).wait()
+        link._fixed._pair.send(padded, framed.REQUEST).wait()
 
 
 BAD_FRAMES = {

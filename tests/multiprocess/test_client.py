@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.ps.client import connection
+from paceline.ps.client import session
 from support import run_ranks
 
 BIG = 100_003  # cut over two servers, and not evenly
@@ -125,7 +125,7 @@ def in_place(group):
     for _ in range(3):
         client.push_pull("w", grad, out).wait()
     assert torch.equal(out, torch.full((BIG,), -3.0))
-    return sorted(connection.current().keys["w"]._boxes)
+    return sorted(session.current().keys["w"]._boxes)
 
 
 def test_engine_memory_is_used_where_it_lies():
@@ -159,7 +159,7 @@ def many_under_way(group, pace):
     group.barrier()
     sums = {float(client.peek(name).wait()[3]) for name in names}
     assert client.keys() == sorted(names)
-    homes = {connection.current().keys[n].remote._places[0].link.index for n in names}
+    homes = {session.current().keys[n].remote.array_shards[0].link.index for n in names}
     return sums, homes
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import paceline as pl
 from paceline.errors import PeerTimeout, ServerLost
-from paceline.ps.client import connection
+from paceline.ps.client import session
 from support import hear, run_ranks, started, tell
 
 BIG = 100_003  # cut over two servers
@@ -134,11 +134,11 @@ def test_a_server_that_dies_ends_a_subscription_with_its_name():
 def ask_much_behind_a_follower(group):
     client = pl.ps.Client("async")
     client.init("w", np.zeros(4, np.float32), lr=1.0)
-    (link,) = connection.current().links
+    (link,) = session.current().links
     waiting = client._key("w").remote.follow(1 << 40)  # a version that nobody makes
     for _ in range(1000):
         client.peek("w").wait()
-    kept = link._wire.pair._posted.count()
+    kept = link._fixed._pair._posted.count()
     return kept, [work.done() for work in waiting]
 
 

@@ -13,19 +13,20 @@ import torch
 import paceline as pl
 from paceline.ps import connection as framed
 from paceline.ps import messages as m
-from paceline.ps.client import connection
+from paceline.ps.client import session
+from paceline.ps.client.remote_array import RemoteArray
 from support import run_ranks
 
 
 def send(link, request: m.AnyRequest) -> None:
-    link._wire.send(request, ())
+    link._fixed.send(request, ())
 
 
 def answers(link, seq: int, count: int) -> list[m.Reply]:
     replies = []
     for _ in range(count):
         frame = np.empty(framed.FRAME_BYTES, dtype=np.uint8)
-        link._wire.pair.receive_frame(frame, framed.reply_tag(seq)).wait()
+        link._fixed._pair.receive_frame(frame, framed.reply_tag(seq)).wait()
         replies.append(framed.read_reply(frame, None))
     return replies
 
@@ -33,8 +34,8 @@ def answers(link, seq: int, count: int) -> list[m.Reply]:
 def repeat(group, pace):
     client = pl.ps.Client(pace)
     client.init("w", np.zeros(4, np.float32), lr=1.0)
-    (link,) = connection.current().links
-    table = connection.current().keys["w"].remote._places[0].table
+    (link,) = session.current().links
+    table = session.current().keys["w"].remote.table_on(link)
     grad = pl.empty(4).fill_(1.0)
     where = link.locate(grad)
     seen = []
@@ -68,12 +69,12 @@ def test_a_repeated_request_is_answered_and_not_applied(pace):
 def repeat_an_open(group):
     client = pl.ps.Client("async")
     client.init("w", np.zeros(4, np.float32), lr=1.0)
-    (link,) = connection.current().links
-    spec = connection.current().keys["w"].spec
+    (link,) = session.current().links
+    spec = session.current().keys["w"].spec
     fresh = type(spec)("v", spec.shape, spec.dtype, spec.workers, spec.optimizer, spec.rule)
-    (part,) = fresh.parts(1)
+    (table,) = RemoteArray(session.current(), fresh).specs.values()
     link._seq += 1
-    request = m.Open(link._seq, fresh.on_one_server(part), (m.Seat(),))
+    request = m.Open(link._seq, table, (m.Seat(),))
     for _ in range(2):
         send(link, request)
     first, again = answers(link, request.seq, 2)

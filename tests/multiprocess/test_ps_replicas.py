@@ -17,7 +17,7 @@ import torch
 import paceline as pl
 from paceline.control.membership.policy import Policy
 from paceline.ps import messages as m
-from paceline.ps.client import connection
+from paceline.ps.client import session
 from paceline.ps.state_wire import landing
 from support import hear, tell
 from support.elastic import elastic_job
@@ -41,16 +41,17 @@ FAST = ("ps", "dc")
 
 def everything(client: pl.ps.Client) -> list[Any]:
     """Return what the servers have, in short: values, states, versions."""
-    key = connection.current().keys["w"].remote
+    key = session.current().keys["w"].remote
     found: list[Any] = [_digest(client.peek("w").wait()), key.versions()]
-    for place in key._places:
+    for place in key.array_shards:
         tensors: list[torch.Tensor] = []
 
         def into(reply: m.Reply, tensors: list[torch.Tensor] = tensors) -> list[torch.Tensor]:
             tensors.extend(landing(reply.entries))
             return tensors
 
-        ask = place.link.ask(lambda seq, n=place.table: m.FetchState(seq, n, 0), into=into)
+        table = key.table_on(place.link)
+        ask = place.link.ask(lambda seq, n=table: m.FetchState(seq, n, 0), into=into)
         entries = ask.wait().entries
         found.append([(e.piece, e.key, e.value, e.dtype, e.shape) for e in entries])
         found.append([_digest(tensor.numpy()) for tensor in tensors])

@@ -6,7 +6,7 @@
     Job (runtime/job.py)             what is drawn about a job, and its way from start to end
       coordinator.py         Roster, Record and Journal of production, on a disk that survives
       server.py, table.py    Replica of production, around a table that counts
-      worker.py              Unanswered and `course` of production, around a client that counts
+      worker.py              the failover of production, around a client that counts
       lockstep.py            `judge` of production, among workers that train together
       launcher.py            starts whoever is wanted, ends whoever is lost
     faults.py                what goes wrong: a plan, drawn beforehand, from which one can leave out

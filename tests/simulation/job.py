@@ -18,7 +18,7 @@ from typing import Any
 from paceline.control.membership.decisions import Place
 from paceline.control.membership.policy import Policy
 from paceline.control.membership.roster import Roster
-from paceline.ps.client.pending import Unanswered
+from paceline.ps.client.failover import PendingRequests
 from paceline.ps.replication.chain import Role
 from paceline.ps.replication.replication import Replica
 from paceline.runtime.elastic.recovery_plan import judge
@@ -44,7 +44,7 @@ class Cores:
 
     roster: Any = Roster
     replica: Any = Replica
-    books: Any = Unanswered
+    books: Any = PendingRequests
     judge: Any = judge
     unit_worker: Any = UnitWorker
     announces_first: bool = False

@@ -13,7 +13,7 @@ from paceline.control.membership.departures import Departures
 from paceline.control.membership.leases import UNBEARABLE, Finding, Leases
 from paceline.control.membership.roster import Roster
 from paceline.control.transport.messages import LossKind
-from paceline.ps.client.pending import Content, Numbered, Unanswered
+from paceline.ps.client.failover import Content, PendingRequest, PendingRequests
 from paceline.ps.replication.chain import Entry, FillStart, Message
 from paceline.ps.replication.replication import Replica
 from paceline.runtime.elastic.recovery_plan import Status, Verdict, judge
@@ -191,19 +191,19 @@ class _WithoutMates(Departures):
 # -- clients ------------------------------------------------------------------------------------
 
 
-class AsksUnderNewNumbers(Unanswered[Content]):
+class AsksUnderNewNumbers(PendingRequests[Content]):
     """Sends again what is unanswered, as if it were new."""
 
-    def __iter__(self) -> Iterator[Numbered[Content]]:
-        for asked in list(self._kept.values()):
+    def __iter__(self) -> Iterator[PendingRequest[Content]]:
+        for asked in list(self._pending.values()):
             self._last += 1
-            yield Numbered(self._last, asked.content)
+            yield PendingRequest(self._last, asked.content)
 
 
-class GivesUp(Unanswered[Content]):
+class GivesUp(PendingRequests[Content]):
     """Does not send again what was under way when a server was lost."""
 
-    def __iter__(self) -> Iterator[Numbered[Content]]:
+    def __iter__(self) -> Iterator[PendingRequest[Content]]:
         return iter(())
 
 

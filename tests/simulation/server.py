@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paceline.control.member import Membership
-from paceline.ps.client.primary import Post, post_of
+from paceline.ps.client.failover import Primary, primary_of
 from paceline.ps.replication.chain import Entry, Message
 from simulation.member import RETRY_S, SimMember
 from simulation.network import End
@@ -138,7 +138,7 @@ class SimServer(SimMember):
         self.claims: set[tuple[int, int]] = set()  # said to be in sync, and not listed yet
         self._peers: dict[int, End] = {}  # lines to other servers, by rank
         self._calling: set[int] = set()
-        self._posts: dict[int, Post | None] = {}  # of each partition, as adopted
+        self._posts: dict[int, Primary | None] = {}  # of each partition, as adopted
         self._early: dict[End, list[Any]] = {}  # lines of those who know more, and what they say
 
     # -- membership ---------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class SimServer(SimMember):
                 self.claims = {claim for claim in self.claims if claim[0] != partition}
             copy = self._copy(partition)
             copy.replica.adopt(membership.generation, holders, membership.filling[partition])
-            self._change_post(copy, post_of(membership, partition))
+            self._change_post(copy, primary_of(membership, partition))
             for rank in [rank for rank in copy.lines if rank not in membership.ranks]:
                 copy.lines.pop(rank).close()
         for copy in self.copies.values():
@@ -169,7 +169,7 @@ class SimServer(SimMember):
                 self.copies[partition].replica.connected(peer)
         return self.copies[partition]
 
-    def _change_post(self, copy: Copy, post: Post | None) -> None:
+    def _change_post(self, copy: Copy, post: Primary | None) -> None:
         if post != self._posts.get(copy.partition):
             self._posts[copy.partition] = post
             copy.forget_lines()
@@ -233,7 +233,7 @@ class SimServer(SimMember):
         partition, since, rank, generation = map(int, end.what.split()[1:])
         if self.membership is None or self.membership.generation < generation:
             self._early[end] = []
-        elif self._posts.get(partition) == Post(self.rank, since) and (
+        elif self._posts.get(partition) == Primary(self.rank, since) and (
             rank in self.membership.ranks
         ):
             self.copies[partition].lines[rank] = end

@@ -11,8 +11,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from paceline.control.member import Membership
-from paceline.ps.client.pending import Numbered, Unanswered
-from paceline.ps.client.primary import Connect, Post, course
+from paceline.ps.client.failover import (
+    Connect,
+    PendingRequest,
+    PendingRequests,
+    Primary,
+    choose_action,
+)
 from simulation.member import SimMember
 from simulation.network import End
 from support.history import Sight
@@ -30,10 +35,10 @@ class Line:
 
     def __init__(self, worker: SimWorker, partition: int) -> None:
         self.worker, self.partition = worker, partition
-        self.books: Unanswered[tuple[Any, OnAnswer]] = worker.job.cores.books()
-        self.used: Post | None = None
-        self.broken: Post | None = None
-        self._asked: dict[int, Numbered[tuple[Any, OnAnswer]]] = {}
+        self.books: PendingRequests[tuple[Any, OnAnswer]] = worker.job.cores.books()
+        self.used: Primary | None = None
+        self.broken: Primary | None = None
+        self._asked: dict[int, PendingRequest[tuple[Any, OnAnswer]]] = {}
         self._end: End | None = None
         self._is_up = False
 
@@ -41,17 +46,17 @@ class Line:
         """Go over to another server, if the newest membership says so."""
         worker, membership = self.worker, self.worker.membership
         assert membership is not None
-        found = course(membership, self.partition, worker.rank, self.used, self.broken)
+        found = choose_action(membership, self.partition, worker.rank, self.used, self.broken)
         if not isinstance(found, Connect):
             return
         if self._end is not None:
             self._end.close()
-        self.used, self._is_up = found.post, False
-        server = worker.job.by_rank[found.post.server].name
+        self.used, self._is_up = found.primary, False
+        server = worker.job.by_rank[found.primary.server].name
         self._end = worker.network.connect(
             worker,
             server,
-            f"line {self.partition} {found.post.since} {worker.rank} {membership.generation}",
+            f"line {self.partition} {found.primary.since} {worker.rank} {membership.generation}",
             pulses=True,
         )
 
@@ -70,12 +75,12 @@ class Line:
         self.review()
 
     def ask(self, op: Any, on_answer: OnAnswer) -> None:
-        numbered = self.books.ask((op, on_answer))
+        numbered = self.books.add((op, on_answer))
         self._asked[numbered.seq] = numbered
         if self._is_up:
             self._send(numbered)
 
-    def _send(self, numbered: Numbered[tuple[Any, OnAnswer]]) -> None:
+    def _send(self, numbered: PendingRequest[tuple[Any, OnAnswer]]) -> None:
         assert self._end is not None
         self._end.send((numbered.seq, numbered.content[0]))
 

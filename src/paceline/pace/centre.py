@@ -30,7 +30,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.pace.exchange import Bucket
 from paceline.ps import state_wire
-from paceline.ps.client.items import Held, Item
+from paceline.ps.client.items import Item, ItemParam
 from paceline.ps.client.remote_table import RemoteTable
 from paceline.ps.server.optimizer import StateEntry
 from paceline.ps.spec import OptimizerSpec, Rule
@@ -145,7 +145,7 @@ class Centre:
         params, self._is_free = bucket.params, is_free
         values, outbox = (self._allocate(params.numel(), params.dtype) for _ in range(2))
         values.copy_(params)
-        held = Held(bucket.label, 0, 0, params.numel(), (params.numel(),))
+        held = ItemParam(bucket.label, 0, 0, params.numel(), (params.numel(),))
         rule = Rule(bound=0, aggregate=True, all_speak=True)
         if is_free:
             rule = Rule(bound=None, push="delta")

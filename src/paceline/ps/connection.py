@@ -1,15 +1,13 @@
-"""The line between a worker and the server that answers for a partition: a group of two.
+"""The connection between a worker and the server that answers for a partition: a group of two.
 
-Both ends form it alone, each when it comes to it: the engine's group is named after the partition
-and the two processes, and is of the generation in which that server became the partition's primary,
-so that a server that becomes it again later cannot take up an old line. The server is the first
+Both ends form it alone, each at its own time. The engine's group is named after the partition and
+the two processes, and is of the generation in which that server became the partition's primary, so
+that a server that becomes it again later cannot reuse an old connection. The server is the first
 member: on one host it never waits for a worker here, only workers for it.
 
-Messages travel as FRAMES of a fixed size, because a receive is posted before anybody knows what
-will come; what does not fit follows as the REST. TAGS say what else belongs to which request.
-
-Here are the frames, the pair that both ends share (`Pair`), and the server's end (`Line`); the
-worker's end is ps/client/link.py.
+Messages travel as FRAMES of a fixed size, because a receive is posted before its message is known;
+the part that does not fit follows as the REST. TAGS name the kind of traffic and its request.
+`WorkerConnection` is the server's end, `ServerConnection` the worker's.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from paceline.comm.fabric import Fabric, group_id_of
 from paceline.comm.tensors import Buffer
 from paceline.control.member import Membership
 from paceline.errors import BadFrame, PacelineError, PeerTimeout
+from paceline.observe.telemetry.trace import tracer
 from paceline.ps import messages as m
 
 FRAME_BYTES = 1024
@@ -42,16 +41,15 @@ REQUEST, REQUEST_REST = 1, 2
 _PAYLOAD, _REPLY, _REPLY_REST, _DELIVERY = 1, 2, 3, 4
 _MAX_SHARDS = 1 << 14
 
-# A worker may have to wait for others as long as those take, so no operation has a deadline here;
-# a server that is gone or stopped is noticed all the same.
+# A worker may wait for slower workers, so no operation has a deadline here. A server that is lost
+# or stopped is noticed all the same.
 PATIENCE_S = math.inf
-SERVER, WORKER = 0, 1  # their ranks in the group
-ANY = -1
+SERVER, WORKER, ANY = 0, 1, -1  # their ranks in the group
 
-_AHEAD = 1024  # requests whose tensors have not come yet
-_TURN = 64  # requests that are taken before others have their turn
+_AHEAD = 1024  # requests whose tensors have not arrived yet
+_TURN = 64  # requests that are taken before the next connection's turn
 _UNREAD = 4096  # messages that a worker has not taken
-_ROOM = 256  # operations that are remembered before ended ones are looked for
+_ROOM = 256  # operations that are kept before ended ones are looked for
 
 _UINT8 = _core.DTYPES.index("uint8")
 _encoder = msgspec.msgpack.Encoder()
@@ -69,15 +67,9 @@ def delivery_tag(seq: int, shard: int = 0) -> int:
     return _DELIVERY << 58 | seq * _MAX_SHARDS + shard
 
 
-def reply_tag(seq: int) -> int:
-    return _REPLY << 58 | seq
-
-
-def reply_rest_tag(seq: int) -> int:
-    return _REPLY_REST << 58 | seq
-
-
-# -- frames -----------------------------------------------------------------------------------
+def reply_tag(seq: int, *, is_rest: bool = False) -> int:
+    """Return the tag of a reply, or of its rest."""
+    return (_REPLY_REST if is_rest else _REPLY) << 58 | seq
 
 
 def to_frames(message: msgspec.Struct) -> tuple[np.ndarray, np.ndarray | None]:
@@ -93,10 +85,10 @@ def to_frames(message: msgspec.Struct) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def rest_bytes(frame: np.ndarray) -> int:
-    """Return how much of the message follows its frame; BadFrame for one that cannot be ours."""
+    """Return how much of the message follows its frame; BadFrame if the frame is not Paceline's."""
     length = int.from_bytes(frame[:4].tobytes(), "little")
     if frame[4] != _VERSION or not 0 < length <= _MAX_BYTES:
-        raise BadFrame(f"a frame of version {int(frame[4])} and {length} bytes is not ours")
+        raise BadFrame(f"a frame of version {int(frame[4])} and {length} bytes is not Paceline's")
     return max(length - (FRAME_BYTES - _HEAD_BYTES), 0)
 
 
@@ -112,21 +104,17 @@ def decode(decoder: Any, frame: np.ndarray, rest: np.ndarray | None) -> Any:
     """Decode with this decoder; BadFrame if it cannot."""
     length = int.from_bytes(frame[:4].tobytes(), "little")
     data = frame[_HEAD_BYTES : _HEAD_BYTES + length].tobytes()
-    if rest is not None:
-        data += rest.tobytes()
+    data += b"" if rest is None else rest.tobytes()
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadFrame(f"a message of {length} bytes cannot be read: {error}") from error
 
 
-# -- both ends --------------------------------------------------------------------------------
-
-
-def form_line(
+def form_connection(
     fabric: Fabric, membership: Membership, partition: int, worker: int, server: int
-) -> Pair:
-    """Form this process's end of a line. Blocks until the other end is there, on the worker."""
+) -> Connection:
+    """Form this process's end of a connection. On the worker, blocks for the server."""
     for rank in (worker, server):
         fabric.link(membership.member(rank))
     core = fabric.create_group(
@@ -136,47 +124,46 @@ def form_line(
         (server, worker),
         PATIENCE_S,
     )
-    # The server hears "any" of one: a worker that is stopped or busy for long is no error to it.
-    return Pair(core, SERVER, SERVER) if fabric.rank == worker else Pair(core, WORKER, ANY)
+    # The server receives from any of one: a worker that is stopped or busy for long is no error.
+    return Connection(core, *((SERVER, SERVER) if fabric.rank == worker else (WORKER, ANY)))
 
 
-class Pair:
-    """One end of a group of two; keeps the memory of what is under way. Threads: any."""
+class Connection:
+    """One end of a group of two; keeps the memory that operations use. Threads: any."""
 
     def __init__(self, core: _core.Group, to: int, source: int) -> None:
         self._core, self._to, self._source = core, to, source
         self._mu = threading.Lock()
-        self._sent, self._posted = _UnderWay(), _UnderWay()  # guarded by: _mu
+        self._sent, self._posted = _Operations(), _Operations()  # guarded by: _mu
 
-    def tell(self, message: msgspec.Struct, tag: int, rest_tag: int) -> None:
+    def send_message(self, message: msgspec.Struct, tag: int, rest_tag: int) -> None:
         """Send a message: its frame, and the rest if it does not fit."""
-        frame, rest = to_frames(message)
-        self._send(frame, frame.ctypes.data, frame.size, _UINT8, tag)
-        if rest is not None:
-            self._send(rest, rest.ctypes.data, rest.size, _UINT8, rest_tag)
+        for part, part_tag in zip(to_frames(message), (tag, rest_tag), strict=True):
+            if part is not None:
+                self._send(part, part.ctypes.data, part.size, _UINT8, part_tag)
 
     def send(self, tensor: torch.Tensor | np.ndarray, tag: int) -> _core.Work:
-        """Send a tensor, which must stay as it is until the other end has it."""
+        """Send a tensor, which must not change until the other end has it."""
         source = Buffer(tensor)
         return self._send(source, source.address, source.count, source.dtype, tag)
 
     def receive_frame(self, frame: np.ndarray, tag: int, *, background: bool = False) -> _core.Work:
-        """Get ready for a frame, or the rest of one."""
+        """Post the receive of a frame, or the rest of one."""
         return self._receive(frame, frame.ctypes.data, frame.size, _UINT8, tag, background)
 
     def receive(self, tensor: torch.Tensor, tag: int, *, background: bool = True) -> _core.Work:
-        """Get ready for a tensor, which has to be contiguous."""
+        """Post the receive of a tensor, which has to be contiguous."""
         to = Buffer(tensor)
         return self._receive(to, to.address, to.count, to.dtype, tag, background)
 
     @property
     def backlog(self) -> int:
-        """How many frames and tensors the other end has not taken yet."""
+        """The number of frames and tensors that the other end has not taken yet."""
         with self._mu:
             return self._sent.count()
 
     def close(self) -> None:
-        """Give up the line; whoever waits for something on it gets GenerationChanged."""
+        """Close the connection; what waits for something on it gets GenerationChanged."""
         self._core.close()
 
     def _send(self, memory: object, address: int, count: int, dtype: int, tag: int) -> _core.Work:
@@ -194,8 +181,8 @@ class Pair:
         return work
 
 
-class _UnderWay:
-    """Operations under way, with the memory that the engine works on meanwhile."""
+class _Operations:
+    """Operations that have not ended, with the memory that the engine works on meanwhile."""
 
     def __init__(self) -> None:
         self._works: deque[tuple[_core.Work, object]] = deque()
@@ -204,42 +191,39 @@ class _UnderWay:
     def add(self, work: _core.Work, memory: object) -> None:
         self.count()
         self._works.append((work, memory))
-        if len(self._works) > self._room:  # one that takes long must not hold up the rest
+        if len(self._works) > self._room:  # a slow one must not keep the rest
             self._works = deque(one for one in self._works if not one[0].done())
             self._room = max(_ROOM, 2 * len(self._works))
 
     def count(self) -> int:
-        """Return how many there are; some of those that were overtaken may have ended."""
+        """Return how many there are; some after the first may have ended."""
         while self._works and self._works[0][0].done():
             self._works.popleft()
         return len(self._works)
 
 
 class Inbox:
-    """Messages that come one after the other: a receive for the next one is always posted."""
+    """Messages that arrive in order: a receive for the next one is always posted."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Connection) -> None:
         self._pair = pair
-        self._rest: np.ndarray | None = None  # of the message in `_frame`, when it is to come
+        self._rest: np.ndarray | None = None  # of the message in `_frame`, if it follows
         self.post()
 
     def post(self) -> None:
-        """Get ready for the next message."""
+        """Post the receive of the next message."""
         self._rest = None
         self._frame = np.empty(FRAME_BYTES, dtype=np.uint8)
         self.work = self._pair.receive_frame(self._frame, REQUEST)
 
     def take(self) -> tuple[np.ndarray, np.ndarray | None] | None:
-        """Return what has come, frame and rest; None: not all of it has. `post` comes next."""
+        """Return frame and rest; None: not all has arrived. Call `post` next."""
         self.work.wait()
         if self._rest is None and (size := rest_bytes(self._frame)):
             self._rest = np.empty(size, dtype=np.uint8)
             self.work = self._pair.receive_frame(self._rest, REQUEST_REST)
             return None
         return self._frame, self._rest
-
-
-# -- the server's end -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -250,11 +234,11 @@ class Landing:
     follow: bool = False
 
 
-FindLanding = Callable[["Line", m.AnyRequest], Landing]
+FindLanding = Callable[["WorkerConnection", m.AnyRequest], Landing]
 
 
 @dataclass
-class Arrival:
+class RequestArrival:
     """A request, and the tensors that follow it."""
 
     request: m.AnyRequest
@@ -262,51 +246,45 @@ class Arrival:
     receiving: list[_core.Work] = field(default_factory=list)
     refusal: PacelineError | None = None  # why its tensors cannot be received
 
-    @property
-    def is_complete(self) -> bool:
-        return all(work.done() for work in self.receiving)
 
+class WorkerConnection:
+    """The server's end of a connection to one worker. Used by the server's loop only.
 
-class Line:
-    """One worker, as the server sees it. Used by the server's loop only.
+    Nothing here waits, because other workers need the server meanwhile. Tensors that follow a
+    request from another host are received where the server wants them, while later requests may
+    have arrived already. Requests are handed out in order, each with its tensors complete; a
+    request that is sent again is handed out again.
 
-    Nothing here ever waits, because other workers want to be served meanwhile. Tensors that follow
-    a request from another host are received where the server wants them while later requests may
-    already be there; requests are handed out in order, each with its tensors complete. A worker
-    that dies before that takes its half with it. What is sent again is handed out again.
-
-    A worker that sends without end, or never reads its answers, must not fill the server's memory:
-    the first is not listened to while it is too far ahead, the second is dropped. One that sends
-    what cannot be read is MUTED: whatever it says from then on, it is told why nobody listens.
+    A worker must not fill the server's memory. One that sends too far ahead is not read from
+    meanwhile; one that never reads its replies is dropped. A worker that sends what cannot be
+    decoded is MUTED: every later request is answered with the reason.
     """
 
-    def __init__(self, pair: Pair, rank: int) -> None:
+    def __init__(self, pair: Connection, rank: int) -> None:
         self.rank = rank
         self._pair = pair
         self._inbox = Inbox(pair)
-        self._arrivals: deque[Arrival] = deque()
+        self._arrivals: deque[RequestArrival] = deque()
         self._last_seq = 0
-        self._reproach = ""  # muted: why
+        self._muted = ""  # why this worker is muted
 
     def works(self) -> Iterator[_core.Work]:
-        """Yield what this line waits for."""
+        """Yield what this connection waits for."""
         if len(self._arrivals) < _AHEAD:
             yield self._inbox.work
         for arrival in self._arrivals:
-            for work in arrival.receiving:
-                if not work.done():
-                    yield work
+            yield from (work for work in arrival.receiving if not work.done())
 
-    def arrivals(self, find_landing: FindLanding) -> Iterator[Arrival]:
-        """Hand out what has arrived completely. `find_landing` says where tensors are.
+    def arrivals(self, find_landing: FindLanding) -> Iterator[RequestArrival]:
+        """Yield what has arrived completely. `find_landing` returns where tensors are.
 
-        PeerError: the line is of no use any more. BadFrame: the worker has to be muted.
+        PeerError: the connection is broken. BadFrame: the worker has to be muted.
         """
         for _ in range(_TURN):
             if not self._inbox.work.done() or len(self._arrivals) >= _AHEAD:
                 break
             self._take(find_landing)
-        while self._arrivals and self._arrivals[0].is_complete:
+        while self._arrivals and all(work.done() for work in self._arrivals[0].receiving):
             arrival = self._arrivals.popleft()
             for work in arrival.receiving:
                 work.wait()
@@ -314,17 +292,16 @@ class Line:
 
     def reply(self, reply: m.Reply, deliveries: Sequence[torch.Tensor] = ()) -> None:
         """Answer a request; the deliveries must not change before they are sent."""
-        self._pair.tell(reply, reply_tag(reply.seq), reply_rest_tag(reply.seq))
+        self._pair.send_message(reply, reply_tag(reply.seq), reply_tag(reply.seq, is_rest=True))
         for number, tensor in enumerate(deliveries):
             self._pair.send(tensor, delivery_tag(reply.seq, number))
         if self._pair.backlog > _UNREAD:
-            raise PeerTimeout(
-                f"rank {self.rank} asks, but has not taken {_UNREAD} messages", rank=self.rank
-            )
+            text = f"rank {self.rank} sends requests, but has not read {_UNREAD} messages"
+            raise PeerTimeout(text, rank=self.rank)
 
-    def mute(self, reproach: str) -> None:
-        """Listen no more; the request that could not be read is the first that is told so."""
-        self._reproach = reproach
+    def mute(self, why: str) -> None:
+        """Handle no more requests; the one that was not read gets the first such reply."""
+        self._muted = why
         self._arrivals.clear()
         self._inbox.post()
         self._answer_muted()
@@ -333,8 +310,8 @@ class Line:
         self._pair.close()
 
     def _take(self, find_landing: FindLanding) -> None:
-        """Read what has come, and get ready for what follows it."""
-        if self._reproach:
+        """Read a request that has arrived, and post the receives of what follows it."""
+        if self._muted:
             self._inbox.work.wait()
             self._inbox.post()
             self._answer_muted()
@@ -347,19 +324,77 @@ class Line:
         self._last_seq = max(self._last_seq, request.seq)
         self._arrivals.append(self._receive_tensors(request, find_landing))
 
-    def _receive_tensors(self, request: m.AnyRequest, find_landing: FindLanding) -> Arrival:
+    def _receive_tensors(self, request: m.AnyRequest, find_landing: FindLanding) -> RequestArrival:
         try:
             landing = find_landing(self, request)
         except PacelineError as error:
-            return Arrival(request, refusal=error)
-        arrival = Arrival(request, landing.tensors)
-        if landing.follow:
-            for number, tensor in enumerate(landing.tensors):
-                tag = payload_tag(request.seq, number)
-                arrival.receiving.append(self._pair.receive(tensor, tag))
-        return arrival
+            return RequestArrival(request, refusal=error)
+        receiving = [
+            self._pair.receive(tensor, payload_tag(request.seq, number))
+            for number, tensor in enumerate(landing.tensors if landing.follow else ())
+        ]
+        return RequestArrival(request, landing.tensors, receiving)
 
     def _answer_muted(self) -> None:
-        self._last_seq += 1  # a frame for each request, also when nobody can read it
-        reproach = m.Reply(self._last_seq, error="ProtocolError", text=self._reproach)
-        self.reply(reproach)
+        self._last_seq += 1  # a frame for each request, even one that cannot be decoded
+        self.reply(m.Reply(self._last_seq, error="ProtocolError", text=self._muted))
+
+
+Into = Callable[[m.Reply], Sequence[torch.Tensor]]
+
+
+class IncomingReply:
+    """A reply that is awaited, and the memory that its frame lands in."""
+
+    def __init__(self, seq: int, frame: np.ndarray, work: _core.Work) -> None:
+        self.seq, self.frame, self.work = seq, frame, work
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing more has to be received from the server."""
+        if not self.work.done() or self.work.error() is not None or rest_bytes(self.frame):
+            return False
+        return not read_reply(self.frame, None).delivers
+
+
+class ServerConnection:
+    """The worker's end of a connection to one server."""
+
+    def __init__(self, fabric: Fabric, membership: Membership, partition: int, server: int) -> None:
+        self.member = membership.member(server)
+        self.is_local = membership.member(fabric.rank).host_id == self.member.host_id
+        self._pair = form_connection(fabric, membership, partition, fabric.rank, server)
+
+    def expect(self, seq: int) -> IncomingReply:
+        """Post the receive of the reply to a request."""
+        frame = np.empty(FRAME_BYTES, dtype=np.uint8)
+        return IncomingReply(seq, frame, self._pair.receive_frame(frame, reply_tag(seq)))
+
+    def send(self, request: m.AnyRequest, payload: Sequence[torch.Tensor]) -> list[_core.Work]:
+        """Send a request, and the tensors that follow it; return the works of those."""
+        if tracer.on:
+            request = msgspec.structs.replace(request, step=tracer.step)
+        self._pair.send_message(request, REQUEST, REQUEST_REST)
+        return [
+            self._pair.send(tensor, payload_tag(request.seq, number))
+            for number, tensor in enumerate(payload)
+        ]
+
+    def read(self, incoming: IncomingReply, into: Into) -> m.Reply:
+        """Read a reply whose frame has arrived. Blocks for the tensors that follow it."""
+        size, rest = rest_bytes(incoming.frame), None
+        if size:
+            rest = np.empty(size, dtype=np.uint8)
+            self._pair.receive_frame(rest, reply_tag(incoming.seq, is_rest=True)).wait()
+        reply = read_reply(incoming.frame, rest)
+        if reply.delivers and not reply.error:
+            works = [
+                self._pair.receive(tensor, delivery_tag(incoming.seq, number))
+                for number, tensor in enumerate(into(reply))
+            ]
+            for work in works:
+                work.wait()
+        return reply
+
+    def close(self) -> None:
+        self._pair.close()

@@ -24,7 +24,7 @@ from paceline.control.client.rendezvous import KeyValue, Rendezvous, establish, 
 from paceline.errors import ConfigError, SetupError, UsageError, tells_of_loss
 from paceline.observe.telemetry.trace import tracer
 from paceline.observe.telemetry.waiting import show_on_request
-from paceline.ps.client import connection
+from paceline.ps.client import session
 from paceline.runtime.config import (
     EngineConfig,
     JobEnv,
@@ -133,7 +133,7 @@ def shutdown() -> None:
         job.reporter.flush()
         tracer.flush()
         tracer.stop()
-        connection.drop()
+        session.drop()
         for link in job.servers:
             link.leave()
         job.fabric.engine.say_goodbye()
@@ -159,7 +159,7 @@ def _let_go_in_child() -> None:
         _inherited.append(_job)  # never taken down here
         tracer.stop()
         _job = None
-        connection.drop()
+        session.drop()
 
 
 atexit.register(shutdown)

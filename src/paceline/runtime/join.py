@@ -18,8 +18,7 @@ from paceline.control.transport.peer_connections import LinkListener
 from paceline.control.wait_notice import WaitWatch
 from paceline.observe.telemetry.reporter import Reporter
 from paceline.observe.telemetry.trace import TracedSteps, tracer
-from paceline.ps.client import connection
-from paceline.ps.client.failover_link import connect
+from paceline.ps.client import session
 from paceline.runtime.config import EngineConfig, JobEnv, natural_host_id, times_steps
 from paceline.runtime.console import warn
 from paceline.runtime.elastic.session import Elastic
@@ -73,9 +72,8 @@ def form(env: JobEnv, config: EngineConfig, rendezvous: Rendezvous) -> Job:
             alone = Group(fabric, (env.rank,))
             return Job(env, rendezvous, fabric, alone, reporter, elastic)
         world = worker_group(fabric, "world", elastic.is_on)
-        news = rendezvous.agent if elastic.is_on else None
-        servers = connect(fabric, news, elastic.interrupt_wait)
-        connection.establish(fabric, servers)
+        agent = rendezvous.agent if elastic.is_on else None
+        servers = session.establish(fabric, agent, elastic.interrupt_wait)
         job = Job(env, rendezvous, fabric, world, reporter, elastic, servers, mesh=mesh)
         job.mates = mates
         elastic.wants_stop = job.stopping.is_wanted

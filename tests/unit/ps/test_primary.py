@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from paceline.control.member import Member, Membership
-from paceline.ps.client.primary import Connect, GiveUp, Post, Stay, Wait, course, post_of
+from paceline.ps.client.failover import (
+    Connect,
+    GiveUp,
+    Primary,
+    Stay,
+    Wait,
+    choose_action,
+    primary_of,
+)
 
 WORKER = 0
 
@@ -23,45 +31,51 @@ def first() -> Membership:
 
 
 def test_the_first_holder_answers_since_the_first_generation() -> None:
-    assert post_of(first(), 0) == Post(2, 1)
-    assert course(first(), 0, WORKER, None, None) == Connect(Post(2, 1))
-    assert course(first(), 0, WORKER, Post(2, 1), None) == Stay()
+    assert primary_of(first(), 0) == Primary(2, 1)
+    assert choose_action(first(), 0, WORKER, None, None) == Connect(Primary(2, 1))
+    assert choose_action(first(), 0, WORKER, Primary(2, 1), None) == Stay()
 
 
 def test_a_broken_line_waits_for_the_next_membership() -> None:
-    assert course(first(), 0, WORKER, None, Post(2, 1)) == Wait()
+    assert choose_action(first(), 0, WORKER, None, Primary(2, 1)) == Wait()
     later = first().without([2])
     assert later.holders == ((3,), (3,))
-    assert course(later, 0, WORKER, None, Post(2, 1)) == Connect(Post(3, 2))
+    assert choose_action(later, 0, WORKER, None, Primary(2, 1)) == Connect(Primary(3, 2))
     # The partition whose backup was lost goes on as it is.
-    assert course(later, 1, WORKER, Post(3, 1), None) == Stay()
+    assert choose_action(later, 1, WORKER, Primary(3, 1), None) == Stay()
 
 
 def test_the_membership_may_know_before_the_line_breaks() -> None:
-    assert course(first().without([2]), 0, WORKER, Post(2, 1), None) == Connect(Post(3, 2))
+    assert choose_action(first().without([2]), 0, WORKER, Primary(2, 1), None) == Connect(
+        Primary(3, 2)
+    )
 
 
 def test_other_changes_keep_the_line() -> None:
     membership = first().without([1])  # a worker
-    assert course(membership, 0, WORKER, Post(2, 1), None) == Stay()
+    assert choose_action(membership, 0, WORKER, Primary(2, 1), None) == Stay()
     with_backup = membership.next(members(2, 3, 4), ((2, 3, 4), (3, 2)))
-    assert course(with_backup, 0, WORKER, Post(2, 1), None) == Stay()
+    assert choose_action(with_backup, 0, WORKER, Primary(2, 1), None) == Stay()
 
 
 def test_a_server_that_becomes_primary_again_has_another_post() -> None:
     away = first().next(members(2, 3), ((3, 2), (3, 2)))
     back = away.next(members(2, 3), ((2, 3), (3, 2)))
-    assert [post_of(m, 0) for m in (first(), away, back)] == [Post(2, 1), Post(3, 2), Post(2, 3)]
-    assert course(back, 0, WORKER, None, Post(2, 1)) == Connect(Post(2, 3))
+    assert [primary_of(m, 0) for m in (first(), away, back)] == [
+        Primary(2, 1),
+        Primary(3, 2),
+        Primary(2, 3),
+    ]
+    assert choose_action(back, 0, WORKER, None, Primary(2, 1)) == Connect(Primary(2, 3))
 
 
 def test_a_partition_without_holders_is_given_up() -> None:
     gone = first().without([2]).without([3])
     assert gone.holders == ((), ())
-    assert course(gone, 0, WORKER, None, Post(3, 2)) == GiveUp()
+    assert choose_action(gone, 0, WORKER, None, Primary(3, 2)) == GiveUp()
 
 
 def test_a_newcomer_waits_until_it_is_let_in() -> None:
-    assert course(first(), 0, 7, None, None) == Wait()
+    assert choose_action(first(), 0, 7, None, None) == Wait()
     inside = first().next([*members(2, 3), member(7, "worker", 2)], first().partitions)
-    assert course(inside, 0, 7, None, None) == Connect(Post(2, 1))
+    assert choose_action(inside, 0, 7, None, None) == Connect(Primary(2, 1))

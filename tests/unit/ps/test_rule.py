@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from paceline.options.table import ServerOptions
 from paceline.pace.parse import parse
-from paceline.ps.client.remote_array import ArraySpec
+from paceline.ps.client.remote_array import ArraySpec, RemoteArray
+from paceline.ps.placement import Part
 from paceline.ps.rule import client_rule, rule_of
 from paceline.ps.spec import OptimizerSpec
 
@@ -20,21 +23,24 @@ def test_words_mean_the_same_everywhere(pace, options):
     )
 
 
-def array_spec(name: str, optimizer: str, count: int) -> ArraySpec:
-    chosen = OptimizerSpec(optimizer, ({"lr": 0.1},))
-    return ArraySpec(name, (count,), "float32", (0,), chosen, client_rule("async", {}))
+def parts_of(name: str, optimizer: str, count: int) -> list[Part]:
+    chosen, rule = OptimizerSpec(optimizer, ({"lr": 0.1},)), client_rule("async", {})
+    spec = ArraySpec(name, (count,), "float32", (0,), chosen, rule)
+    links = [SimpleNamespace(index=index, uses_engine_memory=True) for index in range(4)]
+    array = RemoteArray(SimpleNamespace(links=links), spec)
+    return [shard.part for shard in array.array_shards]
 
 
 def test_large_arrays_are_cut_unless_the_optimizer_wants_them_whole():
-    cut = array_spec("w", "Adam", 1_000_000).parts(4)
+    cut = parts_of("w", "Adam", 1_000_000)
     assert len({part.server for part in cut}) == len(cut) == 4
     assert (cut[0].start, cut[-1].stop) == (0, 1_000_000)
     assert all(a.stop == b.start for a, b in zip(cut, cut[1:], strict=False))
-    assert len(array_spec("w", "Adafactor", 1_000_000).parts(4)) == 1
+    assert len(parts_of("w", "Adafactor", 1_000_000)) == 1
 
 
 def test_small_arrays_are_spread_by_their_names():
-    homes = [array_spec(f"layer {n}", "SGD", 10).parts(4)[0].server for n in range(400)]
-    counts = [homes.count(server) for server in range(4)]
+    firsts = [parts_of(f"layer {n}", "SGD", 10)[0].server for n in range(400)]
+    counts = [firsts.count(server) for server in range(4)]
     assert sum(counts) == 400
     assert max(counts) < 1.5 * min(counts)

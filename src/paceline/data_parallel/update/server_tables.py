@@ -33,7 +33,7 @@ from paceline.errors import UsageError
 from paceline.options.table import Options
 from paceline.pace.parse import PaceSpec
 from paceline.pace.server import ServerExchange
-from paceline.ps.client.items import Held, Item
+from paceline.ps.client.items import Item, ItemParam
 from paceline.ps.client.remote_table import RemoteTable
 from paceline.ps.client.subscription import Subscription
 from paceline.ps.packing import Packing, mean_codec_of
@@ -276,7 +276,7 @@ class Serving(Part):
             average = bucket.averaged if host is None else host.shared
         return Item(bucket.label, held, outbox, bucket.params, average)
 
-    def _held(self, slot: Slot, groups: Mapping[int, int]) -> Held:
+    def _held(self, slot: Slot, groups: Mapping[int, int]) -> ItemParam:
         param = slot.param
         group = groups.get(id(param))
         if group is None:  # it was thawed later
@@ -289,7 +289,7 @@ class Serving(Part):
                     " rows and columns; make the parameter contiguous"
                 )
             shape = (slot.place.count,)
-        return Held(slot.name, group, slot.place.start, slot.place.count, shape)
+        return ItemParam(slot.name, group, slot.place.start, slot.place.count, shape)
 
 
 def _rule(pace: PaceSpec, options: Options, *, is_elastic: bool) -> Rule:

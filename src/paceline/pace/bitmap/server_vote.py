@@ -23,7 +23,7 @@ from paceline.comm.group import Group
 from paceline.comm.sign_bits import num_words, unpack_signs
 from paceline.pace.bitmap.vote import Allocate
 from paceline.pace.centre import Centre
-from paceline.ps.client.items import Held, Item
+from paceline.ps.client.items import Item, ItemParam
 from paceline.runtime.work import Work
 
 
@@ -33,7 +33,7 @@ class ServedBallot:
     def __init__(self, label: str, size: int, allocate: Allocate, first: int) -> None:
         words = num_words(size)
         outbox, values, average = (allocate(words, torch.float64).zero_() for _ in range(3))
-        held = Held(label, 0, 0, words, (words,))
+        held = ItemParam(label, 0, 0, words, (words,))
         self.item = Item(label, [held], outbox, values, average, first_sign=first)
         self.signs = outbox.view(torch.int64)  # this worker's
         self.scale = 1.0  # this worker's

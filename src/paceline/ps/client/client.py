@@ -26,12 +26,11 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.ps.client import arrays, connection
+from paceline.ps.client import arrays, session
 from paceline.ps.client.key import Key, Operation, Receipt
 from paceline.ps.client.remote_array import ArraySpec, RemoteArray, find, known_keys
 from paceline.ps.client.subscription import Subscription
 from paceline.ps.rule import client_rule
-from paceline.ps.server.checks import check_table
 from paceline.ps.server.optimizer import optimizer_class
 from paceline.ps.spec import OptimizerSpec
 from paceline.runtime.work import Work
@@ -48,7 +47,7 @@ class Client:
 
     def __init__(self, pace: str = "async", **options: Any) -> None:
         self.rule = client_rule(pace, options)
-        self._joined = connection.current()
+        self._joined = session.current()
         self._mu = threading.Lock()
         self._started: list[Operation] = []  # not all over yet; guarded by: _mu
 
@@ -69,19 +68,19 @@ class Client:
         optimizer (a class of torch.optim), settings (`lr=0.1`), pace and workers (default: all).
         Blocks until the key has its value.
         """
-        with self._connection.init_mu, _about(key):
-            values = arrays.seen(array, f"rank {self._connection.rank}: the array for key {key!r}")
+        with self._session.init_mu, _about(key):
+            values = arrays.seen(array, f"rank {self._session.rank}: the array for key {key!r}")
             spec = self._spec(key, values, optimizer, workers, settings)
-            known = self._connection.keys.get(key)
+            known = self._session.keys.get(key)
             if known is not None and known.is_open:
                 # "All" are others than before when workers have come or gone.
                 there = known.spec if workers else replace(known.spec, workers=spec.workers)
                 if there == spec:
                     return False
-            remote = RemoteArray(self._connection, spec)
-            made = Key(self._connection, remote, as_torch=isinstance(array, torch.Tensor))
+            remote = RemoteArray(self._session, spec)
+            made = Key(self._session, remote, as_torch=isinstance(array, torch.Tensor))
             is_new = made.open(values)
-            self._connection.keys[key] = made
+            self._session.keys[key] = made
             return is_new
 
     def configure(self, key: str, **settings: Any) -> None:
@@ -91,7 +90,7 @@ class Client:
 
     def keys(self) -> list[str]:
         """Name all keys on the servers."""
-        return known_keys(self._connection)
+        return known_keys(self._session)
 
     def version(self, key: str) -> int:
         """Return how many updates were applied to a key."""
@@ -137,7 +136,7 @@ class Client:
     # -- plumbing -----------------------------------------------------------------------------
 
     @property
-    def _connection(self) -> connection.Connection:
+    def _session(self) -> session.ClientSession:
         if self._joined.is_over:
             raise UsageError("this client's job is over: paceline.shutdown() was called")
         return self._joined
@@ -149,11 +148,11 @@ class Client:
         return operation.work()
 
     def _key(self, name: str) -> Key:
-        known = self._connection.keys.get(name)
+        known = self._session.keys.get(name)
         if known is None:
-            remote = find(self._connection, name)
-            known = Key(self._connection, remote, as_torch=False)
-            known = self._connection.keys.setdefault(name, known)
+            remote = find(self._session, name)
+            known = Key(self._session, remote, as_torch=False)
+            known = self._session.keys.setdefault(name, known)
         return known
 
     def _spec(
@@ -173,12 +172,10 @@ class Client:
         spec = ArraySpec(
             key, shape, arrays.dtype_name(values), self._workers(key, workers), chosen, self.rule
         )
-        for part in spec.parts(len(self._connection.links)):
-            check_table(spec.on_one_server(part))
         return spec
 
     def _workers(self, key: str, workers: Sequence[int] | None) -> tuple[int, ...]:
-        known = self._connection.workers
+        known = self._session.workers
         chosen = known if workers is None else tuple(sorted(set(workers)))
         if not chosen or not set(chosen) <= set(known):
             raise UsageError(

@@ -19,7 +19,7 @@ from paceline.ps.spec import Piece, ShardSpec
 
 
 @dataclass(frozen=True)
-class Held:
+class ItemParam:
     """One parameter in an item."""
 
     name: str
@@ -34,17 +34,17 @@ class Item:
     """One flat tensor of the table, as this worker has it."""
 
     label: str
-    held: Sequence[Held]
+    held: Sequence[ItemParam]
     grads: torch.Tensor
     params: torch.Tensor
     average: torch.Tensor | None = None  # where averages land; None: this worker wants none
     is_shared: bool = False  # both lie in memory that all workers and servers of the host share
     home: tuple[torch.Tensor, torch.Tensor] | None = None  # (params, average), on its owner only
-    first_sign: int = 0  # votes: index in the model of the element that its first bit is of
+    first_sign: int | None = 0  # votes: index in the model of the element of its first bit
 
 
 @dataclass(frozen=True)
-class ShardOf:
+class RemoteShard:
     """One part of an item, and where it is."""
 
     link: ServerLink
@@ -56,7 +56,7 @@ class ShardOf:
         return flat[self.part.start : self.part.stop]
 
 
-def seat_of(item: Item, shard: ShardOf) -> m.Seat:
+def seat_of(item: Item, shard: RemoteShard) -> m.Seat:
     """Return this worker's own memory for a shard, if the server can write to it."""
     if item.is_shared or not shard.link.is_local:
         return m.Seat()
@@ -64,7 +64,7 @@ def seat_of(item: Item, shard: ShardOf) -> m.Seat:
     return m.Seat(shard.link.locate(shard.of(item.params)), average)
 
 
-def homes_of(items: Sequence[Item], shards: Sequence[ShardOf]) -> Iterator[m.Home]:
+def homes_of(items: Sequence[Item], shards: Sequence[RemoteShard]) -> Iterator[m.Home]:
     """Return the shared memory in which shards live; nothing where they do not."""
     for shard in shards:
         home = items[shard.part.item].home
@@ -86,8 +86,9 @@ def spec_of(item: Item, part: Part) -> ShardSpec:
                 Piece(held.name, number, held.group, start - part.start, stop - start, shape)
             )
     label = f"{item.label}[{part.start}:{part.stop}]"
-    dtype, first = dtype_name(item.params.dtype), item.first_sign + part.start * SIGNS_IN_WORD
-    return ShardSpec(label, dtype, part.stop - part.start, tuple(pieces), first)
+    sign = 0 if item.first_sign is None else item.first_sign + part.start * SIGNS_IN_WORD
+    dtype = dtype_name(item.params.dtype)
+    return ShardSpec(label, dtype, part.stop - part.start, tuple(pieces), sign)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

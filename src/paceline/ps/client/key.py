@@ -29,8 +29,8 @@ from paceline.errors import PacelineError, PeerError, PeerTimeout, ShapeMismatch
 from paceline.ps import messages as m
 from paceline.ps.client import arrays
 from paceline.ps.client.arrays import Array
-from paceline.ps.client.connection import Connection
 from paceline.ps.client.remote_array import RemoteArray
+from paceline.ps.client.session import ClientSession
 from paceline.ps.server.non_finite import is_finite
 from paceline.ps.server.worker_memory import dtype_of
 from paceline.runtime.work import Work
@@ -129,13 +129,13 @@ class _Target(NamedTuple):
 class Key:
     """One key of this process."""
 
-    def __init__(self, connection: Connection, remote: RemoteArray, *, as_torch: bool) -> None:
+    def __init__(self, session: ClientSession, remote: RemoteArray, *, as_torch: bool) -> None:
         self.remote = remote
         self.spec = remote.spec
         self.is_open = False  # this rank has called init(): it may push
         self._as_torch = as_torch
-        self._rank, self._number = connection.rank, connection.number
-        self._engine = connection.fabric.engine
+        self._rank, self._number = session.rank, session.number
+        self._engine = session.fabric.engine
         self._mu = threading.Lock()
         self._peek_mu = threading.Lock()
         self._settings: dict[str, Any] = {}  # changed ones; guarded by: _mu, as the next
@@ -150,7 +150,7 @@ class Key:
 
     def open(self, values: Array) -> bool:
         """Make or join it on the servers; True when it was made. Blocks."""
-        is_new = self.remote.open(lambda: self._outgoing(values))
+        is_new = self.remote.create(lambda: self._outgoing(values))
         self.is_open = True
         return is_new
 
@@ -167,7 +167,7 @@ class Key:
         with self._mu:
             self._settle("push")
             memory = self._healthy_outgoing(grad)
-            works = self.remote.push(memory, self._news())
+            works = self.remote.push_array(memory, self._news())
             return self._start("push", works, self._receipt, (thing, memory))
 
     def push_pull(self, thing: object, out: object) -> Operation:
@@ -193,7 +193,7 @@ class Key:
         with self._mu:
             self._settle("pull", *(["push"] if self.spec.rule.takes_turns else []))
             target = self._target(out, "inbox", as_torch=self._as_torch)
-            works = self.remote.pull(target.memory)
+            works = self.remote.pull_array(target.memory)
             return self._start("pull", works, lambda _: target.deliver(), (out, target))
 
     def peek(self, out: object) -> Operation:

@@ -1,8 +1,9 @@
 """A worker's view of a table that is spread over the servers.
 
-The table's flat tensors (ITEMS: the buckets of a model, or an array of the neutral client) are cut
-into shards by placement.py; here a call about an item becomes requests about its shards. Tensors of
-an item lie in engine memory, so that servers of the same host read and write them in place.
+The table's flat tensors (ITEMS: the buckets of a model, or the array of a key) are cut into shards
+by placement.py; here a call about an item becomes requests about its shards. Tensors of an item lie
+in engine memory, so that servers of the same host read and write them in place. remote_array.py has
+the table of a key.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.ps import messages as m
-from paceline.ps.client.items import Item, ShardOf, dtype_name, homes_of, seat_of, spec_of
-from paceline.ps.client.link import Into, ServerLink, no_landing
+from paceline.ps.client.items import Item, RemoteShard, dtype_name, homes_of, seat_of, spec_of
+from paceline.ps.client.link import ServerLink, no_tensors
 from paceline.ps.client.transfer import Incoming, Landed, Outgoing, Packets, Staging
+from paceline.ps.connection import Into
 from paceline.ps.packing import Packing
 from paceline.ps.placement import Part, balance, place
 from paceline.ps.server.non_finite import is_finite
 from paceline.ps.spec import OptimizerSpec, Rule, ShardSpec, TableSpec
 from paceline.runtime.work import Together, Work
 
-MakeAbout = Callable[[int, int, m.Where | None], m.AnyRequest]  # number, table, place
+MakeAbout = Callable[[int, int, m.Where | None], m.AnyRequest]  # number, table, where
 
 
 class RemoteTable:
@@ -42,6 +44,8 @@ class RemoteTable:
         rule: Rule,
         *,
         cut_anywhere: bool = True,
+        first_server: int = 0,
+        shape: tuple[int, ...] | None = None,
         wire: str = "fp32",
         packing: Packing | None = None,
     ) -> None:
@@ -53,21 +57,25 @@ class RemoteTable:
         sizes = [item.params.numel() for item in items]
         self._itemsizes = [item.params.element_size() for item in items]
         cuts = None if cut_anywhere else [[h.start for h in item.held if h.start] for item in items]
-        self._parts = place(sizes, len(links), itemsizes=self._itemsizes, cuts=cuts)
+        placed = place(sizes, len(links), itemsizes=self._itemsizes, cuts=cuts)
+        self._parts = [
+            replace(part, server=(part.server + first_server) % len(links)) for part in placed
+        ]
         self._links = links
-        self._shards: list[list[ShardOf]] = [[] for _ in items]  # by item
-        self._on: dict[int, list[ShardOf]] = {link.index: [] for link in links}
+        self._shards: list[list[RemoteShard]] = [[] for _ in items]  # by item
+        self._on: dict[int, list[RemoteShard]] = {link.index: [] for link in links}
         for part in self._parts:
             on = self._on[part.server]
-            on.append(ShardOf(links[part.server], len(on), part))
+            on.append(RemoteShard(links[part.server], len(on), part))
             self._shards[part.item].append(on[-1])
-        self._specs = {
+        self.specs = {
             link.index: TableSpec(
                 name,
                 tuple(workers),
                 tuple(spec_of(items[x.part.item], x.part) for x in self._on[link.index]),
                 optimizer,
                 rule,
+                shape,
             )
             for link in links
             if self._on[link.index]
@@ -81,62 +89,65 @@ class RemoteTable:
 
     @property
     def balance(self) -> str:
-        """Say in one line who holds how much."""
-        owners = [link.number for link in self._links]
+        """How much each server holds, for people."""
+        owners = [link.server.number for link in self._links]
         parts = [replace(part, server=owners[part.server]) for part in self._parts]
         return balance(parts, self._itemsizes, max(owners) + 1)
 
     def shards(self) -> Iterator[tuple[ServerLink, int, ShardSpec, Part]]:
-        """All shards: where each is, its number there, what it is."""
-        for index, spec in self._specs.items():
+        """Yield all shards: the link to its server, its number there, its spec and its part."""
+        for index, spec in self.specs.items():
             for shard in self._on[index]:
                 yield shard.link, shard.number, spec.shards[shard.number], shard.part
 
     # -- making -------------------------------------------------------------------------------
 
     def open(self, workers: Sequence[int] | None = None) -> None:
-        """Make the table on all servers, or join it there. Blocks.
+        """Create the table on all servers, or join it there. Blocks.
 
-        `workers`: who they are by now, if not as when this object was made. Whoever takes over the
-        place of another goes on at its clock; the parts of a table may differ by one step, which
-        those that have it already only answer.
+        `workers`: their present numbers, if they have changed since this object was made. A worker
+        that replaces another one continues at its clock; the parts of a table may differ by one
+        step, which those that have it already only answer.
         """
-        clocks = []
-        for index, spec in self._specs.items():
-            if workers is not None:
-                spec = msgspec.structs.replace(spec, workers=tuple(workers))
-            shards, link = self._on[index], self._links[index]
-
-            def make(
-                seq: int, spec: TableSpec = spec, shards: Sequence[ShardOf] = shards
-            ) -> m.Open:
-                seats, homes = self._seats(shards), tuple(homes_of(self.items, shards))
-                wants_average = self.items[0].average is not None
-                return m.Open(seq, spec, seats, homes, wants_average, self._staging.dtype)
-
-            reply = link.ask(make).wait()
-            self._numbers[index] = reply.table
-            clocks.append(reply.clock)
-            link.holds += [f"{self.name} {shard.label}" for shard in spec.shards]
+        clocks = [self._open_on(index, workers).clock for index in self.specs]
         self.clock = min(clocks, default=0)
+
+    def _open_on(self, index: int, workers: Sequence[int] | None = None) -> m.Reply:
+        """Create or join one server's part of the table. Blocks."""
+        spec, shards, link = self.specs[index], self._on[index], self._links[index]
+        if workers is not None:
+            spec = msgspec.structs.replace(spec, workers=tuple(workers))
+
+        def make(seq: int) -> m.Open:
+            seats = tuple(seat_of(self.items[shard.part.item], shard) for shard in shards)
+            wants_average, wire = self.items[0].average is not None, self._staging.dtype
+            homes = tuple(homes_of(self.items, shards))
+            return m.Open(seq, spec, seats, homes, wants_average, wire)
+
+        reply = link.ask(make).wait()
+        self._numbers[index] = reply.table
+        link.holds += [f"{spec.name} {shard.label}" for shard in spec.shards]
+        return reply
 
     def assign(self, number: int, held: Sequence[int] = ()) -> None:
         """Set an item's values on the servers to this worker's; `held`: only of these. Blocks."""
-        works, item = [], self.items[number]
+        item = self.items[number]
         if item.is_shared and item.home is None:
             return  # it is another worker's memory, and the servers' own: they have the values
-        for shard in self._shards[number]:
-            if held and not any(p.param in held for p in self._spec_of(shard).pieces):
-                continue
-            works.append(
-                self._ask(
-                    Outgoing(shard, item.params),
-                    lambda seq, table, where, n=shard.number: m.Assign(  # type: ignore[misc]
-                        seq, table, n, where, tuple(held)
-                    ),
-                )
-            )
+        works = [
+            self._assign(shard, item.params, tuple(held))
+            for shard in self._shards[number]
+            if not held or any(p.param in held for p in self._spec_of(shard).pieces)
+        ]
         Together(works).wait()
+
+    def _assign(
+        self, shard: RemoteShard, flat: torch.Tensor, held: tuple[int, ...] = ()
+    ) -> Work[m.Reply]:
+        def make(seq: int, table: int, where: m.Where | None) -> m.Assign:
+            return m.Assign(seq, table, shard.number, where, held)
+
+        return self._ask(Outgoing(shard, flat), make)
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -151,7 +162,7 @@ class RemoteTable:
         item, works, clock = self.items[number], list[Any](), self.clock + 1
         if self._is_plain:
             for shard in self._shards[number]:
-                works += self._push_plain(shard, item, tuple(absent))
+                works += self._push_plain(shard, item.grads, item.average, tuple(absent))
             return Together(works).work()
         if not self.rule.aggregate:
             key = clock  # a step is packed once, when it ends
@@ -162,7 +173,7 @@ class RemoteTable:
                 seq: int,
                 table: int,
                 where: m.Where | None,
-                shard: ShardOf = shard,
+                shard: RemoteShard = shard,
                 grad: Outgoing = grad,
             ) -> m.Push:
                 return m.Push(
@@ -184,10 +195,16 @@ class RemoteTable:
             works.append(Landed(self._ask(grad, make, incoming), incoming))
         return Together(works).work()
 
-    def _push_plain(self, shard: ShardOf, item: Item, absent: tuple[int, ...]) -> list[Work[Any]]:
-        """Push a shard as it is: nothing is packed, or converted on its way."""
+    def _push_plain(
+        self,
+        shard: RemoteShard,
+        grads: torch.Tensor,
+        average: torch.Tensor | None,
+        absent: tuple[int, ...] = (),
+    ) -> list[Work[Any]]:
+        """Push a shard unchanged: it is neither packed nor converted."""
         link, part, clock = shard.link, shard.part, self.clock + 1
-        grad, table = item.grads[part.start : part.stop], self._numbers[shard.link.index]
+        grad, table = grads[part.start : part.stop], self._numbers[shard.link.index]
 
         def make(seq: int) -> m.Push:
             where = link.hand_over(grad)
@@ -197,7 +214,7 @@ class RemoteTable:
             return () if link.is_local else (grad,)
 
         def into(_: m.Reply) -> Sequence[torch.Tensor]:
-            return () if item.average is None else (item.average[part.start : part.stop],)
+            return () if average is None else (average[part.start : part.stop],)
 
         if self.rule.aggregate:
             return [link.ask(make, payload, into)]
@@ -345,7 +362,7 @@ class RemoteTable:
                 works[-1].wait()
         return Together(works).work()
 
-    def _ask(self, outgoing: Outgoing, make: MakeAbout, into: Into = no_landing) -> Work[m.Reply]:
+    def _ask(self, outgoing: Outgoing, make: MakeAbout, into: Into = no_tensors) -> Work[m.Reply]:
         link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]
         return link.ask(
             lambda seq: make(seq, table, outgoing.locate()), payload=outgoing.payload, into=into
@@ -355,11 +372,8 @@ class RemoteTable:
         link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]
         return link.tell(lambda seq: make(seq, table, outgoing.locate()), payload=outgoing.payload)
 
-    def _seats(self, shards: Sequence[ShardOf]) -> tuple[m.Seat, ...]:
-        return tuple(seat_of(self.items[shard.part.item], shard) for shard in shards)
-
-    def _spec_of(self, shard: ShardOf) -> ShardSpec:
-        return self._specs[shard.link.index].shards[shard.number]
+    def _spec_of(self, shard: RemoteShard) -> ShardSpec:
+        return self.specs[shard.link.index].shards[shard.number]
 
 
 def require_servers(links: Sequence[ServerLink], what: str) -> None:

@@ -11,23 +11,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.errors import PeerTimeout
+from paceline.ps.client.remote_table import RemoteTable
 from paceline.runtime.work import Work
 
 _numbers = itertools.count(1)
-
-
-class Followed(Protocol):
-    """What can be followed: an array, or the parameters of a model."""
-
-    name: str  # for messages
-
-    @property
-    def is_over(self) -> bool: ...
-    def follow(self, after: int, follower: int) -> list[Work[Any]]: ...
-    def unfollow(self, follower: int) -> None: ...
 
 
 class Subscription:
@@ -38,7 +28,7 @@ class Subscription:
     part has the version that is told, or a newer one.
     """
 
-    def __init__(self, remote: Followed, after: int) -> None:
+    def __init__(self, remote: RemoteTable, after: int) -> None:
         self._remote = remote
         self._number = next(_numbers)
         self._seen = after  # the version that was told last

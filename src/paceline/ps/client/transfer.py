@@ -18,7 +18,7 @@ import torch
 from paceline.compress.layout import Span
 from paceline.compress.packet import Contents, Packet
 from paceline.ps import messages as m
-from paceline.ps.client.items import ShardOf, dtype_name
+from paceline.ps.client.items import RemoteShard, dtype_name
 from paceline.ps.packing import MeanPackets, Packing
 from paceline.ps.spec import ShardSpec
 from paceline.runtime.work import Work
@@ -33,12 +33,12 @@ class Staging:
         self.dtype = WIRE[wire]  # in messages; "" is the tensors' own
         self._memory: dict[tuple[str, int, int], torch.Tensor] = {}  # by use, partition, shard
 
-    def cast(self, use: str, shard: ShardOf, tensor: torch.Tensor) -> torch.Tensor:
+    def cast(self, use: str, shard: RemoteShard, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor in the dtype of the wire; on one host nothing goes over a wire."""
         memory = self.landing(use, shard, tensor)
         return memory if memory is tensor else memory.copy_(tensor)
 
-    def landing(self, use: str, shard: ShardOf, tensor: torch.Tensor) -> torch.Tensor:
+    def landing(self, use: str, shard: RemoteShard, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself, or memory of the same size in the dtype of the wire."""
         if shard.link.is_local or not self.dtype or self.dtype == dtype_name(tensor.dtype):
             return tensor
@@ -53,7 +53,9 @@ class Outgoing:
 
     codec = ""  # that reads it
 
-    def __init__(self, shard: ShardOf, flat: torch.Tensor, staging: Staging | None = None) -> None:
+    def __init__(
+        self, shard: RemoteShard, flat: torch.Tensor, staging: Staging | None = None
+    ) -> None:
         self.shard, self._flat, self._staging = shard, flat, staging
 
     def locate(self) -> m.Where | None:
@@ -71,7 +73,7 @@ class Outgoing:
 class Packed(Outgoing):
     """A shard's part that goes out as a packet; on one host as well, so that results are alike."""
 
-    def __init__(self, shard: ShardOf, packet: Packet) -> None:
+    def __init__(self, shard: RemoteShard, packet: Packet) -> None:
         super().__init__(shard, packet.payload)
         self.tensor = packet.payload  # stays as it is until the step has been answered
         self.codec = packet.form
@@ -84,7 +86,7 @@ class Incoming:
     """Where tensors land that follow a reply, and where they then belong."""
 
     def __init__(
-        self, staging: Staging, use: str, targets: Sequence[tuple[ShardOf, torch.Tensor]]
+        self, staging: Staging, use: str, targets: Sequence[tuple[RemoteShard, torch.Tensor]]
     ) -> None:
         self._staging, self._use, self._targets = staging, use, targets
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -104,7 +106,7 @@ class IncomingMean(Incoming):
     """Where the average of one shard lands, which may come as a packet."""
 
     def __init__(
-        self, staging: Staging, shard: ShardOf, target: torch.Tensor, packets: MeanPackets
+        self, staging: Staging, shard: RemoteShard, target: torch.Tensor, packets: MeanPackets
     ) -> None:
         super().__init__(staging, "average", [(shard, target)])
         self._target, self._packets = target, packets
@@ -149,7 +151,7 @@ class Packets:
         self._by_shard: dict[tuple[int, int], tuple[ShardSpec, Packet]] = {}
         self._means: dict[tuple[int, int], MeanPackets] = {}
 
-    def add(self, shard: ShardOf, spec: ShardSpec, first: int) -> None:
+    def add(self, shard: RemoteShard, spec: ShardSpec, first: int) -> None:
         """Look after a shard, whose first element is that one of the table."""
         if self._mean_codec:
             self._means[_key(shard)] = MeanPackets(spec, self._mean_codec)
@@ -157,12 +159,12 @@ class Packets:
         if packet is not None:
             self._by_shard[_key(shard)] = (spec, packet)
 
-    def of(self, shard: ShardOf) -> Packet | None:
+    def of(self, shard: RemoteShard) -> Packet | None:
         """Return the packet of a shard; None: it travels as it is."""
         return self._by_shard[_key(shard)][1] if _key(shard) in self._by_shard else None
 
     def outgoing(
-        self, shard: ShardOf, grads: torch.Tensor, absent: Sequence[int], key: int | None
+        self, shard: RemoteShard, grads: torch.Tensor, absent: Sequence[int], key: int | None
     ) -> Outgoing:
         """Get a shard's part of gradients ready to be pushed; key None: as it is."""
         if key is None or _key(shard) not in self._by_shard:
@@ -172,7 +174,7 @@ class Packets:
         packet.fill(shard.of(grads), key, lacking)
         return Packed(shard, packet)
 
-    def incoming_mean(self, shard: ShardOf, average: torch.Tensor | None) -> Incoming:
+    def incoming_mean(self, shard: RemoteShard, average: torch.Tensor | None) -> Incoming:
         """Say where a shard's part of averages lands; None: nobody wants it."""
         if average is None:
             return Incoming(self._staging, "average", ())
@@ -194,7 +196,7 @@ class Packets:
         for (_, packet), count in zip(self._by_shard.values(), counts, strict=True):
             packet.num_filled = count
 
-    def told(self, shard: ShardOf, grads: torch.Tensor, key: int) -> torch.Tensor:
+    def told(self, shard: RemoteShard, grads: torch.Tensor, key: int) -> torch.Tensor:
         """Return what a server was told of a shard in a step, as it sees it."""
         packet, grad = self.of(shard), shard.of(grads)
         if packet is None:
@@ -205,5 +207,5 @@ class Packets:
         return told
 
 
-def _key(shard: ShardOf) -> tuple[int, int]:
+def _key(shard: RemoteShard) -> tuple[int, int]:
     return shard.link.index, shard.number

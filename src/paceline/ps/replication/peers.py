@@ -18,7 +18,7 @@ from paceline import _core
 from paceline.comm.fabric import Fabric, group_id_of
 from paceline.control.member import Membership
 from paceline.errors import BadFrame, PacelineError, PeerError, PeerTimeout
-from paceline.ps.connection import PATIENCE_S, REQUEST, REQUEST_REST, Inbox, Pair, payload_tag
+from paceline.ps.connection import PATIENCE_S, REQUEST, REQUEST_REST, Connection, Inbox, payload_tag
 from paceline.ps.replication import messages as p
 
 _UNREAD = 1 << 16  # messages that the other server has not taken
@@ -26,20 +26,20 @@ _UNREAD = 1 << 16  # messages that the other server has not taken
 FindLanding = Callable[[p.AnyMessage], Sequence[torch.Tensor]]
 
 
-def form_peer_line(fabric: Fabric, membership: Membership, peer: int) -> Pair:
+def form_peer_connection(fabric: Fabric, membership: Membership, peer: int) -> Connection:
     """Form this process's end. Blocks until the other one is there."""
     fabric.link(membership.member(peer))
     pair = tuple(sorted((fabric.rank, peer)))
     name = group_id_of(f"servers {pair[0]} {pair[1]}")
     core = fabric.create_group(name, 1, membership, pair, PATIENCE_S)
     # By name: a server that falls silent without a farewell is missed, in time.
-    return Pair(core, pair.index(peer), pair.index(peer))
+    return Connection(core, pair.index(peer), pair.index(peer))
 
 
-class PeerLine:
+class PeerConnection:
     """The other server, as this one sees it."""
 
-    def __init__(self, pair: Pair, peer: int) -> None:
+    def __init__(self, pair: Connection, peer: int) -> None:
         self.peer = peer
         self._pair = pair
         self._inbox = Inbox(pair)
@@ -80,7 +80,7 @@ class PeerLine:
 
     def send(self, message: p.AnyMessage, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a message; its tensors must stay as they are until the other server has them."""
-        self._pair.tell(message, REQUEST, REQUEST_REST)
+        self._pair.send_message(message, REQUEST, REQUEST_REST)
         for number, tensor in enumerate(tensors):
             self._pair.send(tensor, payload_tag(self._sent, number))
         self._sent += 1
@@ -121,7 +121,7 @@ class Peers:
     """Lines to other servers, by rank."""
 
     def __init__(self, on_broken: Callable[[int, str], None]) -> None:
-        self._lines: dict[int, PeerLine] = {}
+        self._lines: dict[int, PeerConnection] = {}
         self._on_broken = on_broken
         self._broken: dict[int, str] = {}  # whose line broke, and why
         self._accused_s = 0.0
@@ -130,9 +130,9 @@ class Peers:
     def __iter__(self) -> Iterator[int]:
         return iter(list(self._lines))
 
-    def add(self, rank: int, pair: Pair) -> None:
+    def add(self, rank: int, pair: Connection) -> None:
         """Use a line that was formed."""
-        self._lines[rank] = PeerLine(pair, rank)
+        self._lines[rank] = PeerConnection(pair, rank)
 
     def remove(self, rank: int) -> None:
         """End a line."""
@@ -156,7 +156,7 @@ class Peers:
 
     def _hear(
         self,
-        line: PeerLine,
+        line: PeerConnection,
         is_due: Callable[[p.AnyMessage], bool],
         find_landing: FindLanding,
     ) -> Iterator[Arrival]:
@@ -169,7 +169,7 @@ class Peers:
         except (PeerError, BadFrame) as error:
             self._drop(line, error)
 
-    def _drop(self, line: PeerLine, error: PacelineError) -> None:
+    def _drop(self, line: PeerConnection, error: PacelineError) -> None:
         """Note that a line is broken; the coordinator says what follows."""
         if self._lines.get(line.peer) is line:
             self.remove(line.peer)

@@ -33,12 +33,12 @@ from paceline.control.transport.messages import Changed, Presence
 from paceline.errors import PacelineError
 from paceline.observe.telemetry.events import Note
 from paceline.observe.telemetry.trace import tracer
-from paceline.ps.connection import Line, Pair, form_line
+from paceline.ps.connection import Connection, WorkerConnection, form_connection
 from paceline.ps.replication import messages as p
 from paceline.ps.replication.chain import Role
 from paceline.ps.replication.connector import Meetings
 from paceline.ps.replication.partition import Departed, Partition
-from paceline.ps.replication.peers import Peers, form_peer_line
+from paceline.ps.replication.peers import Peers, form_peer_connection
 from paceline.ps.server.server import Server
 from paceline.ps.server.telemetry import Reports
 from paceline.runtime.config import JobEnv
@@ -66,7 +66,7 @@ class Host:
         self._membership = fabric.membership
         self._peers = Peers(self._on_broken)
         self._forgettable: list[tuple[float, set[int]]] = []  # when, whom
-        self._meetings: Meetings[Pair] = Meetings()
+        self._meetings: Meetings[Connection] = Meetings()
         self._met: set[Hashable] = set()  # what is formed, or about to be
         self._retry: list[tuple[float, Hashable]] = []
         self._changes: deque[Changed] = deque()  # from the control thread
@@ -263,8 +263,8 @@ class Host:
                 if self.is_elastic:
                     self._meet(("worker", index, membership.primary_since(index), rank))
                 else:
-                    pair = form_line(self._fabric, membership, index, rank, self.rank)
-                    partition.server.lines[rank] = Line(pair, rank)
+                    pair = form_connection(self._fabric, membership, index, rank, self.rank)
+                    partition.server.lines[rank] = WorkerConnection(pair, rank)
         if self.is_elastic:
             for rank in membership.servers:
                 if rank != self.rank:
@@ -278,19 +278,19 @@ class Host:
         if key in self._met or rank not in membership.ranks or self.departed(rank) is not None:
             return
         self._met.add(key)
-        form: Callable[[], Pair | None]
+        form: Callable[[], Connection | None]
         if key[0] == "link":
 
             def form() -> None:
                 self._fabric.link(membership.member(rank))
         elif key[0] == "server":
 
-            def form() -> Pair:
-                return form_peer_line(self._fabric, membership, rank)
+            def form() -> Connection:
+                return form_peer_connection(self._fabric, membership, rank)
         else:
 
-            def form() -> Pair:
-                return form_line(self._fabric, membership, key[1], rank, self.rank)
+            def form() -> Connection:
+                return form_connection(self._fabric, membership, key[1], rank, self.rank)
 
         self._meetings.arrange(rank, key, form)
 
@@ -306,7 +306,7 @@ class Host:
             self._met.discard(key)
             self._meet(key)  # type: ignore[arg-type]
 
-    def _take_line(self, key: Any, pair: Pair | None) -> None:
+    def _take_line(self, key: Any, pair: Connection | None) -> None:
         if pair is None:
             self._on_linked(key[1])
         elif key[-1] not in self._membership.ranks:
@@ -320,7 +320,7 @@ class Host:
             _, index, since, rank = key
             is_current = self._membership.primary_since(index) == since
             if is_current and self._membership.holders[index][:1] == (self.rank,):
-                self.partitions[index].server.lines[rank] = Line(pair, rank)
+                self.partitions[index].server.lines[rank] = WorkerConnection(pair, rank)
             else:
                 pair.close()
 

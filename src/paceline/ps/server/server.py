@@ -31,7 +31,7 @@ from paceline import _core
 from paceline.errors import BadFrame, PacelineError, PeerError, ProtocolError, UnknownKey
 from paceline.observe.telemetry.trace import tracer
 from paceline.ps import messages as m
-from paceline.ps.connection import Arrival, Landing, Line
+from paceline.ps.connection import Landing, RequestArrival, WorkerConnection
 from paceline.ps.replication import messages as p
 from paceline.ps.replication.applied import REMEMBERED
 from paceline.ps.replication.replication import Replica
@@ -85,8 +85,10 @@ class Server:
         """`share(rank, ...)` lets all copies apply a request of a worker, or an event."""
         self.index = index
         self.surroundings = surroundings
-        self.lines: dict[int, Line] = {}  # by the worker's rank
-        self.broken: list[tuple[Line, PeerError]] = []  # lines that are of no use any more
+        self.lines: dict[int, WorkerConnection] = {}  # by the worker's rank
+        self.broken: list[
+            tuple[WorkerConnection, PeerError]
+        ] = []  # lines that are of no use any more
         self.load = Load()
         self.callers: dict[int, Caller] = {}  # by rank
         self.gone: set[int] = set()  # ranks that will not come back
@@ -121,7 +123,7 @@ class Server:
             for line in list(self.lines.values()):
                 self.serve_line(line)
 
-    def serve_line(self, line: Line) -> None:
+    def serve_line(self, line: WorkerConnection) -> None:
         """Handle what has come from one worker."""
         try:
             for arrival in line.arrivals(self._find_landing):
@@ -133,7 +135,7 @@ class Server:
         except PeerError as error:
             self.broken.append((line, error))
 
-    def _take(self, line: Line, arrival: Arrival) -> None:
+    def _take(self, line: WorkerConnection, arrival: RequestArrival) -> None:
         started_s, request = time.perf_counter(), arrival.request
         if line.rank not in self.callers:  # it was dropped; a Leave may still come
             refused = "" if isinstance(request, m.Leave) else ProtocolError.__name__
@@ -155,11 +157,11 @@ class Server:
         self._applied.index += 1
         self.apply(self.callers[rank], asked)
 
-    def _find_landing(self, line: Line, request: m.AnyRequest) -> Landing:
+    def _find_landing(self, line: WorkerConnection, request: m.AnyRequest) -> Landing:
         caller = self.callers.get(line.rank)
         return Landing() if caller is None else self.find_landing(caller, request, is_sent=False)
 
-    def _mute(self, line: Line, error: BadFrame) -> None:
+    def _mute(self, line: WorkerConnection, error: BadFrame) -> None:
         """Go on without a worker that says what cannot be read: nobody knows what it wanted."""
         caller = self.callers.get(line.rank)
         who = line.rank if caller is None else caller.worker

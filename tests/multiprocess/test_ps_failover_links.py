@@ -21,8 +21,8 @@ from paceline.control.member import Membership
 from paceline.errors import PacelineError, PeerTimeout, ServerLost, UsageError
 from paceline.ps import connection as framed
 from paceline.ps import messages as m
-from paceline.ps.client.failover_link import LastingLink
-from paceline.ps.connection import form_line
+from paceline.ps.client.link import ServerLink
+from paceline.ps.connection import form_connection
 from paceline.runtime import job
 from paceline.runtime.work import Work
 from support import RanksFailed, hear, run_ranks, started, tell
@@ -63,10 +63,10 @@ class News:
         self.accused.append(rank)
 
 
-def link_of(news: News) -> LastingLink:
+def link_of(news: News) -> ServerLink:
     fabric = job.current().fabric
     fabric.watch_announcements(lambda: news.known[-1])
-    return LastingLink(fabric, 0, news)
+    return ServerLink(fabric, 0, news)
 
 
 class Script:
@@ -74,7 +74,7 @@ class Script:
 
     def __init__(self, number: int) -> None:
         fabric = job.current().fabric
-        self.pair = form_line(fabric, memberships()[number], 0, CLIENT, fabric.rank)
+        self.pair = form_connection(fabric, memberships()[number], 0, CLIENT, fabric.rank)
         self.sent: list[Work[None]] = []  # tensors, which the worker takes when it likes
 
     def read(self) -> m.AnyRequest:
@@ -90,7 +90,7 @@ class Script:
         frame, rest = framed.to_frames(reply)
         self.pair.send(frame, framed.reply_tag(seq)).wait()
         if rest is not None:
-            self.pair.send(rest, framed.reply_rest_tag(seq)).wait()
+            self.pair.send(rest, framed.reply_tag(seq, is_rest=True)).wait()
         for number, tensor in enumerate(tensors):
             self.sent.append(self.pair.send(tensor, framed.delivery_tag(seq, number)))
 
@@ -116,7 +116,7 @@ def client() -> list[object]:
     link.tell(push, payload)
     whole = link.ask(m.Stats)  # it is answered, but nobody reads that before the server dies
     asked = link.ask(push, payload, lambda _: (into,))
-    while link._renewal.why is None:  # until the death is noticed
+    while link._failover.why is None:  # until the death is noticed
         with pytest.raises(PeerTimeout):
             asked.wait(0.2)
     link.tell(push, payload)  # while nobody is there
@@ -125,7 +125,7 @@ def client() -> list[object]:
     threading.Timer(0.2, news.publish, [1]).start()
     versions = [work.wait().version for work in (late, asked, whole, answered)]
     assert into.eq(7.0).all()
-    assert link.rank == SECOND and len(link._unanswered) == 0
+    assert link.server.rank == SECOND and len(link._pending) == 0
     tell("over")
     return versions
 
@@ -268,7 +268,7 @@ def test_a_request_that_cannot_be_made_concerns_nobody_else() -> None:
         assert link.ask(m.Keys).wait().version == 5
         bad = link.ask(wrong)
         assert link.ask(m.Keys).wait().version == 5
-        assert len(link._unanswered) == 0
+        assert len(link._pending) == 0
         group.barrier()
         try:
             bad.wait()
