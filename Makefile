@@ -2,9 +2,10 @@
 #
 #   make demo    train with two workers, then alone         make bench   compare with others
 #   make test    run the tests                              make fmt     format the code
-#   make check   lint, types, layers                        make docs    build site/, strictly
+#   make check   lint, types, layers, prose                 make docs    build site/, strictly
 #   make chaos   break jobs in every way (as root, long)    make clean   remove what was built
 #   make simulate  break simulated jobs, many of them (SEEDS=10000, minutes)
+#   make wheel   build dist/*.whl, install it in an empty environment, run a job (ARGS=--matrix: each Python)
 #
 # The first call sets up .venv and builds the core (minutes); later calls start in seconds. Each verb
 # is one line that also works by hand. ARGS is passed on: make test ARGS="-k launcher".
@@ -15,7 +16,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE  := pyproject.toml CMakeLists.txt constraints.txt $(shell find cpp -type f 2>/dev/null)
 
-.PHONY: demo test check docs chaos simulate fmt bench clean
+.PHONY: demo test check docs chaos simulate fmt bench wheel clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -24,9 +25,16 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python tests/run.py $(ARGS)
 
+CPP  := $(shell find cpp -name '*.cc' -o -name '*.h')
+# What the core is compiled with, for clang-tidy; the bindings need nanobind's headers and are left out.
+TIDY := -std=c++20 -Icpp $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mf16c -mpopcnt -msse4.2)
+
 check: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 	$(BIN)/stubtest paceline._core --allowlist tests/stubtest_allowlist.txt --ignore-disjoint-bases
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	find cpp/paceline -name '*.cc' | xargs -P 2 -n 4 sh -c '$(BIN)/clang-tidy --quiet "$$@" -- $(TIDY)' sh
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs src cpp bench examples
 
 # Writes docs/failures.md. ARGS="--rows 1 3" runs some rows, ARGS=--quick leaves out the long tests.
 chaos: $(STAMP)
@@ -37,7 +45,7 @@ simulate: $(STAMP)
 	cd tests && ../$(BIN)/python -m simulation --seeds $(SEEDS) $(ARGS)
 
 fmt: $(STAMP)
-	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format . ; $(BIN)/clang-format -i $(CPP)
 
 bench: $(STAMP)
 	$(BIN)/python bench/allreduce.py $(ARGS)
@@ -45,6 +53,10 @@ bench: $(STAMP)
 # Open site/index.html; to search, serve it: python -m http.server -d site. Nothing is fetched.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+
+# No compiler is used after the build: the wheel is repaired by auditwheel and tried where only it is installed.
+wheel: $(STAMP)
+	$(BIN)/python tests/wheel.py --python $(BIN)/python $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -2,7 +2,6 @@
 #pragma once
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 namespace paceline {
 
@@ -18,8 +17,8 @@ enum class ErrorKind : int {
 
 class Error : public std::runtime_error {
  public:
-  Error(ErrorKind kind, std::string message, int rank = -1)
-      : std::runtime_error(std::move(message)), kind(kind), rank(rank) {}
+  Error(ErrorKind kind, const std::string& message, int rank = -1)
+      : std::runtime_error(message), kind(kind), rank(rank) {}
   ErrorKind kind;
   int rank;  // the peer that the error is about, -1 when none
 };

@@ -16,7 +16,7 @@ from paceline.options.grammar import Number
 from paceline.options.table import At, Options, options_at
 from paceline.pace.registry import KNOWN
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "docs"))
 import command_line  # noqa: E402
 import option_tables  # noqa: E402
