@@ -148,11 +148,11 @@ class Connection:
         return self._send(source, source.address, source.count, source.dtype, tag)
 
     def receive_frame(self, frame: np.ndarray, tag: int, *, background: bool = False) -> _core.Work:
-        """Primary the receive of a frame, or the rest of one."""
+        """Post the receive of a frame, or the rest of one."""
         return self._receive(frame, frame.ctypes.data, frame.size, _UINT8, tag, background)
 
     def receive(self, tensor: torch.Tensor, tag: int, *, background: bool = True) -> _core.Work:
-        """Primary the receive of a tensor, which has to be contiguous."""
+        """Post the receive of a tensor, which has to be contiguous."""
         to = Buffer(tensor)
         return self._receive(to, to.address, to.count, to.dtype, tag, background)
 
@@ -211,7 +211,7 @@ class Inbox:
         self.post()
 
     def post(self) -> None:
-        """Primary the receive of the next message."""
+        """Post the receive of the next message."""
         self._rest = None
         self._frame = np.empty(FRAME_BYTES, dtype=np.uint8)
         self.work = self._pair.receive_frame(self._frame, REQUEST)
@@ -366,7 +366,7 @@ class ServerConnection:
         self._pair = form_connection(fabric, membership, partition, fabric.rank, server)
 
     def expect(self, seq: int) -> IncomingReply:
-        """Primary the receive of the reply to a request."""
+        """Post the receive of the reply to a request."""
         frame = np.empty(FRAME_BYTES, dtype=np.uint8)
         return IncomingReply(seq, frame, self._pair.receive_frame(frame, reply_tag(seq)))
 
