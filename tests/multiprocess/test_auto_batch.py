@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
-from paceline.data.randomness import mixed
+from paceline.data.randomness import mix_seeds
 from paceline.data.split.order import LocalOrder
 from paceline.runtime import job
 from support import run_ranks, started
@@ -58,7 +58,7 @@ def test_a_slow_worker_gets_less_of_the_same_batches() -> None:
         said = ranks.output(0)
     expected = []
     for epoch in range(2):
-        order = LocalOrder(samples, mixed(2, epoch)).units(0, samples).tolist()
+        order = LocalOrder(samples, mix_seeds(2, epoch)).units(0, samples).tolist()
         expected += [order[at : at + size * workers] for at in range(0, samples, size * workers)]
     for case in found[0]:
         for whole, *parts in zip(expected, *(rank[case] for rank in found), strict=True):
@@ -80,8 +80,8 @@ def test_what_cannot_be_balanced_is_refused() -> None:
                 list(pl.shard(given, **{"batch": "auto", **options}))
 
         fine = DataLoader(range(20), 2)
-        refuse("batch='auto' goes by index, which a stream", DataLoader(Stream(), 2))
-        refuse("batch='auto' goes by index", [torch.ones(2)])
+        refuse("batch='auto' needs indices, which a stream", DataLoader(Stream(), 2))
+        refuse("batch='auto' needs indices", [torch.ones(2)])
         refuse("presharded=True", fine, presharded=True)
         refuse("goes with mode 'shard'", fine, mode="partition")
         batches = BatchSampler(range(20), 2, drop_last=False)
@@ -107,12 +107,14 @@ def test_what_an_elastic_job_refuses() -> None:
                 pl.shard(loader, mode=mode)
         table = Table(20)
         pl.distribute(table, torch.optim.SGD(table.parameters(), lr=1.0), pace="ssp:2")
-        with pytest.raises(pl.errors.UsageError, match="with ssp and backup nobody may take many"):
+        with pytest.raises(
+            pl.errors.UsageError, match="with ssp and backup no worker may take many"
+        ):
             list(pl.shard(loader, mode="dynamic"))
         sampled = DataLoader(range(20), 2, sampler=range(20))
         other = Table(20)
         pl.distribute(other, torch.optim.SGD(other.parameters(), lr=1.0), pace="async")
-        with pytest.raises(pl.errors.UsageError, match="a newcomer could not follow"):
+        with pytest.raises(pl.errors.UsageError, match="whose order a newcomer cannot know"):
             list(pl.shard(sampled, mode="dynamic"))
 
     policy = Policy(num_workers=2, num_servers=1, num_partitions=1, is_elastic=True)

@@ -25,7 +25,7 @@ from torch.utils.data import (
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.data import shard as shard_module
-from paceline.data.cursor import ledger
+from paceline.data.cursor import progress
 from paceline.data.cursor.resumption import data_state, resume_data
 from paceline.data.split import order
 from paceline.runtime import job
@@ -237,9 +237,9 @@ def seed_all(seed: int) -> None:
 def first_run(group: Group, names: list[str]) -> dict[str, Any]:
     """Run the scripts from beginning to end; tell what they saw and what they saved."""
     found = {}
-    order.CHUNK, ledger._MANY = 10, 2  # many chunks; loaders are forgotten soon
+    order.CHUNK, progress._MANY = 10, 2  # many chunks; loaders are forgotten soon
     for name in names:
-        ledger._owned = None  # each script as if in a new process
+        progress._by_job.clear()  # each script as if in a new process
         seed_all(1000 + group.rank)
         recorder = Recorder(SAVE_AT.get(name, 10))
         SCRIPTS[name](recorder)
@@ -251,9 +251,9 @@ def second_run(group: Group, path: str) -> dict[str, Any]:
     """Run the scripts again, each from its checkpoint."""
     found = {}
     saved: dict[str, list[Any]] = torch.load(path, weights_only=False)
-    order.CHUNK, ledger._MANY = 10, 2  # many chunks; loaders are forgotten soon
+    order.CHUNK, progress._MANY = 10, 2  # many chunks; loaders are forgotten soon
     for name, states in saved.items():
-        ledger._owned = None
+        progress._by_job.clear()
         seed_all(1000 if group.rank == 0 else 5)
         recorder = Recorder(None, SAVE_AT.get(name, 10))
         said = resume_data(job.current(), [state for state, *_ in states], is_lockstep=True)
@@ -340,11 +340,12 @@ def counted(ranks: Any) -> dict[Any, Counter[float]]:
 class Thirds:
     """A source whose batches are only counted: each worker goes over a part of its own."""
 
+    kind = "thirds"
     facts: dict[str, Any] = {}
     length = None
 
     def batches(self, this: Any) -> Iterator[Any]:
-        return this.noted(self._made(this))  # type: ignore[no-any-return]
+        return this.track(self._made(this))  # type: ignore[no-any-return]
 
     def _made(self, this: Any) -> Iterator[Any]:
         for number in range(this.group.rank, 30, this.group.size):
@@ -377,7 +378,7 @@ def test_other_ways_to_share_out_are_made_again(tmp_path: Path) -> None:
     assert [seen for seen, _, _ in again] == [seen[20:] for seen, _, _ in ranks]
     alone = run_ranks(1, run_thirds, path)
     assert [[epoch, number] for epoch, number, _ in alone[0][0]] == [[1, n] for n in range(30)]
-    assert "nothing is left out, and at most 10 samples come again" in alone[0][2][0]
+    assert "no sample is left out, and at most 10 samples are repeated" in alone[0][2][0]
 
 
 def run_apart(group: Group, path: str | None, samples: int, kind: str) -> Any:
@@ -409,7 +410,7 @@ def test_workers_that_run_free_go_on_where_each_was(kind: str, tmp_path: Path) -
     together = had + Counter(alone[0][0])
     assert set(together) == set(map(float, range(41))) and max(together.values()) == 2
     twice = sum(count == 2 for count in together.values())
-    assert twice == 9 and "at most 9 samples come again" in alone[0][2][1]
+    assert twice == 9 and "at most 9 samples are repeated" in alone[0][2][1]
 
 
 def refuse_other_data(group: Group, path: str) -> None:
@@ -429,13 +430,13 @@ def refuse_other_data(group: Group, path: str) -> None:
         "the kind of loader is 'items', expected 'indexed'": lambda: over(lambda: Forever()),
     }
     for text, make in wrong.items():
-        ledger._owned = None
+        progress._by_job.clear()
         resume_data(job.current(), state, is_lockstep=True)
         with pytest.raises(pl.errors.DataError, match=text):
             make()(Recorder(None))
     for states, text in (
-        ([], "of no worker"),
-        (state[:1], "made by 2 workers, but has the data of 1"),
+        ([], "of 0 workers"),
+        (state[:1], "saved by 2 workers, but has the data states of 1"),
         ([{**one, "format": 9} for one in state], "has format 9, expected 1"),
     ):
         with pytest.raises(pl.errors.DataError, match=text):

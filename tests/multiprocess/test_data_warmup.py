@@ -141,4 +141,4 @@ def test_free_running_elastic_jobs_are_refused() -> None:
     with elastic_job(policy(2, num_servers=1)) as job:
         job.start(train_freely)
         for outcome in job.ranks.wait(60)[:2]:
-            assert "finds its place in the data by counting steps" in str(outcome.value), outcome
+            assert "finds its position in the data by counting steps" in str(outcome.value), outcome

@@ -239,8 +239,8 @@ def test_batches_that_are_kept_stay_what_they_were() -> None:
             view.tolist() == value == copy[1][1:].tolist()
             for view, value, copy in zip(views, values, copies, strict=True)
         )
-        lines = source._supply_of(job.current()).lines  # type: ignore[union-attr]
-        return indices == list(range(400)), is_same, max(line.held for line in lines)
+        connections = source._pool_of(job.current()).connections  # type: ignore[union-attr]
+        return indices == list(range(400)), is_same, max(one.held for one in connections)
 
     ((is_complete, is_same, held),) = run_ranks(1, keep, data_workers=(1,))
     assert is_complete and is_same
@@ -430,7 +430,7 @@ def test_what_data_workers_cannot_make_is_refused() -> None:
     expected = [
         "needs a DataLoader, found a list",
         "a part of the data is drawn by index",
-        "OwnWay has a way of its own to iterate",
+        "OwnWay overrides __iter__",
         "leave one of them out",
         "expected functions of a sample",
         "pipeline (got 'pipelines')",

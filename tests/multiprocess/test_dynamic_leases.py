@@ -32,7 +32,7 @@ class Own(Sampler[int]):
 
     def __len__(self) -> int:
         if not self.has_length:
-            raise TypeError("nobody knows")
+            raise TypeError("has no length")
         return self.count
 
     def __iter__(self):
@@ -192,8 +192,8 @@ def test_what_dynamic_cannot_do_is_refused() -> None:
                 list(pl.shard(given, **{"mode": "dynamic", **options}))
 
         fine = DataLoader(range(20), 2)
-        refuse("goes by index", DataLoader(Stream(), 2))
-        refuse("goes by index", [torch.ones(2)])
+        refuse("needs indices", DataLoader(Stream(), 2))
+        refuse("needs indices", [torch.ones(2)])
         refuse("batch='global'", fine, batch="global")
         refuse("presharded=True", fine, presharded=True)
         refuse("cost=... goes with mode='dynamic'", fine, mode="shard", cost=[1] * 20)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import paceline as pl
 from paceline.comm.group import Group
-from paceline.data.cursor import epoch_summary as epoch_line
+from paceline.data import pass_report
 from paceline.observe.telemetry.events import EpochEnded, Event
 from paceline.runtime import job
 from support import started
@@ -70,7 +70,7 @@ def test_the_numbers_are_what_was_handed_out() -> None:
 
 def test_many_epochs_are_summed_up() -> None:
     def battery(group: Group) -> None:
-        epoch_line._SHORT_S = 60.0  # a second may pass on a busy machine
+        pass_report._SHORT_S = 60.0  # a second may pass on a busy machine
         loader = DataLoader(range(12), 2)
         warmup = pl.data_warmup(0.5, epochs=40)
         for epoch in range(45):
@@ -78,7 +78,7 @@ def test_many_epochs_are_summed_up() -> None:
                 pass
         slow = DataLoader(range(2), 1)
         for epoch in range(5):
-            epoch_line._SHORT_S = 0.05 if epoch == 4 else 60.0
+            pass_report._SHORT_S = 0.05 if epoch == 4 else 60.0
             for _ in pl.shard(slow, epoch=epoch):
                 time.sleep(0.1 if epoch == 4 else 0.0)
 

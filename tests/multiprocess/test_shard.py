@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 import paceline as pl
 from paceline.comm.group import Group
-from paceline.data.randomness import mixed
+from paceline.data.randomness import mix_seeds
 from paceline.data.split import order
 from paceline.runtime import job
 from support import run_ranks, started
@@ -105,7 +105,7 @@ def test_parts_make_up_the_batches_of_one_process(world_size: int) -> None:
         if kind == "plain":
             expected = list(range(samples))
         else:
-            expected = order.LocalOrder(samples, mixed(5, 1)).units(0, samples).tolist()
+            expected = order.LocalOrder(samples, mix_seeds(5, 1)).units(0, samples).tolist()
         steps = chunks(expected, size * world_size)
         if drop and len(steps[-1]) < size * world_size:
             steps.pop()
@@ -143,7 +143,7 @@ def test_shuffling_follows_from_seed_and_epoch(world_size: int) -> None:
 
     ranks = run_ranks(world_size, battery)
     alone = [
-        chunks(order.LocalOrder(40, mixed(100, e)).units(0, 40).tolist(), 4 * world_size)
+        chunks(order.LocalOrder(40, mix_seeds(100, e)).units(0, 40).tolist(), 4 * world_size)
         for e in range(3)
     ]
     for epoch in range(3):

@@ -63,7 +63,9 @@ def test_each_sample_counts_once(kill: int, num_workers: int, resize: str) -> No
         lines = [event for event in job.events if isinstance(event, EpochEnded)]
         assert {line.samples for line in lines} == {151}
         assert sum(line.reissued > 0 for line in lines) == 1  # in the epoch of the loss
-        assert any("151 samples, each once; " in o and "re-issued" in o for o in outputs(job))
+        assert any(
+            "151 samples, each once; " in o and "reassigned after a loss" in o for o in outputs(job)
+        )
         sizes = Counter(len(counted) for _, counted, _ in log.steps.values())
         assert {size for _, _, size in log.steps.values()} == {2, 3}
         if resize == "global":
@@ -269,4 +271,4 @@ def test_a_sampler_that_is_never_the_same_cannot_be_continued() -> None:
         log.hear(1, more=8)
         job.ranks.kill(0)
         outcome = job.ranks.wait(60)[1]
-        assert "Seeded) gives other indices; seed it alike" in str(outcome.error)
+        assert "Seeded) gives other indices; seed it identically" in str(outcome.error)

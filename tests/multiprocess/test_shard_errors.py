@@ -100,13 +100,13 @@ def test_what_is_wrong_everywhere(world_size: int) -> None:
         refuse(
             "already gives each worker", loader_of(9, sampler=DistributedSampler(range(9), 3, 1))
         )
-        refuse("went through pl.shard already", pl.shard(fine))
-        refuse("cuts batches", [torch.ones(2)], batch="global")
-        refuse("cuts batches", DataLoader(range(9), batch_size=None), batch="global")
+        refuse("is the result of pl.shard already", pl.shard(fine))
+        refuse("splits batches", [torch.ones(2)], batch="global")
+        refuse("splits batches", DataLoader(range(9), batch_size=None), batch="global")
         refuse("index of type float|raised UsageError", DataLoader(range(9), sampler=Odd()))
         if group.size == 3:
             refuse("2 samples for 3 workers, fewer than one each; start at most 2", loader_of(2))
-            refuse("global batch of 2 cannot be cut among 3", fine, batch="global")
+            refuse("global batch of 2 cannot be split among 3", fine, batch="global")
             refuse("at least the number of workers", DataLoader(Stream(9), 2), batch="global")
             refuse("gives rank 2 of 3 no batch", [1, 2])
             refuse("gives rank 2 of 3 no batch", DataLoader(Stream(2), 1))
@@ -145,7 +145,7 @@ def test_what_differs_between_ranks() -> None:
         refuse("gives rank 1 of 3 no batch at all.*once only", generator)
         sharded = pl.shard(loader_of(20))
         if odd:
-            sharded._memory.next_epoch = 5  # as if this rank alone had begun a pass before
+            sharded._record.next_epoch = 5  # as if this rank alone had begun a pass before
         with pytest.raises(pl.errors.UsageError, match="of this pass is 5 on rank 1, expected 0"):
             list(sharded)
         assert len(list(pl.shard(loader_of(20)))) == 4

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 import paceline as pl
 from paceline.comm.group import Group
-from paceline.data.split.partition import FilePart
+from paceline.data.split.partition import FilePartDataset
 from paceline.runtime import job
 from support import run_ranks
 
@@ -227,7 +227,7 @@ def test_each_worker_opens_its_own_files_only(tmp_path: Path) -> None:
 
         refuse("2 files for 3 workers, fewer than one each", files[:2], **settings)
         refuse("the list of files is empty", [], **settings)
-        refuse("found the one name", files[0], **settings)
+        refuse("found the single name", files[0], **settings)
         refuse("expected a function that reads", files, mode="partition", open="r")
         refuse("goes with mode='partition'", files, open=read)
         refuse("unexpected keyword argument 'batchsize'", files, batchsize=3, **settings)
@@ -239,8 +239,10 @@ def test_each_worker_opens_its_own_files_only(tmp_path: Path) -> None:
                 raise OSError("the disk is gone")
 
         if group.rank == 2:  # the others have one sample in each file, and would wait for it
-            with pytest.raises(pl.errors.UsageError, match="6.txt, behind 1 .* on rank 2: OSError"):
-                list(FilePart(files[5:], stumble, 2))
+            with pytest.raises(
+                pl.errors.UsageError, match="6.txt could not be read after 1 .* on rank 2: OSError"
+            ):
+                list(FilePartDataset(files[5:], stumble, 2))
         mine = files if group.rank else files[::-1]
         refuse("the list of files is .* on rank 1", mine, **settings)
         return found
@@ -270,18 +272,20 @@ def test_what_a_mode_cannot_do_is_refused_on_every_rank() -> None:
         fine = DataLoader(range(20), 2, shuffle=True)
         refuse("mode must be one of shard, partition", fine, mode="both")
         for mode in ("partition", "replicate"):
-            refuse("goes by index, which a stream", DataLoader(Stream(), 2), mode=mode)
-            refuse("goes by index, which a list", [torch.ones(2)], mode=mode)
+            refuse("needs indices, which a stream", DataLoader(Stream(), 2), mode=mode)
+            refuse("needs indices, which a list", [torch.ones(2)], mode=mode)
             refuse("presharded=True", fine, mode=mode, presharded=True)
             refuse("data_warmup", fine, mode=mode, warmup=pl.data_warmup(0.5))
         sampled = DataLoader(range(20), 2, sampler=Own(20))
         refuse("sampler of its own", sampled, mode="partition")
         refuse("2 samples for 3 workers", DataLoader(range(2), 2), mode="partition")
         refuse("drops them all", DataLoader(range(4), 2, drop_last=True), mode="partition")
-        refuse("shuffle=False, and all would", DataLoader(range(20), 2), mode="replicate")
-        refuse("cuts no batches", fine, mode="replicate", batch="global")
+        refuse("shuffle=False, so all would", DataLoader(range(20), 2), mode="replicate")
+        refuse("splits no batches", fine, mode="replicate", batch="global")
         refuse(
-            "batch_size: pl.shard has no such argument; those of a DataLoader", fine, batch_size=3
+            "batch_size: pl.shard has no such argument; arguments of a DataLoader",
+            fine,
+            batch_size=3,
         )
         refuse("without batch_size", Asked(9), num_workers=1)
         refuse("unexpected keyword argument", Asked(9), batch_size=2, shufle=True)

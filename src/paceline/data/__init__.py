@@ -1,10 +1,12 @@
 """Data for the workers: `pl.shard(loader)` gives each sample to one worker.
 
-    shard.py       pl.shard: one object that each pass asks for batches
-    agreement.py   do all ranks pass the same loader, in the same epoch?
+    shard.py       pl.shard: one object whose iterations are passes over the data
+    data_pass.py   the context of one pass; do all ranks pass the same loader?
+    pass_report.py what a pass reports: input time, samples of the epoch
     loops.py       pl.steps, pl.epochs: loops that newcomers enter where the job is
+    randomness.py  seeds by batch; states of random generators
     split/         which samples go to which worker, and their weight
-    cursor/        how far a pass is; state for newcomers and checkpoints
+    cursor/        the progress of passes; state for newcomers and checkpoints
     sources/       kinds of data: loaders with indices, streams, other iterables
     workers/       data workers: other processes make the batches
 

@@ -1,8 +1,8 @@
-"""`pl.steps(n)` and `pl.epochs(n)`: like range(n), but a newcomer starts where the others are, and
-a run that is resumed from a checkpoint where that was made.
+"""`pl.steps(n)` and `pl.epochs(n)`: range(n) for elastic and resumable jobs.
 
-Either way the script begins at the top. What it would do there in earlier rounds of a loop is over;
-these loops leave that out, so that nothing is done again, or alone.
+A newcomer's loop starts where the other workers are; the loop of a resumed run starts where its
+checkpoint was saved. Either way the script starts at the top. These loops skip earlier items, so
+that no step is done twice, or by one worker alone.
 """
 
 from __future__ import annotations
@@ -11,53 +11,53 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.data.cursor.ledger import ledger_of
+from paceline.data.cursor.progress import data_progress_of
 from paceline.data.randomness import seed_step
 from paceline.errors import UsageError
 from paceline.runtime.job import current
 
 
-def steps(count: int) -> Rounds:
+def steps(count: int) -> LoopRange:
     """Return an iterable over the numbers of so many optimizer steps: 0 to count - 1. In an elastic
-    job a newcomer begins with the step that comes next for all; a resumed run goes on with the one
-    behind its checkpoint.
+    job a newcomer starts with the next step of the other workers; a resumed run with the first step
+    after its checkpoint.
 
     >>> list(pl.steps(3))
     [0, 1, 2]
     """
-    return Rounds("steps", count)
+    return LoopRange("steps", count)
 
 
-def epochs(count: int) -> Rounds:
+def epochs(count: int) -> LoopRange:
     """Return an iterable over the numbers of so many epochs: 0 to count - 1. In an elastic job a
-    newcomer begins with the epoch that is under way; a resumed run with that of its checkpoint.
+    newcomer starts with the epoch that is under way; a resumed run with that of its checkpoint.
 
     >>> list(pl.epochs(2))
     [0, 1]
     """
-    return Rounds("epochs", count)
+    return LoopRange("epochs", count)
 
 
-class Loop:
-    """How far one loop of pl.steps or pl.epochs is, for those who come into it later."""
+class LoopState:
+    """Progress of one loop of pl.steps or pl.epochs, for workers that enter it later."""
 
     def __init__(self, *, counts_steps: bool) -> None:
         self.number = 0  # among the loops of the script
         self._counts_steps = counts_steps
         self._has_committed = False
         self.has_taken = False  # a batch, since then
-        self.index = 0  # item under way
-        self._place: dict[str, Any] = {}  # where the script was when that began
-        self._given: list[str] = []  # loaders given since then, by the order of the first time
+        self.index = 0  # the current item
+        self._position: dict[str, Any] = {}  # of the script when the item began
+        self._given: list[str] = []  # loaders passed to pl.shard since then
 
-    def begin(self, index: int, place: dict[str, Any]) -> None:
+    def begin(self, index: int, position: dict[str, Any]) -> None:
         """Note that an item begins."""
-        self.index, self._place, self._has_committed = index, place, False
+        self.index, self._position, self._has_committed = index, position, False
         self.has_taken = False
         self._given = []
 
-    def give(self, key: str) -> None:
-        """Note that a loader was given to pl.shard."""
+    def add_loader(self, key: str) -> None:
+        """Note that the script passed a loader to pl.shard."""
         if key not in self._given:
             self._given.append(key)
 
@@ -65,25 +65,25 @@ class Loop:
         """Note that a step has counted."""
         self._has_committed = True
 
-    def under_way(self) -> list[Any]:
-        """Return where a newcomer begins: an item and its place; None stands for here and now."""
-        return self._begin_at(is_done=self._counts_steps and self._has_committed)
+    def live(self) -> list[Any]:
+        """Return where a newcomer starts: loop, item, and position; None is the current one."""
+        return self._start_at(is_done=self._counts_steps and self._has_committed)
 
     def state(self, *, is_in_pass: bool) -> list[Any]:
-        """Return the same for a checkpoint, which is made behind everything that belongs to a step.
-        An epoch in which anything was taken is done, unless a pass is under way."""
+        """Return where a run starts that resumes from a checkpoint after this step. An epoch in
+        which a batch was taken is done, unless a pass is under way."""
         is_done = self._has_committed or self.has_taken
         if not self._counts_steps:
             is_done = self.has_taken and not is_in_pass
-        return self._begin_at(is_done=is_done)
+        return self._start_at(is_done=is_done)
 
-    def _begin_at(self, *, is_done: bool) -> list[Any]:
-        place = None if is_done else {**self._place, "given": self._given}
-        return [self.number, self.index + is_done, place]
+    def _start_at(self, *, is_done: bool) -> list[Any]:
+        position = None if is_done else {**self._position, "given": self._given}
+        return [self.number, self.index + is_done, position]
 
 
-class Rounds:
-    """The rounds of a loop; every iteration is a loop of its own."""
+class LoopRange:
+    """What pl.steps and pl.epochs return. Every iteration is a loop of its own."""
 
     def __init__(self, kind: str, count: int) -> None:
         current()
@@ -100,13 +100,13 @@ class Rounds:
 
     def __iter__(self) -> Iterator[int]:
         job = current().sharers
-        ledger = ledger_of(job)
+        progress = data_progress_of(job)
         job.elastic.enter()
         counts_steps = self._kind == "steps"
-        loop = Loop(counts_steps=counts_steps)
-        first = ledger.open_loop(loop, self._count)
-        if counts_steps and not (job.elastic.is_lockstep or ledger.is_resumed):
-            done = job.elastic.committed_steps  # of the number that this worker has taken over
+        loop = LoopState(counts_steps=counts_steps)
+        first = progress.open_loop(loop, self._count)
+        if counts_steps and not (job.elastic.is_lockstep or progress.is_resumed):
+            done = job.elastic.committed_steps  # by this worker's number
             first = first if done is None else min(done, self._count)
         repeats = counts_steps and job.env.on_loss == "replace"
         headway = job.reporter.headway
@@ -114,10 +114,10 @@ class Rounds:
         try:
             for index in range(first, self._count):
                 headway.begin(entered, index)
-                ledger.begin_item(loop, index)
+                progress.begin_item(loop, index)
                 if repeats:
-                    seed_step(ledger.script_seed, job.data_number, index)
+                    seed_step(progress.script_seed, job.data_number, index)
                 yield index
         finally:
             headway.leave(entered)
-            ledger.close_loop(loop)
+            progress.close_loop(loop)

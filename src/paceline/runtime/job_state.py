@@ -26,7 +26,7 @@ from paceline.runtime.preemption import Stopping
 _ALL = 1 << 30  # more than there are workers
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """Everything that this process holds of its job."""
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.data.loops import epochs as rounds
-from paceline.data.shard import Sharded, shard
+from paceline.data.shard import ShardedLoader, shard
 from paceline.data.sources.samples import samples_in
-from paceline.data.workers.source import Offered
+from paceline.data.workers.source import ServedLoader
 from paceline.data_parallel.amp.grad_scaler import GradScaler
 from paceline.data_parallel.distribute import distributed
 from paceline.data_parallel.pace_switch.switcher import Succession
@@ -187,14 +187,14 @@ class Trainer:
 
     def _serve(self, loader: Any) -> FitResult:
         """As a data worker: make batches, if they are to come from here; does not return then."""
-        for _ in loader if isinstance(loader, Offered) else shard(loader):
+        for _ in loader if isinstance(loader, ServedLoader) else shard(loader):
             pass
         return FitResult([], 0, has_stopped=False)
 
     def _train_epoch(self, loader: Any) -> None:
         self.metrics = {}
         self._callbacks.call("on_train_epoch_start", self)
-        batches = loader if isinstance(loader, Sharded) else shard(loader, epoch=self.epoch)
+        batches = loader if isinstance(loader, ShardedLoader) else shard(loader, epoch=self.epoch)
         self._begin_epoch(batches)
         for batch in batches:
             self._follow_step()

@@ -1,8 +1,8 @@
-"""Workers come and go in the middle of a pass: each sample counts once, whatever happens (O4).
+"""Workers join and leave in the middle of a pass: each sample counts once, whatever happens (O4).
 
-A small job is played, in which every worker has a cursor of its own, told about by nobody but the
-rules of the membership: changes at the same places for all, and state from one who is further. Some
-workers may be one point ahead of others when somebody is lost.
+The tests simulate a small job in which every worker has a cursor of its own. The cursors follow
+the rules of the membership: all see the same changes, and a worker that lags gets the state of one
+that is ahead. Some workers may be one step ahead of others when a worker is lost.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data.cursor.indices import IndexCursor, Rules
-from paceline.data.cursor.positions import Reading, StreamCursor, reading_of
-from paceline.data.randomness import mixed
+from paceline.data.cursor.positions import StreamCursor, UnreadPositions, unread_in
+from paceline.data.randomness import mix_seeds
 from paceline.data.split.order import LocalOrder
 from paceline.data.split.weights import deal, deal_or_spread, spread, spread_one
 
 seeds = st.integers(0, 2**32)
 
 
-class Told:
-    """A sequence whose end is known only to those who have asked for units behind it."""
+class LateEnd:
+    """A sequence whose length is known only after units beyond its end were requested."""
 
     def __init__(self, units: list[Any]) -> None:
         self._units = units
@@ -40,33 +40,33 @@ class Told:
 
 
 class Player:
-    """A worker: its course, and how many batches it has itself."""
+    """A worker: its cursor, and its own position."""
 
-    def __init__(self, rank: int, course: Any) -> None:
-        self.rank, self.course, self.cursor = rank, course, 0
+    def __init__(self, rank: int, cursor: Any) -> None:
+        self.rank, self.cursor, self.position = rank, cursor, 0
         self.given: list[list[Any]] = []  # samples of the batches since the last step
 
     def take(self) -> bool:
-        part = self.course.part(self.cursor, self.rank)
+        part = self.cursor.part(self.position, self.rank)
         if part is None:
             return False
         units, weight = part
         flat = [x for u in units for x in (u if isinstance(u, list) else [u])] if weight else []
         self.given.append(flat)
-        self.cursor += 1
-        self.course.take(self.cursor - 1)
+        self.position += 1
+        self.cursor.take(self.position - 1)
         return True
 
     def commit(self) -> list[Any]:
         samples, self.given = [x for batch in self.given for x in batch], []
-        self.course.commit(self.cursor)
+        self.cursor.commit(self.position)
         return samples
 
 
-def hand_over(donor: Any, receiver: Any) -> None:
-    receiver.load_live(msgspec.msgpack.decode(msgspec.msgpack.encode(donor.live())))
-    if isinstance(getattr(donor, "_sequence", None), Told):
-        receiver._sequence.length = donor._sequence.length  # told in the same parcel
+def transfer(source: Any, receiver: Any) -> None:
+    receiver.load_live(msgspec.msgpack.decode(msgspec.msgpack.encode(source.live())))
+    if isinstance(getattr(source, "_sequence", None), LateEnd):
+        receiver._sequence.length = source._sequence.length  # sent with the same state
 
 
 class Play:
@@ -98,60 +98,60 @@ class Play:
         return sum(player.take() for _ in range(count))
 
     def _commit(self, num_batches: int) -> None:
-        """All commit; perhaps somebody is lost while only some have, and are in the next step."""
+        """All commit; perhaps a worker is lost while only some have, and are in the next step."""
         num_ahead = len(self.players)
         if num_ahead > 1 and self.happens(5):
             num_ahead = self.random.randint(1, num_ahead - 1)
-        ahead, behind = self.players[:num_ahead], self.players[num_ahead:]
+        ahead, lagging = self.players[:num_ahead], self.players[num_ahead:]
         for player in ahead:
             self.used.update(player.commit())
-        if not behind:
+        if not lagging:
             return
         for player in ahead:
             self._take(player, num_batches)
-        donor = ahead[-1]
-        for player in behind:
-            hand_over(donor.course, player.course)
-        self._lose([player for player in self.players if player is not donor], behind)
-        for player in behind:
+        source = ahead[-1]
+        for player in lagging:
+            transfer(source.cursor, player.cursor)
+        self._lose([player for player in self.players if player is not source], lagging)
+        for player in lagging:
             if player not in self.players:
                 continue
             self.used.update(player.commit())
-            while player.cursor < donor.cursor:
+            while player.position < source.position:
                 assert player.take()
         for player in self.players:
             self.used.update(player.commit())
 
-    def _lose(self, candidates: list[Player], behind: Sequence[Player] = ()) -> None:
+    def _lose(self, candidates: list[Player], lagging: Sequence[Player] = ()) -> None:
         lost = self.random.choice(candidates)
-        if lost in behind:  # what it had given to the last step has counted
+        if lost in lagging:  # what it had given to the last step has counted
             self.used.update(lost.commit())
             lost.given = []
         self.players = [player for player in self.players if player is not lost]
-        self._change(uncounted=True)
+        self._change(requeues_lost=True)
 
-    def _change(self, uncounted: bool) -> None:
+    def _change(self, requeues_lost: bool) -> None:
         after = tuple(player.rank for player in self.players)
         for player in self.players:
-            player.course.change(after, uncounted=uncounted)
+            player.cursor.change(after, requeues_lost=requeues_lost)
 
     def _join(self) -> None:
-        donor = self.players[0]
-        course = self.make(donor.course.members)
-        hand_over(donor.course, course)
-        newcomer = Player(self.next_rank, course)
-        newcomer.cursor = course.committed
+        source = self.players[0]
+        cursor = self.make(source.cursor.members)
+        transfer(source.cursor, cursor)
+        newcomer = Player(self.next_rank, cursor)
+        newcomer.position = cursor.committed
         self.next_rank += 1
         self.players.insert(self.random.randint(0, len(self.players)), newcomer)
-        self._change(uncounted=False)
+        self._change(requeues_lost=False)
 
     def _agree(self) -> None:
-        first = self.players[0].course.live()
-        assert all(player.course.live() == first for player in self.players)
-        assert len({player.cursor for player in self.players}) == 1
+        first = self.players[0].cursor.live()
+        assert all(player.cursor.live() == first for player in self.players)
+        assert len({player.position for player in self.players}) == 1
 
     def _is_over(self) -> bool:
-        return all(p.course.part(p.cursor, p.rank) is None for p in self.players)
+        return all(p.cursor.part(p.position, p.rank) is None for p in self.players)
 
 
 def as_units(part: Any) -> list[Any]:
@@ -165,7 +165,7 @@ def test_samples_count_once(
 ) -> None:
     per_step = (lambda n: n * size) if follows else (lambda _: workers * size)
     rules = Rules(per_step, spread, drop_short=False, again=as_units)
-    order = LocalOrder(samples, mixed(1, 2))
+    order = LocalOrder(samples, mix_seeds(1, 2))
     play = Play(seed, workers, lambda members: IndexCursor(rules, order, members))
     play.run(3 * samples + 60)
     assert play.used == Counter(range(samples))
@@ -182,7 +182,7 @@ def test_batches_of_a_sampler_count_once(seed: int, workers: int, sizes: list[in
     cut = spread_one if is_global else deal_or_spread
     per_step = 1 if is_global else workers
     rules = Rules(lambda _: per_step, cut, drop_short=False, again=lambda part: [list(part)])
-    play = Play(seed, workers, lambda members: IndexCursor(rules, Told(batches), members))
+    play = Play(seed, workers, lambda members: IndexCursor(rules, LateEnd(batches), members))
     play.run(3 * samples + 60)
     assert play.used == Counter(range(samples))
 
@@ -200,8 +200,8 @@ def test_single_items_count_once(seed: int, workers: int, samples: int) -> None:
     assert play.used == Counter(range(samples))
 
 
-def range_(samples: int) -> Told:
-    return Told(list(range(samples)))
+def range_(samples: int) -> LateEnd:
+    return LateEnd(list(range(samples)))
 
 
 def plain_rules(per_step: int, *, drop_short: bool = False) -> Rules:
@@ -209,110 +209,110 @@ def plain_rules(per_step: int, *, drop_short: bool = False) -> Rules:
 
 
 def test_the_global_batch_stays_and_survivors_get_more() -> None:
-    course = IndexCursor(plain_rules(6), range_(24), (0, 1, 2))
-    assert [course.part(0, rank) for rank in range(3)] == [
+    cursor = IndexCursor(plain_rules(6), range_(24), (0, 1, 2))
+    assert [cursor.part(0, rank) for rank in range(3)] == [
         ([0, 1], 1.0),
         ([2, 3], 1.0),
         ([4, 5], 1.0),
     ]
-    course.take(0)
-    course.change((0, 2), uncounted=True)
-    assert course.part(0, 2) == ([4, 5], 1.0)  # one who is behind gets it as it was
-    assert [course.part(1, rank) for rank in (0, 2)] == [([6, 7, 8], 1.0), ([9, 10, 11], 1.0)]
-    assert course.units(4) == [2, 3]  # behind all others
-    assert course.units(5) is None
+    cursor.take(0)
+    cursor.change((0, 2), requeues_lost=True)
+    assert cursor.part(0, 2) == ([4, 5], 1.0)  # one who is behind gets it as it was
+    assert [cursor.part(1, rank) for rank in (0, 2)] == [([6, 7, 8], 1.0), ([9, 10, 11], 1.0)]
+    assert cursor.units(4) == [2, 3]  # behind all others
+    assert cursor.units(5) is None
 
 
-def test_what_is_queued_comes_behind_a_short_batch_that_was_taken() -> None:
-    course = IndexCursor(plain_rules(4), range_(6), (0, 1))
+def test_queued_units_come_after_a_short_batch_that_was_taken() -> None:
+    cursor = IndexCursor(plain_rules(4), range_(6), (0, 1))
     for batch in range(2):
-        assert course.part(batch, 0) is not None
-        course.take(batch)
-    course.commit(1)
-    assert course.units(1) == [4, 5] and course.units(2) is None
-    course.change((0,), uncounted=True)
-    assert course.units(1) == [4, 5] and course.units(2) == [5] and course.units(3) is None
+        assert cursor.part(batch, 0) is not None
+        cursor.take(batch)
+    cursor.commit(1)
+    assert cursor.units(1) == [4, 5] and cursor.units(2) is None
+    cursor.change((0,), requeues_lost=True)
+    assert cursor.units(1) == [4, 5] and cursor.units(2) == [5] and cursor.units(3) is None
 
 
-def test_a_last_batch_that_is_not_full_is_dropped_with_what_is_queued() -> None:
-    course = IndexCursor(plain_rules(4, drop_short=True), range_(7), (0, 1))
-    assert course.units(0) == [0, 1, 2, 3] and course.units(1) is None
-    course.take(0)
-    course.change((0,), uncounted=True)
-    assert course.units(1) == [4, 5, 6, 2] and course.units(2) is None
+def test_a_short_last_batch_is_dropped_with_the_queue() -> None:
+    cursor = IndexCursor(plain_rules(4, drop_short=True), range_(7), (0, 1))
+    assert cursor.units(0) == [0, 1, 2, 3] and cursor.units(1) is None
+    cursor.take(0)
+    cursor.change((0,), requeues_lost=True)
+    assert cursor.units(1) == [4, 5, 6, 2] and cursor.units(2) is None
 
 
 def test_a_replacement_takes_over_the_parts_of_the_lost() -> None:
-    course = IndexCursor(plain_rules(4), range_(12), (0, 1))
-    lost = [course.part(batch, 1) for batch in range(3)]
-    course.take(0)
-    course.take(1)
-    course.commit(1)
-    stages = course.stages[0].first
-    course.change((0, 5), uncounted=False, replaced={1: 5})
-    assert [course.part(batch, 5) for batch in range(3)] == lost
-    assert [s.first for s in course.stages] == [stages]  # prefetched batches stay good
+    cursor = IndexCursor(plain_rules(4), range_(12), (0, 1))
+    lost = [cursor.part(batch, 1) for batch in range(3)]
+    cursor.take(0)
+    cursor.take(1)
+    cursor.commit(1)
+    ranges = cursor.ranges[0].first
+    cursor.change((0, 5), requeues_lost=False, replaced={1: 5})
+    assert [cursor.part(batch, 5) for batch in range(3)] == lost
+    assert [s.first for s in cursor.ranges] == [ranges]  # prefetched batches stay good
 
 
-def test_what_did_not_count_at_the_end_of_a_pass_is_carried_over() -> None:
-    course = IndexCursor(plain_rules(4), range_(8), (0, 1))
-    course.take(0)
-    course.commit(1)
-    course.take(1)
-    carried = course.uncommitted()
+def test_uncommitted_units_at_the_end_of_a_pass_are_carried_over() -> None:
+    cursor = IndexCursor(plain_rules(4), range_(8), (0, 1))
+    cursor.take(0)
+    cursor.commit(1)
+    cursor.take(1)
+    carried = cursor.uncommitted()
     assert carried == {0: [4, 5], 1: [6, 7]}
     following = IndexCursor(plain_rules(4), range_(8), (0, 1))
     following.carried = carried
-    following.change((0,), uncounted=True)
+    following.change((0,), requeues_lost=True)
     assert following.queue == [6, 7]
     following.commit(0)
-    following.change((2,), uncounted=True)
+    following.change((2,), requeues_lost=True)
     assert following.queue == [6, 7]
 
 
 class StreamPlayer(Player):
     """Takes from a stream as StridedLoader does, one source."""
 
-    def __init__(self, rank: int, course: StreamCursor, samples: int, per_step: Any) -> None:
-        super().__init__(rank, course)
+    def __init__(self, rank: int, cursor: StreamCursor, samples: int, per_step: Any) -> None:
+        super().__init__(rank, cursor)
         self.samples, self.per_step = samples, per_step
 
     def take(self) -> bool:
-        stage = self.course.stage(self.cursor)
-        size, workers = self.per_step(len(stage.members)), len(stage.members)
-        numbering = reading_of(stage, 0).numbering()
-        start = (self.cursor - stage.first) * size
+        batch_range = self.cursor.range_of(self.position)
+        size, workers = self.per_step(len(batch_range.members)), len(batch_range.members)
+        numbering = unread_in(batch_range, 0).numbering()
+        start = (self.position - batch_range.first) * size
         mine, rest = [], False
-        for position in range(self.samples):
-            number = numbering(position)
+        for stream_position in range(self.samples):
+            number = numbering(stream_position)
             if number is None or number < start:
                 continue
             rest = True
-            if number < start + size and (number - start) % workers == stage.members.index(
+            if number < start + size and (number - start) % workers == batch_range.members.index(
                 self.rank
             ):
-                mine.append(position)
+                mine.append(stream_position)
         if not rest:
             return False
         self.given.append(mine)
-        self.cursor += 1
-        self.course.take(self.cursor - 1)
+        self.position += 1
+        self.cursor.take(self.position - 1)
         return True
 
 
 class StreamPlay(Play):
     def __init__(self, seed: int, workers: int, samples: int, per_step: Any) -> None:
-        self._new = lambda rank, course: StreamPlayer(rank, course, samples, per_step)
+        self._new = lambda rank, cursor: StreamPlayer(rank, cursor, samples, per_step)
         super().__init__(seed, workers, lambda members: StreamCursor(per_step, members))
-        self.players = [self._new(p.rank, p.course) for p in self.players]
+        self.players = [self._new(p.rank, p.cursor) for p in self.players]
 
     def _join(self) -> None:
         super()._join()
         self.players = [p if isinstance(p, StreamPlayer) else self._moved(p) for p in self.players]
 
     def _moved(self, player: Player) -> StreamPlayer:
-        made = self._new(player.rank, player.course)
-        made.cursor = player.cursor
+        made = self._new(player.rank, player.cursor)
+        made.position = player.position
         return made
 
     def _is_over(self) -> bool:
@@ -330,25 +330,25 @@ def test_samples_of_a_stream_count_once(
     assert play.used == Counter(range(samples))
 
 
-def test_a_reading_numbers_what_is_left() -> None:
-    reading = Reading().without(6, [1, 4])
-    assert [reading.position(n) for n in range(4)] == [1, 4, 6, 7]
-    numbering = reading.numbering()
+def test_unread_positions_are_numbered() -> None:
+    unread = UnreadPositions().without(6, [1, 4])
+    assert [unread.position(n) for n in range(4)] == [1, 4, 6, 7]
+    numbering = unread.numbering()
     assert [numbering(p) for p in range(8)] == [None, 0, None, None, 1, None, 2, 3]
-    assert reading.without(1, []) == Reading((4,), 6)
-    assert reading.without(3, [1]) == Reading((1,), 7)
+    assert unread.without(1, []) == UnreadPositions((4,), 6)
+    assert unread.without(3, [1]) == UnreadPositions((1,), 7)
 
 
-def test_batches_of_a_stream_are_taken_over_by_name() -> None:
-    course = StreamCursor(lambda _: 4, (0, 1))
-    course.take(0)
-    course.change((0, 7), uncounted=False, replaced={1: 7})
-    assert course.members == (0, 7) and len(course.stages) == 1
-    course.change((0,), uncounted=True)
-    assert reading_of(course.stages[-1], 0) == Reading((1, 3), 4)
+def test_a_replacement_takes_over_batches_of_a_stream() -> None:
+    cursor = StreamCursor(lambda _: 4, (0, 1))
+    cursor.take(0)
+    cursor.change((0, 7), requeues_lost=False, replaced={1: 7})
+    assert cursor.members == (0, 7) and len(cursor.ranges) == 1
+    cursor.change((0,), requeues_lost=True)
+    assert unread_in(cursor.ranges[-1], 0) == UnreadPositions((1, 3), 4)
 
 
 def test_weights_add_up() -> None:
-    course = IndexCursor(plain_rules(8), range_(8), (3, 4, 9))
-    weights = [course.part(0, rank)[1] for rank in (3, 4, 9)]  # type: ignore[index]
+    cursor = IndexCursor(plain_rules(8), range_(8), (3, 4, 9))
+    weights = [cursor.part(0, rank)[1] for rank in (3, 4, 9)]  # type: ignore[index]
     assert sum(weights) == pytest.approx(3)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from paceline.data.sources.samples import samples_in
-from paceline.data.sources.stream import Strided
+from paceline.data.sources.stream import StridedDataset
 
 
 def test_samples_are_counted_by_the_first_dimension() -> None:
@@ -30,7 +30,7 @@ class Numbers(IterableDataset):
 
 def test_a_strided_dataset_passes_attributes_on() -> None:
     dataset = Numbers(0, 10)
-    strided = Strided(dataset, 3, 1, 6)
+    strided = StridedDataset(dataset, 3, 1, 6)
     assert list(strided) == [1, 4, 7]
     strided.start = 2
     assert dataset.start == strided.start == 2

@@ -1,12 +1,13 @@
-"""Lines: what is known about each loader, here and on the other workers.
+"""LoaderState: what a worker knows about one loader, on this worker and on the others.
 
-A LINE is all that is known about one loader (the k-th that the script gave to pl.shard): what the
-workers agreed on when it was given, how many passes have begun, and the cursors of those under way.
+A loader state has what the workers agreed on when the script passed the loader to pl.shard, how
+many passes have begun, and the cursors of the passes under way.
 
-Two workers may be one point apart, and a newcomer's script begins at the top. So a line counts
-twice: the passes that the foremost has begun, and those of this worker's own script (`my_passes`).
-A newcomer's passes that the others have behind them give no batches; one that is open with them is
-continued where they are. In a run that is resumed, the checkpoint takes the place of the others.
+Two workers may be one step apart, and a newcomer's script starts at the top. So a loader state
+counts twice: the passes that the most advanced worker has begun, and those of this worker's own
+script (`my_passes`). Passes that the other workers have ended give a newcomer no batches. A pass
+that is open on them continues where they are. In a resumed run the checkpoint takes the place of
+the other workers.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from typing import Any
 from paceline.data.cursor.cursor import (
     NEWCOMER,
     PEER,
-    Arrival,
     Cursor,
     Facts,
     Plain,
-    Turn,
+    StateOrigin,
+    WorkerChange,
     require_same_data,
 )
-from paceline.data.cursor.indices import plain_parts, read_parts
+from paceline.data.cursor.indices import from_plain_parts, to_plain_parts
 
 
 @dataclass
-class Waiting:
-    """A pass under way elsewhere, on other workers or in a checkpoint, and here not yet; and what
-    has changed since. The ledger has lines in the same way."""
+class PendingState:
+    """The state of a pass that is under way on other workers or in a checkpoint, but not here yet;
+    and the changes since. DataProgress keeps the states of whole loaders in the same way."""
 
     state: Plain
     live: Plain | None
-    how: Arrival
-    turns: list[Turn] = field(default_factory=list)
+    origin: StateOrigin
+    changes: list[WorkerChange] = field(default_factory=list)
 
     @property
     def epoch(self) -> int:
@@ -43,26 +44,27 @@ class Waiting:
         return epoch
 
     def require_same_data(self, facts: Facts, epoch: int) -> None:
-        """Raise DataError if this is not the data that the pass was over."""
-        require_same_data(self.state, facts, epoch, is_same=self.how.is_same)
+        """Raise DataError unless this is the data that the pass was over."""
+        is_same = self.origin.has_same_world_size
+        require_same_data(self.state, facts, epoch, has_same_world_size=is_same)
 
-    def turn(self, turn: Turn) -> None:
-        """Note that there will be other workers."""
+    def on_worker_change(self, change: WorkerChange) -> None:
+        """Note that the workers have changed."""
         if self.live is None:
-            self.how = replace(self.how, is_same=False)
+            self.origin = replace(self.origin, has_same_world_size=False)
         else:
-            self.turns.append(turn)
+            self.changes.append(change)
 
-    def enter(self, cursor: Cursor) -> None:
-        """Put the cursor of a pass that begins here to where it is."""
-        cursor.load(self.state, self.live, self.how)
-        for turn in self.turns:
-            cursor.turn(turn)
+    def load_into(self, target: Cursor | LoaderState) -> None:
+        """Load the state, and apply the changes since."""
+        target.load(self.state, self.live, self.origin)
+        for change in self.changes:
+            target.on_worker_change(change)
 
 
 @dataclass(frozen=True)
-class Before:
-    """What had begun when this worker came: on the others, or in the run that is resumed."""
+class PriorPasses:
+    """Passes that began before this worker joined, or in the run that is resumed."""
 
     passes: int = 0
     next_epoch: int = 0
@@ -71,48 +73,47 @@ class Before:
 
 
 @dataclass
-class Line:
-    """What is known about one loader."""
+class LoaderState:
+    """The passes over one loader."""
 
     passes: int = 0
     my_passes: int = 0
-    next_epoch: int = 0  # mine
-    answers: list[dict[str, Any]] = field(default_factory=list)  # what the workers told about it
+    next_epoch: int = 0  # of this worker
+    answers: list[dict[str, Any]] = field(default_factory=list)  # of all workers about the loader
     open: dict[int, Cursor] = field(default_factory=dict)
-    waiting: dict[int, Waiting] = field(default_factory=dict)  # until they are entered
-    before: Before = field(default_factory=Before)
+    pending: dict[int, PendingState] = field(default_factory=dict)  # passes not entered yet
+    prior: PriorPasses = field(default_factory=PriorPasses)
     carried: dict[int, list[Any]] = field(default_factory=dict)  # see Cursor.carried
     first_epoch: int | None = None  # of the first pass
-    seed: int | None = None  # by default
-    ended: Cursor | None = None  # just now, until that has been told
-    past: list[int] | None = None  # the last one that ended: pass, batches, its largest batch
+    seed: int | None = None  # the default
+    ended: Cursor | None = None  # of the pass that just ended, until it is reported
+    last: list[int] | None = None  # the last pass that ended: its index, batches, largest batch
 
     @property
     def is_pass_known(self) -> bool:
-        """Whether the others had begun this worker's next pass before it came."""
-        waiting = self.waiting.get(self.my_passes)
-        if waiting is not None:
-            return waiting.how.is_new
-        return not self.before.is_resumed and self.my_passes < self.before.passes
+        """Whether the other workers had begun this worker's next pass before it joined."""
+        pending = self.pending.get(self.my_passes)
+        if pending is not None:
+            return pending.origin.is_new
+        return not self.prior.is_resumed and self.my_passes < self.prior.passes
 
     @property
-    def told_epoch(self) -> int | None:
-        """The epoch of this worker's next pass, if others or a checkpoint had begun it."""
-        waiting = self.waiting.get(self.my_passes)
-        is_told = waiting is not None and (waiting.how.is_resumed or waiting.how.is_new)
-        return waiting.epoch if waiting is not None and is_told else None
+    def known_epoch(self) -> int | None:
+        """The epoch of this worker's next pass, if other workers or a checkpoint had begun it."""
+        pending = self.pending.get(self.my_passes)
+        is_known = pending is not None and (pending.origin.is_resumed or pending.origin.is_new)
+        return pending.epoch if pending is not None and is_known else None
 
     @property
-    def saved(self) -> Waiting | None:
-        """This worker's next pass, if it is one to be continued from a checkpoint."""
-        waiting = self.waiting.get(self.my_passes)
-        return waiting if waiting is not None and waiting.how.is_resumed else None
+    def saved(self) -> PendingState | None:
+        """This worker's next pass, if it continues from a checkpoint."""
+        return self._saved.get(self.my_passes)
 
     def is_over(self, *, is_lockstep: bool) -> bool:
-        """Say whether this worker's next pass was over before it came. Where everybody runs free,
-        what the others have done is not done here."""
-        is_before = self.my_passes < self.before.passes and self.my_passes not in self.waiting
-        return is_before and (self.before.is_resumed or is_lockstep)
+        """Return whether this worker's next pass ended before it joined. In a free-running job the
+        progress of other workers is not the progress of this one."""
+        is_prior = self.my_passes < self.prior.passes and self.my_passes not in self.pending
+        return is_prior and (self.prior.is_resumed or is_lockstep)
 
     @property
     def is_under_way(self) -> bool:
@@ -120,40 +121,40 @@ class Line:
         return bool(self.open or self._saved)
 
     def find(self, epoch: int) -> bool:
-        """Go to the pass of an epoch that the script names, if it goes on from a checkpoint by
-        itself instead of from the top. Return whether it does."""
-        before = self.before
-        if self.my_passes or before.first_epoch in (None, epoch):
+        """Move to the pass of an epoch that the script names. Return whether the script itself
+        continues from a checkpoint, instead of starting at the top."""
+        prior = self.prior
+        if self.my_passes or prior.first_epoch in (None, epoch):
             return False
         for index, saved in self._saved.items():
             if saved.epoch == epoch:
                 self.my_passes = index
                 return True
-        self.my_passes = before.passes if epoch >= before.next_epoch else 0
+        self.my_passes = prior.passes if epoch >= prior.next_epoch else 0
         return self.my_passes > 0
 
     def skip_pass(self, epoch: int) -> None:
-        """Leave out a pass that is over."""
+        """Skip a pass that is over."""
         self.my_passes += 1
         self.passes = max(self.passes, self.my_passes)
         self.next_epoch = epoch + 1
 
-    def leave_others(self) -> None:
-        """Forget where the others are: everybody runs free."""
-        self.waiting = self._saved
-        if not self.before.is_resumed:
-            self.before = Before()
+    def run_independently(self) -> None:
+        """Forget the progress of other workers: the pace is free-running."""
+        self.pending = self._saved
+        if not self.prior.is_resumed:
+            self.prior = PriorPasses()
 
     def begin(self, cursor: Cursor) -> None:
-        """Begin a pass, or come into one that the others have begun."""
+        """Begin a pass, or enter one that other workers have begun."""
         self.my_passes = cursor.index + 1
         self.passes = max(self.passes, self.my_passes)
         self.next_epoch = cursor.epoch + 1
         if self.first_epoch is None:
             self.first_epoch = cursor.epoch
-        waiting = self.waiting.pop(cursor.index, None)
-        if waiting is not None:
-            waiting.enter(cursor)
+        pending = self.pending.pop(cursor.index, None)
+        if pending is not None:
+            pending.load_into(cursor)
         else:
             cursor.carried, self.carried = self.carried, {}
         self.open[cursor.index] = cursor
@@ -162,7 +163,7 @@ class Line:
         """End a pass."""
         del self.open[cursor.index]
         self.ended = cursor
-        self.past = [cursor.index, cursor.position, cursor.tally.largest]
+        self.last = [cursor.index, cursor.position, cursor.tally.largest]
         if cursor.counts:
             self.carried = cursor.uncommitted()
 
@@ -173,102 +174,103 @@ class Line:
             if cursor.counts:
                 cursor.commit(cursor.position)
 
-    def turn(self, turn: Turn) -> None:
-        """Go on with other workers."""
+    def on_worker_change(self, change: WorkerChange) -> None:
+        """Continue with other workers."""
         for cursor in self.open.values():
-            if not cursor.is_left:
-                cursor.turn(turn)
-        for waiting in self.waiting.values():
-            waiting.turn(turn)
+            if not cursor.is_abandoned:
+                cursor.on_worker_change(change)
+        for pending in self.pending.values():
+            pending.on_worker_change(change)
 
     @property
-    def place(self) -> list[int]:
-        """Where one who comes now would continue: pass, epoch."""
+    def position(self) -> list[int]:
+        """Where a worker that joins now would continue: pass, epoch."""
         if self.open:
             first = min(self.open)
             return [first, self.open[first].epoch]
         return [self.my_passes, self.next_epoch]
 
-    def go_to(self, place: list[int]) -> None:
-        """As a newcomer: continue there."""
-        self.my_passes, self.next_epoch = place
+    def move_to(self, position: list[int]) -> None:
+        """As a newcomer, continue there."""
+        self.my_passes, self.next_epoch = position
 
     def catch_up(self) -> None:
-        """As a newcomer, or in a run that is resumed: continue where the others are."""
-        if self.my_passes >= self.before.passes:
+        """As a newcomer, or in a resumed run, continue where the other workers are."""
+        if self.my_passes >= self.prior.passes:
             return
-        first = min(self.waiting, default=None)
+        first = min(self.pending, default=None)
         if first is not None:
-            self.my_passes, self.next_epoch = first, self.waiting[first].epoch
+            self.my_passes, self.next_epoch = first, self.pending[first].epoch
         else:
-            self.my_passes, self.next_epoch = self.before.passes, self.before.next_epoch
+            self.my_passes, self.next_epoch = self.prior.passes, self.prior.next_epoch
         self.passes = max(self.passes, self.my_passes)
 
     # -- as plain data ------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return where this worker's script is."""
-        is_before, saved = self._is_before, self._saved if self._is_before else {}
+        """Return the position of this worker's script."""
+        is_prior, saved = self._is_prior, self._saved if self._is_prior else {}
         return {
-            "passes": self.before.passes if is_before else self.my_passes,
-            "next_epoch": self.before.next_epoch if is_before else self.next_epoch,
+            "passes": self.prior.passes if is_prior else self.my_passes,
+            "next_epoch": self.prior.next_epoch if is_prior else self.next_epoch,
             "first_epoch": self.first_epoch,
             "seed": None if self.seed is None else str(self.seed),
-            "ended": self.past,
+            "ended": self.last,
             "open": [
-                *([index, dict(waiting.state)] for index, waiting in saved.items()),
+                *([index, dict(pending.state)] for index, pending in saved.items()),
                 *([index, cursor.state()] for index, cursor in self.open.items()),
             ],
         }
 
-    def live(self, *, goes_on: bool = False) -> dict[str, Any]:
-        """Return what all workers have alike, as long as the job runs. `goes_on`: a newcomer also
-        continues what they still have to continue from a checkpoint."""
+    def live(self, *, resumes: bool = False) -> dict[str, Any]:
+        """Return what is the same on all workers while the job runs. `resumes`: a newcomer also
+        continues the passes that the workers still have to continue from a checkpoint."""
         return {
-            "before": list(astuple(self.before)) if goes_on and self._is_before else None,
+            "before": list(astuple(self.prior)) if resumes and self._is_prior else None,
             "passes": self.passes,
             "next_epoch": self.next_epoch,
             "answers": self.answers,
             "open": [[index, cursor.live()] for index, cursor in self.open.items()],
-            "carried": plain_parts(self.carried),
+            "carried": to_plain_parts(self.carried),
         }
 
-    def load(self, state: Plain, live: Plain | None, how: Arrival) -> None:
-        """Go on from what `state` and `live` returned on a peer, or `state` in a run before. What
-        this worker has open, it keeps open."""
+    def load(self, state: Plain, live: Plain | None, origin: StateOrigin) -> None:
+        """Continue from a peer's `state` and `live`, or from the `state` of an earlier run. Passes
+        that are open here stay open."""
         states = dict(state["open"])
         if live is None:
             self.first_epoch = state["first_epoch"]
             self.seed = None if state["seed"] is None else int(state["seed"])
             counts = state["passes"], state["next_epoch"], state["first_epoch"]
-            self.before = Before(*counts, is_resumed=True)
-            self.waiting = {index: Waiting(told, None, how) for index, told in states.items()}
+            self.prior = PriorPasses(*counts, is_resumed=True)
+            self.pending = {index: PendingState(one, None, origin) for index, one in states.items()}
             return
         self.passes, self.answers = live["passes"], live["answers"]
-        self.carried = read_parts(live["carried"])
+        self.carried = from_plain_parts(live["carried"])
         theirs = {index: (states[index], under_way) for index, under_way in live["open"]}
         for index, mine in self.open.items():
-            mine.is_left = index not in theirs
-            if not mine.is_left:
+            mine.is_abandoned = index not in theirs
+            if not mine.is_abandoned:
                 mine.load(*theirs.pop(index), PEER)
         saved = self._saved
-        # One that has not gone on yet from a checkpoint does so where the others are.
-        told = {i: Waiting(*one, NEWCOMER if i in saved else how) for i, one in theirs.items()}
-        self.waiting = {**saved, **told}
-        if how.is_new and live["before"] is not None:  # goes on from the checkpoint with them
-            resumed = Arrival(is_resumed=True, is_same=False)
-            rest = {index: one for index, one in states.items() if index not in told}
+        # A pass that this worker has not continued from the checkpoint yet continues where the
+        # other workers are.
+        known = {i: PendingState(*p, NEWCOMER if i in saved else origin) for i, p in theirs.items()}
+        self.pending = {**saved, **known}
+        if origin.is_new and live["before"] is not None:  # the other workers still resume as well
+            resumed = StateOrigin(is_resumed=True, has_same_world_size=False)
+            rest = {index: one for index, one in states.items() if index not in known}
             self.load({**state, "open": list(rest.items())}, None, resumed)
-            self.before = Before(*live["before"])
-            self.waiting.update(told)
-        elif how.is_new:
-            self.before = Before(self.passes, live["next_epoch"])
+            self.prior = PriorPasses(*live["before"])
+            self.pending.update(known)
+        elif origin.is_new:
+            self.prior = PriorPasses(self.passes, live["next_epoch"])
 
     @property
-    def _is_before(self) -> bool:
-        """Whether this worker's script has not come yet to where a checkpoint was made."""
-        return self.before.is_resumed and self.my_passes < self.before.passes
+    def _is_prior(self) -> bool:
+        """Whether this worker's script has not reached the position of the checkpoint yet."""
+        return self.prior.is_resumed and self.my_passes < self.prior.passes
 
     @property
-    def _saved(self) -> dict[int, Waiting]:
-        return {index: one for index, one in self.waiting.items() if one.how.is_resumed}
+    def _saved(self) -> dict[int, PendingState]:
+        return {index: one for index, one in self.pending.items() if one.origin.is_resumed}

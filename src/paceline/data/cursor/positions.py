@@ -1,12 +1,13 @@
-"""The cursor of a pass over a stream: which positions of it have not been used. Arithmetic only.
+"""The cursor of a pass over a stream: which positions have not been used. Arithmetic only.
 
-A stream can only be read from its beginning, and nobody knows its length. So a READING says which
-positions of it have not been used: some that were passed, because the worker that had them was lost
-before they counted, and all from a certain one on. After a change every worker reads the stream
-again, leaves out what is not in the reading, and strides over the rest, which is numbered anew.
+A stream can only be read from its beginning, and its length is not known. UNREAD POSITIONS are the
+positions that have not been used: some that were passed, because a worker was lost before they
+counted, and all from a certain position on. After a change every worker reads the stream again,
+skips used positions, and strides over the rest, which gets new numbers.
 
-A loader with processes of its own has a stream in each: its SOURCES, whose batches come in turn.
-What is left when a stage begins is a reading for each; sources that are not named are whole.
+A loader with processes of its own has one stream in each process: its SOURCES, whose batches
+alternate. What remains when a batch range begins is the unread positions of each source. Sources
+that are not named are completely unread.
 """
 
 from __future__ import annotations
@@ -15,68 +16,68 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.data.cursor.cursor import Cursor, Plain, Ranks, Stage
+from paceline.data.cursor.cursor import BatchRange, Cursor, Plain, Ranks
 from paceline.errors import DataError
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What is left of a stream; numbers 0, 1, ... stand for the positions in it."""
+class UnreadPositions:
+    """What remains of a stream. The numbers 0, 1, ... count its unread positions."""
 
     passed: tuple[int, ...] = ()  # positions below `base`
     base: int = 0
 
     def position(self, number: int) -> int:
         """Return the position in the stream."""
-        behind = number - len(self.passed)
-        return self.passed[number] if behind < 0 else self.base + behind
+        beyond = number - len(self.passed)
+        return self.passed[number] if beyond < 0 else self.base + beyond
 
     def numbering(self) -> Callable[[int], int | None]:
-        """Return a function that numbers the positions; None for those that have been used."""
+        """Return a function from positions to numbers; None for used positions."""
         numbers = {position: number for number, position in enumerate(self.passed)}
         shift, base = len(self.passed) - self.base, self.base
         return lambda at: at + shift if at >= base else numbers.get(at)
 
-    def without(self, count: int, again: list[int]) -> Reading:
-        """Return what is left when the first `count` have been used, but for some positions."""
+    def without(self, count: int, again: list[int]) -> UnreadPositions:
+        """Return what remains after the first `count` were used, plus the positions `again`."""
         base = self.base + max(0, count - len(self.passed))
-        return Reading(tuple(sorted((*self.passed[count:], *again))), base)
+        return UnreadPositions(tuple(sorted((*self.passed[count:], *again))), base)
 
 
-def reading_of(stage: Stage, source: int) -> Reading:
-    """Return what was left of a source when a stage began."""
-    left: Mapping[int, Reading] = stage.left
-    return left.get(source, Reading())
+def unread_in(batch_range: BatchRange, source: int) -> UnreadPositions:
+    """Return what remained of a source when a batch range began."""
+    remaining: Mapping[int, UnreadPositions] = batch_range.remaining
+    return remaining.get(source, UnreadPositions())
 
 
 class StreamCursor(Cursor):
-    """How far a pass over a stream is. `per_step`: samples of a batch, by number of workers."""
+    """Progress of a pass over a stream. `per_step`: samples of a batch, by number of workers."""
 
     def __init__(
         self, per_step: Callable[[int], int], members: Ranks, num_sources: int = 1
     ) -> None:
         super().__init__(members)
         self._per_step, self._num_sources = per_step, num_sources
-        self._batches: dict[int, int] = {}  # by source: of this stage, so far
-        self._given: list[tuple[int, int, int]] = []  # not counted: batch, source, number there
-        self._reissued = 0
+        self._batches: dict[int, int] = {}  # by source: batches of this range so far
+        self._given: list[tuple[int, int, int]] = []  # uncommitted: batch, source, number there
+        self._reassigned = 0
 
     @property
-    def reissued(self) -> int:
+    def reassigned(self) -> int:
         """How many samples were used again."""
-        return self._reissued
+        return self._reassigned
 
     def take(self, batch: int, source: int = 0) -> None:
-        """Note that a batch has been given out, and of which source it is."""
+        """Note that a batch was handed out, and from which source."""
         if batch < self.taken:
-            return  # the others were further
+            return  # other workers had taken it before
         number = self._batches.get(source, 0)
         self._given.append((batch, source, number))
         self._batches[source] = number + 1
         self.taken = batch + 1
 
     def use(self, batch: int, source: int = 0) -> None:
-        """The same where workers stay: nothing of it comes again."""
+        """Note that a batch was handed out and counts, because no worker can be lost."""
         self._batches[source] = self._batches.get(source, 0) + 1
         super().use(batch)
 
@@ -85,83 +86,84 @@ class StreamCursor(Cursor):
         super().commit(batches)
         self._given = [given for given in self._given if given[0] >= self.committed]
 
-    def _uncounted(self, ranks: list[int]) -> dict[int, list[int]]:
-        """Return by source the positions that these workers were given since the last commit."""
+    def _uncommitted_of(self, ranks: list[int]) -> dict[int, list[int]]:
+        """Return by source the positions that these workers received since the last commit."""
         again: dict[int, list[int]] = {}
         for batch, source, number in self._given:
-            stage = self.stage(batch)
-            workers = len(stage.members)
-            size, reading = self._per_step(workers), reading_of(stage, source)
-            for rank in set(ranks) & set(stage.members):
-                first = number * size + stage.members.index(rank)
+            batch_range = self.range_of(batch)
+            workers = len(batch_range.members)
+            size, unread = self._per_step(workers), unread_in(batch_range, source)
+            for rank in set(ranks) & set(batch_range.members):
+                first = number * size + batch_range.members.index(rank)
                 numbers = range(first, (number + 1) * size, workers)
-                again.setdefault(source, []).extend(map(reading.position, numbers))
+                again.setdefault(source, []).extend(map(unread.position, numbers))
         return again
 
-    # -- what is left -------------------------------------------------------------------------
+    # -- what remains -------------------------------------------------------------------------
 
-    def _everything(self) -> dict[int, Reading]:
+    def _all_remaining(self) -> dict[int, UnreadPositions]:
         return {}
 
-    def _left(self, lost: list[int]) -> tuple[dict[int, Reading], bool]:
-        again = self._uncounted(lost)
-        self._reissued += sum(map(len, again.values()))
-        return self._readings(again), bool(again)
+    def _remaining_after(self, lost: list[int]) -> tuple[dict[int, UnreadPositions], bool]:
+        again = self._uncommitted_of(lost)
+        self._reassigned += sum(map(len, again.values()))
+        return self._unread(again), bool(again)
 
-    def _readings(self, again: Mapping[int, list[int]]) -> dict[int, Reading]:
-        """Return by source what nobody has taken, and some positions besides."""
-        last = self.stages[-1]
+    def _unread(self, again: Mapping[int, list[int]]) -> dict[int, UnreadPositions]:
+        """Return by source what no worker has taken, plus the positions `again`."""
+        last = self.ranges[-1]
         size = self._per_step(len(last.members))
         return {
-            source: reading_of(last, source).without(
+            source: unread_in(last, source).without(
                 size * self._batches.get(source, 0), again.get(source, [])
             )
-            for source in {*last.left, *self._batches}
+            for source in {*last.remaining, *self._batches}
         }
 
-    def _begin_stage(self) -> None:
+    def _begin_range(self) -> None:
         self._batches = {}
 
-    def _rest(self) -> dict[str, Any]:
-        """Return how to read on with as many workers as now, and what is `left` for any other
-        number of them."""
+    def _remaining_state(self) -> dict[str, Any]:
+        """Return how to continue with as many workers as now, and what is `left` for any other
+        number of workers."""
         return {
-            "stage": self._flat(self.stage(self.position)),
+            "stage": self._flat(self.range_of(self.position)),
             "batches": list(self._batches.items()),
-            "left": self._flat(Stage(self.position, self.members, self._readings({}))),
+            "left": self._flat(BatchRange(self.position, self.members, self._unread({}))),
             "sources": self._num_sources,
         }
 
-    def _begin_at(self, batch: int, rest: Plain, *, is_same: bool) -> None:  # noqa: ARG002
-        """Begin there. With the same workers as then (`is_same`) the stage of that batch is read
-        from where it began, so that the batches are the same as well."""
+    def _load_remaining(self, batch: int, rest: Plain, *, has_same_world_size: bool) -> None:  # noqa: ARG002
+        """With as many workers as before, the range is read from where it began, so that the
+        batches are the same as well."""
         if rest["sources"] != self._num_sources:
             raise DataError(
                 f"pl.shard: num_workers is {self._num_sources}, expected {rest['sources']} as in"
-                " the checkpoint, which was made in the middle of a pass over this stream; each"
-                " process of the loader reads a stream of its own"
+                " the checkpoint, which was saved in the middle of a pass over this stream; each"
+                " process of the loader reads a stream of its own: use the same num_workers, or"
+                " resume from a checkpoint between two epochs"
             )
-        first, _, left = rest["stage"] if is_same else rest["left"]
-        self.stages = [Stage(first, self.members, self._read(left))]
-        self._batches = dict(rest["batches"]) if is_same else {}
+        first, _, remaining = rest["stage"] if has_same_world_size else rest["left"]
+        self.ranges = [BatchRange(first, self.members, self._decode_remaining(remaining))]
+        self._batches = dict(rest["batches"]) if has_same_world_size else {}
 
-    def _under_way(self) -> dict[str, Any]:
+    def _live_details(self) -> dict[str, Any]:
         return {
             "given": list(map(list, self._given)),
             "batches": list(map(list, self._batches.items())),
-            "reissued": self._reissued,
+            "reissued": self._reassigned,
         }
 
-    def _take_over(self, live: Plain) -> None:
+    def _load_live_details(self, live: Plain) -> None:
         self._given = [(batch, source, number) for batch, source, number in live["given"]]
         self._batches = dict(live["batches"])
-        self._reissued = live["reissued"]
+        self._reassigned = live["reissued"]
 
-    def _flat(self, stage: Stage) -> list[Any]:
-        return [stage.first, list(stage.members), self._plain(stage.left)]
+    def _flat(self, one: BatchRange) -> list[Any]:
+        return [one.first, list(one.members), self._encode_remaining(one.remaining)]
 
-    def _plain(self, left: Mapping[int, Reading]) -> list[Any]:
-        return [[source, list(r.passed), r.base] for source, r in left.items()]
+    def _encode_remaining(self, remaining: Mapping[int, UnreadPositions]) -> list[Any]:
+        return [[source, list(r.passed), r.base] for source, r in remaining.items()]
 
-    def _read(self, left: list[Any]) -> dict[int, Reading]:
-        return {source: Reading(tuple(passed), base) for source, passed, base in left}
+    def _decode_remaining(self, remaining: list[Any]) -> dict[int, UnreadPositions]:
+        return {source: UnreadPositions(tuple(passed), base) for source, passed, base in remaining}

@@ -1,16 +1,16 @@
-"""What is given to pl.shard, and what is kept about it from one pass to the next.
+"""What the script passes to pl.shard, and what is kept about it from one pass to the next.
 
-Besides a loader, a dataset or a list of files may be given:
+Besides a loader, pl.shard accepts a dataset or a list of files:
 
     pl.shard(dataset, batch_size=32, shuffle=True)                as DataLoader(dataset, ...)
     pl.shard(files, mode="partition", open=read, batch_size=32)   each worker opens its own
 
-Both are a new thing at every call; so that a script which calls pl.shard in its loop over epochs is
-not given the same order in each, the passes are counted by the dataset, or by the list of files.
+Both create a new loader at every call. A script may call pl.shard in its loop over epochs, and each
+epoch needs another order. So passes are counted by the dataset, or by the list of files.
 
-The MEMORY of a loader lives as long as the loader. Nothing in it may hold the loader itself, or it
-would live for ever. Nor may a loader's copy hold the memory: in a cycle, its processes would be
-ended by the garbage collector, in no good order.
+The RECORD of a loader lives as long as the loader. It must not refer to the loader, which would
+then never be freed. Nor may a copy of the loader refer to the record: in a cycle, its processes
+would be ended by the garbage collector, and not cleanly.
 """
 
 from __future__ import annotations
@@ -31,50 +31,50 @@ Opener = Callable[[Any], Iterable[Any]]
 
 
 @dataclass
-class Memory:
-    """The state of one loader."""
+class LoaderRecord:
+    """What is kept about one loader."""
 
     next_epoch: int = 0
     seed: int | None = None  # the default seed, once the ranks have agreed on it
-    said: set[str] = field(default_factory=set)
-    line: str | None = None  # of the ledger
+    logged: set[str] = field(default_factory=set)
+    key: str | None = None  # in DataProgress
     kept: dict[str, Any] = field(default_factory=dict)  # by a mode, from pass to pass
     _copies: dict[Any, Any] = field(default_factory=dict)
 
     def copy_for(self, key: Any, make: Callable[[], Made]) -> Made:
-        """Return the copy of the loader that was made for this purpose, or make it. At most one is
-        kept: it may have processes."""
+        """Return the copy of the loader with this key, or make it. At most one copy is kept: it
+        may have processes."""
         if key not in self._copies:
             self._copies = {key: make()}
         made: Made = self._copies[key]
         return made
 
 
-def say_once(said: set[str], group: Group, text: str) -> None:
-    """Write one line for the person who started the job, unless it was said already."""
-    if group.rank == 0 and text not in said:
-        said.add(text)
+def log_once(logged: set[str], group: Group, text: str) -> None:
+    """Log a line on rank 0, unless it was logged already."""
+    if group.rank == 0 and text not in logged:
+        logged.add(text)
         console.say(text)
 
 
-_memories: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
+_records: WeakKeyDictionary[Any, LoaderRecord] = WeakKeyDictionary()
 
 
-def is_remembered(loader: Any) -> bool:
-    """Say whether a loader will be known again when it comes a second time."""
+def has_record(loader: Any) -> bool:
+    """Return whether a loader has a record, by which it is recognized later."""
     try:
-        return loader in _memories
+        return loader in _records
     except TypeError:
         return False
 
 
-def memory_of(loader: Any) -> Memory:
-    """Return the memory of this loader. Lists and some iterators cannot be remembered and always
-    get a new one; they have neither an order to shuffle nor workers to keep."""
+def record_of(loader: Any) -> LoaderRecord:
+    """Return the record of this loader. Lists and some iterators cannot be keys and always get a
+    new record; they have neither an order to shuffle nor workers to keep."""
     try:
-        return _memories.setdefault(loader, Memory())
+        return _records.setdefault(loader, LoaderRecord())
     except TypeError:
-        return Memory()
+        return LoaderRecord()
 
 
 class FileList:
@@ -82,7 +82,7 @@ class FileList:
 
     def __init__(self, files: Iterable[Any], opener: Opener, settings: Mapping[str, Any]) -> None:
         if isinstance(files, (str, bytes)):
-            raise UsageError(f"open=...: expected a list of files, found the one name {files!r}")
+            raise UsageError(f"open=...: expected a list of files, found the single name {files!r}")
         try:
             self.files = tuple(files)
         except TypeError:
@@ -107,25 +107,27 @@ _passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by dataset
 _file_passes: dict[tuple[str, ...], int] = {}
 
 
-def given(thing: Any, opener: Opener | None, settings: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """Return what is to be shared out, and what is wrong with it, which all ranks shall hear."""
+def prepare(
+    thing: Any, opener: Opener | None, settings: Mapping[str, Any]
+) -> tuple[Any, str | None]:
+    """Return the loader to shard, and the problem with it, which all ranks raise."""
     try:
         made = _made_of(thing, opener, settings)
     except (UsageError, TypeError, ValueError) as error:  # those of DataLoader's own
         return thing, str(error)
     if made is not thing:
-        memory_of(made).next_epoch = _count(made)
+        record_of(made).next_epoch = _count(made)
     return made, None
 
 
-def note_pass(made: Any, next_epoch: int) -> None:
-    """Remember how often a dataset or a list of files has been gone over."""
+def record_pass(made: Any, next_epoch: int) -> None:
+    """Record the number of passes over a dataset or a list of files."""
     if isinstance(made, FileList):
         _file_passes[_names(made)] = next_epoch
     elif isinstance(made, DataLoader) and made in _made:
         try:
             _passes[made.dataset] = next_epoch
-        except TypeError:  # it has no hash: as if it were another one each time
+        except TypeError:  # it has no hash: passes are not counted
             return
 
 
@@ -136,8 +138,8 @@ def _made_of(thing: Any, opener: Opener | None, settings: Mapping[str, Any]) -> 
         return thing
     if not isinstance(thing, Dataset):
         raise UsageError(
-            f"{', '.join(settings)}: pl.shard has no such argument; those of a DataLoader go with a"
-            f" dataset, but this is a {type(thing).__name__}: set them where it is made"
+            f"{', '.join(settings)}: pl.shard has no such argument; arguments of a DataLoader go"
+            f" with a dataset, but this is a {type(thing).__name__}: set them where it is created"
         )
     if not {"batch_size", "batch_sampler"} & set(settings):
         raise UsageError(

@@ -1,9 +1,9 @@
-"""Samples of a user's dataset: errors with the place where they happened, seeds, and counting.
+"""Samples of a user's dataset: errors that name the sample, seeds, and counting.
 
-Of thousands of samples one cannot be read, on one of many workers, perhaps in a process of its
-DataLoader. What the dataset raised does not say which. So it is raised again as a DataError that
-names the sample, the rank and the process, with the dataset's own traceback behind it. The other
-ranks end with this one: the launcher names it as the cause.
+One of thousands of samples cannot be read, on one of many workers, perhaps in a process of its
+DataLoader. The dataset's own exception does not name it. So it is raised again as a DataError that
+names the sample, the rank and the process, chained to the dataset's exception. The launcher ends
+the other ranks and names this one as the cause.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from paceline.data.randomness import seed_everything
 from paceline.errors import DataError
 
 
-class Named:
-    """A dataset whose errors say which sample and where. Everything else is the dataset's own: a
+class ErrorReportingDataset:
+    """A dataset whose errors name the sample and the process. Everything else is delegated: a
     worker_init_fn that sets attributes of `get_worker_info().dataset` reaches the dataset."""
 
-    def __init__(self, dataset: Any, who: str) -> None:
-        object.__setattr__(self, "_named", (dataset, who))
+    def __init__(self, dataset: Any, where: str) -> None:
+        object.__setattr__(self, "_named", (dataset, where))
 
     def __getitem__(self, index: Any) -> Any:
-        dataset, who = self._named
+        dataset, where = self._named
         try:
             return dataset[index]
         except Exception as error:
-            raise refused(f"sample {index!r:.80}", dataset, who, error) from error
+            raise sample_error(f"sample {index!r:.80}", dataset, where, error) from error
 
     def __getitems__(self, indices: Iterable[Any]) -> Any:
-        dataset, who = self._named
+        dataset, where = self._named
         index: Any = None
         if callable(getattr(dataset, "__getitems__", None)):
             try:
                 return dataset.__getitems__(indices)
             except Exception as error:
-                raise refused(
-                    f"one of the samples {indices!r:.200}", dataset, who, error
+                raise sample_error(
+                    f"one of the samples {indices!r:.200}", dataset, where, error
                 ) from error
         made = []
         try:
             for index in indices:
-                made.append(dataset[index])  # to know which one
+                made.append(dataset[index])  # one by one, to know which one fails
         except Exception as error:
-            raise refused(f"sample {index!r:.80}", dataset, who, error) from error
+            raise sample_error(f"sample {index!r:.80}", dataset, where, error) from error
         return made
 
     def __len__(self) -> int:
@@ -62,11 +62,11 @@ class Named:
         return type(self), self._named
 
 
-class Reseeding(Named):
-    """A dataset that is asked for (seed, indices), and seeds before it makes the samples."""
+class ReseedingDataset(ErrorReportingDataset):
+    """A dataset that is indexed by (seed, indices), and seeds before it makes the samples."""
 
-    def __init__(self, dataset: Any, who: str = "this rank") -> None:
-        super().__init__(dataset, who)
+    def __init__(self, dataset: Any, where: str = "this rank") -> None:
+        super().__init__(dataset, where)
 
     def __getitems__(self, request: tuple[int, Iterable[Any]]) -> Any:  # type: ignore[override]
         seed, indices = request
@@ -79,21 +79,21 @@ class Reseeding(Named):
         return super().__getitem__(index)
 
 
-def named_items(items: Iterable[Any], what: str, who: str) -> Iterator[Any]:
-    """Yield what an iterable yields; its errors say behind how many items they came."""
+def annotate_errors(items: Iterable[Any], what: str, where: str) -> Iterator[Any]:
+    """Yield the items of an iterable; its errors name the index of the item."""
     number = 0
     try:
         for item in items:
             yield item
             number += 1
     except Exception as error:
-        raise refused(f"{what} {number}", items, who, error) from error
+        raise sample_error(f"{what} {number}", items, where, error) from error
 
 
-def refused(what: str, source: Any, who: str, error: Exception) -> DataError:
+def sample_error(what: str, source: Any, where: str, error: Exception) -> DataError:
     """Return the error that says what could not be made, and where."""
     info = get_worker_info()
-    where = who if info is None else f"{who}, DataLoader worker {info.id}"
+    where = where if info is None else f"{where}, DataLoader worker {info.id}"
     return DataError(
         f"pl.shard: {what} of {type(source).__name__} could not be made on {where}:"
         f" {type(error).__name__}: {error}"

@@ -1,12 +1,12 @@
-"""What pl.shard may be asked for: the ways to share data out, and which of them the data allows.
+"""The modes of pl.shard, its options, and which of them the data allows.
 
-    shard       each sample goes to one of the workers, another one in each epoch
+    shard       each sample goes to one of the workers, to another one in each epoch
     partition   each worker has its own part, the same in every epoch (partition.py)
-    replicate   each worker goes over everything (replicate.py)
-    dynamic     who is faster takes more (dynamic.py)
-    pipeline    as shard; data workers make the batches (pipeline/)
+    replicate   each worker goes over all samples (replicate.py)
+    dynamic     a faster worker takes more (dynamic.py)
+    pipeline    as shard; data workers make the batches (data/workers/)
 
-What cannot be done as it was asked for is refused; no mode stands in for another.
+If a mode is not possible, pl.shard raises UsageError; it never falls back to another mode.
 """
 
 from __future__ import annotations
@@ -18,15 +18,21 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.comm.group import Group
-from paceline.data.sources.loaders import FileList, Memory
-from paceline.data.sources.sources import Indexed, Items, Presharded, Source, Stream
-from paceline.data.split.dynamic import Dynamic
-from paceline.data.split.partition import Files, Partitioned
+from paceline.data.sources.loaders import FileList, LoaderRecord
+from paceline.data.sources.sources import (
+    IndexedSource,
+    ItemSource,
+    PreshardedSource,
+    Source,
+    StreamSource,
+)
+from paceline.data.split.dynamic import DynamicSource
+from paceline.data.split.partition import FileSource, PartitionedSource
 from paceline.data.split.plan import DataWarmup
-from paceline.data.split.replicate import Replicated
+from paceline.data.split.replicate import ReplicatedSource
 from paceline.data.split.weights import GivenCost
 from paceline.data.workers.recipe import Stage
-from paceline.data.workers.source import piped
+from paceline.data.workers.source import pipeline_source
 from paceline.errors import UsageError
 from paceline.runtime.job import Job
 
@@ -34,8 +40,8 @@ MODES = ("shard", "partition", "replicate", "dynamic", "pipeline")
 
 
 @dataclass(frozen=True)
-class Options:
-    """What pl.shard was asked for."""
+class ShardOptions:
+    """The arguments of pl.shard."""
 
     mode: str
     epoch: int | None
@@ -47,10 +53,10 @@ class Options:
     warmup: DataWarmup | None
     cost: GivenCost | None
     stages: tuple[Stage, ...]
-    problem: str | None = None  # with what was given
+    problem: str | None = None  # with the loader
 
     def check(self) -> None:
-        """Refuse what means nothing, whatever the data is."""
+        """Raise UsageError for arguments that no loader allows."""
         if self.problem is not None:
             raise UsageError(self.problem)
         self._check_mode()
@@ -78,8 +84,8 @@ class Options:
             raise UsageError(f"batch='auto' goes with mode 'shard' (got mode={self.mode!r})")
         if self.mode == "dynamic" and self.batch == "global":
             raise UsageError(
-                "mode='dynamic' with batch='global': batch_size is what a worker of average speed"
-                " gets; divide it by the number of workers"
+                "mode='dynamic' with batch='global': batch_size is that of a worker of average"
+                " speed; use batch='worker', and divide batch_size by the number of workers"
             )
         if self.mode == "shard" and self.batch != "auto":
             return
@@ -87,13 +93,13 @@ class Options:
             what = f"mode={self.mode!r}" if self.mode != "shard" else "batch='auto'"
             raise UsageError(
                 f"{what} with presharded=True: with the latter each worker has its own data"
-                " already, and nothing is shared out; leave one of them out"
+                " already, and nothing is split; leave one of them out"
             )
         if self.warmup is not None and self.mode in ("partition", "replicate"):
             raise UsageError(f"mode={self.mode!r} with warmup={self.warmup}: use mode='shard'")
 
     def facts(self) -> dict[str, Any]:
-        """Return the options as all ranks must have them."""
+        """Return the options that must be the same on all ranks."""
         return {
             "mode": self.mode,
             "epoch": None if self.epoch is None else int(self.epoch),
@@ -118,9 +124,9 @@ def _as_int(name: str, value: Any) -> int:
 
 
 def source_of(
-    loader: Any, group: Group, job: Job, memory: Memory, options: Options, epoch: int
+    loader: Any, group: Group, job: Job, record: LoaderRecord, options: ShardOptions, epoch: int
 ) -> Source:
-    """Return what makes the passes over this; UsageError if it cannot be shared out like that."""
+    """Return the source for a loader; UsageError if it cannot be divided in this mode."""
     mode, batch, pad, is_elastic = options.mode, options.batch, options.pad, job.elastic.is_on
     warmup = None if options.warmup is None else (options.warmup, epoch)
     if mode == "dynamic" or batch == "auto":
@@ -132,33 +138,39 @@ def source_of(
                 f" mode={mode!r})"
             )
         _refuse_elastic(mode, is_elastic=is_elastic)
-        return Files(loader, group, pad=pad)
+        return FileSource(loader, group, pad=pad)
     if mode == "shard" and batch != "auto":
         return _sharded(loader, group, job, options, warmup)
     if mode == "pipeline":
-        return piped(loader, group, batch, pad=pad, warmup=warmup, stages=options.stages)
+        return pipeline_source(loader, group, batch, pad=pad, warmup=warmup, stages=options.stages)
     _require_indices(loader, mode)
     if mode == "partition":
         _refuse_elastic(mode, is_elastic=is_elastic)
-        return Partitioned(loader, group, batch, pad=pad)
+        return PartitionedSource(loader, group, batch, pad=pad)
     if mode == "replicate":
         _refuse_elastic(mode, is_elastic=is_elastic)
-        return Replicated(loader, batch)
-    return Dynamic(loader, group, job, memory, mode, pad=pad, cost=options.cost, warmup=warmup)
+        return ReplicatedSource(loader, batch)
+    return DynamicSource(
+        loader, group, job, record, mode, pad=pad, cost=options.cost, warmup=warmup
+    )
 
 
 def _sharded(
-    loader: Any, group: Group, job: Job, options: Options, warmup: tuple[DataWarmup, int] | None
+    loader: Any,
+    group: Group,
+    job: Job,
+    options: ShardOptions,
+    warmup: tuple[DataWarmup, int] | None,
 ) -> Source:
-    """Find out what kind of thing this is, for mode "shard"."""
+    """Return the source of a loader in mode "shard"."""
     batch, presharded = options.batch, options.presharded
-    # So many workers decide on the size of a global batch.
+    # The number of workers that determines the size of a global batch.
     nominal = job.env.world_size if job.elastic.is_on else group.size
     if warmup is not None and job.elastic.is_on and not job.elastic.is_lockstep:
         raise UsageError(
             f"warmup={warmup[0]}: in an elastic job with a free-running pace a newcomer finds its"
-            " place in the data by counting steps, and epochs must be equally long; use a pace in"
-            " lockstep, or a job without --min, --max and --on-loss"
+            " position in the data by counting steps, so epochs must have the same length; use a"
+            " lockstep pace, or a job without --min, --max and --on-loss"
         )
     if isinstance(loader, Dataset):
         raise UsageError(
@@ -171,33 +183,33 @@ def _sharded(
         what = "presharded=True" if presharded else f"a {type(loader).__name__} without indices"
         raise UsageError(
             f"warmup={warmup[0]}: a part of the data is drawn by index, which {what} does not"
-            " allow; let the stream itself begin with less"
+            " allow; let the stream itself start with less data"
         )
     if presharded:
-        return Presharded(loader)
+        return PreshardedSource(loader)
     if not isinstance(loader, DataLoader):
         if batch == "global":
             raise UsageError(
-                f"batch='global' cuts batches, but the batches of a {type(loader).__name__} are"
-                " made already; pass a DataLoader, or use batch='worker'"
+                f"batch='global' splits batches, but a {type(loader).__name__} yields finished"
+                " batches; pass a DataLoader, or use batch='worker'"
             )
-        return Items(loader, group, pad=options.pad)
+        return ItemSource(loader, group, pad=options.pad)
     if isinstance(loader.dataset, IterableDataset):
-        return Stream(loader, nominal, batch)
-    return Indexed(loader, group, nominal, batch, pad=options.pad, warmup=warmup)
+        return StreamSource(loader, nominal, batch)
+    return IndexedSource(loader, group, nominal, batch, pad=options.pad, warmup=warmup)
 
 
 def _has_indices(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def _refuse_copies(job: Job, options: Options) -> None:
-    """Refuse to cut by speed where several workers must get the same batch."""
+def _refuse_copies(job: Job, options: ShardOptions) -> None:
+    """Raise UsageError for a split by speed if several workers must get the same batch."""
     if job.mesh is not None and job.mesh.pp * job.mesh.tp > 1:
         what = f"mode={options.mode!r}" if options.mode == "dynamic" else "batch='auto'"
         raise UsageError(
-            f"{what} with mesh {job.mesh}: the workers of a unit get the same batch, but would each"
-            " go by their own speed; use mode='shard' with a batch size of your own"
+            f"{what} with mesh {job.mesh}: the workers of a unit get the same batch, but have"
+            " different speeds; use mode='shard' with a batch size of your own"
         )
 
 
@@ -205,8 +217,8 @@ def _refuse_elastic(mode: str, *, is_elastic: bool) -> None:
     if not is_elastic:
         return
     why = {
-        "partition": "the part of a lost worker would be read by nobody",
-        "replicate": "a newcomer would go over everything from the beginning",
+        "partition": "no worker would read the part of a lost worker",
+        "replicate": "a newcomer would go over all data from the beginning",
     }
     raise UsageError(
         f"mode={mode!r} in an elastic job: {why[mode]}; use mode='shard' or 'dynamic', or a job"
@@ -228,4 +240,4 @@ def _require_indices(loader: Any, mode: str) -> None:
         "shard": "use batch='worker'",
     }
     asked = f"mode={mode!r}" if mode != "shard" else "batch='auto'"
-    raise UsageError(f"{asked} goes by index, which {what} does not have; {advice[mode]}")
+    raise UsageError(f"{asked} needs indices, which {what} does not have; {advice[mode]}")

@@ -1,33 +1,33 @@
 """mode="partition": each worker has its own part of the data, the same in every epoch.
 
-Part k of w is the k-th of w contiguous ranges, as even as they can be: of the indices of a dataset,
-or of a list of files. A worker never asks the dataset for a sample of another part, nor opens
-another file, so that each host needs its own part only, and what it has cached stays useful. With
-shuffle=True the samples of a part (or its files) come in another order in each epoch, but never
-leave it: which samples meet in a step varies less than with mode="shard".
+Part k of w is the k-th of w contiguous ranges, as even as possible: of the indices of a dataset, or
+of a list of files. A worker never requests a sample of another part from the dataset, nor opens
+another file. So each host needs only its own part, and cached data stays useful. With shuffle=True
+the samples of a part (or its files) come in another order in each epoch, but never leave the part:
+the samples of a step vary less than with mode="shard".
 
-Parts may differ by a sample, files by anything. All workers make the same number of steps: one
-whose part is used up repeats something with weight 0.
+Parts may differ by one sample, files by any number. All workers make the same number of steps: a
+worker whose part is used up repeats a sample with weight 0.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from paceline.comm.group import Group
-from paceline.data.cursor.passes import Pass
-from paceline.data.randomness import mixed
+from paceline.data.data_pass import DataPass
+from paceline.data.randomness import mix_seeds
 from paceline.data.sources.indexed import IndexedLoader, copied, plain, settings_of
 from paceline.data.sources.loaders import FileList, Opener
-from paceline.data.sources.samples import samples_in
+from paceline.data.sources.stream import TaggingCollate
 from paceline.data.sources.synchronized_stream import own_batches
 from paceline.data.split.order import LocalOrder
-from paceline.data.split.plan import length_of, plan
+from paceline.data.split.plan import length_of, plan_batches
 from paceline.data.split.weights import share, weight
 from paceline.errors import UsageError
 
@@ -35,14 +35,14 @@ from paceline.errors import UsageError
 def own_parts(
     indices: Sequence[int],
     parts: Sequence[int],  # samples of each worker
-    sizes: Sequence[int],  # samples in a batch of each worker
+    sizes: Sequence[int],  # batch size of each worker
     rank: int,
     *,
     steps: int,
     is_batched: bool,
-    this: Pass,
+    data_pass: DataPass,
 ) -> Iterator[tuple[Any, float]]:
-    """Yield one worker's batches of one pass, all of its own part, and their weights."""
+    """Yield the batches of one worker, all from its own part, and their weights."""
     mine_size = sizes[rank]
     for step in range(steps):
         counts = [
@@ -50,30 +50,32 @@ def own_parts(
         ]
         mine = indices[step * mine_size : (step + 1) * mine_size]
         if not all(counts):
-            this.say(
-                f"shard: the parts of {len(counts)} workers differ by a few samples; one that"
-                " is used up repeats a sample with weight 0 in the last steps"
+            data_pass.log_once(
+                f"shard: the parts of {len(counts)} workers differ by a few samples; a worker whose"
+                " part is used up repeats a sample with weight 0 in the last steps"
             )
         if not len(mine):
-            if not this.pad:
+            if not data_pass.pad:
                 return
             mine = indices[:1]
         made = plain(mine) if is_batched else plain(mine)[0]
         yield made, weight(counts[rank], sum(counts), len(counts))
 
 
-class Partitioned:
+class PartitionedSource:
     """A loader whose samples have indices, each owned by one worker."""
 
+    kind = "partitioned"
+
     def __init__(self, loader: DataLoader[Any], group: Group, batch: str, *, pad: bool) -> None:
-        made = plan(loader, group.size, batch, pad=pad)
-        if made.told is not None:
+        made = plan_batches(loader, group.size, batch, pad=pad)
+        if made.sampler is not None:
             raise UsageError(
-                f"mode='partition' owns ranges of indices, but the loader has a sampler of its own"
-                f" ({type(made.told).__name__}), which decides about all of them; use mode='shard',"
-                " or a sampler over the worker's own indices with presharded=True"
+                f"mode='partition' assigns ranges of indices, but the loader has a sampler of its"
+                f" own ({type(made.sampler).__name__}), which chooses all indices; use"
+                " mode='shard', or a sampler over the worker's own indices with presharded=True"
             )
-        assert made.units is not None, "without a sampler of the user the length is known"
+        assert made.units is not None, "without a custom sampler the length is known"
         self._loader, self._rank, self._is_shuffled = loader, group.rank, made.is_shuffled
         workers = range(group.size)
         self._samples = made.units
@@ -94,7 +96,7 @@ class Partitioned:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The settings that decide on the parts."""
+        """The settings that determine the parts."""
         return {
             "the length of the dataset": length_of(self._loader.dataset),
             "batch_size": self._loader.batch_size,
@@ -102,22 +104,24 @@ class Partitioned:
             "the sampler": type(self._loader.sampler).__name__,
         }
 
-    def batches(self, this: Pass) -> Iterator[Any]:
+    def batches(self, data_pass: DataPass) -> Iterator[Any]:
         """Yield batches of this worker's part."""
-        own = share(self._samples, this.group.size, self._rank)
-        seed = mixed(this.seed, this.epoch, 1 + self._rank)
+        own = share(self._samples, data_pass.group.size, self._rank)
+        seed = mix_seeds(data_pass.seed, data_pass.epoch, 1 + self._rank)
         order = LocalOrder(len(own), seed if self._is_shuffled else None)
-        indices = [own[place] for place in order.units(0, len(own))]
+        indices = [own[index] for index in order.units(0, len(own))]
         is_batched = self._loader.batch_size is not None
         shares = (self._parts, self._sizes, self._rank)
-        parts = own_parts(indices, *shares, steps=self._steps, is_batched=is_batched, this=this)
+        parts = own_parts(
+            indices, *shares, steps=self._steps, is_batched=is_batched, data_pass=data_pass
+        )
         key = ("partition", *settings_of(self._loader))
-        copy = this.memory.copy_for(key, lambda: IndexedLoader(self._loader))
-        yield from this.noted(copy.run(parts, this.announcer, seed))
+        copy = data_pass.record.copy_for(key, lambda: IndexedLoader(self._loader))
+        yield from data_pass.track(copy.run(parts, data_pass.announcer, seed))
 
 
-class FilePart(IterableDataset[Any]):
-    """What some files have in them, one after the other; each is opened by one process."""
+class FilePartDataset(IterableDataset[Any]):
+    """The contents of some files, one after the other; each file is opened by one process."""
 
     def __init__(self, files: Sequence[Any], opener: Opener, rank: int) -> None:
         self._files, self._open, self._rank = files, opener, rank
@@ -131,28 +135,20 @@ class FilePart(IterableDataset[Any]):
     def _read(self, file: Any) -> Iterator[Any]:
         number = 0
         try:
-            for thing in self._open(file):
-                yield thing
+            for item in self._open(file):
+                yield item
                 number += 1
         except Exception as error:
             raise UsageError(
-                f"pl.shard: {file}, behind {number} samples or batches, could not be read on rank"
+                f"pl.shard: {file} could not be read after {number} samples or batches on rank"
                 f" {self._rank}: {type(error).__name__}: {error}"
             ) from error
 
 
-class Counting:
-    """A collate function that also says how many samples it was given."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: Any) -> tuple[int, Any]:
-        return len(samples), self._collate(samples)
-
-
-class Files:
+class FileSource:
     """A list of files, each owned by one worker."""
+
+    kind = "files"
 
     def __init__(self, given: FileList, group: Group, *, pad: bool) -> None:
         self._given, self._rank = given, group.rank
@@ -164,13 +160,13 @@ class Files:
                 f"{count} files for {workers} workers, fewer than one each; write more and smaller"
                 f" files, start at most {count} workers, or pass pad=False if some may get none"
             )
-        self._own = [given.files[place] for place in share(count, workers, group.rank)]
-        self.length: int | None = None  # nobody has opened them yet
-        self._loader = self._loader_over(self._own)  # refuses settings that mean nothing
+        self._own = [given.files[index] for index in share(count, workers, group.rank)]
+        self.length: int | None = None  # not known before the files are read
+        self._loader = self._loader_over(self._own)  # raises UsageError for bad settings
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The names of all files: the parts are cut from one list."""
+        """The names of all files: the parts are ranges of one list."""
         names = "\0".join(map(str, self._given.files))
         return {
             "the number of files": len(self._given.files),
@@ -179,17 +175,16 @@ class Files:
             "shuffle": self._given.is_shuffled,
         }
 
-    def batches(self, this: Pass) -> Iterator[Any]:
-        """Yield what is in this worker's files, in step with the others."""
-        seed = mixed(this.seed, this.epoch, 1 + this.group.rank)
+    def batches(self, data_pass: DataPass) -> Iterator[Any]:
+        """Yield the contents of this worker's files, with as many steps as the other workers."""
+        seed = mix_seeds(data_pass.seed, data_pass.epoch, 1 + data_pass.group.rank)
         order = LocalOrder(len(self._own), seed if self._given.is_shuffled else None)
-        files = [self._own[place] for place in order.units(0, sys.maxsize)]
+        files = [self._own[index] for index in order.units(0, sys.maxsize)]
         loader = self._loader_over(files)
         loader.generator.manual_seed(seed)
-        is_batched = self._given.settings["batch_size"] is not None
         yield from own_batches(
-            this,
-            lambda: iter(loader) if is_batched else ((samples_in(one), one) for one in loader),
+            data_pass,
+            lambda: iter(loader),
             (),
             "its files are empty; give each worker a file with something in it, or pass pad=False",
             stops_short=bool(self._given.settings.get("drop_last")),
@@ -198,10 +193,9 @@ class Files:
     def _loader_over(self, files: Sequence[Any]) -> Any:
         try:
             loader: DataLoader[Any] = DataLoader(
-                FilePart(files, self._given.open, self._rank), **self._given.settings
+                FilePartDataset(files, self._given.open, self._rank), **self._given.settings
             )
         except (TypeError, ValueError) as error:
             raise UsageError(f"the settings of a loader over files: {error}") from None
-        if loader.batch_size is None:
-            return copied(loader)
-        return copied(loader, collate_fn=Counting(loader.collate_fn))
+        is_batched = loader.batch_size is not None
+        return copied(loader, collate_fn=TaggingCollate(loader.collate_fn, is_batched=is_batched))

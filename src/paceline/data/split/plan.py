@@ -1,14 +1,14 @@
-"""Which samples make a step: read from the settings of a DataLoader whose samples have indices.
+"""Which samples make a step: derived from the settings of a DataLoader with indices.
 
-the loader has             a unit is       a step takes (per worker / global)   cut by
+the loader has             a unit is       a step takes (per worker / global)   split by
 a batch size b             an index        world x b / b indices                spread
 a batch sampler            its batch       world batches / one batch            deal_or_spread /
                                                                                 spread_one
 batch_size=None            an index        world indices / not possible         deal
 
-Data WARM-UP: the first epochs go over a part of the data only, drawn from the seed of the loader,
-so it is the same on all workers, in each of those epochs and in the next run; in which order it
-comes is the loader's affair, as always.
+Data WARM-UP: the first epochs go over a part of the data only. It is drawn from the seed of the
+loader, so it is the same on all workers, in each of those epochs and in the next run. The loader
+determines its order, as always.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from paceline.data.cursor.indices import Rules
-from paceline.data.randomness import mixed
+from paceline.data.randomness import mix_seeds
 from paceline.data.split.order import LocalOrder, draw
 from paceline.data.split.weights import (
     Costs,
@@ -37,7 +37,7 @@ from paceline.data.split.weights import (
 )
 from paceline.errors import DataError, UsageError
 
-_WARMUP = (0, 0, 1)  # beside the seed; where this has its second 0, others have 1 + a rank
+_WARMUP = (0, 0, 1)  # mixed into the seed; other uses have 1 + a rank instead of the second 0
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,11 @@ class DataWarmup:
 
 
 def data_warmup(fraction: float, epochs: int = 1) -> DataWarmup:
-    """Let training begin with a part of the data: `pl.shard(loader, warmup=...)` goes over this
-    fraction of the samples in epochs 0 to epochs - 1, and over all of them from then on. The
-    samples are drawn once, alike on all workers; each of them comes once in an epoch.
+    """Return a warm-up in which training starts with a part of the data.
+
+    `pl.shard(loader, warmup=...)` goes over this fraction of the samples in epochs 0 to epochs - 1,
+    and over all samples from then on. The samples are drawn once, the same on all workers. Each of
+    them comes once in an epoch.
 
     >>> loader = DataLoader(range(20), batch_size=2)
     >>> warmup = pl.data_warmup(0.1, epochs=2)
@@ -84,29 +86,29 @@ def data_warmup(fraction: float, epochs: int = 1) -> DataWarmup:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """How one loader's samples become steps of all workers."""
 
-    units: int | None  # of one pass; None if not known beforehand
+    units: int | None  # of one pass; None if not known
     per_step: int  # units that make a global batch
-    per_worker: int | None  # units that each worker adds to it; None: it is the same for any number
+    per_worker: int | None  # units of it per worker; None: independent of their number
     cut: Cut
-    drop_short: bool  # leave out a last global batch that is not full
-    told: Iterable[Any] | None  # the sampler whose order rank 0 tells; None: worked out by all
+    drop_short: bool  # drop a last global batch that is not full
+    sampler: Iterable[Any] | None  # a custom one, which rank 0 broadcasts; None: order by seed
     is_shuffled: bool
-    drawn_from: int | None = None  # a warm-up: the units are so many of these
-    costs: Costs | None = None  # of samples, which are cut by them
+    drawn_from: int | None = None  # in a warm-up: the number of all units
+    costs: Costs | None = None  # of samples, if they determine the split
 
     def local_order(self, seed: int, epoch: int) -> LocalOrder:
-        """Begin a pass where no sampler of the user decides."""
-        assert self.units is not None, "without a sampler of the user the length is known"
+        """Return the order of a pass without a custom sampler."""
+        assert self.units is not None, "without a custom sampler the length is known"
         drawn = None
         if self.drawn_from is not None:
-            drawn = draw(self.units, self.drawn_from, mixed(seed, *_WARMUP))
-        return LocalOrder(self.units, mixed(seed, epoch) if self.is_shuffled else None, drawn)
+            drawn = draw(self.units, self.drawn_from, mix_seeds(seed, *_WARMUP))
+        return LocalOrder(self.units, mix_seeds(seed, epoch) if self.is_shuffled else None, drawn)
 
     def rules(self, resize: str) -> Rules:
-        """Return how to go on with other workers than the job was started with."""
+        """Return how to split batches among any number of workers."""
         per_step, per_worker = self.per_step, self.per_worker
         follows = per_worker is not None and (resize == "worker" or self.cut is deal)
         return Rules(
@@ -117,7 +119,7 @@ class Plan:
         )
 
     def num_steps(self, world_size: int, rank: int, *, pad: bool) -> int | None:
-        """Return how many batches this rank gets; None if not known beforehand."""
+        """Return how many batches this rank gets; None if that is not known."""
         if self.units is None:
             return None
         steps = num_steps(self.units, self.per_step, drop_short=self.drop_short)
@@ -126,8 +128,8 @@ class Plan:
         return steps - 1 if lacks and last < world_size and not pad else steps
 
 
-def plan(loader: DataLoader[Any], world_size: int, batch: str, *, pad: bool) -> Plan:
-    """Read the loader's settings; UsageError if its samples cannot be shared."""
+def plan_batches(loader: DataLoader[Any], world_size: int, batch: str, *, pad: bool) -> BatchPlan:
+    """Return the plan for a loader's settings; UsageError if its samples cannot be split."""
     _refuse_sharding_samplers(loader)
     if loader.batch_size is not None:
         made = _of_samples(loader, world_size, batch)
@@ -139,15 +141,17 @@ def plan(loader: DataLoader[Any], world_size: int, batch: str, *, pad: bool) -> 
     return made
 
 
-def warmed_up(made: Plan, warmup: DataWarmup, epoch: int, world_size: int, *, pad: bool) -> Plan:
-    """Return the plan of one epoch; UsageError where no part of the data can be drawn."""
-    if made.told is not None:
+def warmed_up(
+    made: BatchPlan, warmup: DataWarmup, epoch: int, world_size: int, *, pad: bool
+) -> BatchPlan:
+    """Return the plan of one epoch; UsageError if no part of the data can be drawn."""
+    if made.sampler is not None:
         raise UsageError(
-            f"warmup={warmup}: the loader has a sampler of its own ({type(made.told).__name__}),"
-            " which alone decides what comes; let that sampler begin with less, or use a plain"
+            f"warmup={warmup}: the loader has a sampler of its own ({type(made.sampler).__name__}),"
+            " which chooses the samples; let that sampler start with fewer samples, or use a plain"
             " loader (shuffle=True or not)"
         )
-    assert made.units is not None, "without a sampler of the user the length is known"
+    assert made.units is not None, "without a custom sampler the length is known"
     units = warmup.num_samples(made.units, epoch)
     if units == made.units:
         return made
@@ -160,51 +164,53 @@ def warmed_up(made: Plan, warmup: DataWarmup, epoch: int, world_size: int, *, pa
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """Return every object that may decide on the order of a loader."""
+    """Return every object that may determine the order of a loader."""
     inner = getattr(loader.batch_sampler, "sampler", None)
     return [s for s in (loader.sampler, loader.batch_sampler, inner) if s is not None]
 
 
 def length_of(thing: object) -> int | None:
-    """Return len(thing), or None where it is not known."""
+    """Return len(thing), or None if it is not known."""
     try:
         return len(thing)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
 
 
-def _of_samples(loader: DataLoader[Any], world_size: int, batch: str) -> Plan:
+def _of_samples(loader: DataLoader[Any], world_size: int, batch: str) -> BatchPlan:
     size = loader.batch_size
     assert size is not None
     if batch == "global" and size < world_size:
         raise UsageError(
-            f"a global batch of {size} cannot be cut among {world_size} workers; raise batch_size"
+            f"a global batch of {size} cannot be split among {world_size} workers; raise batch_size"
             f" to at least {world_size}, or use batch='worker'"
         )
     per_worker = None if batch == "global" else size
     return _from_sampler(loader, size * world_size if per_worker else size, per_worker, spread)
 
 
-def _of_items(loader: DataLoader[Any], world_size: int, batch: str) -> Plan:
+def _of_items(loader: DataLoader[Any], world_size: int, batch: str) -> BatchPlan:
     if batch == "global":
         raise UsageError(
-            "batch='global' cuts batches, but a loader with batch_size=None makes none; use"
+            "batch='global' splits batches, but a loader with batch_size=None makes none; use"
             " batch='worker'"
         )
     return _from_sampler(loader, world_size, 1, deal)
 
 
-def _from_sampler(loader: DataLoader[Any], per_step: int, per_worker: int | None, cut: Cut) -> Plan:
+def _from_sampler(
+    loader: DataLoader[Any], per_step: int, per_worker: int | None, cut: Cut
+) -> BatchPlan:
     sampler: Any = loader.sampler
     is_shuffled = type(sampler) is RandomSampler and _covers_all(sampler)
     is_plain = is_shuffled or type(sampler) is SequentialSampler
-    return Plan(
+    return BatchPlan(
         units=length_of(sampler),
         per_step=per_step,
         per_worker=per_worker,
         cut=cut,
         drop_short=loader.drop_last,
-        told=None if is_plain else sampler,
+        sampler=None if is_plain else sampler,
         is_shuffled=is_shuffled,
     )
 
@@ -217,15 +223,15 @@ def _covers_all(sampler: RandomSampler) -> bool:
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
-def _of_batches(loader: DataLoader[Any], world_size: int, batch: str) -> Plan:
+def _of_batches(loader: DataLoader[Any], world_size: int, batch: str) -> BatchPlan:
     sampler: Any = loader.batch_sampler
-    return Plan(
+    return BatchPlan(
         units=length_of(sampler),
         per_step=1 if batch == "global" else world_size,
         per_worker=None if batch == "global" else 1,
         cut=spread_one if batch == "global" else deal_or_spread,
         drop_short=False,
-        told=sampler,
+        sampler=sampler,
         is_shuffled=False,
     )
 
@@ -240,7 +246,7 @@ def _refuse_sharding_samplers(loader: DataLoader[Any]) -> None:
             )
 
 
-def _refuse_too_few(made: Plan, world_size: int, pad: bool) -> None:
+def _refuse_too_few(made: BatchPlan, world_size: int, pad: bool) -> None:
     if made.units == 0:
         raise DataError("the loader is empty: its dataset or sampler has no samples")
     if made.units is None:

@@ -1,14 +1,14 @@
-"""Whose samples are these, and how much do they weigh: the arithmetic, without any communication.
+"""The samples and the weight of each worker: arithmetic, without communication.
 
-A GLOBAL BATCH is what one step of all workers is computed from. It comes as UNITS: indices of
-samples, or batches of indices that a batch sampler made, or single items of a loader that does not
-batch. Each function below cuts one global batch for one worker and returns that worker's PART and
-its weight, samples here x workers / samples of all. A worker for which nothing is left gets a
-repeated unit with weight 0.0: it keeps step with the others and changes nothing.
+A GLOBAL BATCH is what one step of all workers is computed from. It consists of UNITS: indices of
+samples, batches of indices from a batch sampler, or single items of a loader that does not batch.
+Each function below returns one worker's PART of a global batch and its weight: samples here x
+workers / samples of all. A worker for which no sample is left gets a repeated unit with weight 0.0:
+it takes part in the step, but does not change the result.
 
-COSTS say how long a sample takes beside another one; only their proportions count. A long text may
-cost its number of letters, a picture its pixels; they are asked for once, and all workers must have
-the same.
+COSTS are the relative durations of samples; only their ratios matter. The cost of a long text may
+be its number of letters, that of a picture its pixels. They are computed once, and must be the same
+on all workers.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def share(count: int, world_size: int, rank: int) -> range:
 
 
 def weight(here: int, total: int, world_size: int) -> float:
-    """Return how much a worker's mean counts; 1.0 when all workers have the same."""
+    """Return the weight of a worker's mean; 1.0 if all workers have the same number."""
     return here * world_size / total if total else 1.0
 
 
 def balanced(costs: Sequence[float], speeds: Sequence[float]) -> list[int]:
-    """Cut a row of samples among workers of different speeds, so that all take about as long:
-    return where each one's part begins, and the end. Everybody gets one sample at least, of as many
-    samples as workers or more.
+    """Split a sequence of samples among workers of different speeds, so that all take about as
+    long. Return where each part begins, and the end. Each worker gets at least one sample, if there
+    are as many samples as workers.
 
     >>> balanced([1, 1, 1, 1, 1, 1], [2, 1])
     [0, 4, 6]
@@ -55,13 +55,13 @@ def balanced(costs: Sequence[float], speeds: Sequence[float]) -> list[int]:
     [0, 1, 4]
     """
     count, workers = len(costs), len(speeds)
-    behind = list(accumulate(costs, initial=0.0))
-    scale = behind[-1] / sum(speeds)
+    sums = list(accumulate(costs, initial=0.0))
+    scale = sums[-1] / sum(speeds)
     edges = [0]
     for rank, reached in enumerate(accumulate(speeds[:-1]), 1):
         target = reached * scale
-        edge = bisect_left(behind, target)
-        if edge > 0 and target - behind[edge - 1] < behind[min(edge, count)] - target:
+        edge = bisect_left(sums, target)
+        if edge > 0 and target - sums[edge - 1] < sums[min(edge, count)] - target:
             edge -= 1
         edges.append(max(edges[-1] + 1, min(edge, count - (workers - rank))))
     return [*edges, count]
@@ -73,7 +73,7 @@ def num_steps(units: int, per_step: int, *, drop_short: bool) -> int:
 
 
 def spread(units: Units, world_size: int, rank: int) -> tuple[Units, float]:
-    """Cut a global batch of samples into even parts."""
+    """Split a global batch of samples into even parts."""
     count = len(units)
     mine = share(count, world_size, rank)
     if not mine:
@@ -83,19 +83,19 @@ def spread(units: Units, world_size: int, rank: int) -> tuple[Units, float]:
 
 
 def spread_one(units: Units, world_size: int, rank: int) -> tuple[Units, float]:
-    """Cut one batch that a batch sampler made."""
+    """Split one batch of a batch sampler."""
     return spread(units[0], world_size, rank)
 
 
 def deal(units: Units, world_size: int, rank: int) -> tuple[Any, float]:
-    """Give whole units, one to each worker; those that are lists count by their length."""
+    """Give one whole unit to each worker; a unit that is a list counts by its length."""
     if rank >= len(units):
         return units[rank % len(units)], 0.0
     return units[rank], weight(size_of(units[rank]), sum(map(size_of, units)), world_size)
 
 
 def deal_or_spread(units: Units, world_size: int, rank: int) -> tuple[Units, float]:
-    """Give each worker one batch; if there are fewer batches than workers, share their samples."""
+    """Give each worker one batch; if there are fewer batches than workers, split their samples."""
     if len(units) == world_size:
         return deal(units, world_size, rank)
     return spread(list(chain.from_iterable(units)), world_size, rank)
@@ -109,14 +109,14 @@ def counted(units: Units, cut: Cut, world_size: int) -> tuple[int, int]:
 
 
 def size_of(unit: object) -> int:
-    """Return how many samples an index stands for."""
+    """Return how many samples a unit has."""
     return len(unit) if isinstance(unit, list) else 1
 
 
 def stride(world_size: int, rank: int, per_step: int) -> Callable[[int], bool]:
-    """Return the test for a position in a stream: is it this worker's?
+    """Return a test whether a position in a stream belongs to this worker.
 
-    Every global batch is dealt out sample by sample: rank, rank + world_size, ... of each.
+    A worker gets the samples rank, rank + world_size, ... of every global batch.
     """
     return lambda position: position % per_step % world_size == rank
 
@@ -131,7 +131,10 @@ class Costs:
 
     def __init__(self, cost: GivenCost, samples: int | None) -> None:
         if samples is None:
-            raise UsageError("cost=...: the dataset has no length: nobody knows its samples")
+            raise UsageError(
+                "cost=... needs the number of samples, but the dataset has no length; give it a"
+                " __len__"
+            )
         try:
             given = map(cost, range(samples)) if callable(cost) else cost
             numbers = np.asarray(list(given), dtype=np.float64)
@@ -151,7 +154,7 @@ class Costs:
 
     @property
     def digest(self) -> str:
-        """Something short that tells whether two workers have the same."""
+        """A short hash, to compare the costs of two workers."""
         return hashlib.sha256(self._numbers.tobytes()).hexdigest()[:16]
 
     def of(self, units: Units) -> np.ndarray:
@@ -160,7 +163,7 @@ class Costs:
 
 
 def cut_by_cost(costs: Costs) -> Cut:
-    """Return a way to cut global batches into parts that cost the same."""
+    """Return a function that splits global batches into parts of equal cost."""
 
     def cut(units: Units, world_size: int, rank: int) -> tuple[Any, float]:
         if len(units) < world_size:

@@ -1,19 +1,18 @@
-"""How one loader's batches are made: the dataset, the stages, collate.
+"""How the batches of one loader are made: the dataset, the stages, collate.
 
     seed -> dataset[i] for each i -> stages[0] -> seed again -> stages[1] -> ... -> collate
 
-A STAGE is a function from a sample to a sample. Random numbers are drawn from generators that are
-seeded before each stage of each batch, from the batch's place in the epoch (randomness.py): what is
-made does not depend on where one stage ends and the next process begins.
+A STAGE is a function from a sample to a sample. The random generators are seeded before each stage
+of each batch, from the batch's position in the epoch (randomness.py). So the result does not depend
+on which process runs which stage.
 
-A sample that cannot be made becomes a `Failure`, which says which one, where and why.
+A sample that cannot be made raises `SampleFailed`, which names the sample, the place and the cause.
 
-Of a stream, which only comes in sequence, samples are made by their place all the same: a READER
-goes through the stream for one trainer and keeps its share of it (data/sources/stream.py). Orders
-come about in sequence: what lies between two of them is kept until it is asked for. An order for a
-place that was passed, after another data worker has died or in the next pass, makes the reader
-begin again. It has random generators of its own, seeded when it begins, so that whoever reads the
-stream again finds the same in it.
+Samples of a stream are requested by batch number as well. A READER iterates the stream for one
+trainer and keeps its share of it (data/sources/stream.py). Requests arrive roughly in sequence:
+batches in between are kept until they are requested. A request for an earlier batch, after another
+data worker has died or in the next pass, makes the reader start again. It has random states of its
+own, seeded when it starts, so that every reader of the stream gets the same samples.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ from torch.utils.data._utils import worker as loader_worker
 
 from paceline.data.randomness import (
     get_random_state,
-    kept_random_state,
-    mixed,
+    mix_seeds,
+    preserve_random_state,
     seed_everything,
     set_random_state,
 )
 from paceline.data.sources.samples import samples_in
-from paceline.data.sources.stream import Strided
-from paceline.data.split.order import restored
+from paceline.data.sources.stream import StridedDataset
 from paceline.data.split.plan import length_of
 from paceline.data.split.weights import strided_share
-from paceline.data.workers.messages import Order
+from paceline.data.workers.messages import BatchRequest
+from paceline.state.serializer import put_together
 
 Stage = Callable[[Any], Any]
 
-_KEPT = 1024  # batches that were passed over
+_KEPT = 1024  # batches that were read and not requested yet
 
 
-class Failure(Exception):
-    """What the user's code raised, in words."""
+class SampleFailed(Exception):
+    """The user's code raised an exception; has its text."""
 
 
 class Recipe:
-    """One loader."""
+    """How to make the batches of one loader."""
 
     def __init__(self, loader: DataLoader[Any], stages: Sequence[Stage]) -> None:
         self._loader, self.stages = loader, tuple(stages)
@@ -65,7 +64,7 @@ class Recipe:
         )
 
     def begin(self, number: int, count: int) -> None:
-        """Be data worker `number` of `count`, as a DataLoader's own workers are told it."""
+        """Call worker_init_fn as in the worker `number` of `count` of a DataLoader."""
         if self._loader.worker_init_fn is None:
             return
         info = loader_worker.WorkerInfo(
@@ -75,38 +74,38 @@ class Recipe:
         try:
             self._loader.worker_init_fn(number)
         finally:
-            # Seen by collate, it would put each batch into a shared memory of torch's own.
+            # If collate saw it, it would put each batch into shared memory of torch.
             loader_worker._worker_info = None
 
-    def read(self, order: Order) -> Any:
-        """Make the samples of a batch (without batching: the one sample), before all stages. Raises
-        Failure, and Ended behind the end of a stream."""
-        self._set_epoch(order.epoch)
-        if order.stream is not None:
-            samples = self._try(lambda: self._readers.take(order), lambda: _name_of(order))
-            seed_everything(mixed(order.seed, order.place))
+    def read(self, request: BatchRequest) -> Any:
+        """Return the samples of a batch (without batching: the one sample), before all stages.
+        Raises SampleFailed, and StreamEnded after the end of a stream."""
+        self._set_epoch(request.epoch)
+        if request.stream is not None:
+            samples = self._try(lambda: self._readers.take(request), lambda: _name_of(request))
+            seed_everything(mix_seeds(request.seed, request.place))
             return samples
-        seed_everything(order.seed)
-        indices, dataset = restored(order.indices), self._loader.dataset
+        seed_everything(request.seed)
+        indices, dataset = put_together(request.indices, ()), self._loader.dataset
         if not self._has_batches:
-            return self._try(lambda: dataset[indices], lambda: _name_of(order))
+            return self._try(lambda: dataset[indices], lambda: _name_of(request))
         if callable(getattr(dataset, "__getitems__", None)):
             take: Callable[[Any], Any] = dataset.__getitems__  # type: ignore[attr-defined]
-            return self._try(lambda: take(indices), lambda: f"one of the {_name_of(order)}")
+            return self._try(lambda: take(indices), lambda: f"one of the {_name_of(request)}")
         return [
-            self._try(partial(getitem, dataset, index), partial(_name_of, order, place))
+            self._try(partial(getitem, dataset, index), partial(_name_of, request, place))
             for place, index in enumerate(indices)
         ]
 
-    def apply(self, number: int, order: Order, samples: Any) -> Any:
-        """Let one stage work on the samples."""
+    def apply(self, number: int, request: BatchRequest, samples: Any) -> Any:
+        """Apply one stage to the samples."""
         stage = self.stages[number]
         if number > 0:
-            seed_everything(mixed(order.seed, number, order.place))
+            seed_everything(mix_seeds(request.seed, number, request.place))
 
         def name(place: int | None) -> str:
             called = getattr(stage, "__name__", type(stage).__name__)
-            return f"stage {number} ({called}) of {_name_of(order, place)}"
+            return f"stage {number} ({called}) of {_name_of(request, place)}"
 
         if not self._has_batches:
             return self._try(lambda: stage(samples), lambda: name(None))
@@ -115,27 +114,27 @@ class Recipe:
             for place, sample in enumerate(samples)
         ]
 
-    def collate(self, order: Order, samples: Any) -> Any:
-        """Make the batch; of a stream, with the number of samples in it."""
+    def collate(self, request: BatchRequest, samples: Any) -> Any:
+        """Return the batch; of a stream, with the number of samples in it."""
         collate = self._loader.collate_fn
-        batch = self._try(lambda: collate(samples), lambda: f"collate_fn of {_name_of(order)}")
-        if order.stream is None:
+        batch = self._try(lambda: collate(samples), lambda: f"collate_fn of {_name_of(request)}")
+        if request.stream is None:
             return batch
         return len(samples) if self._has_batches else samples_in(batch), batch
 
-    def make(self, order: Order) -> Any:
-        """Do everything at once."""
-        samples = self.read(order)
+    def make(self, request: BatchRequest) -> Any:
+        """Return the batch of a request: read, apply all stages, collate."""
+        samples = self.read(request)
         for number in range(len(self.stages)):
-            samples = self.apply(number, order, samples)
-        return self.collate(order, samples)
+            samples = self.apply(number, request, samples)
+        return self.collate(request, samples)
 
     @property
     def _has_batches(self) -> bool:
         return self._loader.batch_sampler is not None
 
     def _set_epoch(self, epoch: int) -> None:
-        """A script sets its dataset's epoch in a loop that data workers never enter."""
+        """Call set_epoch of the dataset: scripts do so in a loop that data workers never enter."""
         if epoch != self._epoch:
             self._epoch = epoch
             if hasattr(self._loader.dataset, "set_epoch"):
@@ -144,49 +143,49 @@ class Recipe:
     def _try(self, make: Callable[[], Any], what: Callable[[], str]) -> Any:
         try:
             return make()
-        except Ended:
+        except StreamEnded:
             raise
-        except Exception as error:  # told to the trainer, which raises it
+        except Exception as error:  # sent to the trainer, which raises it
             within = error.__traceback__
             while within is not None and within.tb_frame.f_code.co_filename == __file__:
-                within = within.tb_next  # ours are of no interest
+                within = within.tb_next  # skip the frames of this file
             text = "".join(traceback.format_exception(type(error), error, within))
-            said = f"{what()} raised {type(error).__name__}: {error}"
-            raise Failure(f"{said:.600}\n\nits traceback:\n{text[-8000:]}") from error
+            summary = f"{what()} raised {type(error).__name__}: {error}"
+            raise SampleFailed(f"{summary:.600}\n\nits traceback:\n{text[-8000:]}") from error
 
 
-def _name_of(order: Order, place: int | None = None) -> str:
-    """Name a sample by its index, or what is known of it; without a place all of a batch."""
-    if order.stream is not None:
-        batch = f"batch {order.place} of rank {order.stream[1]} in the stream"
+def _name_of(request: BatchRequest, place: int | None = None) -> str:
+    """Return a name for a sample of a request; without `place`, for all of its samples."""
+    if request.stream is not None:
+        batch = f"batch {request.place} of rank {request.stream[1]} in the stream"
         return batch if place is None else f"sample {place} of {batch}"
-    indices = restored(order.indices)
+    indices = put_together(request.indices, ())
     if place is not None:
         return f"sample {indices[place]!r:.80}"
     return f"{'samples' if isinstance(indices, list) else 'sample'} {indices!r:.200}"
 
 
-class Ended(Exception):
-    """The stream has no samples for that place any more."""
+class StreamEnded(Exception):
+    """The stream ended before the requested batch."""
 
 
 class Reader:
-    """The share of one trainer in one pass over a stream."""
+    """Reads the share of one trainer in one pass over a stream."""
 
-    def __init__(self, loader: DataLoader[Any], order: Order) -> None:
-        assert order.stream is not None
-        world_size, rank, per_step = order.stream
-        self._loader, self._seed = loader, order.seed
-        self._strided = Strided(loader.dataset, world_size, rank, per_step)
+    def __init__(self, loader: DataLoader[Any], request: BatchRequest) -> None:
+        assert request.stream is not None
+        world_size, rank, per_step = request.stream
+        self._loader, self._seed = loader, request.seed
+        self._strided = StridedDataset(loader.dataset, world_size, rank, per_step)
         self._size = strided_share(world_size, rank, per_step)
-        self._next = 0  # place
+        self._next = 0  # batch
         self._state: Any
         self._kept: dict[int, Any] = {}
         self._begin()
 
     def take(self, place: int) -> Any:
-        """Return the samples of a batch (without batching: the one sample); raises Ended."""
-        with kept_random_state():
+        """Return the samples of a batch (without batching: the one sample); raises StreamEnded."""
+        with preserve_random_state():
             if place < self._next and place not in self._kept:
                 self._begin()
             set_random_state(self._state)
@@ -201,7 +200,7 @@ class Reader:
         return self._kept.pop(place)
 
     def _begin(self) -> None:
-        with kept_random_state():
+        with preserve_random_state():
             seed_everything(self._seed)
             self._iterator: Iterator[Any] = iter(self._strided)
             self._state = get_random_state()
@@ -212,25 +211,25 @@ class Reader:
         if self._loader.batch_size is None:
             for sample in self._iterator:
                 return sample
-            raise Ended
+            raise StreamEnded
         samples = list(islice(self._iterator, self._size))
         if not samples or (len(samples) < self._size and self._loader.drop_last):
-            raise Ended
+            raise StreamEnded
         return samples
 
 
 class Readers:
-    """The readers of one loader: one for each trainer, in its newest pass."""
+    """The readers of one loader: one for each trainer, in its latest pass."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._readers: dict[int, tuple[tuple[Any, ...], Reader]] = {}  # by the trainer's rank
 
-    def take(self, order: Order) -> Any:
-        """Return the samples of an order; raises Ended, and what the dataset raises."""
-        assert order.stream is not None
-        rank, key = order.stream[1], (order.epoch, order.seed, order.stream)
+    def take(self, request: BatchRequest) -> Any:
+        """Return the samples of a request; raises StreamEnded, and what the dataset raises."""
+        assert request.stream is not None
+        rank, key = request.stream[1], (request.epoch, request.seed, request.stream)
         known = self._readers.get(rank)
         if known is None or known[0] != key:
-            known = self._readers[rank] = key, Reader(self._loader, order)
-        return known[1].take(order.place)
+            known = self._readers[rank] = key, Reader(self._loader, request)
+        return known[1].take(request.place)

@@ -1,12 +1,12 @@
-"""The loop of a data worker: orders come, batches go.
+"""The loop of a data worker: it receives requests and sends batches.
 
-    wait for anything -> take orders -> (a later stage: ask the stage before) -> make one -> send it
+    wait -> receive requests -> (a later stage: request samples) -> make one batch -> send it
 
-One thread, one batch at a time, in the order in which everything for it was there. Orders wait here
-for their turn; how many there are, the askers decide (a bounded number each), so nothing piles up:
-a stage makes only what the next one has asked for.
+One thread makes one batch at a time, in the order in which everything for it is available. Requests
+wait here for their turn. Each client has a bounded number of them, so nothing piles up: a stage
+makes only what the next one has requested.
 
-It ends when all who could ask it have left the job or were lost: the trainers, or the next stage.
+The loop ends when all clients (the trainers, or the next stage) have left the job or were lost.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from paceline import _core
 from paceline.comm.group import Group
 from paceline.control.member import Member
 from paceline.data.workers import messages as m
-from paceline.data.workers.connection import MakingLine, form
+from paceline.data.workers.connection import ClientConnection, form
 from paceline.data.workers.messages import pack, unpack
-from paceline.data.workers.recipe import Ended, Failure, Recipe
-from paceline.data.workers.supply import Pending, Supply, ready_key
+from paceline.data.workers.recipe import Recipe, SampleFailed, StreamEnded
+from paceline.data.workers.worker_pool import DataWorkerPool, PendingRequest, ready_key
 from paceline.errors import PeerError, UsageError
 from paceline.ps.replication.connector import Meetings
 from paceline.runtime.console import say
@@ -42,146 +42,151 @@ def stage_members(job: Job, stage: int) -> list[Member]:
 
 
 def serve(job: Job, recipes: Sequence[Recipe]) -> NoReturn:
-    """Be a data worker until the trainers have left; then end the process in good order."""
+    """Run a data worker until the trainers have left; then exit cleanly."""
     Service(job, recipes).run()
     sys.exit(0)
 
 
 class Service:
-    """A data worker at work."""
+    """The loop of a data worker."""
 
     def __init__(self, job: Job, recipes: Sequence[Recipe]) -> None:
         self._job, self._recipes = job, recipes
         self._stage = _stage_of(job)
         self._num_stages = len(job.env.data_workers)
-        self._supply: Supply | None = None
+        self._pool: DataWorkerPool | None = None
         if self._stage > 0:
-            makers = stage_members(job, self._stage - 1)
-            agent = job.rendezvous.agent
-            self._supply = Supply(job.fabric, agent, makers, reads=self._stage == 1)
-        self._lines: list[MakingLine] = []
+            agent, members = job.rendezvous.agent, stage_members(job, self._stage - 1)
+            is_first = self._stage == 1
+            self._pool = DataWorkerPool(job.fabric, agent, members, is_first_stage=is_first)
+        self._connections: list[ClientConnection] = []
         self._meetings: Meetings[Group] = Meetings()
-        self._meeting: dict[int, Member] = {}
-        self._asked: list[tuple[MakingLine, Pending]] = []  # of the stage before
-        self._ready: deque[tuple[MakingLine, m.Order, Any]] = deque()  # with the samples, or None
-        for asker in self._askers():
-            self._meeting[asker.rank] = asker
-            self._meetings.arrange(asker.rank, asker.rank, self._forming(asker))
+        self._connecting: dict[int, Member] = {}
+        self._forwarded: list[tuple[ClientConnection, PendingRequest]] = []  # to the stage before
+        # With the samples of the stage before, or None.
+        self._ready: deque[tuple[ClientConnection, m.BatchRequest, Any]] = deque()
+        for client in self._clients():
+            self._connecting[client.rank] = client
+            self._meetings.arrange(client.rank, client.rank, self._forming(client))
         job.rendezvous.agent.store_set(ready_key(job.env.rank), b"1")
 
     def run(self) -> None:
-        """Serve until it is over."""
-        _core.keep_freed_memory()  # every batch is of about the same size
+        """Serve until all clients have left."""
+        _core.keep_freed_memory()  # batches have about the same size
         for recipe in self._recipes:
             recipe.begin(self._job.env.number, sum(self._job.env.data_workers))
         while not self._is_over():
             if not self._ready:
                 self._wait()
-            self._meet()
-            for line in list(self._lines):
-                self._take_orders(line)
+            self._accept()
+            for connection in list(self._connections):
+                self._take_requests(connection)
             self._take_samples()
             if self._ready:
                 self._make(*self._ready.popleft())
 
-    def _askers(self) -> list[Member]:
+    def _clients(self) -> list[Member]:
         if self._stage + 1 < self._num_stages:
             return stage_members(self._job, self._stage + 1)
         membership = self._job.fabric.membership
         return [membership.member(rank) for rank in membership.workers]
 
-    def _forming(self, asker: Member) -> Callable[[], Group]:
+    def _forming(self, client: Member) -> Callable[[], Group]:
         fabric = self._job.fabric
-        return lambda: form(fabric, fabric.me, asker)
+        return lambda: form(fabric, fabric.me, client)
 
     def _is_over(self) -> bool:
         presence = self._job.fabric.presence
-        known = [presence.get(asker.rank) for asker in self._askers()]
+        known = [presence.get(client.rank) for client in self._clients()]
         if all(one is not None and one.state in ("left", "lost") for one in known):
             return True
         agent = self._job.rendezvous.agent
         is_cut_off = not agent.is_attached
-        return is_cut_off and not self._lines and not self._meeting
+        return is_cut_off and not self._connections and not self._connecting
 
     def _wait(self) -> None:
-        works = [line.receiving for line in self._lines]
-        works += [p.incoming.work for _, p in self._asked if p.incoming is not None]
+        works = [connection.receiving for connection in self._connections]
+        works += [p.incoming.work for _, p in self._forwarded if p.incoming is not None]
         if works:
             _core.wait_any([work.handle for work in works], _TICK_S)  # type: ignore[misc]
         else:
             time.sleep(_TICK_S / 5)
 
-    def _meet(self) -> None:
-        for rank, formed in self._meetings.take() if self._meeting else ():
-            member = self._meeting.pop(rank)  # type: ignore[call-overload]
-            if isinstance(formed, Group):  # else it is gone, or gave this data worker up
-                self._lines.append(MakingLine(self._job.fabric, member, formed))
+    def _accept(self) -> None:
+        for rank, formed in self._meetings.take() if self._connecting else ():
+            member = self._connecting.pop(rank)  # type: ignore[call-overload]
+            if isinstance(
+                formed, Group
+            ):  # else the client is gone, or has dropped this data worker
+                self._connections.append(ClientConnection(self._job.fabric, member, formed))
 
-    def _take_orders(self, line: MakingLine) -> None:
+    def _take_requests(self, connection: ClientConnection) -> None:
         try:
-            while line.receiving.done():
-                self._begin(line, line.take())
+            while connection.receiving.done():
+                self._begin(connection, connection.take())
         except PeerError:
-            self._drop(line)
+            self._drop(connection)
 
-    def _begin(self, line: MakingLine, order: m.Order) -> None:
-        if not 0 <= order.loader < len(self._recipes):
-            line.refuse(order, m.UNKNOWN, "")
-        elif order.facts != (mine := self._recipes[order.loader].facts):
-            line.refuse(order, m.DIFFERS, mine)
-        elif self._supply is None:
-            self._ready.append((line, order, None))
+    def _begin(self, connection: ClientConnection, request: m.BatchRequest) -> None:
+        if not 0 <= request.loader < len(self._recipes):
+            connection.refuse(request, m.UNKNOWN, "")
+        elif request.facts != (mine := self._recipes[request.loader].facts):
+            connection.refuse(request, m.DIFFERS, mine)
+        elif self._pool is None:
+            self._ready.append((connection, request, None))
         else:
-            self._asked.append((line, self._supply.ask(order)))
+            self._forwarded.append((connection, self._pool.send(request)))
 
     def _take_samples(self) -> None:
-        """See what the stage before has sent."""
-        if self._supply is None:
+        """Receive samples from the stage before."""
+        if self._pool is None:
             return
-        self._supply.look()
-        for entry in list(self._asked):
-            answer = self._supply.take(entry[1]) if entry[1].has_come else None
-            if answer is None:
-                continue  # not yet, or somebody else was asked
-            self._asked.remove(entry)
-            line, order = entry[0], entry[1].order
-            if answer.reply.problem:
-                self._refuse(line, order, answer.reply.problem, answer.reply.text)
+        self._pool.poll()
+        for entry in list(self._forwarded):
+            received = self._pool.take(entry[1]) if entry[1].has_arrived else None
+            if received is None:
+                continue  # not yet, or sent to another data worker
+            self._forwarded.remove(entry)
+            connection, request = entry[0], entry[1].request
+            if received.reply.problem:
+                self._refuse(connection, request, received.reply.problem, received.reply.text)
             else:
-                samples = unpack(answer.reply.plain, answer.memory)
-                self._ready.append((line, order, samples))
-        if self._supply.is_empty:  # do the stages before as well
-            self._ready.extend((line, pending.order, None) for line, pending in self._asked)
-            self._asked.clear()
+                samples = unpack(received.reply.plain, received.memory)
+                self._ready.append((connection, request, samples))
+        if self._pool.is_empty:  # this process does the stages before as well
+            self._ready.extend(
+                (connection, pending.request, None) for connection, pending in self._forwarded
+            )
+            self._forwarded.clear()
 
-    def _make(self, line: MakingLine, order: m.Order, samples: Any) -> None:
-        recipe = self._recipes[order.loader]
+    def _make(self, connection: ClientConnection, request: m.BatchRequest, samples: Any) -> None:
+        recipe = self._recipes[request.loader]
         try:
-            made = self._made(recipe, order, samples)
-            parcel = pack(made, "a batch" if self._is_last else "a sample, between two stages,")
-        except Ended:
-            self._refuse(line, order, m.ENDED, "")
+            made = self._made(recipe, request, samples)
+            packed = pack(made, "a batch" if self._is_last else "a sample, between two stages,")
+        except StreamEnded:
+            self._refuse(connection, request, m.ENDED, "")
             return
-        except Failure as failure:
-            self._refuse(line, order, m.RAISED, f"{self._name}: {failure}")
+        except SampleFailed as failure:
+            self._refuse(connection, request, m.RAISED, f"{self._name}: {failure}")
             return
         except UsageError as error:
-            self._refuse(line, order, m.RAISED, f"{self._name}: {error}")
+            self._refuse(connection, request, m.RAISED, f"{self._name}: {error}")
             return
         try:
-            line.deliver(order, parcel)
+            connection.deliver(request, packed)
         except PeerError:
-            self._drop(line)
+            self._drop(connection)
 
-    def _made(self, recipe: Recipe, order: m.Order, samples: Any) -> Any:
-        """Do the work of this stage, and of those before it if nobody has done it."""
+    def _made(self, recipe: Recipe, request: m.BatchRequest, samples: Any) -> Any:
+        """Do the work of this stage, and of those before it unless it is done."""
         first = self._stage
         if samples is None:
-            first, samples = 0, recipe.read(order)
+            first, samples = 0, recipe.read(request)
         last = len(recipe.stages) if self._is_last else min(self._stage + 1, len(recipe.stages))
         for number in range(first, last):
-            samples = recipe.apply(number, order, samples)
-        return recipe.collate(order, samples) if self._is_last else samples
+            samples = recipe.apply(number, request, samples)
+        return recipe.collate(request, samples) if self._is_last else samples
 
     @property
     def _is_last(self) -> bool:
@@ -191,19 +196,21 @@ class Service:
     def _name(self) -> str:
         return f"data worker {self._job.env.number} ({self._job.fabric.me.where})"
 
-    def _refuse(self, line: MakingLine, order: m.Order, problem: str, text: str) -> None:
+    def _refuse(
+        self, connection: ClientConnection, request: m.BatchRequest, problem: str, text: str
+    ) -> None:
         try:
-            line.refuse(order, problem, text)
+            connection.refuse(request, problem, text)
         except PeerError:
-            self._drop(line)
+            self._drop(connection)
 
-    def _drop(self, line: MakingLine) -> None:
-        """Forget an asker that is gone, and what it asked for."""
-        if line in self._lines:
-            self._lines.remove(line)
-            self._ready = deque(entry for entry in self._ready if entry[0] is not line)
-            self._asked = [entry for entry in self._asked if entry[0] is not line]
-            line.close()
+    def _drop(self, connection: ClientConnection) -> None:
+        """Drop a client that is gone, and its requests."""
+        if connection in self._connections:
+            self._connections.remove(connection)
+            self._ready = deque(entry for entry in self._ready if entry[0] is not connection)
+            self._forwarded = [entry for entry in self._forwarded if entry[0] is not connection]
+            connection.close()
 
 
 def _stage_of(job: Job) -> int:
@@ -214,8 +221,8 @@ def _stage_of(job: Job) -> int:
     return stage
 
 
-def say_serving(job: Job, recipes: Sequence[Recipe]) -> None:
-    """Tell once what the data workers do."""
+def log_serving(job: Job, recipes: Sequence[Recipe]) -> None:
+    """Log once what the data workers do."""
     if job.env.number == 0:
         counts = " and then ".join(map(str, job.env.data_workers))
         loaders = "; ".join(recipe.facts for recipe in recipes)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.data.cursor.leased import MOST, cut_portions
-from paceline.data.split.balance import Balance, describe
+from paceline.data.split.dynamic import Balance, describe
 from paceline.data.split.weights import Costs, balanced, cut_by_cost
 from paceline.errors import UsageError
 
@@ -32,9 +32,9 @@ def test_portions_cover_everything_once_and_shrink(prices: list[float], workers:
 
 
 @given(st.integers(1, 200), st.integers(1, 4), st.lists(st.integers(1, 5), min_size=4, max_size=4))
-def test_all_end_together(batches: int, workers: int, slowness: list[int]) -> None:
-    """As many workers, each so many times slower, take portions when they are free: the last one
-    ends at most one batch of the slowest, and the portion that it has, behind the ideal."""
+def test_all_workers_end_at_the_same_time(batches: int, workers: int, slowness: list[int]) -> None:
+    """Workers of different speeds take portions when they are free: the last worker
+    ends at most one batch of the slowest, and its portion, after the ideal."""
     free = [0.0] * workers
     for portion in cut_portions([1.0] * batches, workers):
         first = free.index(min(free))
@@ -79,31 +79,31 @@ def test_costs_are_asked_for_once_and_checked() -> None:
         Costs([1.0, float("inf")], 2)
 
 
-class Told:
-    """A group in which all others measure what the test says."""
+class FixedGroup:
+    """A group that gathers the seconds that the test sets."""
 
     def __init__(self, seconds: list[float]) -> None:
         self.seconds, self.size, self.ranks = seconds, len(seconds), list(range(len(seconds)))
 
     def all_gather(self, mine: Any, out: Any) -> None:
-        for place, each in enumerate(self.seconds):
-            out[place] = each
+        for index, each in enumerate(self.seconds):
+            out[index] = each
 
 
-def test_another_cut_needs_a_clear_gain_and_holds_from_a_batch_on() -> None:
-    balance, said = Balance(2), list[str]()
+def test_another_split_needs_a_clear_gain_and_applies_from_a_batch_on() -> None:
+    balance, logged = Balance(2), list[str]()
     balance.begin()
-    group: Any = Told([1.0, 1.04])
-    balance.agree(group, 6, 64, said.append)
-    assert balance.speeds == [1.0, 1.0] and not said, "not worth it"
-    group = Told([1.0, 2.0])
-    balance.agree(group, 10, 64, said.append)
+    group: Any = FixedGroup([1.0, 1.04])
+    balance.exchange(group, 6, 64, logged.append)
+    assert balance.speeds == [1.0, 1.0] and not logged, "not worth it"
+    group = FixedGroup([1.0, 2.0])
+    balance.exchange(group, 10, 64, logged.append)
     assert balance.speeds_at(9) == [1.0, 1.0] and balance.speeds_at(10) == [1.0, 0.5]
-    assert said == ["shard: rank 1 takes 21 of 64 samples: 2.0 x slower than the fastest"]
-    balance.agree(Told([1.0, 2.06]), 20, 64, said.append)  # type: ignore[arg-type]
-    assert balance.speeds_at(30) == [1.0, 0.5] and len(said) == 1, "it does not swing"
-    balance.agree(Told([0.0, 9.0]), 20, 64, said.append)  # type: ignore[arg-type]
-    assert balance.speeds_at(30) == [1.0, 0.5], "somebody has measured nothing"
+    assert logged == ["shard: rank 1 takes 21 of 64 samples: 2.0 x slower than the fastest"]
+    balance.exchange(FixedGroup([1.0, 2.06]), 20, 64, logged.append)  # type: ignore[arg-type]
+    assert balance.speeds_at(30) == [1.0, 0.5] and len(logged) == 1, "it does not oscillate"
+    balance.exchange(FixedGroup([0.0, 9.0]), 20, 64, logged.append)  # type: ignore[arg-type]
+    assert balance.speeds_at(30) == [1.0, 0.5], "a worker has measured nothing"
     balance.begin()
     assert balance.speeds_at(0) == [1.0, 0.5], "the next epoch begins with it"
     assert "equal parts" in describe([4, 4], [1.0, 0.95], [0, 1])

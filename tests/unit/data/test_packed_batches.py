@@ -1,4 +1,4 @@
-"""Batches that are taken apart and put together again."""
+"""Batches that are packed and unpacked."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Pair(NamedTuple):
 
 
 def sent(value: Any) -> Any:
-    parcel = pack(value, "it")
-    memory = torch.empty(parcel.num_bytes, dtype=torch.uint8)
-    parcel.write(memory)
-    return unpack(parcel.plain, memory)
+    packed = pack(value, "it")
+    memory = torch.empty(packed.num_bytes, dtype=torch.uint8)
+    packed.write(memory)
+    return unpack(packed.plain, memory)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_arrays_and_scalars_of_numpy_stay_what_they_are() -> None:
         [torch.nn.Linear(1, 1)],
     ],
 )
-def test_what_cannot_travel_is_named(value: Any) -> None:
+def test_types_that_cannot_be_sent_are_named(value: Any) -> None:
     with pytest.raises(UsageError, match="it has a .* in it, which cannot be sent"):
         pack(value, "it")
 
@@ -98,6 +98,6 @@ def test_what_cannot_travel_is_named(value: Any) -> None:
         {"u": [], "d": []},
     ],
 )
-def test_what_nobody_would_send_is_refused(plain: Any) -> None:
-    with pytest.raises(ProtocolError, match="cannot be put together"):
+def test_invalid_packed_data_is_refused(plain: Any) -> None:
+    with pytest.raises(ProtocolError, match="cannot be unpacked"):
         unpack(plain, torch.zeros(8, dtype=torch.uint8))
