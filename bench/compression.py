@@ -24,7 +24,7 @@ import torch
 from harness.report import machine, time_text, write_json
 
 from paceline import _core
-from paceline.compress import blocks, shared_scales
+from paceline.compress import blocks
 from paceline.compress import sparse_format as sparse
 from paceline.compress.kernels import Draw
 
@@ -88,20 +88,18 @@ def block_cases(name: str, values: torch.Tensor, residual: torch.Tensor) -> Iter
 
 def shared_cases(values: torch.Tensor, residual: torch.Tensor) -> Iterator[Case]:
     count, group = len(values), "int8 shared"
-    absmax = torch.empty(shared_scales.num_shared_blocks(count))
+    absmax = torch.empty(blocks.num_shared_blocks(count))
     part, out = torch.empty(count, dtype=torch.int8), torch.empty(count)
-    shared_scales.block_absmax(values, None, absmax)
+    blocks.block_absmax(values, None, absmax)
 
     def encode() -> None:
-        shared_scales.encode_shared(values, absmax, 63, part, residual=residual)
+        blocks.encode_shared(values, absmax, 63, part, residual=residual)
 
     yield Case(
-        group, "absmax", lambda: shared_scales.block_absmax(values, residual, absmax), 2 * 4 * count
+        group, "absmax", lambda: blocks.block_absmax(values, residual, absmax), 2 * 4 * count
     )
     yield Case(group, "encode, residual", encode, 13 * count)
-    yield Case(
-        group, "decode", lambda: shared_scales.decode_shared(part, absmax, 63, 2, out), 5 * count
-    )
+    yield Case(group, "decode", lambda: blocks.decode_shared(part, absmax, 63, 2, out), 5 * count)
 
 
 def sparse_cases(values: torch.Tensor, residual: torch.Tensor) -> Iterator[Case]:

@@ -24,10 +24,10 @@ def round_stochastic(
 ) -> None: ...
 
 # Seed, step, index of the first element.
-Coin = tuple[int, int, int]
+Draw = tuple[int, int, int]
 
 # Signs of float32 or float64 as bits, 64 in a word (reduce/bits.h).
-def pack_signs(values: int, count: int, dtype: int, coin: Coin, bits: int, words: int) -> None: ...
+def pack_signs(values: int, count: int, dtype: int, coin: Draw, bits: int, words: int) -> None: ...
 
 # The same of what momentum becomes: keep * momentum + (1 - keep) * values.
 def pack_tracked(
@@ -36,7 +36,7 @@ def pack_tracked(
     keep: float,
     count: int,
     dtype: int,
-    coin: Coin,
+    coin: Draw,
     bits: int,
     words: int,
 ) -> None: ...
@@ -51,11 +51,11 @@ def pack_corrected(
     scale: float,
     count: int,
     dtype: int,
-    coin: Coin,
+    coin: Draw,
     bits: int,
     words: int,
 ) -> tuple[float, int]: ...
-def majority(rows: Sequence[int], words: int, coin: Coin, bits: int) -> None: ...
+def majority(rows: Sequence[int], words: int, coin: Draw, bits: int) -> None: ...
 def unpack_signs(
     bits: int, words: int, count: int, dtype: int, scale: float, values: int
 ) -> None: ...
@@ -65,11 +65,11 @@ BLOCK_FORMATS: tuple[tuple[str, int, int], ...]
 
 # Addresses; a residual may be 0 for none. A draw is seed, step, index of the first element.
 def encode_blocks(
-    format: int, values: int, residual: int, count: int, draw: Coin, payload: int
+    format: int, values: int, residual: int, count: int, draw: Draw, payload: int
 ) -> None: ...
 def mean_of_blocks(format: int, rows: Sequence[int], count: int, out: int) -> None: ...
 def recode_blocks(
-    format: int, rows: Sequence[int], residual: int, count: int, draw: Coin, payload: int
+    format: int, rows: Sequence[int], residual: int, count: int, draw: Draw, payload: int
 ) -> None: ...
 def block_largest(values: int, residual: int, count: int, largest: int) -> None: ...
 def encode_shared(
@@ -85,7 +85,7 @@ def select(
     residual: int,
     count: int,
     k: int,
-    draw: Coin,
+    draw: Draw,
     num_threads: int,
     indices: int,
     chosen: int,
@@ -96,7 +96,7 @@ def pack_gaps(indices: int, k: int, count: int, width: int, to: int) -> int: ...
 def unpack_gaps(
     source: int, num_bytes: int, k: int, count: int, width: int, indices: int
 ) -> None: ...
-def random_indices(count: int, k: int, draw: Coin, begin: int, end: int, indices: int) -> None: ...
+def random_indices(count: int, k: int, draw: Draw, begin: int, end: int, indices: int) -> None: ...
 
 class Work:
     def done(self) -> bool: ...

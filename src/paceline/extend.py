@@ -1,32 +1,31 @@
-"""Paces and codecs of your own: all names that one is written with.
+"""The public names for writing your own paces and codecs.
 
-A PACE is a subclass of `Method` and a row that says what may follow its word:
+A PACE is a subclass of `Method`, registered with its number and options:
 
     class Mine(Method):
         ...
     register_pace("mine", Pace(method=Mine, options=(Option("size", WHOLE, "how many", 4),)))
     pl.distribute(model, optimizer, pace="mine[size=8]")
 
-A CODEC is a subclass of `Codec`, and is registered with its options:
+A CODEC is a subclass of `Codec`, registered with its options:
 
     class Half(Codec):
         ...
     register_codec("half", Half)
     pl.distribute(model, optimizer, compress="half")
 
-A pace that other scripts ask for on the command line lives in a package that names it in an entry
-point of the group `paceline.paces`. examples/own_pace.py and examples/own_codec.py are complete.
+To use a pace from the command line, put it into a package with an entry point of the group
+`paceline.paces`. examples/own_pace.py and examples/own_codec.py are complete examples.
 """
 
 from __future__ import annotations
 
 from paceline.comm.group import Group
-from paceline.compress.codec import Codec, Ground
+from paceline.compress.codec import Codec, Ground, Layout, Segment, Span
 from paceline.compress.journey import Journey
 from paceline.compress.kernels import Draw
-from paceline.compress.layout import Layout, Segment, Span
 from paceline.compress.packet import Packet
-from paceline.compress.parse import CodecSpec
+from paceline.compress.registry import CodecSpec
 from paceline.compress.registry import register as register_codec
 from paceline.options.grammar import ABOVE_0, COUNT, FROM_0, SHARE, WHOLE, Number, Option
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits

@@ -15,7 +15,7 @@ from torch import nn
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
-from paceline.compress.parse import parse_codec
+from paceline.compress.registry import parse_codec
 from paceline.errors import BadFrame, NonFiniteGradient, ShapeMismatch, UsageError
 from paceline.ps import messages as m
 from paceline.ps.client.items import Item, ItemParam

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLACE = '    """What servers are told: a field here is a field of their rule."""\n'
+PLACE = '    """The options that servers receive: each field is also a field of their Rule."""\n'
 DECLARATION = """
     patience: Annotated[int, At(("async",), WHOLE, "how patient the servers are")] = 7
 """

@@ -36,12 +36,12 @@ def refuse(group: Group) -> None:
     with pytest.raises(pl.errors.UsageError, match="gives SGD a momentum, .* AdamW"):
         pl.distribute(model, torch.optim.AdamW(model.parameters()), pace="eamsgd:4")
     for optimizer, words in (
-        (torch.optim.AdamW(model.parameters()), "AdamW. a memory of its own"),
-        (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "SGD. a momentum of its own"),
+        (torch.optim.AdamW(model.parameters()), "AdamW. has its own state"),
+        (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "SGD. has its own momentum"),
     ):
         with pytest.raises(pl.errors.UsageError, match=words):
             pl.distribute(model, optimizer, compress="dgc")
-    with pytest.raises(pl.errors.UsageError, match="write word"):
+    with pytest.raises(pl.errors.UsageError, match="write name"):
         pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), compress=8)
     table = nn.Embedding(4, 2, sparse=True)
     with pytest.raises(pl.errors.UsageError, match="weight .* has sparse gradients"):

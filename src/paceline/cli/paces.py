@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from paceline.compress.registry import CODECS, Row
+from paceline.compress.registry import CODECS, CodecEntry
 from paceline.errors import UsageError
 from paceline.options.grammar import Number, Option, near
 from paceline.pace.registry import KNOWN, Pace, find
@@ -39,7 +39,7 @@ def listing(word: str | None = None) -> str:
     return "".join("\n".join([*_about(name, row), "", ""]) for name, row in rows)
 
 
-def _about(name: str, row: Pace | Row) -> Iterator[str]:
+def _about(name: str, row: Pace | CodecEntry) -> Iterator[str]:
     title = f"{name}:{row.default}" if row.number else name
     notes = [row.number] if row.number else []
     if isinstance(row, Pace) and row.needs_servers:

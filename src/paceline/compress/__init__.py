@@ -1,12 +1,12 @@
-"""Codecs: what travels instead of float32. One file for each family.
+"""Codecs: what is sent instead of float32. One file for each family.
 
-    codec.py       Codec: the interface; registry.py lists codecs, parse.py reads their text
-    blocks.py, sliced.py, shared_scales.py   fewer bits of every number
-    sparsifiers.py, sparse_format.py, dgc.py fewer numbers
-    powersgd.py    two thin matrices instead of one
+    codec.py       the interface, and the layout of a flat tensor; registry.py: codecs by name
     journey.py     the exchange of one compressed flat tensor between workers
-    packet.py      the same on its way to a server
+    packet.py      the message to a server in place of a flat tensor
+    quantizers.py  fewer bits per number: fp16, bf16, int8, int4, onebit
+    sparsifiers.py, dgc.py    fewer numbers: topk, randomk, dgc
+    powersgd.py    two low-rank factors in place of a matrix
+    kernels.py, blocks.py, sparse_format.py, sign_bits.py    the engine's kernels for tensors
 
-Start with codec.py. A codec of your own is written with the names of paceline.extend. Imports
-comm/.
+Start with codec.py. To write your own codec, use the names of paceline.extend. Imports comm/.
 """

@@ -1,11 +1,11 @@
-"""Deep gradient compression: the largest values of a momentum that each worker keeps for itself.
+"""Deep gradient compression: the largest values of a momentum that each worker keeps.
 
     u <- m u + g;  v <- v + u;  send the k largest of v;  where sent, v <- 0 and u <- 0
 
-The momentum is inside of what is chosen from (momentum correction), and stops where its value has
-been sent (factor masking), so the optimizer must have none of its own. In the first steps more is
-sent (`warmup`): the fraction falls in five stages. `clip` bounds the norm of each flat tensor of a
-worker by clip / sqrt(workers).
+The values are selected from the accumulated momentum (momentum correction), and the momentum is
+reset where its value was sent (factor masking). The optimizer must therefore have no momentum. The
+first steps send more (`warmup`): the fraction falls in five stages. `clip` bounds the norm of each
+flat tensor of a worker by clip / sqrt(workers).
 
 Lin et al. 2018, arXiv 1712.01887.
 """
@@ -19,10 +19,10 @@ import torch
 from paceline.comm.group import Group
 from paceline.compress import sparse_format as sparse
 from paceline.compress.codec import Ground, make_codec
-from paceline.compress.journey import Gathered
+from paceline.compress.journey import AllGatherJourney
 from paceline.compress.kernels import Draw
 from paceline.compress.packet import Packet
-from paceline.compress.parse import CodecSpec, parse_codec
+from paceline.compress.registry import CodecSpec, parse_codec
 from paceline.compress.sparsifiers import TopK
 from paceline.runtime.work import Work
 
@@ -48,7 +48,7 @@ class DeepGradient(TopK):
         return float(self.spec.value ** (stage / (_STAGES + 1)))
 
     def clipped(self, values: torch.Tensor, num_workers: int) -> torch.Tensor:
-        """Return the values, made smaller if their norm is beyond the limit of a worker."""
+        """Return the values, scaled down if their norm exceeds the limit of a worker."""
         if not self.clip:
             return values
         limit, size = self.clip / num_workers**0.5, float(torch.linalg.vector_norm(values))
@@ -62,7 +62,7 @@ class DeepGradient(TopK):
         payload: torch.Tensor,
         draw: Draw,
     ) -> None:
-        """Write the largest of what the momentum has come to, and forget both there."""
+        """Write the largest accumulated values to `payload`, and reset both states there."""
         k = self.count(values.numel())
         velocity.mul_(self.momentum).add_(values)
         indices, chosen = torch.empty(k, dtype=torch.int32), torch.empty(k)
@@ -70,11 +70,11 @@ class DeepGradient(TopK):
         velocity.index_fill_(0, indices.long(), 0.0)
         self.pack(payload, values.numel(), indices, chosen, residual, draw)
 
-    def journey(self, ground: Ground) -> Gathered:
-        return _WithMomentum(self, ground)
+    def journey(self, ground: Ground) -> AllGatherJourney:
+        return _MomentumJourney(self, ground)
 
     def packet(self, ground: Ground) -> Packet:
-        return _PacketWithMomentum(self, ground)
+        return _MomentumPacket(self, ground)
 
     def find_problem(self, optimizer: torch.optim.Optimizer) -> str:
         if not self.momentum:
@@ -82,16 +82,16 @@ class DeepGradient(TopK):
         is_sgd = isinstance(optimizer, torch.optim.SGD)
         if is_sgd and not any(group["momentum"] for group in optimizer.param_groups):
             return ""
-        has = "a momentum of its own" if is_sgd else "a memory of its own"
+        has = "its own momentum" if is_sgd else "its own state"
         return (
             f"codec {self.spec} has a momentum of {self.momentum:g}, and the optimizer"
-            f" ({type(optimizer).__name__}) {has}: use SGD without momentum, dgc(momentum=0), or"
-            " topk, which leaves momentum to the optimizer"
+            f" ({type(optimizer).__name__}) has {has}: use SGD without momentum, dgc(momentum=0),"
+            " or topk, which leaves momentum to the optimizer"
         )
 
 
-class _WithMomentum(Gathered):
-    """One flat tensor."""
+class _MomentumJourney(AllGatherJourney):
+    """A journey with a momentum."""
 
     codec: DeepGradient
 
@@ -119,7 +119,7 @@ class _WithMomentum(Gathered):
         return super().hop(group)
 
     def write(self, out: torch.Tensor) -> None:
-        self.codec.share = self._share  # another tensor may be a step further
+        self.codec.share = self._share  # another tensor may be one step ahead
         super().write(out)
 
     def own(self) -> Iterator[torch.Tensor]:
@@ -131,8 +131,8 @@ class _WithMomentum(Gathered):
         self._velocity.zero_()
 
 
-class _PacketWithMomentum(Packet):
-    """One flat tensor on its way to a server, which sees only the largest values of something."""
+class _MomentumPacket(Packet):
+    """A packet with a momentum; the server decodes it as topk."""
 
     codec: DeepGradient
 

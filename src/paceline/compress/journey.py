@@ -1,16 +1,16 @@
-"""What happens to one flat tensor between the workers, in up to two hops.
+"""Journey: the compressed exchange of one flat tensor between the workers, in up to two hops.
 
-    start     encode it, and send what others need of it        (hop 1)
-    forward   when theirs have come: send what comes of it      (hop 2, if there is one)
-    finish    when that has come: write the mean
+    start     encode the tensor, and send the payload to the other workers        (hop 1)
+    forward   after hop 1: process what arrived, and send the result              (hop 2, if any)
+    finish    after the last hop: write the mean
 
-`start` is called again, with the same key, when a worker was lost: then what was encoded is sent
-once more, and nothing is added to the residual a second time. Small tensors travel with hop 1 as
-they are.
+If a worker was lost, `start` is called again with the same key: it sends the same payload once more
+and adds nothing to the residual a second time. Small tensors are sent uncompressed with hop 1.
 
-GATHERED is a journey of one hop: each worker sends all of its payload to all others, who make the
-mean. For payloads that nobody can add up for others, such as chosen values with their places: with
-n workers each sends its payload n - 1 times, so it is for few bytes, or few workers.
+AllGatherJourney has one hop: each worker sends its whole payload to all other workers, and each
+computes the mean. It is for payloads that cannot be summed on the way, such as selected values with
+their indices. With n workers each sends its payload n - 1 times, so it suits few bytes or few
+workers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from paceline.compress.kernels import Draw
 from paceline.observe.telemetry.traffic import Account
 from paceline.runtime.work import Work
 
-LOOK_EVERY = 50  # steps between two looks at the error
+MEASURE_EVERY = 50  # steps between two measurements of the compression error
 
 
 class Journey:
-    """One flat tensor. Main thread only."""
+    """The exchange of one flat tensor. Main thread only."""
 
     def __init__(self, codec: Codec, ground: Ground) -> None:
         self.codec = codec
@@ -40,48 +40,48 @@ class Journey:
         self.residual = torch.zeros(self.layout.size) if codec.has_feedback else None
         self.account = Account()
         self._key: int | None = None
-        self.steps = 0  # how often something was encoded; alike on all workers
+        self.steps = 0  # how many steps were encoded; the same on all workers
         self._small = ground.allocate(self.layout.num_small, torch.float32)
         self._small_mean = ground.allocate(self.layout.num_small, torch.float32)
         self._small_work: Work[Any] | None = None
         self._first_hop: Work[Any] | None = None
-        self.last_hop: Work[Any] | None = None  # what the mean is made of comes with it
+        self.last_hop: Work[Any] | None = None  # `finish` waits for it
 
-    # -- what a kind of journey says --------------------------------------------------------------
+    # -- defined by each kind of journey ----------------------------------------------------------
 
     def encode(self, values: torch.Tensor, draw: Draw) -> None:
-        """Write what is sent; `residual` is what it leaves out."""
+        """Write values + `residual` to the payload, and the encoding error to `residual`."""
         raise NotImplementedError
 
     def hop(self, group: Group) -> Work[Any]:
-        """Send it."""
+        """Send the payload."""
         raise NotImplementedError
 
     def second_hop(self, group: Group) -> None:
-        """Make use of what has come, and send what comes of it."""
+        """Process what arrived with the first hop, and send the result."""
 
     def write(self, out: torch.Tensor) -> None:
-        """Write the mean of the large spans; the last hop is done."""
+        """Write the mean of the large spans; called after the last hop."""
         raise NotImplementedError
 
     def common(self) -> Iterator[torch.Tensor]:
-        """Yield what is kept from step to step alike on all workers, which a newcomer must have."""
+        """Yield the state that is the same on all workers; a newcomer must get it."""
         return iter(())
 
     def own(self) -> Iterator[torch.Tensor]:
-        """Yield what is kept from step to step on this worker alone."""
+        """Yield the state that only this worker has."""
         if self.residual is not None:
             yield self.residual
 
     @property
     def sent_bytes(self) -> int:
-        """What this worker hands to others each time, without the small tensors."""
+        """The bytes that this worker sends in each exchange, without the small tensors."""
         raise NotImplementedError
 
-    # -- the way ----------------------------------------------------------------------------------
+    # -- the exchange -----------------------------------------------------------------------------
 
     def start(self, values: torch.Tensor, group: Group, key: int) -> Work[Any]:
-        """Send `values`, which are encoded unless they have been under this key."""
+        """Send `values`; encode them unless they were encoded under this key already."""
         with self.account.working():
             if key != self._key:
                 self._encode(values, key)
@@ -97,20 +97,20 @@ class Journey:
 
     @property
     def is_here(self) -> bool:
-        """Whether the first hop is done, and well."""
+        """Whether the first hop is done without an error."""
         work = self._first_hop
         return work is not None and work.done() and work.error() is None
 
     def forward(self, group: Group) -> None:
-        """Do the second hop; blocks until the first one is done."""
-        assert self._first_hop is not None, "it is sent before it is forwarded"
+        """Run the second hop; blocks until the first one is done."""
+        assert self._first_hop is not None, "start() comes before forward()"
         self._first_hop.wait()
         with self.account.working():
             self.second_hop(group)
 
     def finish(self, out: torch.Tensor) -> None:
-        """Write the mean of what the workers sent."""
-        assert self.last_hop is not None, "it is sent before it is read"
+        """Write the mean of the workers' values to `out`."""
+        assert self.last_hop is not None, "start() comes before finish()"
         self.last_hop.wait()
         if self._small_work is not None:
             self._small_work.wait()
@@ -119,18 +119,18 @@ class Journey:
             self.layout.unpack_small(self._small_mean, out)
 
     def left_out(self) -> torch.Tensor | None:
-        """Return what has not been sent yet."""
+        """Return the values that have not been sent yet."""
         return self.residual
 
     def forget(self) -> None:
-        """Everything has been handed over by other means: nothing is left out."""
+        """Clear the residual: its values were transferred in another way."""
         if self.residual is not None:
             self.residual.zero_()
 
     def _encode(self, values: torch.Tensor, key: int) -> None:
         self._key = key
         size = 0.0
-        if self.residual is not None and self.steps % LOOK_EVERY == 0:
+        if self.residual is not None and self.steps % MEASURE_EVERY == 0:
             size = self.layout.wanted_size(values, self.residual)
         self.encode(values, Draw(self.codec.seed + 1 + self.rank, self.steps, self.layout.first))
         self.steps += 1
@@ -139,8 +139,8 @@ class Journey:
             self.account.missed(float(torch.linalg.vector_norm(self.residual)) / size)
 
 
-class Gathered(Journey):
-    """One flat tensor, whose spans' payloads lie one behind the other."""
+class AllGatherJourney(Journey):
+    """A journey that all-gathers the payloads of all spans, which are consecutive in memory."""
 
     def __init__(self, codec: Codec, ground: Ground) -> None:
         super().__init__(codec, ground)
@@ -150,11 +150,11 @@ class Gathered(Journey):
         self.resize()
 
     def resize(self) -> None:
-        """Make room for what the codec sends from now on; between two journeys only."""
+        """Allocate payloads of the codec's current size; only between two exchanges."""
         sizes = [self.codec.num_bytes(span.count) for span in self.layout.large]
         self._ends = [0]
         for size in sizes:
-            self._ends.append(self._ends[-1] + -(-size // 4) * 4)  # numbers begin at multiples of 4
+            self._ends.append(self._ends[-1] + -(-size // 4) * 4)  # align float32 numbers
         self._payload = self.allocate(self._ends[-1], torch.uint8)
         self._rows = ()
 

@@ -1,7 +1,7 @@
-"""What the kernels of compression have in common: draws, checks of memory, work in several threads.
+"""Common parts of the compression kernels: random draws, checks of tensors, threads.
 
-The kernels are in blocks.py (fewer bits of every number), sparse_format.py (fewer numbers) and
-shared_scales.py. Flat, contiguous tensors of the CPU in and out; numbers are float32, payloads
+The kernels are in blocks.py (fewer bits per number), sparse_format.py (fewer numbers) and
+sign_bits.py (signs). They work on flat, contiguous CPU tensors; numbers are float32, payloads
 uint8, indices int32. Results do not depend on `threads`, nor on whether the processor has AVX2.
 """
 
@@ -22,29 +22,29 @@ _SLICE_AT_LEAST = 1 << 16  # elements that are worth a thread
 
 @dataclass(frozen=True)
 class Draw:
-    """A random number for every element of a tensor, without a message: the same wherever these
-    three are known."""
+    """A pseudorandom number for every element of a tensor. Workers with equal fields get equal
+    numbers without communication."""
 
     seed: int
     step: int
-    first: int = 0  # index of the element that its first number belongs to
+    first: int = 0  # index of the element of the first number
 
     def at(self, offset: int) -> Draw:
-        """Return the numbers from so many elements on."""
+        """Return the draw whose first number is the one at this offset."""
         return Draw(self.seed, self.step, self.first + offset)
 
     @property
     def parts(self) -> tuple[int, int, int]:
-        """What the engine is told."""
+        """The fields in the order of the engine's arguments."""
         return self.seed, self.step, self.first
 
 
 def require(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> None:
-    """Refuse a tensor that the engine would misread."""
+    """Raise UsageError for a tensor that the engine, which gets only its address, would misread."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         found = f"{'a contiguous' if tensor.is_contiguous() else 'a strided'} tensor"
         raise UsageError(
-            f"{name}: expected contiguous memory of the CPU, got {found} on {tensor.device}"
+            f"{name}: expected a contiguous CPU tensor, got {found} on {tensor.device}"
         )
     if tensor.dtype != dtype:
         raise UsageError(f"{name}: expected {dtype}, got {tensor.dtype}")
@@ -53,7 +53,7 @@ def require(name: str, tensor: torch.Tensor, dtype: torch.dtype, size: int | Non
 
 
 def require_residual(residual: torch.Tensor | None, size: int) -> int:
-    """Return the address of a residual of float32; 0 when there is none."""
+    """Return the address of a float32 residual; 0 if there is none."""
     if residual is None:
         return 0
     require("residual", residual, torch.float32, size)
@@ -61,16 +61,16 @@ def require_residual(residual: torch.Tensor | None, size: int) -> int:
 
 
 def require_threads(threads: int) -> None:
-    """Refuse numbers of threads that are none."""
+    """Raise UsageError for less than one thread."""
     if threads < 1:
         raise UsageError(f"threads: expected at least 1, got {threads}")
 
 
 def in_slices(count: int, block: int, threads: int, run: Callable[[int, int], None]) -> None:
-    """Call `run(begin, end)` for slices of `count` elements that begin at blocks' borders.
+    """Call `run(begin, end)` for slices of `count` elements that begin at block boundaries.
 
-    The first slice runs here, the others in threads. When one fails, its error is raised after all
-    have ended.
+    The first slice runs in the calling thread, the others in a pool. If one fails, its error is
+    raised after all slices have ended.
     """
     require_threads(threads)
     blocks = -(-count // block)
@@ -83,12 +83,12 @@ def in_slices(count: int, block: int, threads: int, run: Callable[[int, int], No
         run(borders[0], borders[1])
     finally:
         for other in others:
-            other.exception()  # memory must not go away under a thread that still uses it
+            other.exception()  # the tensors must outlive the threads that use them
     for other in others:
         other.result()
 
 
 @cache
 def _pool(pid: int) -> ThreadPoolExecutor:  # noqa: ARG001
-    """Return the threads of this process: those of a parent did not survive the fork."""
+    """Return the thread pool of this process; a parent's threads do not survive a fork."""
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="paceline-compress")

@@ -1,13 +1,13 @@
-"""What goes to a server in place of one flat tensor: a PACKET, of bytes, and how it is read there.
+"""Packet: the message to a server in place of one flat tensor, and how the server reads it.
 
-    payload of each large span, begun at a multiple of 4 bytes | small tensors as they are
+    payload of each large span, at multiples of 4 bytes | small tensors, uncompressed
 
-How long it is follows from the codec and the layout, so both ends know it before anything is sent.
-A worker fills a packet once for each step: whatever has to be sent again, because a server was
-lost, is the same bytes, and nothing is added to the residual a second time.
+Its size follows from the codec and the layout, so both ends know it before anything is sent. A
+worker fills a packet once per step: if a server was lost, the worker sends the same bytes again,
+and adds nothing to the residual a second time.
 
-A tensor that is ABSENT (it has no gradient in this step) is not sent: what waits for it goes on
-waiting, and whoever reads the packet must take it for zeros.
+A tensor that is ABSENT (it has no gradient in this step) is not sent: its residual stays as it is,
+and the reader of the packet must treat its values as zeros.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from itertools import pairwise
 
 import torch
 
-from paceline.compress.codec import Codec, Ground
-from paceline.compress.journey import LOOK_EVERY
+from paceline.compress.codec import Codec, Ground, Layout, Span
+from paceline.compress.journey import MEASURE_EVERY
 from paceline.compress.kernels import Draw
-from paceline.compress.layout import Layout, Span
 from paceline.observe.telemetry.traffic import Account
 
 
-class Contents:
-    """Where everything is in the packets of one codec and one layout."""
+class PacketFormat:
+    """The positions of payloads and small tensors in the packets of one codec and one layout."""
 
     def __init__(self, codec: Codec, layout: Layout) -> None:
         self.codec, self._layout = codec, layout
@@ -45,11 +44,11 @@ class Contents:
         return payload[begin : begin + self.codec.num_bytes(self._layout.large[number].count)]
 
     def small(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of all small tensors, one behind the other."""
+        """Return the numbers of all small tensors, one after the other."""
         return payload[self._ends[-1] : self.num_bytes].view(torch.float32)
 
     def read(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the numbers of a packet to `out`; zeros where there is no tensor."""
+        """Write the numbers of a packet to `out`, and zeros between the tensors."""
         for number, span in enumerate(self._layout.large):
             self.codec.mean([self.part(payload, number)], span.of(out))
         self._layout.unpack_small(self.small(payload), out)
@@ -58,31 +57,31 @@ class Contents:
 
 
 class Packet:
-    """What one worker sends to one server, of one flat tensor. Main thread only."""
+    """The message of one worker to one server for one flat tensor. Main thread only."""
 
     def __init__(self, codec: Codec, ground: Ground) -> None:
         self.codec, self.layout = codec, ground.layout
         self.residual = torch.zeros(self.layout.size) if codec.has_feedback else None
         self.account = Account()
-        self.contents = Contents(codec, self.layout)
+        self.contents = PacketFormat(codec, self.layout)
         self._allocate, self._rank = ground.allocate, ground.rank
         self.payload = self._allocate(self.contents.num_bytes, torch.uint8)
-        self.key: int | None = None  # of the step that is in it
+        self.key: int | None = None  # of the step whose values it contains
         self.num_filled = 0
 
     @property
     def form(self) -> str:
-        """The codec that reads it, as text."""
+        """The text of the codec that decodes it."""
         return str(self.codec.spec)
 
     def fill(self, values: torch.Tensor, key: int, absent: Sequence[Span] = ()) -> None:
-        """Encode these values, unless those of this key are in it already."""
+        """Encode these values, unless the packet already contains the values of this key."""
         if key == self.key:
             return
         self.key = key
         with self.account.working():
             wanted = 0.0
-            if self.residual is not None and self.num_filled % LOOK_EVERY == 0:
+            if self.residual is not None and self.num_filled % MEASURE_EVERY == 0:
                 wanted = self.layout.wanted_size(values, self.residual)
             kept = [(span.of(flat), span.of(flat).clone()) for flat in self.kept for span in absent]
             for memory, _ in kept:
@@ -99,7 +98,7 @@ class Packet:
 
     @property
     def kept(self) -> Sequence[torch.Tensor]:
-        """The flat tensors that stay here from step to step."""
+        """The flat tensors that this worker keeps from step to step."""
         return () if self.residual is None else (self.residual,)
 
     def encode(self, values: torch.Tensor, draw: Draw) -> None:
@@ -110,6 +109,6 @@ class Packet:
             self.codec.encode(span.of(values), payload, residual, draw.at(span.start))
 
     def resize(self, codec: Codec) -> None:
-        """Make room for what this codec writes from now on."""
-        self.contents = Contents(codec, self.layout)
+        """Allocate a payload of the size that this codec writes from now on."""
+        self.contents = PacketFormat(codec, self.layout)
         self.payload = self._allocate(self.contents.num_bytes, torch.uint8)

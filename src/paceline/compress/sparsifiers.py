@@ -1,13 +1,13 @@
-"""Codecs that send some of the numbers as they are, and none of the others.
+"""Codecs that send a selection of the numbers.
 
-    topk:r      the largest fraction r by size, with their places; workers choose different ones,
-                and everybody adds up everybody's
-    randomk:r   places that all workers know without a message, so that only values travel, and are
-                averaged as any dense tensor
+    topk:r      the fraction r of largest magnitude, with their indices. Workers select different
+                numbers, and each worker averages the payloads of all workers
+    randomk:r   random indices that all workers compute without communication. Only the values are
+                sent, and they are averaged like a dense tensor
 
-A payload of topk: k values, then their places as gaps from one to the next (sparse_format.py), in
-room for the worst case: its size is the same each time. `topk:0.01+int8` encodes the values again.
-With `feedback` (the default) what is not chosen waits in the residual and grows.
+A payload of topk has k values, then their indices as gaps (sparse_format.py), with space for the
+worst case, so its size is constant. `topk:0.01+int8` also encodes the values. With `feedback` (the
+default) the numbers that were not selected accumulate in the residual.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from paceline.compress import sparse_format as sparse
 from paceline.compress.codec import Codec, Ground
 from paceline.compress.journey import Journey
 from paceline.compress.kernels import Draw
-from paceline.compress.parse import CodecSpec
+from paceline.compress.registry import CodecSpec
 from paceline.runtime.work import Work
 
 
 class TopK(Codec):
-    """The largest values and where they are."""
+    """The largest values and their indices."""
 
     def __init__(self, spec: CodecSpec) -> None:
         super().__init__(spec)
         self.share = spec.value
         self._values = blocks.FORMATS[spec.values] if spec.values else None
-        self._room: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by number of values
+        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by number of values
 
     def count(self, size: int) -> int:
-        """Return how many of so many numbers are sent."""
+        """Return how many of this many numbers are sent."""
         return max(1, min(size, math.ceil(self.share * size)))
 
     def num_bytes(self, count: int) -> int:
@@ -53,7 +53,7 @@ class TopK(Codec):
         draw: Draw,
     ) -> None:
         size, k = values.numel(), self.count(values.numel())
-        indices, chosen = self._space(k)
+        indices, chosen = self._buffers_for(k)
         sparse.select(values, k, indices, chosen, residual=residual, draw=draw)
         self.pack(payload, size, indices, chosen, residual, draw)
 
@@ -66,7 +66,7 @@ class TopK(Codec):
         residual: torch.Tensor | None,
         draw: Draw,
     ) -> None:
-        """Write the chosen values and their places; what rounding takes off goes back."""
+        """Write the chosen values and their indices; add the rounding error to the residual."""
         k = indices.numel()
         split = self._value_bytes(k)
         if self._values is None:
@@ -76,7 +76,7 @@ class TopK(Codec):
             if residual is not None:
                 rounded = torch.empty_like(chosen)
                 blocks.mean(self._values.name, [payload[:split]], rounded)
-                # What others see as no number is all there still, except for what is none.
+                # Where receivers get NaN, the residual keeps the value, unless it is not finite.
                 left = torch.where(torch.isfinite(rounded), chosen - rounded, chosen)
                 residual.index_add_(0, indices, left.nan_to_num_(0.0, 0.0, 0.0))
         sparse.pack_gaps(indices, size, payload[split:], width=sparse.gap_format(size, k))
@@ -99,49 +99,49 @@ class TopK(Codec):
     def _value_bytes(self, k: int) -> int:
         return 4 * k if self._values is None else self._values.payload_bytes(k)
 
-    def _space(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if k not in self._room:
-            self._room[k] = (torch.empty(k, dtype=torch.int32), torch.empty(k))
-        return self._room[k]
+    def _buffers_for(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if k not in self._buffers:
+            self._buffers[k] = (torch.empty(k, dtype=torch.int32), torch.empty(k))
+        return self._buffers[k]
 
 
 class RandomK(Codec):
-    """Values at places that all know."""
+    """Values at random indices that all workers compute."""
 
     def count(self, size: int) -> int:
-        """Return how many of so many numbers are sent."""
+        """Return how many of this many numbers are sent."""
         return max(1, min(size, math.ceil(self.spec.value * size)))
 
     def journey(self, ground: Ground) -> Journey:
-        return _KnownPlaces(self, ground)
+        return _RandomKJourney(self, ground)
 
 
-class _KnownPlaces(Journey):
-    """One flat tensor, of which a part is averaged."""
+class _RandomKJourney(Journey):
+    """A journey that averages the selected values."""
 
     codec: RandomK
 
     def __init__(self, codec: RandomK, ground: Ground) -> None:
         super().__init__(codec, ground)
         counts = [codec.count(span.count) for span in self.layout.large]
-        self._places = [torch.empty(count, dtype=torch.int32) for count in counts]
+        self._indices = [torch.empty(count, dtype=torch.int32) for count in counts]
         self._values = ground.allocate(sum(counts), torch.float32)
         self._mean = ground.allocate(sum(counts), torch.float32)
         self._num_workers = 1
 
     def encode(self, values: torch.Tensor, draw: Draw) -> None:
-        parts = self._values.split([places.numel() for places in self._places])
+        parts = self._values.split([indices.numel() for indices in self._indices])
         common = Draw(self.codec.seed, draw.step, draw.first)
-        for span, places, part in zip(self.layout.large, self._places, parts, strict=True):
-            sparse.random_indices(span.count, places.numel(), common.at(span.start), places)
+        for span, indices, part in zip(self.layout.large, self._indices, parts, strict=True):
+            sparse.random_indices(span.count, indices.numel(), common.at(span.start), indices)
             wanted = span.of(values)
             if self.residual is not None:
                 wanted = span.of(self.residual).add_(wanted)
-            torch.index_select(wanted, 0, places, out=part)
+            torch.index_select(wanted, 0, indices, out=part)
             if self.residual is not None:
-                wanted.index_fill_(0, places.long(), 0.0)
-            else:  # the mean over all places is right if those that are sent count for the others
-                part.mul_(span.count / places.numel())
+                wanted.index_fill_(0, indices.long(), 0.0)
+            else:  # scale up, so that the expected value is that of the full tensor
+                part.mul_(span.count / indices.numel())
 
     def hop(self, group: Group) -> Work[Any]:
         self._num_workers = group.size
@@ -151,9 +151,9 @@ class _KnownPlaces(Journey):
         return work
 
     def write(self, out: torch.Tensor) -> None:
-        parts = self._mean.split([places.numel() for places in self._places])
-        for span, places, part in zip(self.layout.large, self._places, parts, strict=True):
-            span.of(out).zero_().index_copy_(0, places.long(), part)
+        parts = self._mean.split([indices.numel() for indices in self._indices])
+        for span, indices, part in zip(self.layout.large, self._indices, parts, strict=True):
+            span.of(out).zero_().index_copy_(0, indices.long(), part)
 
     @property
     def sent_bytes(self) -> int:

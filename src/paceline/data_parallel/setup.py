@@ -15,7 +15,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
 from paceline.compress.codec import Allocate
-from paceline.compress.parse import CodecSpec, parse_codec
+from paceline.compress.registry import CodecSpec, parse_codec
 from paceline.data_parallel.bucket import Bucket
 from paceline.data_parallel.bucket_allocator import Housing
 from paceline.data_parallel.update.model_averaging import make_method

@@ -1,7 +1,7 @@
-"""One table of options: what a script or a command line can choose about training.
+"""The options of paces, servers and codecs that a script or the command line can set.
 
-Start with table.py: each option of a pace, a server or a codec is declared there once. Parsing,
-refusals, `--help`, the tables in the docs and the wire message follow from the declaration.
-grammar.py has the types of options and imports nothing of Paceline but errors; table.py imports
+Start with table.py: it declares the options of paces and servers, each once. Parsing, errors,
+`--help`, the tables in the docs and the message to the servers follow from the declaration.
+grammar.py has the types of options and imports only errors from Paceline; table.py imports
 compress/.
 """

@@ -1,11 +1,11 @@
-"""The options of paces, servers and codecs: what one may be, and how its text is read.
+"""The types of options of paces, servers and codecs, and how their text is parsed.
 
-An OPTION is declared once, with its name, its kind, its default and one line of help. Reading it
-from a text ("key=value"), refusing another value, the lists of `paceline paces` and the tables in
-the guides follow from that. They are declared in options/table.py, pace/registry.py and
+An OPTION is declared once, with its name, its kind, its default and one line of help. Parsing
+("key=value"), errors for wrong values, the lists of `paceline paces` and the tables in the guides
+follow from the declaration. Options are declared in options/table.py, pace/registry.py and
 compress/registry.py.
 
-No torch: the command line imports this.
+The command line imports this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 
 @dataclass(frozen=True)
 class Number:
-    """A kind of number, none of them below 0; `words` describe it in messages."""
+    """A kind of number, 0 or more; `words` describes it in messages."""
 
     words: str
     has_zero: bool = False
@@ -36,14 +36,14 @@ class Number:
         return (value > 0 or self.has_zero) and (not self.is_whole or value == int(value))
 
     def read(self, text: str) -> float | None:
-        """Return the number that a text is, or None for anything else."""
+        """Return the number of a text, or None if it is not of this kind."""
         value = float(text) if _NUMBER.fullmatch(text) else math.inf
         return value if self.has(value) else None
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text with a grammar of its own; `read` returns its one form, or raises UsageError."""
+    """A text with its own grammar; `read` returns its canonical form, or raises UsageError."""
 
     default: str
     read: Callable[[object], str]
@@ -55,28 +55,28 @@ WHOLE = Number("a whole number above 0", is_whole=True)
 COUNT = Number("a whole number, 0 or more", has_zero=True, is_whole=True)
 SHARE = Number("a number above 0, up to 1", most=1)
 
-Kind: TypeAlias = Number | Text | tuple[str, ...]  # some words: one of them, the first by default
+Kind: TypeAlias = Number | Text | tuple[str, ...]  # a tuple: one of its values; default: the first
 
 
 @dataclass(frozen=True)
 class Option:
-    """What may be chosen about a pace or a codec: `name=value`."""
+    """An option of a pace or a codec: `name=value`."""
 
     name: str
     kind: Kind
     help: str  # one line; Markdown
-    default: float | None = None  # of a number; None: nothing, or what `otherwise` describes
-    otherwise: str = ""  # the default in words, where it is not a value
+    default: float | None = None  # of a number; None: none, or what `otherwise` describes
+    otherwise: str = ""  # description of a default that is not a value
 
     @property
     def default_text(self) -> str | None:
-        """The default as it would be written; None: there is none."""
+        """The default as text; None if there is none."""
         if isinstance(self.kind, Number):
             return None if self.default is None else number_text(self.default)
         return self.kind.default if isinstance(self.kind, Text) else self.kind[0]
 
     def read(self, text: str, wrong: Callable[[str], Exception]) -> str:
-        """Return a value that was written, in its one form; `wrong` makes the error otherwise."""
+        """Return the canonical form of a value; `wrong` creates the error if it is not allowed."""
         if isinstance(self.kind, Text):
             return self.kind.read(text)
         if isinstance(self.kind, Number):
@@ -92,7 +92,7 @@ class Option:
         return text
 
     def find_problem(self, value: object) -> str:
-        """Return why a value of Python is none of this option, or ""; a Text raises its own."""
+        """Return why a Python value is not allowed, or ""; a Text raises its own error."""
         if isinstance(self.kind, Text):
             self.kind.read(value)
             return ""
@@ -105,21 +105,21 @@ class Option:
         return f"{self.name}={value!r:.80} is unknown{hint}; choose one of {choices}"
 
     def value_of(self, text: str) -> str | float:
-        """Return what a text in its one form stands for: a number, or itself."""
+        """Return the value of a text in canonical form: a number, or the text itself."""
         if isinstance(self.kind, Number):
             return int(float(text)) if self.kind.is_whole else float(text)
         return text
 
 
 def number_text(value: float) -> str:
-    """Write a number in the one form in which it appears in a text: 8, not 8.0."""
+    """Return the canonical text of a number: 8, not 8.0."""
     return str(int(value)) if value == int(value) and value < 1e15 else repr(float(value))
 
 
 def read_options(
     items: Iterable[str], name: str, options: Iterable[Option], wrong: Callable[[str], Exception]
 ) -> dict[str, str]:
-    """Read "key=value" for each item; `wrong` makes the error of what `name` does not have."""
+    """Parse "key=value" for each item; `wrong` creates the error for what is not allowed."""
     known = {option.name: option for option in options}
     found: dict[str, str] = {}
     for item in items:
@@ -138,6 +138,6 @@ def read_options(
 
 
 def near(word: str, words: Iterable[str]) -> str:
-    """Return " (did you mean ...?)" for the word that was probably meant; "" if there is none."""
+    """Return " (did you mean ...?)" with the closest of `words`; "" if none is close."""
     found = difflib.get_close_matches(word[:40].lower(), list(words), n=1)
     return f" (did you mean {found[0]}?)" if found else ""

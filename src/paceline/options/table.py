@@ -1,15 +1,15 @@
-"""The option table: what a script or a person on the command line can choose about training.
+"""The option table: the options of training that a script or the command line can set.
 
-One field is one option: its type, its default, and for the paces that have it what it may be and a
+One field is one option: its type, its default, and for each group of paces the allowed values and a
 line of help. Everything else follows from the field:
 
-    reading `pace[option=value]` and keywords of `pl.distribute`, and refusing other values
+    parsing of `pace[option=value]` and of keywords of `pl.distribute`, and errors for other values
     `paceline paces`, and the tables in docs/guides (docs/option_tables.py writes them)
-    for a field of `ServerOptions`: keywords of `pl.ps.Client`, the message that tells the servers
-    (ps/spec.py: Rule), and what they refuse (ps/server/checks.py)
+    for a field of `ServerOptions`: keywords of `pl.ps.Client`, the message to the servers
+    (ps/spec.py: Rule), and the servers' checks (ps/server/checks.py)
 
-Options that only a method (pace/method.py) reads are in the row of their pace (pace/registry.py).
-No torch: the command line imports this.
+Options that only a method (pace/method.py) reads are declared with their pace (pace/registry.py).
+The command line imports this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
-from paceline.compress.parse import CODEC
+from paceline.compress.registry import CODEC
 from paceline.errors import UsageError
 from paceline.options.grammar import ABOVE_0, COUNT, FROM_0, WHOLE, Kind, Number, Option, near
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-# Gradients have been unscaled before they travel (data_parallel/amp/grad_scaler.py), and what loss
-# scaling has saved would be lost on a wire of float16, which ends at 6e-8. bfloat16 has the same 16
-# bits and the range of float32.
+# Gradients are unscaled before they are sent (data_parallel/amp/grad_scaler.py). Sent as float16,
+# whose smallest number is 6e-8, the values that loss scaling has preserved would be lost. bfloat16
+# also has 16 bits, and the range of float32.
 _WIRE = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
 
 _SERVED = ("ps", "backup", "async", "ssp")
 _FREE = ("async", "ssp")
-_AVERAGED = ("allreduce", "ps", "partial", "bitmap")  # all agree on each step's gradients
+_AVERAGED = ("allreduce", "ps", "partial", "bitmap")  # workers agree on the gradients of each step
 _OUTER = ("local", "post_local", "bmuf", "diloco")
-_APART = (*_OUTER, "easgd", "eamsgd", "hogwild")  # workers have parameters or states of their own
+_APART = (*_OUTER, "easgd", "eamsgd", "hogwild")  # workers have their own parameters or states
 _ALL = ("allreduce", *_SERVED, "partial", "bitmap", *_APART, "gossip")
 
 
@@ -47,23 +47,23 @@ _NONFINITE = (
 
 @dataclass(frozen=True)
 class At:
-    """What a field may be at some paces."""
+    """The allowed values of a field for some paces."""
 
     paces: tuple[str, ...]
     kind: Kind
     help: str
-    otherwise: str = ""  # the default in words, where the value is not telling
+    otherwise: str = ""  # description of the default, if the value does not explain itself
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What servers are told: a field here is a field of their rule."""
+    """The options that servers receive: each field is also a field of their Rule."""
 
     unit: Annotated[
         str,
         At(
             ("ssp",),
             ("clock", "version"),
-            "`version`: the bound is on staleness itself, so that workers take turns",
+            "`version`: the bound is on the staleness of each update, so that workers take turns",
         ),
     ] = "clock"
     push: Annotated[
@@ -71,9 +71,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         At(
             _FREE,
             ("grad", "delta", "params"),
-            "`delta`: the optimizer runs on the worker, the servers add the difference that it"
-            " made; `params`: they take its values, and what others did is lost (warned of, and"
-            " counted in the report)",
+            "`delta`: the optimizer runs on the worker, and the servers add the change that it"
+            " made; `params`: the servers take the worker's values, and updates of other workers"
+            " are lost (the servers warn, and the report counts them)",
         ),
     ] = "grad"
     compensate: Annotated[
@@ -81,7 +81,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         At(
             _FREE,
             ("none", "dc"),
-            "`dc`: correct each gradient towards what it would be at today's parameters (DC-ASGD)."
+            "`dc`: correct each gradient towards its value at the current parameters (DC-ASGD)."
             " Costs one copy of the parameters per worker on the servers",
         ),
     ] = "none"
@@ -109,7 +109,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         At(
             _FREE,
             COUNT,
-            "older gradients are dropped whole, with a warning, and counted",
+            "older gradients are dropped, with a warning, and counted",
             otherwise="no limit",
         ),
     ] = None
@@ -131,9 +131,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         At(
             _SERVED,
             PRECISIONS,
-            "how servers keep parameters: `bf16` and `fp16` halve their memory; updates are"
-            " computed in float32 and rounded stochastically. `fp32` leaves float64 as it is, and"
-            " keeps a float32 master copy of 16-bit parameters",
+            "dtype of the parameters on the servers: `bf16` and `fp16` halve their memory; updates"
+            " are computed in float32 and rounded stochastically. `fp32` does not change float64,"
+            " and keeps a float32 master copy of 16-bit parameters",
         ),
     ] = "fp32"
     seed: Annotated[
@@ -141,22 +141,23 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         At(
             _SERVED,
             COUNT,
-            "of the stochastic rounding: the same seed and order of updates give the same bits",
+            "seed of the stochastic rounding: the same seed and order of updates give the same"
+            " bits",
         ),
     ] = 0
 
 
 class Options(ServerOptions, frozen=True, kw_only=True):
-    """All that was chosen for a pace; those of a method (pace/method.py) are in `own`, as text."""
+    """All options of a pace; those of its method (pace/method.py) are in `own`, as text."""
 
     update: Annotated[
         str,
         At(
             ("allreduce",),
             ("auto", "replicated", "sharded"),
-            "`replicated`: every worker updates a copy of its own; `sharded`: parameters and"
-            " optimizer state exist once per host, each worker updates its part; `auto`: sharded"
-            " where several workers share a host and the optimizer allows it",
+            "`replicated`: every worker updates its own copy; `sharded`: parameters and optimizer"
+            " state exist once per host, and each worker updates its part; `auto`: sharded if"
+            " several workers share a host and the optimizer allows it",
         ),
     ] = "auto"
     buffers: Annotated[
@@ -170,7 +171,7 @@ class Options(ServerOptions, frozen=True, kw_only=True):
         At(
             _APART,
             ("average", "broadcast", "local"),
-            "when the workers meet: `average`, `broadcast` rank 0's, `local`",
+            "in each averaging round: `average`, `broadcast` rank 0's, `local`",
         ),
         At(
             ("gossip",),
@@ -191,15 +192,15 @@ class Options(ServerOptions, frozen=True, kw_only=True):
         At(("backup",), ("ignore",), "parameters without gradient are ignored"),
     ] = "warn"
     bucket_mb: Annotated[
-        float, At(_ALL, ABOVE_0, "gradients travel in parts of about this size")
+        float, At(_ALL, ABOVE_0, "gradients are sent in buckets of about this size")
     ] = 16.0
     precision: Annotated[
         str,
         At(
             _ALL,
             PRECISIONS,
-            "what the workers compute in ([mixed precision](mixed-precision.md)); parameters stay"
-            " float32; `fp16` needs `pl.GradScaler`",
+            "dtype of the workers' computation ([mixed precision](mixed-precision.md)); parameters"
+            " stay float32; `fp16` needs `pl.GradScaler`",
         ),
     ] = "fp32"
     resize_lr: Annotated[
@@ -216,8 +217,8 @@ class Options(ServerOptions, frozen=True, kw_only=True):
         At(
             _SERVED,
             PRECISIONS,
-            "how gradients and parameters travel between hosts: `bf16`, `fp16`. On one host nothing"
-            " travels",
+            "dtype of gradients and parameters sent between hosts: `bf16`, `fp16`. On one host"
+            " nothing is sent",
             otherwise="`fp32`, with a 16-bit `precision` `bf16`",
         ),
     ] = "fp32"
@@ -226,12 +227,12 @@ class Options(ServerOptions, frozen=True, kw_only=True):
         At(
             ("allreduce", *_SERVED),
             CODEC,
-            "gradients travel through [a codec](compression.md) (`int8`, `topk:0.01`, ...)",
+            "gradients are compressed with [a codec](compression.md) (`int8`, `topk:0.01`, ...)",
         ),
         At(
             _OUTER,
             CODEC,
-            "[a codec](compression.md), for what each worker has changed since the last meeting",
+            "[a codec](compression.md) for each worker's change since the last averaging round",
         ),
     ] = "auto"
     wait: Annotated[
@@ -263,7 +264,7 @@ def _option(name: str, at: At, default: Any) -> Option:
 
 
 def options_at(pace: str) -> tuple[Option, ...]:
-    """Return the options that a pace of this package has, apart from those of its method."""
+    """Return the options of a pace of this package, without those of its method."""
     return tuple(option for at, option in _declared(Options) if pace in at.paces)
 
 
@@ -276,12 +277,12 @@ def server_options() -> Iterator[Option]:
             yield option
 
 
-# A pace from outside the package has this one too.
+# A pace from outside the package has this option too.
 PRECISION = next(option for option in options_at("allreduce") if option.name == "precision")
 
 
 def wire_dtype(precision: str) -> str:
-    """Return how gradients travel between hosts if the script does not say: the one rule for all.
+    """Return the dtype of gradients sent between hosts if the script does not choose one.
 
     >>> wire_dtype("fp16")
     'bf16'
@@ -290,7 +291,7 @@ def wire_dtype(precision: str) -> str:
 
 
 def require_precision(text: str) -> str:
-    """Return the text if it names a precision; UsageError says which there are."""
+    """Return the text if it names a precision; raise UsageError with the choices otherwise."""
     if text in PRECISIONS:
         return text
     hint, all_of_them = near(text, PRECISIONS), ", ".join(PRECISIONS)

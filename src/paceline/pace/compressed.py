@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from paceline.comm.group import Group
-from paceline.compress.codec import Allocate, Ground, make_codec
+from paceline.compress.codec import Allocate, Ground, Layout, make_codec, plan
 from paceline.compress.journey import Journey
-from paceline.compress.layout import Layout, plan
-from paceline.compress.parse import CodecSpec
+from paceline.compress.registry import CodecSpec
 from paceline.observe.telemetry.traffic import Account
 from paceline.pace.allreduce import COMPOUND, AllReduce
 from paceline.pace.exchange import Bucket

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.compress.layout import Segment
+from paceline.compress.codec import Segment
 from paceline.runtime.work import Handle, Together
 from paceline.state.protocol import Part
 

@@ -20,7 +20,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.compress.codec import Allocate, make_codec
 from paceline.compress.journey import Journey
-from paceline.compress.parse import CodecSpec
+from paceline.compress.registry import CodecSpec
 from paceline.pace.allreduce import COMPOUND, AllReduce
 from paceline.pace.compressed import Journeys, layout_of
 from paceline.pace.exchange import Bucket

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline.compress.parse import CodecSpec, parse_codec
+from paceline.compress.registry import CodecSpec, parse_codec
 from paceline.errors import UsageError
 from paceline.pace.compressed import Journeys
 from paceline.pace.exchange import Bucket
@@ -103,10 +103,10 @@ class Means:
 
 
 def _check(setting: Setting, codec: CodecSpec) -> None:
-    if codec.row.only_gradients:
+    if codec.entry.only_gradients:
         raise UsageError(
             f"pace {setting.pace} brings models together, and compress={codec} cannot be used on"
-            f" them: {codec.row.only_gradients}"
+            f" them: {codec.entry.only_gradients}"
         )
     if codec.is_on and setting.centre is not None:
         raise UsageError(

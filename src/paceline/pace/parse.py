@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from paceline.compress.parse import CodecSpec, parse_codec
-from paceline.compress.registry import CODECS
+from paceline.compress.registry import CODECS, CodecSpec, parse_codec
 from paceline.errors import UsageError
 from paceline.options.grammar import Number, near, number_text, read_options
 from paceline.pace.registry import KNOWN, Pace, find

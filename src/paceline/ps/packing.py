@@ -23,11 +23,10 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.compress.codec import Allocate, Codec, Ground, make_codec
+from paceline.compress.codec import Allocate, Codec, Ground, Layout, make_codec, plan
 from paceline.compress.kernels import Draw
-from paceline.compress.layout import Layout, plan
-from paceline.compress.packet import Contents, Packet
-from paceline.compress.parse import CodecSpec, parse_codec
+from paceline.compress.packet import Packet, PacketFormat
+from paceline.compress.registry import CodecSpec, parse_codec
 from paceline.errors import ShapeMismatch, UsageError
 from paceline.observe.telemetry.traffic import Account
 from paceline.ps import messages as m
@@ -79,9 +78,9 @@ class Unpacking:
 
     def __init__(self) -> None:
         self._codecs: dict[str, Codec] = {}
-        self._contents: dict[tuple[int, str], Contents] = {}  # by shard and codec
+        self._contents: dict[tuple[int, str], PacketFormat] = {}  # by shard and codec
 
-    def contents(self, number: int, spec: ShardSpec, push: m.Push) -> Contents:
+    def contents(self, number: int, spec: ShardSpec, push: m.Push) -> PacketFormat:
         """Say what a push has in it; an error says why it cannot be."""
         found = self._contents.get((number, push.codec))
         if found is None:
@@ -97,7 +96,7 @@ class Unpacking:
             )
         return found
 
-    def _make(self, spec: ShardSpec, text: str) -> Contents:
+    def _make(self, spec: ShardSpec, text: str) -> PacketFormat:
         if text not in self._codecs:
             parsed = parse_codec(text)
             if parsed.why_no_servers:
@@ -111,11 +110,11 @@ class Unpacking:
                 f"shard {spec.label!r} has {spec.count} x {spec.dtype}, of which codec"
                 f" {text[:_SHOWN]} takes nothing; push it as it is"
             )
-        return Contents(self._codecs[text], layout)
+        return PacketFormat(self._codecs[text], layout)
 
 
 def unpack(
-    contents: Contents, spec: ShardSpec, push: m.Push, payload: torch.Tensor, out: torch.Tensor
+    contents: PacketFormat, spec: ShardSpec, push: m.Push, payload: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
     """Write the numbers of a packet to `out`; zeros where a worker has no gradient."""
     contents.read(payload, out)
@@ -155,12 +154,12 @@ class MeanPackets:
         self._layout: Layout = layout_of(shard, 0, self._spec.min_elements)
         self.is_used = shard.dtype == "float32" and bool(self._layout.large)
         self.is_exact = self._spec.name == "topk"
-        self._contents: dict[str, Contents] = {}
+        self._contents: dict[str, PacketFormat] = {}
 
-    def contents(self, text: str) -> Contents:
+    def contents(self, text: str) -> PacketFormat:
         """Return how packets of a codec are read."""
         if text not in self._contents:
-            self._contents[text] = Contents(make_codec(parse_codec(text)), self._layout)
+            self._contents[text] = PacketFormat(make_codec(parse_codec(text)), self._layout)
         return self._contents[text]
 
     def pack(self, average: torch.Tensor, num_workers: int) -> tuple[str, torch.Tensor] | None:

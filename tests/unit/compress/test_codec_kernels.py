@@ -276,7 +276,9 @@ def test_nothing_is_nothing():
 
 def test_wrong_tensors_are_refused():
     values, payload = torch.zeros(300), torch.zeros(520, dtype=torch.uint8)
-    with pytest.raises(UsageError, match=r"no block format 'int5'; there are bf16, fp16, int8"):
+    with pytest.raises(
+        UsageError, match=r"unknown block format 'int5'; choose one of bf16, fp16, int8"
+    ):
         blocks.encode("int5", values, payload)
     with pytest.raises(UsageError, match=r"payload: expected 520 elements, got 519"):
         blocks.encode("int8", values, payload[:519])
@@ -284,9 +286,9 @@ def test_wrong_tensors_are_refused():
         blocks.encode("int8", values.double(), payload)
     with pytest.raises(UsageError, match=r"residual: expected 300 elements, got 299"):
         blocks.encode("int8", values, payload, residual=values[:299])
-    with pytest.raises(UsageError, match=r"values: expected contiguous memory"):
+    with pytest.raises(UsageError, match=r"values: expected a contiguous CPU tensor"):
         blocks.encode("int8", torch.zeros(600)[::2], payload)
-    with pytest.raises(UsageError, match=r"int4 rounds at random: say with which draw"):
+    with pytest.raises(UsageError, match=r"int4 rounds at random: pass `draw`"):
         blocks.encode("int4", values, payload[:260])
     with pytest.raises(UsageError, match=r"threads: expected at least 1, got 0"):
         blocks.encode("int8", values, payload, threads=0)
@@ -294,5 +296,5 @@ def test_wrong_tensors_are_refused():
         blocks.mean("int8", [payload, payload[1:]], values)
     with pytest.raises(UsageError, match="no rows"):
         blocks.mean("int8", [], values)
-    with pytest.raises(UsageError, match="say how many values"):
+    with pytest.raises(UsageError, match="pass `count`"):
         blocks.recode("int8", [payload], payload)

@@ -1,4 +1,4 @@
-"""Texts of codecs: what is read, and what is said about what cannot be."""
+"""Texts of codecs: what is parsed, and the errors for what cannot be."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.compress.parse import CodecSpec, parse_codec
-from paceline.compress.registry import CODECS, VALUE_CODECS, register
+from paceline.compress.registry import CODECS, VALUE_CODECS, CodecSpec, parse_codec, register
 from paceline.errors import UsageError
 from paceline.options.grammar import COUNT, SHARE, WHOLE, Number, number_text
 
@@ -54,9 +53,9 @@ def test_a_codec_survives_being_written_and_read(spec: CodecSpec) -> None:
         ("int8(min)", "expected option=value"),
         ("int8+fp16", "those that do: topk, dgc"),
         ("topk+topk", "values can be fp16, bf16, int8"),
-        ("topk(", "write word, word:number"),
+        ("topk(", "write name, name:number"),
         ("", "there is no such codec"),
-        (8, "write word"),
+        (8, "write name"),
         ("x" * 500, "..."),
     ],
 )

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from paceline.compress.codec import Ground, make_codec
-from paceline.compress.layout import Span, plan
-from paceline.compress.packet import Contents, Packet
-from paceline.compress.parse import parse_codec
+from paceline.compress.codec import Ground, Span, make_codec, plan
+from paceline.compress.packet import Packet, PacketFormat
+from paceline.compress.registry import parse_codec
 
 
 @dataclass
@@ -56,7 +55,7 @@ def read(packet: Packet) -> torch.Tensor:
     """Read a packet as another process would: it knows the codec's text and the layout."""
     codec = make_codec(parse_codec(packet.form))
     layout = plan(TENSORS, SIZE, 0, codec.spec.min_elements)
-    contents, out = Contents(codec, layout), torch.full((SIZE,), 7.0)
+    contents, out = PacketFormat(codec, layout), torch.full((SIZE,), 7.0)
     assert contents.num_bytes == packet.payload.numel() == packet.contents.num_bytes
     contents.read(packet.payload.clone(), out)
     return out

@@ -211,13 +211,13 @@ def test_random_indices_reach_every_element():
 
 def test_wrong_arguments_are_refused():
     values, indices, chosen = torch.zeros(10), torch.zeros(11, dtype=torch.int32), torch.zeros(11)
-    with pytest.raises(UsageError, match="cannot take 11 of 10 elements"):
+    with pytest.raises(UsageError, match="cannot select 11 of 10 elements"):
         sparse.select(values, 11, indices, chosen)
     with pytest.raises(UsageError, match="indices: expected 3 elements, got 11"):
         sparse.select(values, 3, indices, chosen)
     with pytest.raises(UsageError, match="indices: expected torch.int32, got torch.int64"):
         sparse.select(values, 3, indices.long(), chosen)
-    with pytest.raises(UsageError, match="gaps take 1 or 2 bytes, not 4"):
+    with pytest.raises(UsageError, match="width of 1 or 2 bytes, not 4"):
         sparse.gap_bytes(100, 3, 4)
     with pytest.raises(UsageError, match="no rows"):
         sparse.scatter_mean([], values)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from paceline.compress import registry as known
-from paceline.compress.parse import parse_codec
+from paceline.compress.registry import parse_codec
 from paceline.pace.parse import find_problem_with_codec, parse
 from paceline.pace.schedule import parse_schedule
 
 REFUSED = {
-    "ps[compress=randomk:0.1]": "same places",
-    "async[compress=powersgd:2]": "two averages",
+    "ps[compress=randomk:0.1]": "same indices",
+    "async[compress=powersgd:2]": "two averages in a row",
     "ssp:3[compress=int8(scales=shared)]": "leave out scales=shared",
     "async[compress=int8, push=delta]": "use push=grad",
     "ssp:1[compress=topk:0.1, push=params]": "use push=grad",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.compress.parse import CODEC
+from paceline.compress.registry import CODEC
 from paceline.errors import UsageError
 from paceline.options.grammar import Kind, number_text
 from paceline.pace import registry as known

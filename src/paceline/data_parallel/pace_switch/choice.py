@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paceline.compress.codec import make_codec
-from paceline.compress.parse import parse_codec
+from paceline.compress.registry import parse_codec
 from paceline.data_parallel.amp.mixed_precision import find_problem_with_precision
 from paceline.data_parallel.checks.model import find_problem_with_servers
 from paceline.errors import UsageError

@@ -20,7 +20,7 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
-from paceline.compress.parse import parse_codec
+from paceline.compress.registry import parse_codec
 from paceline.data_parallel.bucket import Bucket, Slot
 from paceline.data_parallel.checks.free_running import LossWatch, remedies, update_notice
 from paceline.data_parallel.checks.model import not_in_optimizer

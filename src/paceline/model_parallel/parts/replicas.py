@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.comm.object_collectives import all_gather_object
-from paceline.compress.parse import parse_codec
+from paceline.compress.registry import parse_codec
 from paceline.data_parallel.training import Training
 from paceline.model_parallel.parts.layout import Holding, Part
 from paceline.model_parallel.unit import Unit

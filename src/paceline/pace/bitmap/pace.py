@@ -11,9 +11,9 @@ multiplies with its learning rate; with feedback plus or minus the mean of all s
 error are each worker's own, and a newcomer begins with none.
 
 A value that is zero or not finite has no sign, and where as many voted for plus as for minus there
-is no majority: a coin decides (comm/sign_bits.py), in the first case one of the worker's own, in
-the second one that all know without a message. Behind an even number of steps in which nobody had
-a sign a parameter is where it was.
+is no majority: a coin decides (compress/sign_bits.py), in the first case one of the worker's own,
+in the second one that all know without a message. After an even number of steps without any sign
+a parameter is where it was.
 
 Bernstein et al. 2018, arXiv 1802.04434 and 1810.05291; error feedback as Karimireddy et al. 2019,
 arXiv 1901.09847, has it.
@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from paceline.comm.shared_memory import zeros_in_large_pages
-from paceline.comm.sign_bits import Coin, Momentum, pack_corrected, pack_signs, pack_tracked
+from paceline.compress.kernels import Draw
+from paceline.compress.sign_bits import Momentum, pack_corrected, pack_signs, pack_tracked
 from paceline.errors import UsageError
 from paceline.pace.allreduce import COMPOUND, AllReduce, RollCall
 from paceline.pace.bitmap.server_vote import BallotBox, ServedBallot, mean_scales
@@ -69,9 +70,9 @@ class Voter:
         )
 
     @property
-    def coin(self) -> Coin:
+    def coin(self) -> Draw:
         """What decides on ties."""
-        return Coin(self._method.seed, self._method.steps, self._first)
+        return Draw(self._method.seed, self._method.steps, self._first)
 
     def kept(self) -> Iterator[torch.Tensor]:
         """Yield what this worker keeps from step to step."""
@@ -84,7 +85,7 @@ class Voter:
         """Write this worker's signs to the ballot; the same ones for the same backward pass."""
         is_repeated, self._last_pass = number == self._last_pass, number
         method, ballot, coin = self._method, self.ballot, self.coin
-        mine = Coin(coin.seed + 1 + method.workers.rank, coin.step, coin.first)
+        mine = Draw(coin.seed + 1 + method.workers.rank, coin.step, coin.first)
         momentum, voted = self._momentum, self._voted
         if is_repeated and voted is not None:
             pack_signs(voted, mine, ballot.signs)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.sign_bits import num_words, unpack_signs
+from paceline.compress.sign_bits import num_words, unpack_signs
 from paceline.pace.bitmap.vote import Allocate
 from paceline.pace.centre import Centre
 from paceline.ps.client.items import Item, ItemParam

@@ -1,6 +1,6 @@
 """The vote on the signs of one bucket, among all workers and without a server.
 
-The words of its bits (comm/sign_bits.py) are cut into SLICES, one for each worker, which counts
+The words of its bits (compress/sign_bits.py) are cut into SLICES, one for each worker, which counts
 the votes on it:
 
     cast    every worker sends each slice of its own bits to who counts it    (all-to-all)
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from paceline.comm.group import Group
-from paceline.comm.sign_bits import (
+from paceline.compress.kernels import Draw
+from paceline.compress.sign_bits import (
     SIGNS_IN_WORD,
-    Coin,
     majority,
     num_words,
     unpack_signs,
@@ -54,11 +54,11 @@ class Ballot:
         self._heard: Sequence[torch.Tensor] = ()
         self._told = self._result = self.signs
         self._parts: Sequence[torch.Tensor] = ()
-        self._coin = Coin(0, 0)
+        self._coin = Draw(0, 0)
         self._cast: Work[Any] | None = None
         self._telling: Work[Any] | None = None
 
-    def cast(self, group: Group, coin: Coin) -> Work[Any]:
+    def cast(self, group: Group, coin: Draw) -> Work[Any]:
         """Send `signs`; the coin is that of ties."""
         self._sit(group)
         self._coin, self._telling = coin.at(self._start * SIGNS_IN_WORD), None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.comm.sign_bits import SIGNS_IN_WORD
+from paceline.compress.sign_bits import SIGNS_IN_WORD
 from paceline.ps import messages as m
 from paceline.ps.client.link import ServerLink
 from paceline.ps.placement import Part

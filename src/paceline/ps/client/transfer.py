@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from paceline.compress.layout import Span
-from paceline.compress.packet import Contents, Packet
+from paceline.compress.codec import Span
+from paceline.compress.packet import Packet, PacketFormat
 from paceline.ps import messages as m
 from paceline.ps.client.items import RemoteShard, dtype_name
 from paceline.ps.packing import MeanPackets, Packing
@@ -110,7 +110,7 @@ class IncomingMean(Incoming):
     ) -> None:
         super().__init__(staging, "average", [(shard, target)])
         self._target, self._packets = target, packets
-        self._packet: tuple[Contents, torch.Tensor] | None = None
+        self._packet: tuple[PacketFormat, torch.Tensor] | None = None
 
     def __call__(self, reply: m.Reply) -> Sequence[torch.Tensor]:
         self._packet = None

@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from paceline import _core
-from paceline.comm.sign_bits import Coin, majority
 from paceline.comm.tensors import Buffer
+from paceline.compress.kernels import Draw
+from paceline.compress.sign_bits import majority
 from paceline.errors import ShapeMismatch, UnknownKey, UsageError
 from paceline.ps.packing import MeanPackets
 from paceline.ps.server.cache_blocks import GrainedOptimizer, OnDone
@@ -127,7 +128,7 @@ class Shard:
     def elect(self, votes: Sequence[torch.Tensor], step: int) -> torch.Tensor:
         """Return the majority of signs; the words of their bits travel as float64."""
         assert self.average is not None
-        coin = Coin(self._rule.seed, step, self.spec.first_sign)
+        coin = Draw(self._rule.seed, step, self.spec.first_sign)
         majority([vote.view(torch.int64) for vote in votes], coin, self.average.view(torch.int64))
         return self.average
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import _core
-from paceline.comm.sign_bits import (
-    Coin,
+from paceline.compress.kernels import Draw
+from paceline.compress.sign_bits import (
     Momentum,
     majority,
     num_words,
@@ -26,7 +26,7 @@ from paceline.errors import UsageError
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45, -1e-45, 5e-324, 3e38]
 LENGTHS = st.integers(0, 300) | st.sampled_from([8, 63, 64, 65, 128, 4099])
 COINS = st.builds(
-    Coin,
+    Draw,
     st.integers(0, 2**63),
     st.integers(0, 2**40),
     st.integers(0, 2**45) | st.integers(0, 130),
@@ -50,7 +50,7 @@ def scatter(x: int) -> int:
     return z ^ z >> 31
 
 
-def coin_of(coin: Coin, count: int) -> np.ndarray:
+def coin_of(coin: Draw, count: int) -> np.ndarray:
     """The coin's definition, one element after the other."""
     key, found = scatter((scatter(coin.seed) + coin.step // 2) % 2**64), []
     for index in range(coin.first, coin.first + count):
@@ -59,7 +59,7 @@ def coin_of(coin: Coin, count: int) -> np.ndarray:
     return np.array(found, dtype=bool)
 
 
-def signs_of(values: torch.Tensor, coin: Coin) -> np.ndarray:
+def signs_of(values: torch.Tensor, coin: Draw) -> np.ndarray:
     """True for plus; by the coin where there is no sign."""
     array = values.numpy()
     return np.where((array != 0) & np.isfinite(array), array > 0, coin_of(coin, len(array)))
@@ -84,7 +84,7 @@ def draw(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @given(st.integers(0, 10**6), LENGTHS, DTYPES, COINS)
-def test_signs(seed: int, count: int, dtype: torch.dtype, coin: Coin) -> None:
+def test_signs(seed: int, count: int, dtype: torch.dtype, coin: Draw) -> None:
     values, bits = draw(seed, count, dtype), torch.full((num_words(count),), 77)
     pack_signs(values, coin, bits)
     found = read(bits)
@@ -104,7 +104,7 @@ def track(values: torch.Tensor, last: torch.Tensor, keep: float) -> torch.Tensor
 
 
 @given(st.integers(0, 10**6), LENGTHS, DTYPES, COINS, st.sampled_from([0.0, 0.5, 0.9, 0.999]))
-def test_tracked_signs(seed: int, count: int, dtype: torch.dtype, coin: Coin, keep: float) -> None:
+def test_tracked_signs(seed: int, count: int, dtype: torch.dtype, coin: Draw, keep: float) -> None:
     values, last = draw(seed, count, dtype), kept(seed + 1, count, dtype)
     momentum, bits = Momentum(last.clone(), keep), torch.empty(num_words(count), dtype=torch.int64)
     pack_tracked(values, momentum, coin, bits)
@@ -118,7 +118,7 @@ def test_tracked_signs(seed: int, count: int, dtype: torch.dtype, coin: Coin, ke
     st.sampled_from([None, 0.5, 0.9]),
 )
 def test_corrected_signs(
-    seed: int, count: int, dtype: torch.dtype, coin: Coin, scale: float, keep: float | None
+    seed: int, count: int, dtype: torch.dtype, coin: Draw, scale: float, keep: float | None
 ) -> None:
     values, last, moving = (
         make(seed + i, count, dtype) for i, make in enumerate((draw, kept, kept))
@@ -139,7 +139,7 @@ def test_corrected_signs(
 
 
 @given(st.integers(0, 10**6), st.integers(1, 300), st.integers(1, 9), COINS)
-def test_the_majority(seed: int, count: int, workers: int, coin: Coin) -> None:
+def test_the_majority(seed: int, count: int, workers: int, coin: Draw) -> None:
     rows = np.random.default_rng(seed).random((workers, count)) < 0.5
     bits = torch.empty(num_words(count), dtype=torch.int64)
     majority([write(row) for row in rows], coin, bits)
@@ -161,7 +161,7 @@ def test_signs_become_numbers(seed: int, count: int, scale: float) -> None:
 
 
 def test_what_is_larger_than_the_cache_of_a_core() -> None:
-    count, coin = 1_000_003, Coin(3, 1)
+    count, coin = 1_000_003, Draw(3, 1)
     chance = torch.Generator().manual_seed(5)  # with which no two numbers cancel each other
     values, last = (torch.randn(count, generator=chance) for _ in range(2))
     momentum, bits = Momentum(last.clone(), 0.5), torch.empty(num_words(count), dtype=torch.int64)
@@ -177,7 +177,7 @@ def test_what_is_larger_than_the_cache_of_a_core() -> None:
 
 @given(st.integers(0, 10**6), st.integers(2, 2000), st.data())
 def test_parts_of_a_coin_fit_together(seed: int, count: int, data: st.DataObject) -> None:
-    cut, coin = data.draw(st.integers(1, count - 1)), Coin(seed, 3, 21)
+    cut, coin = data.draw(st.integers(1, count - 1)), Draw(seed, 3, 21)
     nothing = torch.zeros(count)
     whole = torch.empty(num_words(count), dtype=torch.int64)
     part = torch.empty(num_words(count - cut), dtype=torch.int64)
@@ -187,7 +187,7 @@ def test_parts_of_a_coin_fit_together(seed: int, count: int, data: st.DataObject
 
 
 def test_what_is_refused() -> None:
-    values, bits, coin = torch.zeros(65), torch.zeros(2, dtype=torch.int64), Coin(0, 0)
+    values, bits, coin = torch.zeros(65), torch.zeros(2, dtype=torch.int64), Draw(0, 0)
     for call, words in (
         (lambda: pack_signs(values, coin, bits[:1]), "65 signs take 2 words, not 1"),
         (lambda: pack_signs(values.half(), coin, bits), "float32 or float64, not on float16"),

@@ -1,7 +1,8 @@
 """Signs of tensors as bits, 64 in an int64 word, and the majority of several rows of them.
 
 The kernels are in the engine (cpp/paceline/reduce/bits.h); this module calls them with tensors. An
-element that is zero or not finite has no sign and takes the bit of the coin.
+element that is zero or not finite has no sign and takes a bit of the coin, a Draw: workers with the
+same draw get the same bit.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline import _core
+from paceline.compress.kernels import Draw, require
 from paceline.errors import UsageError
 
 _CODES = {
@@ -26,28 +28,10 @@ def num_words(signs: int) -> int:
     return -(-signs // SIGNS_IN_WORD)
 
 
-@dataclass(frozen=True)
-class Coin:
-    """A pseudorandom bit for every element of a model; workers with equal fields get equal bits."""
-
-    seed: int
-    step: int
-    first: int = 0  # index of the element of the first bit
-
-    def at(self, offset: int) -> Coin:
-        """Return the coin whose first bit is the one at this offset."""
-        return Coin(self.seed, self.step, self.first + offset)
-
-    @property
-    def parts(self) -> tuple[int, int, int]:
-        """The fields in the order of the engine's arguments."""
-        return self.seed, self.step, self.first
-
-
-def pack_signs(values: torch.Tensor, coin: Coin, bits: torch.Tensor) -> None:
+def pack_signs(values: torch.Tensor, coin: Draw, bits: torch.Tensor) -> None:
     """Write the signs of a flat tensor of float32 or float64 to `bits`."""
-    _require("values", values)
-    _require("bits", bits, torch.int64)
+    require("values", values, values.dtype)
+    require("bits", bits, torch.int64)
     where, code = bits.data_ptr(), _code(values)
     _core.pack_signs(values.data_ptr(), values.numel(), code, coin.parts, where, bits.numel())
 
@@ -60,14 +44,14 @@ class Momentum:
     keep: float  # weight of the old average
 
 
-def pack_tracked(values: torch.Tensor, momentum: Momentum, coin: Coin, bits: torch.Tensor) -> None:
+def pack_tracked(values: torch.Tensor, momentum: Momentum, coin: Draw, bits: torch.Tensor) -> None:
     """Set the momentum to keep * momentum + (1 - keep) * values; write its signs to `bits`.
 
     Values that are not finite count as 0.
     """
-    _require("values", values)
-    _require("momentum", momentum.values, values.dtype, values.numel())
-    _require("bits", bits, torch.int64)
+    require("values", values, values.dtype)
+    require("momentum", momentum.values, values.dtype, values.numel())
+    require("bits", bits, torch.int64)
     _core.pack_tracked(
         values.data_ptr(),
         momentum.values.data_ptr(),
@@ -85,7 +69,7 @@ def pack_corrected(
     momentum: Momentum | None,
     voted: torch.Tensor,
     scale: float,
-    coin: Coin,
+    coin: Draw,
     bits: torch.Tensor,
 ) -> float:
     """Set `voted` to values + (voted - scale * sign(voted)), and write its signs to `bits`.
@@ -93,11 +77,11 @@ def pack_corrected(
     A momentum is updated first and replaces the values. Returns the mean absolute value of the
     elements that have a sign. Values that are not finite count as 0.
     """
-    _require("values", values)
+    require("values", values, values.dtype)
     if momentum is not None:
-        _require("momentum", momentum.values, values.dtype, values.numel())
-    _require("voted", voted, values.dtype, values.numel())
-    _require("bits", bits, torch.int64)
+        require("momentum", momentum.values, values.dtype, values.numel())
+    require("voted", voted, values.dtype, values.numel())
+    require("bits", bits, torch.int64)
     total, count = _core.pack_corrected(
         values.data_ptr(),
         0 if momentum is None else momentum.values.data_ptr(),
@@ -113,17 +97,17 @@ def pack_corrected(
     return total / count if count else 0.0
 
 
-def majority(rows: Sequence[torch.Tensor], coin: Coin, bits: torch.Tensor) -> None:
+def majority(rows: Sequence[torch.Tensor], coin: Draw, bits: torch.Tensor) -> None:
     """Write the majority of the rows to `bits`; a tie takes the bit of the coin."""
     for row in (*rows, bits):
-        _require("a row of bits", row, torch.int64, bits.numel())
+        require("a row of bits", row, torch.int64, bits.numel())
     _core.majority([row.data_ptr() for row in rows], bits.numel(), coin.parts, bits.data_ptr())
 
 
 def unpack_signs(bits: torch.Tensor, scale: float, values: torch.Tensor) -> None:
     """Write scale or -scale to every element of a flat tensor."""
-    _require("bits", bits, torch.int64)
-    _require("values", values)
+    require("bits", bits, torch.int64)
+    require("values", values, values.dtype)
     where, code = values.data_ptr(), _code(values)
     _core.unpack_signs(bits.data_ptr(), bits.numel(), values.numel(), code, scale, where)
 
@@ -132,15 +116,3 @@ def _code(values: torch.Tensor) -> int:
     if values.dtype not in _CODES:
         raise UsageError(f"expected floating-point values, got {values.dtype}")
     return _CODES[values.dtype]
-
-
-def _require(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None, size: int | None = None
-) -> None:
-    """Raise UsageError if the kernels, which get only addresses, cannot use a tensor."""
-    if not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise UsageError(f"{name}: expected a contiguous CPU tensor")
-    if dtype is not None and tensor.dtype != dtype:
-        raise UsageError(f"{name}: expected {dtype}, got {tensor.dtype}")
-    if size is not None and tensor.numel() != size:
-        raise UsageError(f"{name}: expected {size} elements, got {tensor.numel()}")
