@@ -72,7 +72,7 @@ def test_public_names_are_pinned():
     "statement",
     [
         "import paceline",
-        "import paceline.cli.main, paceline.launcher.local",
+        "import paceline.cli.main, paceline.launcher.job",
         "import paceline.control.client.rendezvous, paceline.runtime.config",
     ],
 )
@@ -125,10 +125,10 @@ def test_nothing_is_unpickled_evaluated_or_given_to_a_shell():
 MAY_NAME_STDERR = {
     "runtime/console.py": "the one place that writes there",
     "observe/display/display.py": "asks whether it is a terminal; the display thread owns it",
-    "launcher/processes/forked.py": "flushes it before a fork and before os._exit",
+    "launcher/function/forked.py": "flushes it before a fork and before os._exit",
     "cli/main.py": "the last words of a command, which no application redirects",
 }
-MAY_WRITE_TO_DESCRIPTOR_2 = {"cli/detach.py": "the last words of a keeper, in its log"}
+MAY_WRITE_TO_DESCRIPTOR_2 = {"cli/detach.py": "the error of a supervisor, in its log"}
 MAY_PRINT = {
     "cli/main.py": "the last words of a command",
     "launcher/selftest.py": "the output of a program of its own",

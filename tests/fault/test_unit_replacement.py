@@ -131,8 +131,8 @@ def test_a_unit_is_replaced_from_its_peers(tmp_path: Path, mesh: str, on_loss: s
     options, is_held = ["--mesh", mesh, "--min", "2", "--on-loss", on_loss], on_loss == "replace"
     ended = _run(tmp_path, _REPLACED, *options, on_loss)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    goes_on = "the others hold their step until" if is_held else "2 workers go on"
-    words = f"lost: killed by signal 9; worker 2 of its unit goes with it; {goes_on}"
+    goes_on = "the other workers hold their step until" if is_held else "continuing with 2 workers"
+    words = f"lost: killed by signal 9; worker 2 of its unit is retired with it; {goes_on}"
     assert words in ended.stderr
     assert "1 loss (worker 3), 1 replaced" in ended.stderr
     told = _told(ended.stdout)
@@ -199,8 +199,8 @@ def test_the_only_unit_starts_again_from_the_last_checkpoint(tmp_path: Path) -> 
     ended = _run(tmp_path, _RESTARTED, "--mesh", "tp=2", "--restarts", "1", "")
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     assert re.search(
-        r"too few are left to go on without worker 1 .*: all start again, and go on from their last"
-        r" checkpoint \(restart 1 of 1\)",
+        r"too few workers are left after the loss of worker 1 .*: restarting all processes from the"
+        r" last checkpoint \(restart 1 of 1\)",
         ended.stderr,
     )
     assert "goes on from saved/step-000000010, behind step 10" in ended.stderr

@@ -54,7 +54,7 @@ class Watched:
             new = self.said[self._read :]
             if _START in line and not of_start:
                 self._read = len(self.said)
-            elif "missing: " in new or "do not fit" in new:
+            elif "missing: " in new or "do not match" in new:
                 wanted = new.count("its stacks follow")
                 if new.count("in <module>\n") >= wanted:
                     self._read = len(self.said)
@@ -152,7 +152,7 @@ def test_workers(bench: Workbench) -> None:
 
         said = watched.explanation()
         assert re.search(r"rank 1 is missing: rank [02] .* for it in barrier", said), said
-        found = re.search(r"it is stopped \(kill -CONT (\d+) lets it go on\), pid \1$", said, re.M)
+        found = re.search(r"it is stopped \(kill -CONT (\d+) resumes it\), pid \1$", said, re.M)
         assert found and "stacks" not in said, said
         os.kill(int(found[1]), signal.SIGCONT)
 
@@ -239,7 +239,7 @@ def test_a_data_worker(bench: Workbench) -> None:
         watched = Watched(bench, launcher)
         said = watched.explanation(of_start=True)
         words = rf"data worker 0 is missing: rank 0 has waited \d+ s for {_START}; it"
-        assert re.search(words + ".*it has not come to pl.init", said), said
+        assert re.search(words + ".*it has not called pl.init", said), said
         watched.go_on(1)
         said = watched.explanation()
         words = r"data worker 0 is missing: rank 0 has waited \d+ s for it in the next batch; it"
@@ -272,7 +272,7 @@ def test_waits_that_end_in_time_and_operations_that_do_not_fit(bench: Workbench)
         launcher.send_signal(signal.SIGTERM)
         launcher.communicate(timeout=60)
     assert re.search(r"all_reduce #\d sum float32\[4\] has waited \d s for rank 1", watched.said)
-    words = r"nobody is missing, but rank [01] has waited .*: these operations do not fit together"
+    words = r"deadlock: rank [01] has waited .*: these operations do not match"
     assert re.search(words, said), said
     assert frames(said, "0") == frames(said, "1") == ["<module>"], said
     assert "missing: " not in watched.said.replace(_START, ""), watched.said

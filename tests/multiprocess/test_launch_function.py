@@ -156,8 +156,8 @@ def test_threads_that_a_forked_worker_cannot_use_are_refused() -> None:
         ({"pace": "ssp:3"}, ConfigError, "pace ssp:3 needs parameter servers: add servers=1"),
         ({"pace": "allreduce", "servers": 1}, ConfigError, "leave out servers=1"),
         ({"env": {"RANK": "0"}}, ConfigError, "launch sets RANK"),
-        ({"env": {"A": 1}}, UsageError, "not both texts"),
-        ({"env": {"A=": "1"}}, UsageError, "cannot be a variable's name"),
+        ({"env": {"A": 1}}, UsageError, "expected two strings"),
+        ({"env": {"A=": "1"}}, UsageError, "invalid for a variable"),
     ],
 )
 def test_wrong_arguments_start_nothing(

@@ -69,7 +69,9 @@ def test_the_job_goes_on_without_a_data_worker(bench: Workbench) -> None:
         pids = bench.wait_for_files("data-0", "data-1")
         bench.wait_for_files("halts-0")
         os.kill(int(pids[1]), signal.SIGKILL)
-        ended = "paceline: data worker 1: killed by SIGKILL (killed); the job goes on, 1 of 2 data"
+        ended = (
+            "data worker 1: killed by SIGKILL (killed); the job continues with 1 of 2 data workers"
+        )
         errors = read_until(launcher.stderr, ended)
         (bench.path / "go").touch()
         output, rest = launcher.stdout.read(), launcher.stderr.read()  # type: ignore[union-attr]

@@ -58,7 +58,7 @@ def _size(bench: Workbench) -> str:
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_a_detached_job_outlives_its_keeper_and_can_be_changed(bench: Workbench) -> None:
+def test_a_detached_job_outlives_its_supervisor_and_can_be_changed(bench: Workbench) -> None:
     script = bench.script(_TRAIN)
     started = bench.run("run", "-n", "2", "--min", "1", "--max", "3", "--detach", script)
     assert started.returncode == 0, started.stderr
@@ -74,10 +74,10 @@ def test_a_detached_job_outlives_its_keeper_and_can_be_changed(bench: Workbench)
     refused = bench.run("scale", "-n", "4")
     assert refused.returncode == 2 and "may have 1 to 3 (--min, --max)" in refused.stderr
 
-    keeper = int(re.findall(r"keeper pid (\d+)", told)[0])
-    os.kill(keeper, signal.SIGKILL)
-    wait_until(lambda: not is_alive(keeper))
-    assert all(is_alive(pid) for pid in first), "they do not end with the keeper"
+    supervisor = int(re.findall(r"supervisor pid (\d+)", told)[0])
+    os.kill(supervisor, signal.SIGKILL)
+    wait_until(lambda: not is_alive(supervisor))
+    assert all(is_alive(pid) for pid in first), "they do not end with the supervisor"
     lost = bench.run("status")
     assert lost.returncode == 1 and f"`paceline attach {name}` starts them again" in lost.stderr
     assert bench.left_behind() != [], "and are not swept away"
@@ -95,14 +95,14 @@ def test_a_detached_job_outlives_its_keeper_and_can_be_changed(bench: Workbench)
         (bench.path / "finish").touch()
         output, _ = attached.communicate(timeout=END_S)
     assert attached.returncode == 0, output
-    assert re.search(rf"worker 1 \(host \S+, pid {first[1]}\) lost: ended, how is not", output)
+    assert re.search(rf"worker 1 \(host \S+, pid {first[1]}\) lost: ended with unknown", output)
     assert "[0] worker 0 is done" in output and "no longer wanted, and leaves" in output
     assert bench.left_behind() == []
     (run,) = (bench.path / "runs").iterdir()
     reading = Reading(run / "events.jsonl")
     events = [line.event for line in reading.lines()]
     kinds = [type(event) for event in events]
-    assert kinds[0] is RunStarted and kinds[-1] is RunEnded, "one record, of two keepers"
+    assert kinds[0] is RunStarted and kinds[-1] is RunEnded, "one record, of two supervisors"
     assert kinds.count(RunStarted) == 1 and reading.damaged <= 1
     times = [line.t for line in reading.lines()]
     assert times == sorted(times)
@@ -121,7 +121,7 @@ def test_stop_ends_a_job_and_what_cannot_be_found_is_said(bench: Workbench) -> N
     pids = bench.wait_for_files("pid-0", "pid-1")
     other = bench.run("status", "nonsense")
     assert other.returncode == 2 and "nonsense is no running job; running: script-" in other.stderr
-    assert "forming: waits for ranks 0, 1" in _status(bench)
+    assert "forming: waiting for ranks 0, 1" in _status(bench)
     assert bench.run("servers").stdout == "the job has no servers\n"
     assert bench.run("stop").returncode == 0
     assert not any(is_alive(pid) for pid in pids) and bench.left_behind() == []

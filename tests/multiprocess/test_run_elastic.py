@@ -86,7 +86,9 @@ def test_a_killed_worker_is_replaced_and_a_killed_coordinator_comes_back(bench: 
         said += _end(bench, launcher)
     line = r"^\d\d:\d\d:\d\d worker 1 \(host \S+, pid {}\) "
     assert re.search(
-        line.format(first) + "lost: killed by signal 9; 1 worker goes on", said, re.MULTILINE
+        line.format(first) + "lost: killed by signal 9; continuing with 1 worker",
+        said,
+        re.MULTILINE,
     )
     assert re.search(line.format(second) + r"joined .*\d s after the loss", said, re.MULTILINE)
     assert "the coordinator ended (killed by SIGKILL (killed)) and was started again" in said
@@ -122,7 +124,7 @@ _LOST_EARLY = """
 def test_a_job_that_loses_a_worker_before_the_first_step_starts_again(bench: Workbench) -> None:
     done = bench.run("run", "-n", "2", "--min", "2", bench.script(_LOST_EARLY), "2")
     assert done.returncode == 0, done.stderr
-    words = "worker 1 (killed by SIGKILL (killed)) was lost before the first step: all start again"
+    words = "worker 1 (killed by SIGKILL (killed)) was lost before the first step: restarting all"
     assert done.stderr.count(words) == 2
     assert bench.left_behind() == []
 
@@ -131,10 +133,10 @@ def test_a_job_that_loses_a_worker_before_the_first_step_starts_again(bench: Wor
 def test_a_job_that_cannot_be_set_up_is_not_started_for_ever(bench: Workbench) -> None:
     script = bench.script("import os; os.kill(os.getpid(), 9)")
     done = bench.run("run", "-n", "2", "--min", "1", script)
-    assert done.returncode == 137 and done.stderr.count("all start again") == 3
+    assert done.returncode == 137 and done.stderr.count("restarting all processes") == 3
     script = bench.script("raise ValueError('mine')")
     done = bench.run("run", "-n", "2", "--min", "1", script)
-    assert done.returncode == 1 and "all start again" not in done.stderr
+    assert done.returncode == 1 and "restarting all processes" not in done.stderr
 
 
 @pytest.mark.slow
@@ -241,8 +243,8 @@ def test_a_place_whose_newcomers_die_at_once_is_given_up(bench: Workbench) -> No
         os.kill(pid, signal.SIGKILL)
         _, errors = launcher.communicate(timeout=END_S)
     assert launcher.returncode != 0
-    assert errors.count("worker 1 ended before it had joined: exit code 1") == 3
-    assert "3 newcomers in a row ended before they had joined as worker 1" in errors
+    assert errors.count("worker 1 ended before it joined: exit code 1") == 3
+    assert "3 newcomers in a row ended before they joined as worker 1" in errors
     assert "  | this script cannot come later" in errors
 
 

@@ -136,7 +136,7 @@ def test_every_rank_is_told_the_pace(bench: Workbench) -> None:
     assert "PACELINE_PACE" not in _environs(bench)[0]
     shown = bench.run("run", "--dry-run", "--pace", wanted, bench.script("pass")).stdout
     assert f"[0]     PACELINE_PACE='{wanted}'" in shown.splitlines()
-    assert f"pace: {wanted}, which wins over the script's own" in shown.splitlines()
+    assert f"pace: {wanted}, which overrides the script's" in shown.splitlines()
 
 
 @pytest.mark.parametrize(

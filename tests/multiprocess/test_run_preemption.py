@@ -86,7 +86,9 @@ def test_the_second_sigterm_does_not_wait_for_a_save(bench: Workbench) -> None:
     with bench.started("run", "-n", "2", bench.script(_SCRIPT), "slow", "100") as launcher:
         bench.wait_for_files("pid-0", "pid-1")
         launcher.send_signal(signal.SIGTERM)
-        read_until(launcher.stderr, "once more ends them at once")  # two at once would be one
+        read_until(
+            launcher.stderr, "interrupt again to end them at once"
+        )  # two at once would be one
         launcher.send_signal(signal.SIGTERM)
         _, errors = launcher.communicate(timeout=END_S)
     assert launcher.returncode == 143

@@ -61,9 +61,7 @@ def _set(bench: Workbench, pace: str) -> int:
     """Set the pace; return the step behind which it changes."""
     done = bench.run("set", f"pace={pace}")
     assert done.returncode == 0, done.stderr
-    found = re.fullmatch(
-        rf"job script-\w+: pace {re.escape(pace)} behind step (\d+)\n", done.stdout
-    )
+    found = re.fullmatch(rf"job script-\w+: pace {re.escape(pace)} after step (\d+)\n", done.stdout)
     assert found is not None, done.stdout
     return int(found[1])
 

@@ -100,7 +100,7 @@ def _guard_of(job_directory: str) -> str:
                 words = (entry / "cmdline").read_text().split("\0")
             except OSError:
                 continue
-            if any(w.endswith("guard.py") for w in words) and any(
+            if any(w.endswith("guard_main.py") for w in words) and any(
                 job_directory in w for w in words
             ):
                 return entry.name

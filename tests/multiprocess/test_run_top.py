@@ -174,7 +174,9 @@ def test_a_key_leaves_and_the_job_goes_on(bench: Workbench, key: bytes, columns:
         plain = watching.press(key)
         assert re.search(r"\x1b\[\d+A\x1b\[J", watching.data), "it was redrawn in place"
         assert "\x1b[?25h" in watching.data, "the cursor was given back"
-        assert re.search(r"no longer watched; job script-\w+ goes on", plain.replace("\r\n", " "))
+        assert re.search(
+            r"no longer watching; job script-\w+ continues", plain.replace("\r\n", " ")
+        )
         table = [line for line in plain.split("\r\n") if re.match(r" *[01] +\d+ ", line)]
         assert table and all(len(line) < int(columns) for line in table), plain
         assert launcher.poll() is None

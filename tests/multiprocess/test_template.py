@@ -9,18 +9,17 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from run_support import END_S, Workbench, is_alive, read_until, wait_until
+from run_support import is_alive, wait_until
 
-from paceline.launcher.processes.pipes import Outlet
-from paceline.launcher.processes.process import RankProcess
-from paceline.launcher.processes.run_script import Program
-from paceline.launcher.processes.template import Template, adopt_orphans
-from paceline.runtime.process_names import Seat
+from paceline.launcher.processes.process import ProcessOutput, RankProcess
+from paceline.launcher.processes.run_script import Command
+from paceline.launcher.processes.spawner import Template, adopt_orphans
+from paceline.runtime.process_names import ProcessName
 
 _LIGHT = ("numpy",)  # torch takes seconds, and changes nothing of what most tests here look at
 
@@ -70,27 +69,27 @@ class _Bench:
     def template(self, *modules: str) -> Template:
         return Template(self.environ, modules or _LIGHT, self.said.append, 1000)
 
-    def script(self, text: str, *arguments: str) -> Program:
+    def script(self, text: str, *arguments: str) -> Command:
         script = self.path / "script.py"
         script.write_text(text)
-        return Program("script", str(script), arguments)
+        return Command("script", str(script), arguments)
 
     async def run(
-        self, template: Template, program: Program, **environ: str
+        self, template: Template, command: Command, **environ: str
     ) -> tuple[RankProcess, str, str]:
         assert await template.is_ready(), template.why_not
-        outlet, environ = Outlet.pipes(), {**self.environ, **environ}
-        process = await template.fork(Seat(0, 0), program, environ, outlet, dies=True)
+        output, environ = ProcessOutput.pipes(), {**self.environ, **environ}
+        process = await template.fork(ProcessName(0, 0), command, environ, output, dies=True)
         assert process is not None
         while not process.check_ended():
             await asyncio.sleep(0.005)
-        texts = _read_now(outlet.stdout_fd), _read_now(outlet.stderr_fd)
+        texts = _read_now(output.stdout_fd), _read_now(output.stderr_fd)
         process.release()
         return process, texts[0].decode(), texts[1].decode()
 
-    def fresh(self, program: Program, **environ: str) -> subprocess.CompletedProcess[str]:
+    def fresh(self, command: Command, **environ: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            program.argv,
+            command.argv,
             env={**self.environ, **environ},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -126,20 +125,20 @@ def test_a_process_is_like_a_fresh_interpreter(
     subprocess.run([sys.executable, "-m", "zipapp", "pack", "-o", "pack.pyz"], check=True)
     programs = [
         bench.script(_ABOUT, "--lr", "0.1", "a b"),
-        Program("script", "script.py", ()),
-        Program("script", "link.py", ()),
-        Program("script", "pack/inner.py", ()),
-        Program("script", "pack.pyz", ("-v",)),
-        Program("module", "pack", ("x",)),
-        Program("module", "pack.inner", ()),
+        Command("script", "script.py", ()),
+        Command("script", "link.py", ()),
+        Command("script", "pack/inner.py", ()),
+        Command("script", "pack.pyz", ("-v",)),
+        Command("module", "pack", ("x",)),
+        Command("module", "pack.inner", ()),
     ]
 
     async def body() -> None:
         template = bench.template()
         try:
-            for program in programs:
-                process, out, errors = await bench.run(template, program, COLOUR="blue")
-                fresh = bench.fresh(program, COLOUR="blue")
+            for command in programs:
+                process, out, errors = await bench.run(template, command, COLOUR="blue")
+                fresh = bench.fresh(command, COLOUR="blue")
                 assert out.splitlines() == fresh.stdout.splitlines() and errors == fresh.stderr
                 assert process.status is not None and process.status.is_success
                 assert "at exit" in out and "COLOUR=blue" in out
@@ -173,9 +172,9 @@ def test_scripts_end_as_in_a_fresh_interpreter(bench: _Bench) -> None:
         template = bench.template()
         try:
             for text, status in _ENDS.items():
-                program = bench.script(text)
-                process, out, errors = await bench.run(template, program)
-                fresh = bench.fresh(program)
+                command = bench.script(text)
+                process, out, errors = await bench.run(template, command)
+                fresh = bench.fresh(command)
                 assert str(process.status) == status, text
                 assert (out, errors) == (fresh.stdout, fresh.stderr), text
         finally:
@@ -210,13 +209,13 @@ def test_a_script_has_its_own_threads_random_numbers_and_children(bench: _Bench)
             assert (await bench.run(template, bench.script(_SPAWNS)))[1] == (
                 "spawn [42]\nfork [42]\nforkserver [42]\n"
             )
-            program = bench.script(draws)
-            one, two = [(await bench.run(template, program))[1].split() for _ in range(2)]
+            command = bench.script(draws)
+            one, two = [(await bench.run(template, command))[1].split() for _ in range(2)]
             assert all(a != b for a, b in zip(one, two, strict=True)), "each draws its own"
-            program = bench.script(counts)
+            command = bench.script(counts)
             for threads in ("2", "1"):
-                out = (await bench.run(template, program, OMP_NUM_THREADS=threads))[1]
-                fresh = bench.fresh(program, OMP_NUM_THREADS=threads).stdout
+                out = (await bench.run(template, command, OMP_NUM_THREADS=threads))[1]
+                fresh = bench.fresh(command, OMP_NUM_THREADS=threads).stdout
                 assert out.split()[1:] == fresh.split()[1:] and out.split()[0] == "True"
         finally:
             template.end()
@@ -230,8 +229,8 @@ def test_a_module_of_the_script_with_the_name_of_an_imported_one_wins(bench: _Be
     async def body() -> None:
         template = bench.template("profile")
         try:
-            program = bench.script("import profile\nprint(profile.mine)")
-            process, out, errors = await bench.run(template, program)
+            command = bench.script("import profile\nprint(profile.mine)")
+            process, out, errors = await bench.run(template, command)
             assert (out, errors, str(process.status)) == ("True\n", "", "exit code 0")
         finally:
             template.end()
@@ -265,7 +264,7 @@ def test_what_forbids_a_fork_is_said(bench: _Bench, text: str, why: str) -> None
 
 
 def test_an_import_that_takes_long_is_named(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.launcher.processes.template._SLOW_S", 0.05)
+    monkeypatch.setattr("paceline.launcher.processes.spawner._SLOW_S", 0.05)
     (bench.path / "slow.py").write_text("import time\ntime.sleep(0.5)\n")
     bench.environ["PYTHONPATH"] = str(bench.path)
 
@@ -284,10 +283,10 @@ def test_without_a_template_there_is_no_process_but_an_answer(bench: _Bench) -> 
         template = bench.template()
         assert await template.is_ready()
         os.kill(template.pid, signal.SIGKILL)
-        outlet = Outlet.pipes()
-        made = await template.fork(Seat(0, 0), bench.script("pass"), {}, outlet, dies=True)
+        output = ProcessOutput.pipes()
+        made = await template.fork(ProcessName(0, 0), bench.script("pass"), {}, output, dies=True)
         assert made is None and template.why_not == "it has ended"
-        outlet.close()
+        output.close()
         template.end()
 
     asyncio.run(body())
@@ -295,19 +294,19 @@ def test_without_a_template_there_is_no_process_but_an_answer(bench: _Bench) -> 
 
 _LAUNCHER = """
 import asyncio, os, sys, time
-from paceline.launcher.processes.run_script import Program
-from paceline.launcher.processes.pipes import Outlet
-from paceline.runtime.process_names import Seat
-from paceline.launcher.processes.template import Template, adopt_orphans
+from paceline.launcher.processes.run_script import Command
+from paceline.launcher.processes.process import ProcessOutput
+from paceline.runtime.process_names import ProcessName
+from paceline.launcher.processes.spawner import Template, adopt_orphans
 
 async def main():
     adopt_orphans()
     template = Template(os.environ, ("json",), print)
     assert await template.is_ready()
     for dies in (True, False):
-        program = Program("script", sys.argv[1], ())
-        environ, outlet = dict(os.environ), Outlet.pipes()
-        process = await template.fork(Seat(0, 0), program, environ, outlet, dies=dies)
+        command = Command("script", sys.argv[1], ())
+        environ, output = dict(os.environ), ProcessOutput.pipes()
+        process = await template.fork(ProcessName(0, 0), command, environ, output, dies=dies)
         print(process.pid, flush=True)
     print(template.pid, flush=True)
     time.sleep(100)
@@ -327,89 +326,3 @@ def test_who_ends_with_the_launcher(bench: _Bench) -> None:
         assert is_alive(free)
         os.kill(free, signal.SIGKILL)
         wait_until(lambda: not is_alive(free))
-
-
-# -- under the launcher -------------------------------------------------------------------------
-
-
-def _origin(pid: int) -> str:
-    """Return where the kernel put a program's arguments: the same in all forks of one process."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[45]
-
-
-_WHENCE = """
-    import sys
-    had = "torch" in sys.modules
-    import paceline as pl
-    pl.init()
-    arguments = open("/proc/self/stat").read().rpartition(")")[2].split()[45]
-    print(had, hash("a word"), arguments)
-    pl.world().barrier()
-"""
-
-
-@pytest.mark.parametrize("options", [(), ("--no-template",)])
-def test_workers_of_a_job_come_from_one_template(
-    tmp_path: Path, options: Sequence[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Workbench(tmp_path)
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    job.environ.pop("PYTHONHASHSEED", None)
-    done = job.run("run", "-n", "2", *options, job.script(_WHENCE))
-    assert done.returncode == 0, done.stderr
-    one, two = [line.split()[1:] for line in sorted(done.stdout.splitlines())]
-    if options:
-        assert one[0] == two[0] == "False" and one[1] != two[1] and one[2] != two[2]
-    else:
-        assert one == two and one[0] == "True"
-    assert job.left_behind() == []
-
-
-def test_a_setting_forbids_the_template_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
-    job = Workbench(tmp_path)
-    script = job.script("import sys\nprint('numpy' in sys.modules)\nimport numpy")
-    done = job.run("run", "-n", "2", script, PACELINE_TEMPLATE="off")
-    assert sorted(done.stdout.splitlines()) == ["[0] False", "[1] False"], done.stderr
-    done = job.run("run", "-n", "2", script, PACELINE_TEMPLATE="no")
-    assert done.returncode == 2 and "PACELINE_TEMPLATE='no': expected on or off" in done.stderr
-
-
-_SERVED = """
-    import pathlib, time
-    import torch
-    import paceline as pl
-    job = pl.init()
-    model = torch.nn.Linear(4, 2)
-    model, optimizer = pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    while not pathlib.Path("finish").exists():
-        model(torch.ones(2, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(0.01)
-"""
-
-
-def test_the_first_replacement_of_a_server_comes_from_the_template(tmp_path: Path) -> None:
-    """Nothing may have to be imported while a partition has one copy less."""
-    job = Workbench(tmp_path)
-    options = ("-n", "1", "-s", "2", "--replicas", "2", "--pace", "ps", "--log-dir", "none")
-    with job.started("run", *options, job.script(_SERVED)) as launcher:
-        path = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-
-        def servers() -> list[int]:
-            found = [int(pid) for pid in path.read_text().split() if is_alive(pid)]
-            words = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in found}
-            return [pid for pid in found if "paceline.runtime.server_main" in words[pid]]
-
-        read_until(launcher.stderr, "update on 2 servers")
-        first, other = servers()
-        os.kill(first, signal.SIGKILL)
-        said = read_until(launcher.stderr, "lost: killed by signal 9")
-        said += read_until(launcher.stderr, " joined")
-        (second,) = {int(pid) for pid in re.findall(r"pid (\d+)\) joined", said)}
-        assert _origin(second) == _origin(other)
-        (job.path / "finish").touch()
-        assert launcher.stderr is not None
-        said += launcher.stderr.read()
-        assert launcher.wait(END_S) == 0, said
-    assert job.left_behind() == []

@@ -1,6 +1,6 @@
-"""`paceline checkpoint ls|show|verify|export`: the command line of these verbs.
+"""`paceline checkpoint ls|show|verify|export`: the options of these commands.
 
-What they do is in `saved`, which is imported when one is used.
+checkpoint_commands.py, which is imported when one is used, runs them.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _Either = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A checkpoint, or a directory: its newest one.")
+    Path,
+    typer.Argument(metavar="PATH", help="A checkpoint, or a directory whose newest one is used."),
 ]
 
 
 @app.command(help="List the checkpoints in a directory, newest first.")
 def ls(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="As given to pl.Checkpoint.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The directory of pl.Checkpoint.")
+    ],
 ) -> None:
-    from paceline.cli import checkpoint_commands as verb
+    from paceline.cli import checkpoint_commands as command
 
-    raise typer.Exit(verb.ls(directory))
+    raise typer.Exit(command.ls(directory))
 
 
 @app.command(help="Show what is in a checkpoint: its manifest and its tensors.")
 def show(path: _Either) -> None:
-    from paceline.cli import checkpoint_commands as verb
+    from paceline.cli import checkpoint_commands as command
 
-    raise typer.Exit(verb.show(path))
+    raise typer.Exit(command.show(path))
 
 
 @app.command(
@@ -41,11 +44,13 @@ def show(path: _Either) -> None:
 )
 def verify(
     path: _Either,
-    every: Annotated[bool, typer.Option("--all", help="All checkpoints in the directory.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Verify all checkpoints in the directory.")
+    ] = False,
 ) -> None:
-    from paceline.cli import checkpoint_commands as verb
+    from paceline.cli import checkpoint_commands as command
 
-    raise typer.Exit(verb.verify(path, every=every))
+    raise typer.Exit(command.verify(path, every=every))
 
 
 @app.command(help="Write the model as a plain state_dict, for inference without Paceline.")
@@ -56,10 +61,10 @@ def export(
         typer.Option("-o", "--output", metavar="FILE", help="FILE.safetensors or FILE.pt."),
     ],
     model: Annotated[
-        int, typer.Option("--model", metavar="N", help="Which, when it has several.")
+        int, typer.Option("--model", metavar="N", help="Which model, if there are several.")
     ] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE when it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
 ) -> None:
-    from paceline.cli import checkpoint_commands as verb
+    from paceline.cli import checkpoint_commands as command
 
-    raise typer.Exit(verb.export(path, output, model=model, force=force))
+    raise typer.Exit(command.export(path, output, model=model, force=force))

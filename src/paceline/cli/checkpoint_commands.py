@@ -1,6 +1,6 @@
-"""What `paceline checkpoint ls|show|verify|export` do. Only `export` needs torch.
+"""`paceline checkpoint ls|show|verify|export`. Only `export` needs torch.
 
-What a file says is printed without its control characters: it may have been made by anybody.
+Text from files is printed without control characters: a file may come from anywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS = 200  # of a long text
 
 
 def ls(directory: Path) -> int:
-    """List what looks like a checkpoint; nothing but manifests is read."""
+    """List the checkpoints in a directory; reads only their manifests."""
     _require_directory(directory)
     found = reading.listing(directory)
     if not found:
@@ -31,37 +31,37 @@ def ls(directory: Path) -> int:
         return 0
     rows: list[tuple[str, ...]] = [("step", "size", "saved", "workers", "pace", "name", "state")]
     for each in found:
-        told: tuple[str, ...] = ("?", "?", "?", "?")
+        columns: tuple[str, ...] = ("?", "?", "?", "?")
         if (described := each.manifest) is not None:
             pace = described.content.get("pace") if isinstance(described.content, dict) else None
-            told = (
+            columns = (
                 data_size(described.num_bytes),
                 described.created,
                 str(described.world),
                 pace if isinstance(pace, str) else "",
             )
-        state = "looks whole" if each.refusal is None else type(each.refusal).__name__
-        rows.append((str(each.step), *told, each.path.name, state))
+        state = "complete" if each.refusal is None else type(each.refusal).__name__
+        rows.append((str(each.step), *columns, each.path.name, state))
     refused = [f"{type(e.refusal).__name__}: {e.refusal}" for e in found if e.refusal is not None]
     _print([*_columns(rows, right=(0, 1, 3)), *refused])
     return 0
 
 
 def show(path: Path) -> int:
-    """Print a manifest for people."""
+    """Print a manifest and its tensors."""
     path = _checkpoint(path)
-    told = reading.look(path)
+    found = reading.look(path)
     lines = [
         str(path),
-        f"step {told.step}, saved {told.created} by {told.world} workers with Paceline"
-        f" {told.paceline}; format {told.format}, {len(told.parts)} parts,"
-        f" {data_size(told.num_bytes)}",
+        f"step {found.step}, saved {found.created} by {found.world} workers with Paceline"
+        f" {found.paceline}; format {found.format}, {len(found.parts)} parts,"
+        f" {data_size(found.num_bytes)}",
         "",
-        *json.dumps(_shortened(told.content), indent=2, ensure_ascii=False).splitlines(),
+        *json.dumps(_shortened(found.content), indent=2, ensure_ascii=False).splitlines(),
         "",
     ]
     rows = [("tensor", "dtype", "shape", "size", "part")]
-    for part in told.parts:
+    for part in found.parts:
         for name, record in part.tensors.items():
             shape = "x".join(map(str, record.shape)) or "scalar"
             size = data_size(record.num_bytes)
@@ -71,7 +71,7 @@ def show(path: Path) -> int:
 
 
 def verify(path: Path, *, every: bool) -> int:
-    """Say of one or all checkpoints whether they are what was written."""
+    """Check the hashes of one or all checkpoints."""
     if every and not _is_checkpoint(path):
         _require_directory(path)
         paths = [found.path for found in reading.listing(path)]
@@ -82,17 +82,17 @@ def verify(path: Path, *, every: bool) -> int:
     refused = 0
     for each in paths:
         try:
-            told = reading.verify(each)
-        except CheckpointError as error:  # noqa: PERF203  # each turn reads a checkpoint
+            found = reading.verify(each)
+        except CheckpointError as error:  # noqa: PERF203  # each iteration reads a checkpoint
             refused += 1
             _print([f"{each.name}: {type(error).__name__}: {error}"])
         else:
-            _print([f"{each.name}: valid, {_counted(told)}"])
+            _print([f"{each.name}: valid, {_counted(found)}"])
     return 1 if refused else 0
 
 
 def export(path: Path, output: Path, *, model: int, force: bool) -> int:
-    """Write the tensors of a model as a state_dict, whole or not at all."""
+    """Write the tensors of a model as a state_dict, atomically."""
     if output.suffix not in (".safetensors", ".pt"):
         raise UsageError(f"--output {output}: expected a name that ends in .safetensors or .pt")
     if os.path.lexists(output) and not force:
@@ -106,7 +106,7 @@ def export(path: Path, output: Path, *, model: int, force: bool) -> int:
             f" show {path}`",
             path=path,
         )
-    # Loaded tensors are views of a whole part, which torch.save would write with each of them.
+    # Loaded tensors are views of a whole file, which torch.save would write with each of them.
     state = {name.removeprefix(prefix): tensor.clone() for name, tensor in loaded.tensors.items()}
     draft = output.with_name(f".{output.name}-{secrets.token_hex(4)}")
     with files.disk_errors("write", output, need_bytes=loaded.manifest.num_bytes):
@@ -129,18 +129,18 @@ def _write_state(state: dict[str, Any], path: Path, *, is_pt: bool) -> None:
             torch.save(state, path)
         else:
             save_file(state, path, metadata={"format": "pt"})
-    except (RuntimeError, SafetensorError) as error:  # both hide what the disk has refused
+    except (RuntimeError, SafetensorError) as error:  # both hide the error of the disk
         raise CheckpointError(f"cannot write {path}: {error}", path=path) from error
 
 
 def _checkpoint(path: Path) -> Path:
-    """Return the checkpoint that is meant: the path itself, or the newest one in it."""
+    """Return the path itself if it is a checkpoint, else the newest one in it."""
     if _is_checkpoint(path):
         return path
     _require_directory(path)
     found = reading.listing(path)
     if not found:
-        text = f"{path} is no checkpoint (it has no {manifest.MANIFEST}) and holds none"
+        text = f"{path} is no checkpoint (it has no {manifest.MANIFEST}) and contains none"
         raise CheckpointError(text, path=path)
     return found[0].path
 
@@ -158,8 +158,8 @@ def _require_directory(path: Path) -> None:
         raise CheckpointError(f"{path}: no such directory", path=path)
 
 
-def _counted(told: Manifest) -> str:
-    return f"{len(told.parts)} parts, {len(told.tensors)} tensors, {data_size(told.num_bytes)}"
+def _counted(found: Manifest) -> str:
+    return f"{len(found.parts)} parts, {len(found.tensors)} tensors, {data_size(found.num_bytes)}"
 
 
 def _shortened(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Jobs in the background: `paceline run --detach`, and following one with `paceline attach`.
 
-A keeper (launcher/elastic/supervisor.py) runs in a session of its own, with everything that is to
-be seen in job.log. Who attaches reads that file to its end, and then as it grows, like `tail -f`;
-when the keeper was killed, another one is started first.
+A supervisor process runs the job (launcher/elastic/job.py) in a session of its own, and writes what
+would be on the terminal to job.log. `attach` prints that file, and then what is added to it, like
+`tail -f`. If the supervisor was killed, `attach` first starts another one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.launcher.elastic.job import ElasticJob
-from paceline.launcher.elastic.job_facts import FoundJob, find_job, job_name
-from paceline.launcher.elastic.supervisor import EXIT_CODE, JOB_LOG, ResumedJob
-from paceline.launcher.job_resources import Detached
-from paceline.launcher.local import LocalJob
+from paceline.launcher.job import LocalJob
+from paceline.launcher.job_registry import FoundJob, find_job, job_name
 from paceline.launcher.run_directory import begin_record
 from paceline.launcher.spec import RunSpec
 from paceline.observe.display.display import Display
@@ -30,22 +28,23 @@ from paceline.observe.record.recorder import Recorder
 from paceline.runtime.config import inherited_environ, process_start
 from paceline.runtime.console import say
 
-_LOOK_S = 0.1
+JOB_LOG, EXIT_CODE = "job.log", "exit-code"
+_POLL_S = 0.1
 _TAIL_BYTES = 4096
 
 
 def detach(spec: RunSpec, job_id: str) -> int:
-    """Start a job in the background; return when its processes are started."""
+    """Start a job in the background; return when its processes have been started."""
     name = job_name(spec, job_id)
     assert spec.log_dir is not None, "the output of a detached job goes to files"
     directory = spec.log_dir.absolute()
     spec = replace(spec, log_dir=directory)
     _make_files(spec, directory)
     environ = inherited_environ()
-    keep(
+    start_supervisor(
         spec,
         lambda: begin_record(spec, environ),
-        lambda display: ElasticJob(spec, environ, display, job_id, Detached()),
+        lambda display: ElasticJob(spec, environ, display, job_id),
     )
     say(f"job {name} runs in the background; its output is in {spec.log_dir}")
     say(f"follow it with: paceline attach {name}")
@@ -54,27 +53,27 @@ def detach(spec: RunSpec, job_id: str) -> int:
 
 
 def _make_files(spec: RunSpec, directory: Path) -> None:
-    """Make the files that the processes will append to themselves, without which none can run."""
+    """Create the files to which the processes of the job append their output."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        Logs(directory).begin(spec.seats)
+        Logs(directory).begin(spec.process_names)
         (directory / EXIT_CODE).unlink(missing_ok=True)
         (directory / JOB_LOG).write_bytes(b"")
     except OSError as error:
         raise ConfigError(
-            f"--log-dir {directory}: {error.strerror}; a job in the background needs a directory"
-            " that you can write to"
+            f"--log-dir {directory}: {error.strerror}; a job in the background needs a writable"
+            " directory"
         ) from error
 
 
-def keep(
+def start_supervisor(
     spec: RunSpec,
     begin: Callable[[], Recorder | None],
     make: Callable[[Display], LocalJob],
 ) -> None:
-    """Supervise a job from a new process in the background; LaunchError if it does not start.
+    """Run a job in a new process in the background; raises LaunchError if it does not start.
 
-    `begin` and `make` are called there.
+    The new process calls `begin` and `make`.
     """
     assert spec.log_dir is not None
     log = spec.log_dir / JOB_LOG
@@ -84,7 +83,7 @@ def keep(
         os.close(read_end)
         os.setsid()
         if os.fork() == 0:
-            _be_keeper(spec, begin, make, log, write_end)
+            _supervise(spec, begin, make, log, write_end)
         os._exit(0)
     os.close(write_end)
     os.waitpid(between, 0)
@@ -95,14 +94,14 @@ def keep(
         raise LaunchError("\n".join(["the job did not start:", *words]))
 
 
-def _be_keeper(
+def _supervise(
     spec: RunSpec,
     begin: Callable[[], Recorder | None],
     make: Callable[[Display], LocalJob],
     log: Path,
     write_end: int,
 ) -> None:
-    """In the keeper: output to the log, then the job; ends the process."""
+    """In the supervisor: write output to the log and run the job; ends the process."""
     from paceline.cli.run import supervise
 
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -110,15 +109,15 @@ def _be_keeper(
     for source, target in ((nothing, 0), (out, 1), (out, 2)):
         os.dup2(source, target)
 
-    untold = [write_end]  # once: when the job starts again, the number is another file's
+    unsent = [write_end]  # once: after a restart the descriptor is another file's
 
-    def say_up() -> None:
-        while untold:
-            _say_up(untold.pop())
+    def notify() -> None:
+        while unsent:
+            _notify_started(unsent.pop())
 
     def made(display: Display) -> LocalJob:
         job = make(display)
-        job.on_up = say_up
+        job.on_started = notify
         return job
 
     code = 1
@@ -127,14 +126,14 @@ def _be_keeper(
         (log.parent / EXIT_CODE).write_text(f"{code}\n")
     except PacelineError as error:
         os.write(2, f"paceline: error: {error}\n".encode())
-    except Exception:  # a bug of ours: nothing above us would show it
+    except Exception:  # a bug of Paceline: no caller would show it
         os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)
 
 
-def _say_up(write_end: int) -> None:
-    with suppress(OSError):  # the command that started us may be gone
+def _notify_started(write_end: int) -> None:
+    with suppress(OSError):  # the command that started this process may be gone
         os.write(write_end, b"up")
     os.close(write_end)
 
@@ -145,53 +144,53 @@ def attach(name: str | None) -> int:
     facts = found.facts
     if not facts.is_detached:
         raise LaunchError(
-            f"job {facts.name} runs in the foreground, under process {facts.supervisor}; only a job"
-            " that was started with --detach can be attached to"
+            f"job {facts.name} runs in the foreground (process {facts.supervisor}); attach works"
+            " only for jobs that were started with --detach"
         )
     if not found.is_supervised:
-        resume(found)
+        replace_supervisor(found)
         found = find_job(facts.job_id, inherited_environ())
     try:
         return _follow(found)
     except KeyboardInterrupt:
-        say(f"no longer attached; job {facts.name} goes on")
+        say(f"no longer attached; job {facts.name} continues")
         return 0
 
 
-def resume(found: FoundJob) -> None:
-    """Start another keeper for a job that has lost its own."""
+def replace_supervisor(found: FoundJob) -> None:
+    """Start another supervisor for a job whose supervisor was killed."""
     facts = found.facts
     os.chdir(facts.cwd)
-    spec = facts.plan()
-    keep(
+    spec = facts.run_spec()
+    start_supervisor(
         spec,
         lambda: begin_record(spec, facts.environ, is_resumed=True),
-        lambda display: ResumedJob(found, spec, display),
+        lambda display: ElasticJob(spec, facts.environ, display, facts.job_id, found),
     )
-    say(f"the keeper of job {facts.name} was gone; another has taken over")
+    say(f"the supervisor of job {facts.name} was gone; another one has taken over")
 
 
 def _follow(found: FoundJob) -> int:
-    """Copy job.log to standard output until the job has ended; return its exit code."""
-    log_dir, keeper = Path(found.facts.log_dir), found.facts.supervisor
-    born = process_start(keeper)
+    """Print job.log until the job has ended; return its exit code."""
+    log_dir, supervisor = Path(found.facts.log_dir), found.facts.supervisor
+    born = process_start(supervisor)
     with open(log_dir / JOB_LOG, "rb") as log:
         size = os.fstat(log.fileno()).st_size
         if size > _TAIL_BYTES:
             log.seek(size - _TAIL_BYTES)
             log.readline()
         while True:
-            is_last = born is None or process_start(keeper) != born
+            is_last = born is None or process_start(supervisor) != born
             while data := log.read(1 << 16):
                 sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
             if is_last:
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
     try:
         return int((log_dir / EXIT_CODE).read_text())
     except (OSError, ValueError):
         name = found.facts.name
         raise LaunchError(
-            f"the keeper of job {name} was killed; `paceline attach {name}` starts another one"
+            f"the supervisor of job {name} was killed; `paceline attach {name}` starts another one"
         ) from None

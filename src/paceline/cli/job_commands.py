@@ -1,10 +1,10 @@
-"""Commands that speak with a running job: status, scale, servers, set, stop, join.
+"""Commands for a running job: status, scale, servers, set, stop, join.
 
-A job of this user on this host is found by its name (launcher/elastic/job_facts.py); the
-coordinator then answers, whoever started it. What cannot be done is said by the coordinator itself.
+The registry (launcher/job_registry.py) finds a job of this user on this host by its name; then the
+coordinator of the job answers, or refuses with an error of its own.
 
-`join` asks the coordinator for a place and then becomes the script (exec), with the environment of
-a newcomer. On another host it is given the coordinator's address and a copy of the secret file.
+`join` reserves a rank at the coordinator and then becomes the script (exec), with the environment
+of a newcomer. On another host it needs the coordinator's address and a copy of the secret file.
 """
 
 from __future__ import annotations
@@ -22,31 +22,30 @@ from paceline.control.member import Member
 from paceline.control.membership.policy import Policy
 from paceline.control.transport.secret_file import load_secret
 from paceline.errors import LaunchError, UsageError
-from paceline.launcher.elastic.bounds import ElasticPlan
-from paceline.launcher.elastic.job_facts import FoundJob, find_job, jobs, recorded
 from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.job_directory import is_held, remove_abandoned
-from paceline.launcher.processes.guard import end_processes
-from paceline.launcher.roles import ServerPlan
+from paceline.launcher.job_registry import FoundJob, find_job, jobs, recorded_processes
+from paceline.launcher.job_size import ElasticPlan, ServerPlan
+from paceline.launcher.processes.guard_main import end_processes
 from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
 from paceline.pace.schedule import Schedule, parse_schedule
 from paceline.runtime.config import inherited_environ, natural_host_id
 from paceline.runtime.console import say
 from paceline.runtime.machine import processor_s, usable_cores
 from paceline.runtime.mesh import Mesh
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 _MEASURE_S = 1.0
-_AFTER_GRACE_S = 10.0  # after the job's own grace: for its end
+_AFTER_GRACE_S = 10.0  # after the grace period of the job: for its end
 
 
 @contextmanager
 def operating(found: FoundJob, on_news: Callable[[News], None] | None = None) -> Iterator[Operator]:
-    """Speak with a job's coordinator; `on_news` hears from another thread what happens."""
+    """Connect to a job's coordinator; another thread calls `on_news` with its news."""
     facts = found.facts
     if not found.is_supervised:
         raise LaunchError(
-            f"job {facts.name} runs, but its keeper is gone and with it the coordinator;"
+            f"job {facts.name} runs, but its supervisor and coordinator are gone;"
             f" `paceline attach {facts.name}` starts them again"
         )
     secret = load_secret(facts.secret_file)
@@ -58,49 +57,49 @@ def operating(found: FoundJob, on_news: Callable[[News], None] | None = None) ->
 
 
 def status(name: str | None) -> int:
-    """Say who is in a job, who is on the way, and where its tables are."""
+    """Print the members of a job, its newcomers, and where its tables are."""
     found = find_job(name, inherited_environ())
     with operating(found) as operator:
-        told = operator.status()
+        current = operator.status()
     facts = found.facts
-    under = "keeper" if facts.is_detached else "launcher"
-    lines = [
-        f"job {facts.name} (id {facts.job_id}, {under} pid {facts.supervisor}): {facts.command}"
-    ]
+    by = f"{'supervisor' if facts.is_detached else 'launcher'} pid {facts.supervisor}"
+    lines = [f"job {facts.name} (id {facts.job_id}, {by}): {facts.command}"]
     lines += [f"coordinator {facts.coordinator}, secret file {facts.secret_file}"]
     if facts.log_dir:
         lines.append(f"output in {facts.log_dir}")
-    _print([*lines, *describe(told)])
+    _print([*lines, *describe(current)])
     return 0
 
 
-def describe(told: Status) -> list[str]:
-    """Write a job's status for people."""
-    if told.over:
-        return [f"over: {told.over}"]
-    if told.membership is None:
-        return [f"forming: waits for ranks {', '.join(map(str, told.missing))}"]
-    policy = told.policy
+def describe(current: Status) -> list[str]:
+    """Return a job's status as lines for people."""
+    if current.over:
+        return [f"over: {current.over}"]
+    if current.membership is None:
+        return [f"forming: waiting for ranks {', '.join(map(str, current.missing))}"]
+    policy = current.policy
     bounds = f"{policy.min_workers} to {policy.max_workers} workers, on loss {policy.on_loss}"
     if not policy.is_elastic:
         bounds = "not elastic: the first loss ends the job"
-    lines = [f"generation {told.generation}; {bounds}"]
-    for member in _by_place(told.membership.members):
-        state = told.states.get(member.rank, "")
-        if not state and member.rank in told.not_adopted:
-            state = f"not yet in generation {told.generation}"
+    lines = [f"generation {current.generation}; {bounds}"]
+    for member in _by_role(current.membership.members):
+        state = current.states.get(member.rank, "")
+        if not state and member.rank in current.not_adopted:
+            state = f"not yet in generation {current.generation}"
         where = f"rank {member.rank}, host {member.hostname}, pid {member.pid}"
         lines.append(f"  {member.role} {member.number} ({where}){': ' + state if state else ''}")
-    lines += [f"  {place.role} {place.number} is on its way" for place in told.reserved]
-    lines += [f"  {place.role} {place.number} is wanted" for place in told.wanted]
-    if told.degraded:
-        few = ", ".join(map(str, told.degraded))
+    lines += [f"  {place.role} {place.number} is on its way" for place in current.reserved]
+    lines += [f"  {place.role} {place.number} is wanted" for place in current.wanted]
+    if current.degraded:
+        few = ", ".join(map(str, current.degraded))
         lines.append(f"partitions {few} have fewer than {policy.replicas} copies")
-    return lines + (["finishing: who ends now is not replaced"] if told.is_finishing else [])
+    return lines + (
+        ["finishing: processes that end now are not replaced"] if current.is_finishing else []
+    )
 
 
 def servers(words: Sequence[str]) -> int:
-    """Show the load of each server, or add or remove servers: [JOB] [add [N] | remove K ...]."""
+    """Print the load of each server, or add or remove servers: [JOB] [add [N] | remove K ...]."""
     given = list(words)
     name = given.pop(0) if given and given[0] not in ("add", "remove") else None
     found = find_job(name, inherited_environ())
@@ -115,13 +114,13 @@ def servers(words: Sequence[str]) -> int:
             operator.servers_remove(numbers)
         else:
             raise UsageError("write paceline servers [JOB], or with add [N], or with remove K ...")
-        _print(["partitions move while training goes on; see `paceline servers` again"])
+        _print(["partitions move while training continues; run `paceline servers` again to see it"])
     return 0
 
 
 def _servers_now(operator: Operator) -> list[str]:
-    told = operator.status()
-    return server_table(told, measured_loads(told))
+    current = operator.status()
+    return server_table(current, measured_loads(current))
 
 
 def _numbers(words: Sequence[str]) -> list[int]:
@@ -133,14 +132,14 @@ def _numbers(words: Sequence[str]) -> list[int]:
         ) from None
 
 
-def server_table(told: Status, loads: Mapping[int, float]) -> list[str]:
-    """Write which server answers for which partitions, and its load: the part of a core it uses."""
-    if told.membership is None or not told.membership.servers:
+def server_table(current: Status, loads: Mapping[int, float]) -> list[str]:
+    """Return a table of the servers: load (share of a core), primary and backup partitions."""
+    if current.membership is None or not current.membership.servers:
         return ["the job has no servers"]
-    held = told.membership.holders
-    asked = {load.rank: load for load in told.loads}
+    held = current.membership.holders
+    asked = {load.rank: load for load in current.loads}
     lines = ["server  load  answers for           backup of" + ("  asked" if asked else "")]
-    for member in _by_place(told.membership.members):
+    for member in _by_role(current.membership.members):
         if member.role != "server":
             continue
         primary = [p for p, ranks in enumerate(held) if ranks[:1] == (member.rank,)]
@@ -158,10 +157,10 @@ def _list(partitions: Sequence[int]) -> str:
     return ",".join(map(str, partitions)) or "-"
 
 
-def measured_loads(told: Status) -> dict[int, float]:
-    """Measure for a second what part of a core each server of this host uses, by rank."""
+def measured_loads(current: Status) -> dict[int, float]:
+    """Measure for a second which share of a core each server of this host uses, by rank."""
     here = natural_host_id()
-    members = told.membership.members if told.membership is not None else ()
+    members = current.membership.members if current.membership is not None else ()
     pids = {one.rank: one.pid for one in members if one.role == "server" and one.host_id == here}
     before = {rank: processor_s(pid) for rank, pid in pids.items()}
     if before:
@@ -176,7 +175,7 @@ def measured_loads(told: Status) -> dict[int, float]:
 
 
 def scale(name: str | None, workers: int) -> int:
-    """Have that many workers from now on."""
+    """Change the number of workers."""
     found = find_job(name, inherited_environ())
     with operating(found) as operator:
         operator.scale(workers)
@@ -185,43 +184,46 @@ def scale(name: str | None, workers: int) -> int:
 
 
 def set_pace(name: str | None, setting: str) -> int:
-    """Change the pace of all workers behind one step: setting is "pace=..."."""
+    """Change the pace of all workers after the same step; the setting is "pace=..."."""
     what, equals, pace = setting.partition("=")
     if what.strip() != "pace" or not equals:
         raise UsageError(
-            f"set {setting[:60]}: what can be set is the pace, for example `paceline set"
-            " pace=local:8`"
+            f"set {setting[:60]}: only the pace can be set, for example `paceline set pace=local:8`"
         )
     wanted = str(parse_schedule(pace))
     found = find_job(name, inherited_environ())
     with operating(found) as operator:
         step = operator.set_pace(wanted)
-    _print([f"job {found.facts.name}: pace {wanted} behind step {step}"])
+    _print([f"job {found.facts.name}: pace {wanted} after step {step}"])
     return 0
 
 
 def stop(name: str | None) -> int:
-    """End a job as SIGTERM to its launcher does, and wait for its end."""
+    """Send SIGTERM to the launcher of a job, and wait for the end of the job."""
     found = find_job(name, inherited_environ())
     facts = found.facts
     if not found.is_supervised:
-        end_processes(facts.job_id, [one.pid for one in recorded(found.directory) if one.is_alive])
+        end_processes(
+            facts.job_id, [one.pid for one in recorded_processes(found.directory) if one.is_alive]
+        )
         remove_abandoned(found.directory)
-        _print([f"job {facts.name} had no keeper; its processes were ended"])
+        _print([f"job {facts.name} had no supervisor; its processes were ended"])
         return 0
     os.kill(facts.supervisor, signal.SIGTERM)
-    grace_s = max(facts.grace_s, SAVE_GRACE_S)  # its workers may save first
+    grace_s = max(facts.grace_s, SAVE_GRACE_S)  # its workers may save a checkpoint first
     deadline_s = time.monotonic() + grace_s + _AFTER_GRACE_S
-    with suppress(OSError):  # the directory goes with the job
+    with suppress(OSError):  # the directory is removed with the job
         while is_held(found.directory):
             if time.monotonic() > deadline_s:
-                raise LaunchError(f"job {facts.name} has not ended; see process {facts.supervisor}")
+                raise LaunchError(
+                    f"job {facts.name} has not ended; check process {facts.supervisor}"
+                )
             time.sleep(0.05)
     _print([f"job {facts.name} has ended"])
     return 0
 
 
-def _by_place(members: Sequence[Member]) -> list[Member]:
+def _by_role(members: Sequence[Member]) -> list[Member]:
     return sorted(members, key=lambda one: (one.role != "worker", one.number))
 
 
@@ -240,9 +242,9 @@ def join(
     coordinator: str | None,
     secret_file: Path | None,
 ) -> int:
-    """Become a worker of a running job; does not return when all is well."""
+    """Become a worker of a running job; does not return unless it fails."""
     environ = inherited_environ()
-    where, words, told = _find(words, coordinator, secret_file)
+    where, words, variables = _find(words, coordinator, secret_file)
     if not words:
         raise UsageError("name the script to run: paceline join [JOB] SCRIPT [ARGUMENTS]...")
     operator = Operator.connect(where.coordinator, load_secret(where.secret_file), where.job_id)
@@ -253,21 +255,21 @@ def join(
     finally:
         operator.close()
     if pace is not None:
-        told.pop("PACELINE_PACE", None)
-    environ.update({name: text for name, text in told.items() if text})
-    seat = Seat(place.rank, place.number, is_newcomer=True)
-    environ = process_environ(environ, spec, seat, where, cores=usable_cores())
+        variables.pop("PACELINE_PACE", None)
+    environ.update({variable: text for variable, text in variables.items() if text})
+    name = ProcessName(place.rank, place.number, is_newcomer=True)
+    environ = process_environ(environ, spec, name, where, cores=usable_cores())
     say(f"joining job {where.job_id} as worker {place.number}")
-    argv = spec.program(seat).argv
+    argv = spec.command(name).argv
     os.execve(argv[0], argv, environ)
 
 
 def _find(
     words: list[str], coordinator: str | None, secret_file: Path | None
 ) -> tuple[JobAddresses, list[str], dict[str, str]]:
-    """Find out which job is meant; the first word names it, unless there is only one.
+    """Return the job, the words after its name, and variables with its pace and precision.
 
-    Also returned: the variables with what its launcher was given.
+    The first word is the name of the job; it may be left out if only one job runs.
     """
     if (coordinator is None) != (secret_file is None):
         raise UsageError("give both --coordinator HOST:PORT and --secret-file FILE, or neither")
@@ -291,8 +293,8 @@ def _find(
         secret_file=facts.secret_file,
         master_port=facts.master_port,
     )
-    told = {"PACELINE_PACE": facts.pace, "PACELINE_PRECISION": facts.precision}
-    return where, words[1:] if name else words, told
+    variables = {"PACELINE_PACE": facts.pace, "PACELINE_PRECISION": facts.precision}
+    return where, words[1:] if name else words, variables
 
 
 def _spec(policy: Policy, words: list[str], is_module: bool, pace: Schedule | None) -> RunSpec:

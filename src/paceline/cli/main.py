@@ -1,11 +1,11 @@
 """`paceline`: the command line.
 
-Typer parses, this file maps errors to exit codes, and each verb lives in its own module that is
+Typer parses, this file maps errors to exit codes, and each command has its own module that is
 imported when it is used, so that `paceline --version` and a typing error answer at once. torch is
 never imported here.
 
 Exit codes: 2 for a wrong command line or setting, 1 for a job that could not be set up; otherwise
-what the verb returns (for `run`: the script's own code).
+what the command returns (for `run`: the script's own code).
 """
 
 from __future__ import annotations
@@ -52,42 +52,51 @@ def _root(
 app.command(
     context_settings={"allow_interspersed_args": False},
     help="Run a script or module as N cooperating processes on this machine.",
-    epilog="Everything after the script's name belongs to the script, also what looks like an"
-    " option of paceline. The script's standard input is empty.",
+    epilog="Arguments after the script name are passed to the script, even if they look like"
+    " options of paceline. The script's standard input is empty.",
 )(run_options.run)
 
 _Job = Annotated[
-    str | None, typer.Argument(metavar="[JOB]", help="Its name; default: the only one.")
+    str | None, typer.Argument(metavar="[JOB]", help="Name of the job; default: the only one.")
 ]
 
 
 @app.command(
     context_settings={"allow_interspersed_args": False},
-    help="Run a script as one more worker of a job that is under way.",
-    epilog="Everything after the script's name belongs to the script.",
+    help="Run a script as one more worker of a running job.",
+    epilog="Arguments after the script name are passed to the script.",
 )
 def join(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="[JOB] SCRIPT [ARGUMENTS]...", help="JOB: default the only one."),
+        typer.Argument(
+            metavar="[JOB] SCRIPT [ARGUMENTS]...",
+            help="JOB: name of the job; default: the only one.",
+        ),
     ],
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT names a module.")] = False,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")
+    ] = False,
     pace: Annotated[
-        str | None, typer.Option("--pace", metavar="PACE", help="Default: as the job's.")
+        str | None, typer.Option("--pace", metavar="PACE", help="Default: the pace of the job.")
     ] = None,
     coordinator: Annotated[
         str | None,
-        typer.Option("--coordinator", metavar="HOST:PORT", help="Of a job on another host."),
+        typer.Option(
+            "--coordinator", metavar="HOST:PORT", help="Address of a job on another host."
+        ),
     ] = None,
     secret_file: Annotated[
         Path | None,
-        typer.Option("--secret-file", metavar="FILE", help="A copy of that job's (mode 0600)."),
+        typer.Option(
+            "--secret-file", metavar="FILE", help="Copy of the secret file of that job (mode 0600)."
+        ),
     ] = None,
 ) -> None:
-    from paceline.cli import job_commands as verb
+    from paceline.cli import job_commands as command
     from paceline.pace.schedule import parse_schedule
 
-    code = verb.join(
+    code = command.join(
         words,
         is_module=module,
         pace=None if pace is None else parse_schedule(pace),
@@ -99,109 +108,111 @@ def join(
 
 @app.command(help="Follow a job that was started with --detach; Ctrl-C leaves it running.")
 def attach(job: _Job = None) -> None:
-    from paceline.cli import detach as verb
+    from paceline.cli import detach as command
 
-    raise typer.Exit(verb.attach(job))
+    raise typer.Exit(command.attach(job))
 
 
-@app.command(help="Say who is in a running job, and how it is.")
+@app.command(help="Show the processes and the state of a running job.")
 def status(job: _Job = None) -> None:
-    from paceline.cli import job_commands as verb
+    from paceline.cli import job_commands as command
 
-    raise typer.Exit(verb.status(job))
+    raise typer.Exit(command.status(job))
 
 
-@app.command(help="Show a running job as a live table; q or Ctrl-C leaves, the job goes on.")
+@app.command(help="Show a live table of a running job; q or Ctrl-C leaves it running.")
 def top(
     job: _Job = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one table, and stop.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
 ) -> None:
-    from paceline.cli import top as verb
+    from paceline.cli import top as command
 
-    raise typer.Exit(verb.top(job, once=once))
+    raise typer.Exit(command.top(job, once=once))
 
 
 @app.command(help="Change the number of workers of a running job, within its --min and --max.")
 def scale(
     job: _Job = None,
     num_workers: Annotated[
-        int, typer.Option("-n", "--workers", metavar="N", help="How many from now on.")
-    ] = ...,  # type: ignore[assignment]  # typer's way to say that it must be given
+        int, typer.Option("-n", "--workers", metavar="N", help="New number of workers.")
+    ] = ...,  # type: ignore[assignment]  # typer's way to make it required
 ) -> None:
-    from paceline.cli import job_commands as verb
+    from paceline.cli import job_commands as command
 
-    raise typer.Exit(verb.scale(job, num_workers))
+    raise typer.Exit(command.scale(job, num_workers))
 
 
 @app.command("set", help="Change a running job: `paceline set pace=local:8`, without a restart.")
 def set_(
     setting: Annotated[
-        str, typer.Argument(metavar="NAME=VALUE", help="pace=PACE: how workers agree from now on.")
+        str, typer.Argument(metavar="NAME=VALUE", help="pace=PACE: when workers agree.")
     ],
     job: Annotated[
-        str | None, typer.Option("--job", metavar="JOB", help="Its name; default: the only one.")
+        str | None,
+        typer.Option("--job", metavar="JOB", help="Name of the job; default: the only one."),
     ] = None,
 ) -> None:
-    from paceline.cli import job_commands as verb
+    from paceline.cli import job_commands as command
 
-    raise typer.Exit(verb.set_pace(job, setting))
+    raise typer.Exit(command.set_pace(job, setting))
 
 
 @app.command(help="Show the servers of a running job and their load, or change their number.")
 def servers(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[JOB] [add [N] | remove K...]", help="Without: show the load."),
+        typer.Argument(metavar="[JOB] [add [N] | remove K...]", help="Default: show the load."),
     ] = None,
 ) -> None:
-    from paceline.cli import job_commands as verb
+    from paceline.cli import job_commands as command
 
-    raise typer.Exit(verb.servers(words or []))
+    raise typer.Exit(command.servers(words or []))
 
 
 @app.command(help="End a running job, as Ctrl-C in its terminal does.")
 def stop(job: _Job = None) -> None:
-    from paceline.cli import job_commands as verb
+    from paceline.cli import job_commands as command
 
-    raise typer.Exit(verb.stop(job))
+    raise typer.Exit(command.stop(job))
 
 
-@app.command(help="Make a page about a run, with plots: one HTML file that needs nothing else.")
+@app.command(help="Write a report about a run, with plots, as one HTML file.")
 def report(
     directory: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="Of a run that is over, or still going on.")
+        Path, typer.Argument(metavar="RUN_DIR", help="Directory of a finished or running job.")
     ],
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Default: RUN_DIR/report.html."),
     ] = None,
 ) -> None:
-    from paceline.cli import report as verb
+    from paceline.observe.report.page import REPORT_FILE, render, write
+    from paceline.observe.report.reading import read_run
 
-    raise typer.Exit(verb.report(directory, output))
+    path = directory / REPORT_FILE if output is None else output
+    write(render(read_run(directory)), path)
+    typer.echo(path)
 
 
-@app.command(help="List the paces and codecs, each with its options, their defaults and meaning.")
+@app.command(help="List the paces and codecs with their options, defaults and meanings.")
 def paces(
     word: Annotated[
         str | None,
-        typer.Argument(metavar="[PACE|CODEC]", help="One of them, such as ssp or topk."),
+        typer.Argument(metavar="[PACE|CODEC]", help="Show only this one, such as ssp or topk."),
     ] = None,
 ) -> None:
-    from paceline.cli import paces as verb
+    from paceline.cli import paces as command
 
-    raise typer.Exit(verb.paces(word))
+    raise typer.Exit(command.paces(word))
 
 
-@app.command(help="Report on this machine and installation; paste it into a bug report.")
+@app.command(help="Check this machine and installation; include the output in bug reports.")
 def doctor(
-    run: Annotated[
-        bool, typer.Option("--run", help="Also run a real two-process job on the engine.")
-    ] = False,
+    run: Annotated[bool, typer.Option("--run", help="Also run a job of two processes.")] = False,
 ) -> None:
-    from paceline.cli import doctor as verb
+    from paceline.cli import doctor as command
 
-    raise typer.Exit(verb.doctor(run_self_test=run))
+    raise typer.Exit(command.doctor(run_self_test=run))
 
 
 def _exit_code(arguments: list[str] | None) -> int:
@@ -222,12 +233,12 @@ def _exit_code(arguments: list[str] | None) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    """Shorten Typer's complaint to one line, with a pointer to the help of the verb in question."""
+    """Return Typer's error as one line that points to the help of the command."""
     format_message = getattr(error, "format_message", error.__str__)
     context = getattr(error, "ctx", None)
-    command = getattr(context, "command_path", "paceline")
+    path = getattr(context, "command_path", "paceline")
     text = str(format_message()).replace("\n", " ").rstrip(". ")
-    return f"{text}; see `{command} --help`" if text else f"see `{command} --help`"
+    return f"{text}; see `{path} --help`" if text else f"see `{path} --help`"
 
 
 def _refuse(text: str, code: int) -> int:

@@ -1,4 +1,4 @@
-"""`paceline paces`: what there is to choose from, as it is declared."""
+"""`paceline paces`: lists the paces and codecs from their registries."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LINK = re.compile(r"\[([^]]+)]\([^)]*\)")  # of Markdown
 
 
 def paces(word: str | None) -> int:
-    """Print all paces and codecs with their options, or one of them; UsageError: it is none."""
+    """Print all paces and codecs with their options, or one; raises UsageError if unknown."""
     sys.stdout.write(listing(word))
     return 0
 
 
 def listing(word: str | None = None) -> str:
-    """Return what is printed."""
+    """Return the text that `paceline paces` prints."""
     if word is None:
         names = [name for name, row in KNOWN.items() if not row.stands_for]
         listed = [*names, *(name for name, row in CODECS.items() if row.make)]
@@ -32,7 +32,7 @@ def listing(word: str | None = None) -> str:
     else:
         every = [*KNOWN, *CODECS]
         raise UsageError(
-            f"there is no pace or codec {word[:40]!r}{near(word, every)}; there are:"
+            f"unknown pace or codec {word[:40]!r}{near(word, every)}; expected one of"
             f" {', '.join(every)}"
         )
     rows = ((name, find(name) or CODECS[name]) for name in listed)

@@ -1,4 +1,4 @@
-"""`paceline run`: put the pieces of a local job together and turn its end into an exit code."""
+"""`paceline run`: runs a job, shows and records it, and returns its exit code."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pathlib import Path
 from paceline.cli.detach import detach
 from paceline.launcher.elastic.event_log import stamped
 from paceline.launcher.elastic.job import ElasticJob
-from paceline.launcher.elastic.job_facts import new_job_id
 from paceline.launcher.environment import JobAddresses, process_environ
-from paceline.launcher.local import LocalJob
+from paceline.launcher.job import LocalJob
+from paceline.launcher.job_registry import new_job_id
 from paceline.launcher.outcome import Outcome, state_words
 from paceline.launcher.run_directory import ROOT, begin_record, run_directory
 from paceline.launcher.spec import RunSpec
@@ -30,20 +30,19 @@ from paceline.observe.record.trace_file import require_directory
 from paceline.observe.telemetry.event_file import RunEnded
 from paceline.observe.telemetry.traffic import describe_compression, describe_traffic
 from paceline.runtime.config import inherited_environ
+from paceline.runtime.console import say
 from paceline.runtime.machine import usable_cores
 
-# After Ctrl-C, for a terminal that is held or a reader that does not read.
+# After Ctrl-C: how long to wait for a stopped terminal or a slow reader.
 _PATIENCE_S = 1.5
-# Of an elastic job that loses somebody while it is set up: then something is wrong with it.
-_MOST_STARTS = 4
-
-
-# Whose warnings appear in the launcher: the control plane, and tasks of the loop that failed.
+# Of an elastic job that loses processes during setup.
+_MAX_STARTS = 4
+# Loggers that print through the display: Paceline's own, and failed tasks of the loop.
 _LOGGERS = ("paceline", "asyncio")
 
 
 class _DisplayHandler(logging.Handler):
-    """Passes lines on to the display, so that nothing writes beside it."""
+    """Prints records through the display, the only writer to the terminal."""
 
     def __init__(self, display: Display) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ def run(spec: RunSpec) -> int:
     if spec.is_detached:
         return detach(spec, job_id)
     kind = LocalJob if spec.elastic is None else ElasticJob
-    job_ids = chain((job_id,), repeat(""))  # one that is started again gets another
+    job_ids = chain((job_id,), repeat(""))  # each restart gets a new id
     return supervise(
         spec,
         begin_record(spec, environ),
@@ -70,7 +69,7 @@ def run(spec: RunSpec) -> int:
 
 
 def supervise(spec: RunSpec, recorder: Recorder | None, make: Callable[[Display], LocalJob]) -> int:
-    """Run a job in this process, which shows and records it, and return its exit code."""
+    """Run a job in this process, show and record it, and return its exit code."""
     display = Display(choose_screen(), recorder)
     handler = _DisplayHandler(display)
     before = {name: logging.getLogger(name).handlers for name in _LOGGERS}
@@ -78,86 +77,84 @@ def supervise(spec: RunSpec, recorder: Recorder | None, make: Callable[[Display]
         logging.getLogger(name).handlers = [handler]
     patience_s: float | None = _PATIENCE_S
     try:
-        job, outcome = _run_to_its_end(make, display)
+        job, outcome = _run_job(make, display)
         most = spec.elastic.restarts if spec.elastic is not None else 0
         for count in range(1, most + 1):
             if not job.may_start_again(outcome):
                 break
-            display.say(_start_again(outcome, f"restart {count} of {most}"))
+            display.say(_restart_line(outcome, f"restart {count} of {most}"))
             former = job
-            job, outcome = _run_to_its_end(make, display)
+            job, outcome = _run_job(make, display)
             job.take_over_trace(former)
-        _tell(job, outcome, display, spec, recorder)
+        _print_end(job, outcome, display, spec, recorder)
         if outcome.interrupted_by is None:
-            patience_s = None  # a slow reader gets every line, as from any other program
+            patience_s = None  # a slow reader gets every line, as from any other command
     finally:
         for name, handlers in before.items():
             logging.getLogger(name).handlers = handlers
         if recorder is not None:
-            recorder.close(patience_s=_PATIENCE_S)  # unless that was done: the job did not start
+            recorder.close(patience_s=_PATIENCE_S)  # if the job did not start
         was_shown = _close(display, patience_s)
     if not was_shown:
         os._exit(outcome.exit_code)
     return outcome.exit_code
 
 
-def _run_to_its_end(
-    make: Callable[[Display], LocalJob], display: Display
-) -> tuple[LocalJob, Outcome]:
-    for _ in range(_MOST_STARTS - 1):
+def _run_job(make: Callable[[Display], LocalJob], display: Display) -> tuple[LocalJob, Outcome]:
+    for _ in range(_MAX_STARTS - 1):
         job = make(display)
         outcome = asyncio.run(job.run())
         if not job.was_lost_at_start(outcome):
             return job, outcome
         lost = outcome.lost[0] if outcome.lost else outcome.first
-        who = f"{lost.seat.role} {lost.seat.number} ({lost.status})" if lost else "a process"
-        display.say(stamped(f"{who} was lost before the first step: all start again"))
+        name = f"{lost.name.role} {lost.name.number} ({lost.status})" if lost else "a process"
+        display.say(stamped(f"{name} was lost before the first step: restarting all processes"))
     job = make(display)
     return job, asyncio.run(job.run())
 
 
-def _start_again(outcome: Outcome, which: str) -> str:
-    """Say that all start again, and because of whom."""
+def _restart_line(outcome: Outcome, which: str) -> str:
+    """Return a line about a restart of all processes, and the loss that caused it."""
     lost = outcome.lost[-1]
-    who = f"{lost.seat.role} {lost.seat.number} ({lost.status})"
-    words = f"too few are left to go on without {who}: all start again, and go on from their"
+    name = f"{lost.name.role} {lost.name.number} ({lost.status})"
+    words = f"too few workers are left after the loss of {name}: restarting all processes from the"
     return stamped(f"{words} last checkpoint ({which})")
 
 
 def _close(display: Display, patience_s: float | None) -> bool:
     try:
         return display.close(timeout_s=patience_s)
-    except KeyboardInterrupt:  # the job is over and cleaned up; only its words are still held up
+    except KeyboardInterrupt:  # the job is over and cleaned up; only its output is held up
         os._exit(128 + signal.SIGINT)
 
 
-def _tell(
+def _print_end(
     job: LocalJob, outcome: Outcome, display: Display, spec: RunSpec, recorder: Recorder | None
 ) -> None:
     for result in outcome.results:
-        job.set_state(result.seat, state_words(result, outcome.first))
+        job.set_state(result.name, state_words(result, outcome.first))
     picture, state = job.picture(), job.board.state
     traffic, compression = sorted(state.traffic.items()), sorted(state.compression.items())
     closing = Closing(
         command=shlex.join((Path(spec.target).name, *spec.arguments)),
         board=job.board,
         told=[
-            *describe_traffic([told for _, told in traffic]),
-            *describe_compression([told for _, told in compression]),
+            *describe_traffic([one for _, one in traffic]),
+            *describe_compression([one for _, one in compression]),
         ],
     )
     display.summary(closing.lines)
-    story = job.story()
-    if picture is not None or state.tables or story or outcome.interrupted_by is not None:
+    history = job.history_lines()
+    if picture is not None or state.tables or history or outcome.interrupted_by is not None:
         display.say(outcome.closing_line())
         if recorder is not None and recorder.is_writing:
-            display.say(f"paceline: logs, events and TensorBoard files are in {spec.log_dir}")
+            say(f"logs, events and TensorBoard files are in {spec.log_dir}")
     trace = job.write_trace(spec.log_dir)
     if trace is not None:
-        display.say(f"paceline: {printable(trace.encode(errors='backslashreplace'))}")
-    for line in story:
+        say(printable(trace.encode(errors="backslashreplace")))
+    for line in history:
         display.say(printable(line.encode()))
-    for line in outcome.late_ends():
+    for line in outcome.late_failures():
         display.say(line)
     for line in _close_record(outcome, recorder):
         display.say(line)
@@ -168,7 +165,7 @@ def _tell(
 
 
 def _close_record(outcome: Outcome, recorder: Recorder | None) -> list[str]:
-    """Write the last line of the record; return what is missing in it, if anything is."""
+    """Write the last line of the record; return lines about what could not be recorded."""
     if recorder is None:
         return []
     ended = RunEnded(outcome.exit_code, round(outcome.wall_s, 3), outcome.closing_line())
@@ -183,30 +180,30 @@ def dry_run(spec: RunSpec) -> int:
     write = sys.stdout.write
     cores, inherited = usable_cores(), inherited_environ()
     passed_on: set[str] = set()
-    for seat in spec.seats:
-        environ = process_environ(inherited, spec, seat, where, cores=cores)
+    for process in spec.process_names:
+        environ = process_environ(inherited, spec, process, where, cores=cores)
         if "MASTER_PORT" in environ:
             environ["MASTER_PORT"] = spec.env.get("MASTER_PORT", "<port>")
         passed_on |= environ.keys()
         added = {k: v for k, v in environ.items() if inherited.get(k) != v}
-        write(f"[{seat.label}] {shlex.join(spec.program(seat).argv)}\n")
+        write(f"[{process.label}] {shlex.join(spec.command(process).argv)}\n")
         for name in sorted(added):
-            write(f"[{seat.label}]     {name}={_quoted(added[name])}\n")
+            write(f"[{process.label}]     {name}={_quoted(added[name])}\n")
     removed = sorted(set(inherited) - passed_on)
     if removed:
         write(f"not passed on: {' '.join(removed)}\n")
     pace = spec.pace_in(inherited)
     if pace is not None:
-        write(f"pace: {pace}, which wins over the script's own\n")
+        write(f"pace: {pace}, which overrides the script's\n")
     precision = spec.precision_in(inherited)
     if precision is not None:
-        write(f"precision: {precision}, which wins over the script's own\n")
+        write(f"precision: {precision}, which overrides the script's\n")
     trace = spec.trace_in(inherited)
     if trace is not None:
         write(f"trace: {trace.words}\n")
     mesh = spec.mesh_in(inherited)
     if mesh is not None:
-        write(f"mesh: {mesh}, which wins over the script's own\n")
+        write(f"mesh: {mesh}, which overrides the script's\n")
     directory = run_directory(spec, inherited, "<id>")
     if directory is not None:
         name = (

@@ -1,7 +1,4 @@
-"""The command line of `paceline run`: its options, and the plan that follows from them.
-
-What it does is in `run`, which is imported when it is used.
-"""
+"""The options of `paceline run`, and the RunSpec that they make. run.py runs it."""
 
 from __future__ import annotations
 
@@ -14,18 +11,23 @@ import typer
 def run(
     context: typer.Context,
     script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="A Python file; a module with -m.")
+        str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own.")
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Passed to the script.")
     ] = None,
     num_workers: Annotated[
         int | None,
         typer.Option(
-            "-n", "--workers", metavar="N", help="How many processes; default: the mesh's, or 1."
+            "-n",
+            "--workers",
+            metavar="N",
+            help="Number of workers; default: the size of the mesh, or 1.",
         ),
     ] = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT names a module.")] = False,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")
+    ] = False,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -38,7 +40,7 @@ def run(
             "-s",
             "--servers",
             metavar="N|colocated",
-            help="How many parameter servers; colocated: one beside each worker.",
+            help="Number of parameter servers; colocated: one for each worker.",
         ),
     ] = "0",
     data_workers: Annotated[
@@ -46,8 +48,8 @@ def run(
         typer.Option(
             "--data-workers",
             metavar="N[,N...]",
-            help="How many processes make batches for pl.shard(..., mode='pipeline'); several"
-            " numbers: for stages in a row.",
+            help="Number of processes that make batches for pl.shard(..., mode='pipeline');"
+            " several numbers: one for each stage.",
         ),
     ] = "0",
     server_threads: Annotated[
@@ -58,29 +60,29 @@ def run(
     ] = None,
     replicas: Annotated[
         int | None,
-        typer.Option("--replicas", metavar="R", help="Servers that hold each value; default: 1."),
+        typer.Option(
+            "--replicas", metavar="R", help="Number of servers that hold each value; default: 1."
+        ),
     ] = None,
     max_servers: Annotated[
         int | None,
-        typer.Option(
-            "--max-servers", metavar="M", help="How many `paceline servers add` may make of them."
-        ),
+        typer.Option("--max-servers", metavar="M", help="Upper limit for `paceline servers add`."),
     ] = None,
     min_workers: Annotated[
         int | None,
-        typer.Option("--min", metavar="N", help="Go on after losses with so many."),
+        typer.Option("--min", metavar="N", help="Continue after losses with at least N workers."),
     ] = None,
     max_workers: Annotated[
         int | None,
-        typer.Option("--max", metavar="N", help="How many `paceline scale` or `join` may make."),
+        typer.Option("--max", metavar="N", help="Upper limit for `paceline scale` and `join`."),
     ] = None,
     on_loss: Annotated[
         str | None,
         typer.Option(
             "--on-loss",
             metavar="shrink|replace",
-            help="Of a worker: go on without it (and let another one join later), or hold the step"
-            " until another has taken its place; default: shrink.",
+            help="If a worker is lost: continue without it until a replacement joins, or hold the"
+            " step until a replacement has joined; default: shrink.",
         ),
     ] = None,
     restarts: Annotated[
@@ -88,8 +90,8 @@ def run(
         typer.Option(
             "--restarts",
             metavar="N",
-            help="When too few are left to go on, start all again, at most N times; the script goes"
-            " on from its last checkpoint. Default: 0.",
+            help="If too few workers are left, restart all processes, at most N times; the script"
+            " resumes from its last checkpoint. Default: 0.",
         ),
     ] = None,
     pace: Annotated[
@@ -97,9 +99,9 @@ def run(
         typer.Option(
             "--pace",
             metavar="PACE",
-            help="How the workers agree, such as allreduce, 'allreduce[update=sharded]', or with"
-            " servers ps, async, ssp:3; also a schedule, 'allreduce@0, local:8@500'; wins over the"
-            " script's own. `paceline paces` lists them with their options.",
+            help="When the workers agree, such as allreduce, 'allreduce[update=sharded]', or with"
+            " servers ps, async, ssp:3; also a schedule, 'allreduce@0, local:8@500'. Overrides the"
+            " script. `paceline paces` lists all paces with their options.",
         ),
     ] = None,
     precision: Annotated[
@@ -107,8 +109,8 @@ def run(
         typer.Option(
             "--precision",
             metavar="fp32|bf16|fp16",
-            help="In which the models compute; parameters stay float32. Wins over the script's"
-            " own.",
+            help="Precision in which models compute; parameters stay float32. Overrides the"
+            " script.",
         ),
     ] = None,
     mesh: Annotated[
@@ -116,8 +118,8 @@ def run(
         typer.Option(
             "--mesh",
             metavar="AXIS=N[,...]",
-            help="How the processes share out data (dp) and model (pp stages, fsdp shards, tp"
-            " slices), such as dp=2,tp=2; wins over the script's own.",
+            help="How processes divide data (dp) and model (pp stages, fsdp shards, tp slices),"
+            " such as dp=2,tp=2. Overrides the script.",
         ),
     ] = None,
     trace: Annotated[
@@ -125,21 +127,23 @@ def run(
         typer.Option(
             "--trace",
             metavar="FIRST:STOP",
-            help="Write trace.json, for Perfetto, of these steps of all processes: 20:30 are steps"
+            help="Write trace.json for Perfetto with these steps of all processes: 20:30 are steps"
             " 20 to 29. Also PACELINE_TRACE.",
         ),
     ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option("--env", metavar="NAME=VALUE", help="Set for every process; repeatable."),
+        typer.Option(
+            "--env", metavar="NAME=VALUE", help="Set a variable for every process; repeatable."
+        ),
     ] = None,
     log_dir: Annotated[
         Path | None,
         typer.Option(
             "--log-dir",
             metavar="DIR",
-            help="Keep the run in DIR: output, events, TensorBoard; default: runs/<date>-<script>,"
-            " none: keep nothing. Also PACELINE_LOG_DIR.",
+            help="Directory for output, events and TensorBoard files; default:"
+            " runs/<date>-<script>, none: keep nothing. Also PACELINE_LOG_DIR.",
         ),
     ] = None,
     metrics_port: Annotated[
@@ -162,17 +166,16 @@ def run(
         bool,
         typer.Option(
             "--no-template",
-            help="Start each process as a fresh interpreter, instead of forking it from one that"
+            help="Start each process as a fresh interpreter instead of forking it from one that"
             " has imported torch. Also PACELINE_TEMPLATE=off.",
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would run, and stop.")
+        bool, typer.Option("--dry-run", help="Print what would run, and exit.")
     ] = False,
 ) -> None:
-    from paceline.cli import run as verb
-    from paceline.launcher.elastic.bounds import plan_changes
-    from paceline.launcher.roles import parse_data_workers, plan_servers
+    from paceline.cli import run as command
+    from paceline.launcher.job_size import parse_data_workers, plan_changes, plan_servers
     from paceline.launcher.spec import RunSpec, parse_env
     from paceline.observe.telemetry.trace import TracedSteps
     from paceline.pace.schedule import parse_schedule
@@ -215,7 +218,7 @@ def run(
         has_template=not no_template,
         given=_given(context),
     )
-    raise typer.Exit(verb.dry_run(spec) if dry_run else verb.run(spec))
+    raise typer.Exit(command.dry_run(spec) if dry_run else command.run(spec))
 
 
 def _given(context: typer.Context) -> frozenset[str]:

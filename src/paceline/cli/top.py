@@ -1,7 +1,7 @@
 """`paceline top`: the live table of a running job, in another terminal than the job's own.
 
-It listens to the coordinator as any operator may; the job does not notice. What was reported before
-it began to listen is not known to it: a loss appears with the next report of one.
+It subscribes to the coordinator as any operator may; the job does not notice. It does not know what
+was reported before: a loss value appears with its next report.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from paceline.cli.job_commands import operating
-from paceline.launcher.elastic.job_facts import FoundJob, find_job
 from paceline.launcher.job_directory import is_held
+from paceline.launcher.job_registry import FoundJob, find_job
 from paceline.observe.display.board import Picture
 from paceline.observe.display.display import can_move_cursor
 from paceline.observe.display.lines import printable
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _ONCE_S = 1.2  # ranks report five times a second, a rate needs two reports
-_LOOK_S = 0.5  # whether the job is still there
-_MOST_ROWS = 1000
+_POLL_S = 0.5  # whether the job still runs
+_MAX_ROWS = 1000
 _RECORD_S = 2.0  # for the launcher to write how the job ended
 
 
 def top(name: str | None, *, once: bool) -> int:
-    """Watch a job until it ends, or the onlooker has seen enough."""
+    """Show a job until it ends, or the user presses q or Ctrl-C."""
     found = find_job(name, inherited_environ())
     watched = Watched()
     with operating(found, watched.on_news) as operator:
@@ -69,7 +69,7 @@ def _watch(found: FoundJob, watched: Watched) -> int:
     if has_ended:
         screen.say(f"paceline: job {job.name} has ended: {_how(found, watched)}")
     else:
-        screen.say(f"paceline: no longer watched; job {job.name} goes on")
+        screen.say(f"paceline: no longer watching; job {job.name} continues")
     screen.settle()
     return 0
 
@@ -77,7 +77,7 @@ def _watch(found: FoundJob, watched: Watched) -> int:
 def _follow(
     found: FoundJob, watched: Watched, screen: Screen, pressed: Callable[[float], str]
 ) -> bool:
-    """Paint until the job has ended (true), or somebody wants to leave."""
+    """Paint until the job has ended (true), or the user leaves."""
     painted_s = time.monotonic() - screen.every_s
     while True:
         now_s = time.monotonic()
@@ -85,21 +85,21 @@ def _follow(
             painted_s = now_s
             screen.progress(watched.picture())
             screen.settle()
-        if screen.is_gone or pressed(min(_LOOK_S, screen.every_s)) in ("q", "Q"):
+        if screen.is_gone or pressed(min(_POLL_S, screen.every_s)) in ("q", "Q"):
             return False
-        if not _is_there(found):
+        if not _is_running(found):
             return True
 
 
-def _is_there(found: FoundJob) -> bool:
+def _is_running(found: FoundJob) -> bool:
     try:
         return is_held(found.directory)
-    except OSError:  # the directory goes with the job
+    except OSError:  # the directory is removed with the job
         return False
 
 
 def _how(found: FoundJob, watched: Watched) -> str:
-    """Say how a job has ended: in the launcher's words, if it keeps a record."""
+    """Return how a job ended: the launcher's closing line, if it keeps a record."""
     facts = found.facts
     record = Path(facts.log_dir) / EVENTS_FILE if facts.log_dir else None
     deadline_s = time.monotonic() + _RECORD_S
@@ -114,11 +114,11 @@ def _how(found: FoundJob, watched: Watched) -> str:
 
 
 def _table(picture: Picture, width: int) -> list[str]:
-    return table_lines(picture, width, limit=_MOST_ROWS)
+    return table_lines(picture, width, limit=_MAX_ROWS)
 
 
 def _screen(*, is_live: bool) -> Screen:
-    """Return a screen on standard output, which is what this command is for."""
+    """Return a screen on standard output."""
     if is_live:
         return LiveScreen(1, has_colours=not inherited_environ().get("NO_COLOR"))
     return PlainScreen(1, 1)
@@ -126,12 +126,12 @@ def _screen(*, is_live: bool) -> Screen:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield what waits, at most so long, for a key and returns it; "" when there was none."""
+    """Yield a function that waits at most so many seconds for a key; "" if none was pressed."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end)  # also then the terminal is given back
+    before = signal.signal(signal.SIGTERM, end)  # restore the terminal then too
     is_ours = sys.stdin.isatty() and os.tcgetpgrp(0) == os.getpgrp()
     saved = termios.tcgetattr(0) if is_ours else None
     listened = [0] if is_ours else []

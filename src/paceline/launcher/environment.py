@@ -1,10 +1,10 @@
-"""The environment of each process: ours, and for workers torchrun's form of the same facts.
+"""The environment of each process: Paceline's variables, and for workers also torchrun's.
 
-Scripts written for torchrun, Lightning or Accelerate read RANK, WORLD_SIZE and friends; scripts
-that use Paceline read PACELINE_*. Both are set, and they agree. What another launcher left behind
-(we may run inside a batch job) is removed, because a rank that sees two answers must refuse to run.
-Servers are no ranks of the script: they are told nothing in torchrun's words. Data workers run the
-script, as ranks behind all others.
+Scripts written for torchrun, Lightning or Accelerate read RANK, WORLD_SIZE and so on; scripts that
+use Paceline read PACELINE_*. The launcher sets both, and they agree. It removes the variables of
+other launchers (it may run inside a batch job), because a rank with two answers must refuse to run.
+Servers are no ranks of the script, so they get none of torchrun's variables. Data workers run the
+script, with ranks after all others.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.launcher.spec import RESERVED, RunSpec
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
-# Task-level facts of other launchers. Job-level ones (SLURM_JOB_ID ...) name things in many
-# scripts and say nothing about ranks, so they stay.
+# Task-level variables of other launchers. Job-level ones (SLURM_JOB_ID ...) stay: many scripts use
+# them for names, and they hold no ranks.
 _FOREIGN_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "HYDRA_", "MV2_COMM_WORLD_", "MPI_LOCAL", "PET_")
 _FOREIGN_NAMES = {
     "SLURM_PROCID",
@@ -33,13 +33,13 @@ _FOREIGN_NAMES = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
-# A server waits for its workers until they join or the job ends: a script may read its data first.
+# A server waits until its workers join or the job ends: a script may read its data first.
 SERVER_PATIENCE_S = 7 * 24 * 3600
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobAddresses:
-    """Where the ranks of one job meet."""
+    """Where the processes of one job find each other."""
 
     job_id: str
     coordinator: str
@@ -48,7 +48,7 @@ class JobAddresses:
 
 
 def without_foreign_ranks(base: Mapping[str, str]) -> dict[str, str]:
-    """Copy `base` without anything that says who is which rank of what."""
+    """Return a copy of `base` without the rank variables of any launcher."""
     return {
         name: value
         for name, value in base.items()
@@ -58,21 +58,21 @@ def without_foreign_ranks(base: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def seat_variables(
-    seat: Seat,
+def process_variables(
+    name: ProcessName,
     num_workers: int,
     num_servers: int,
     where: JobAddresses,
     data_workers: Sequence[int] = (),
 ) -> dict[str, str]:
-    """Return what tells one process of a one-host job who it is and where the others are."""
-    n, r = str(num_workers), str(seat.number)
+    """Return the rank, role and addresses of one process of a one-host job."""
+    n, r = str(num_workers), str(name.number)
     ours = {
-        "PACELINE_RANK": str(seat.rank) if seat.is_newcomer else r,
+        "PACELINE_RANK": str(name.rank) if name.is_newcomer else r,
         "PACELINE_WORLD_SIZE": n,
         "PACELINE_LOCAL_RANK": r,
         "PACELINE_LOCAL_WORLD_SIZE": n,
-        "PACELINE_ROLE": seat.role,
+        "PACELINE_ROLE": name.role,
         "PACELINE_COORDINATOR": where.coordinator,
         "PACELINE_JOB": where.job_id,
         "PACELINE_SECRET_FILE": where.secret_file,
@@ -81,11 +81,11 @@ def seat_variables(
         ours["PACELINE_SERVERS"] = str(num_servers)
     if data_workers:
         ours["PACELINE_DATA_WORKERS"] = ",".join(map(str, data_workers))
-    if seat.is_newcomer:
+    if name.is_newcomer:
         ours |= {"PACELINE_JOINS": "1", "PACELINE_NUMBER": r}
-    if seat.is_data_worker:  # it runs the script, which may ask; but nobody meets it there
-        return {**ours, "RANK": str(seat.rank), "WORLD_SIZE": n, "LOCAL_RANK": str(seat.rank)}
-    return ours if seat.is_server else {**ours, **_as_torchrun(r, n, where)}
+    if name.is_data_worker:  # its script may read them; no process group contains it
+        return {**ours, "RANK": str(name.rank), "WORLD_SIZE": n, "LOCAL_RANK": str(name.rank)}
+    return ours if name.is_server else {**ours, **_as_torchrun(r, n, where)}
 
 
 def _as_torchrun(r: str, n: str, where: JobAddresses) -> dict[str, str]:
@@ -108,22 +108,22 @@ def _as_torchrun(r: str, n: str, where: JobAddresses) -> dict[str, str]:
 
 
 def process_environ(
-    base: Mapping[str, str], spec: RunSpec, seat: Seat, where: JobAddresses, *, cores: int
+    base: Mapping[str, str], spec: RunSpec, name: ProcessName, where: JobAddresses, *, cores: int
 ) -> dict[str, str]:
     """Return the complete environment of one process of the job.
 
     Threads of a worker: the option wins, then what the user exported, then an even share of the
-    cores; without a limit every rank would start one thread per core and they would fight for them.
-    Mesh, pace and precision: the option, else what the user exported; ConfigError when that is
-    none. The mesh is told to servers too: it says which workers share a table.
+    cores; without a limit every rank would start one thread per core and compete for the cores.
+    Mesh, pace and precision: the option, else what the user exported; raises ConfigError if that is
+    unknown. Servers get the mesh too: it says which workers share a table.
     """
     environ = without_foreign_ranks(base)
-    # Lines of a killed rank must not be lost in its buffer, and the screen should show them live.
+    # The lines of a killed rank must not be lost in its buffer, and the screen shows them live.
     environ.setdefault("PYTHONUNBUFFERED", "1")
     # A crash in native code then leaves a Python stack for the report.
     environ.setdefault("PYTHONFAULTHANDLER", "1")
     counts = (spec.num_workers, spec.num_servers)
-    environ.update(seat_variables(seat, *counts, where, spec.data_workers))
+    environ.update(process_variables(name, *counts, where, spec.data_workers))
     if spec.elastic is not None:
         environ.update(spec.elastic.variables(spec.servers))
     mesh = spec.mesh_in(base)
@@ -132,10 +132,10 @@ def process_environ(
     trace = spec.trace_in(base)
     if trace is not None:
         environ["PACELINE_TRACE"] = str(trace)
-    if seat.is_server:
+    if name.is_server:
         return for_server(environ, spec.env, spec.servers.threads)
-    if seat.is_data_worker:
-        environ["OMP_NUM_THREADS"] = "1"  # one process, one core: more of them use more
+    if name.is_data_worker:
+        environ["OMP_NUM_THREADS"] = "1"  # one core per data worker; start more of them to use more
     elif spec.threads_per_worker is not None:
         environ["OMP_NUM_THREADS"] = str(spec.threads_per_worker)
     else:
@@ -153,24 +153,24 @@ def process_environ(
 def template_environ(
     base: Mapping[str, str], spec: RunSpec, job_id: str, *, cores: int
 ) -> dict[str, str]:
-    """Return the environment in which the template imports: a worker's, but of no rank."""
+    """Return the environment in which the template imports: a worker's, without rank."""
     nowhere = JobAddresses(job_id=job_id, coordinator="", secret_file="", master_port=0)
-    worker = process_environ(base, spec, spec.seats[0], nowhere, cores=cores)
+    worker = process_environ(base, spec, spec.process_names[0], nowhere, cores=cores)
     return {**without_foreign_ranks(worker), "PACELINE_JOB": job_id}
 
 
 def for_server(
     environ: dict[str, str], env: Mapping[str, str], threads: int | None
 ) -> dict[str, str]:
-    """Add what only servers get. Two threads unless told otherwise: while a server updates, those
-    who wait for it leave their cores free."""
+    """Add what only servers get. Two threads by default: while a server updates, the workers that
+    wait for it leave their cores free."""
     environ["OMP_NUM_THREADS"] = "2"
-    # `python -m` would look into the working directory first, and find the user's queue.py there.
+    # `python -m` looks into the working directory first, and would find the user's queue.py there.
     environ.setdefault("PYTHONSAFEPATH", "1")
     environ.update(env)
     if threads is not None:
         environ["OMP_NUM_THREADS"] = str(threads)
     environ["PACELINE_JOIN_TIMEOUT_S"] = str(SERVER_PATIENCE_S)
-    for name in ("PACELINE_PACE", "PACELINE_PRECISION"):  # workers say what they want of a server
+    for name in ("PACELINE_PACE", "PACELINE_PRECISION"):  # the workers send these
         environ.pop(name, None)
     return environ

@@ -1,10 +1,9 @@
-"""The processes of a job on this host: started, watched, stopped, killed, and none left behind.
+"""The host: starts, watches and stops the processes of a job on this machine, and leaves none.
 
-A host does what it is told and decides nothing. It starts processes
-(launcher/processes/spawner.py), knows them by rank with their output and their end
-(launcher/processes/table.py), holds the guard that ends them if the launcher is killed
-(launcher/processes/lifeline.py), and finds what they have left behind. When a job is over, who is
-replaced and who has to go is decided by jobs: local.py, elastic/job.py.
+A host does what its job asks and decides nothing. It starts processes (processes/spawner.py), knows
+them by rank with their output and their exit (processes/table.py), and holds the guard that ends
+them if the launcher is killed. Jobs (job.py, elastic/job.py) decide when a job is over, which
+process is replaced and which is killed.
 
 Threads: used on the launcher's main thread only.
 """
@@ -15,24 +14,23 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterable, Mapping
 
-from paceline.launcher.outcome import RankResult
-from paceline.launcher.processes.guard import end_processes
-from paceline.launcher.processes.lifeline import Guard, Sessions
-from paceline.launcher.processes.output import RankOutput
-from paceline.launcher.processes.pipes import Outlet
-from paceline.launcher.processes.process import RankProcess
+from paceline.launcher.processes.guard import Sessions
+from paceline.launcher.processes.guard_main import end_processes
+from paceline.launcher.processes.output import OutputReader
+from paceline.launcher.processes.process import ProcessOutput, RankProcess
 from paceline.launcher.processes.spawner import Spawner
-from paceline.launcher.processes.table import Crew
+from paceline.launcher.processes.table import ProcessResult, ProcessTable
 from paceline.launcher.spec import RunSpec
+from paceline.launcher.template_imports import modules_to_import
 from paceline.observe.display.display import Display
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
-# How long after its end a rank's pipes may stay open (something it started may hold them).
+# How long after its exit the pipes of a process may stay open (a helper of it may hold them).
 _DRAIN_S = 0.5
-_END_S = 0.8  # for processes that were killed to be gone
+_END_S = 0.8  # for killed processes to be gone
 
 
-class Host:
+class ProcessHost:
     """The processes of one job here; `on_end` is called once for each that has ended."""
 
     def __init__(
@@ -43,55 +41,60 @@ class Host:
         on_end: Callable[[RankProcess], None],
         on_change: Callable[[], None],
         *,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self.crew: Crew[RankProcess] = Crew(on_end)
-        self._display = display
-        self._outputs: dict[int, RankOutput] = {}  # by rank
-        self._job_id, self._on_change, self._say = job_id, on_change, say
-        self._spawner = Spawner(spec, say)
-        self._guard = Sessions()
-        self.others: Callable[[], set[int | None]] = set  # pids of further children of this process
+        self.processes: ProcessTable[RankProcess] = ProcessTable(job_id, on_end)
+        self._spec, self._display = spec, display
+        self._readers: dict[int, OutputReader] = {}  # by rank
+        self._on_change, self._log = on_change, log
+        self._spawner = Spawner(log, dies_with_launcher=not spec.is_detached)
+        self.other_children: Callable[[], set[int | None]] = set  # their pids
 
     # -- start -------------------------------------------------------------------------------
 
-    def prepare(self, environ: Mapping[str, str]) -> None:
+    def start_template(self, environ: Mapping[str, str]) -> None:
         """Begin to import what processes will need, with the environment of a worker."""
-        self._spawner.warm_up(environ)
+        spec = self._spec
+        modules = modules_to_import(spec) if spec.uses_template_in(environ) else ()
+        if modules:
+            commands = [spec.command(name) for name in spec.process_names]
+            self._spawner.start_template(modules, environ, commands)
 
-    def guard(self, guard: Sessions) -> None:
-        """Put all processes under this guard, and see their ends from now on."""
-        self._guard = guard
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.look)
+    def watch(self, guard: Sessions) -> None:
+        """Put all processes under this guard, and notice their exits from now on."""
+        self.processes.guard = guard
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.check)
 
-    async def start(self, seat: Seat, environ: dict[str, str], outlet: Outlet) -> RankProcess:
-        """Start a process, and take it in; raises LaunchError."""
-        process = await self._spawner.start(seat, environ, outlet)
-        self.take_in(process)
+    async def start(
+        self, name: ProcessName, environ: dict[str, str], output: ProcessOutput
+    ) -> RankProcess:
+        """Start a process and add it; raises LaunchError."""
+        command = self._spec.command(name)
+        process = await self._spawner.start(name, command, environ, output)
+        self.add(process)
         return process
 
-    def take_in(self, process: RankProcess) -> None:
-        """Take in a process that was started here, also by another launcher."""
-        self._guard.watch(process.pid)
-        self.crew.add(process)
-        self._outputs[process.seat.rank] = RankOutput(process, self._display)
+    def add(self, process: RankProcess) -> None:
+        """Add a process that runs on this host; a former supervisor may have started it."""
+        self.processes.add(process)
+        self._readers[process.name.rank] = OutputReader(process, self._display)
 
     def expect_no_more(self) -> None:
-        """Let go of what further processes would be started from."""
+        """End the template: no further process will be started."""
         self._spawner.close()
 
     # -- watch -------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """See who has ended since the last look, and reap what nobody waits for."""
-        self.crew.look()
-        guard = self._guard.pid if isinstance(self._guard, Guard) else None
-        self._spawner.reap_orphans({*self.crew.pids, *self.others(), guard})
+    def check(self) -> None:
+        """Notice exits since the last call, and reap orphans."""
+        table = self.processes
+        table.check()
+        self._spawner.reap_orphans({*table.pids, *self.other_children(), table.guard.pid})
         self._on_change()
 
-    async def drained(self, seats: Iterable[Seat]) -> None:
-        """Wait until the output of ended processes is read, but not for ever."""
-        waits = [asyncio.ensure_future(self._outputs[seat.rank].done.wait()) for seat in seats]
+    async def drain_output(self, those: Iterable[ProcessName]) -> None:
+        """Wait until the output of ended processes is read, at most 0.5 s."""
+        waits = [asyncio.ensure_future(self._readers[name.rank].done.wait()) for name in those]
         if waits:
             _, late = await asyncio.wait(waits, timeout=_DRAIN_S)
             for wait in late:
@@ -99,28 +102,25 @@ class Host:
 
     # -- end ---------------------------------------------------------------------------------
 
-    def retire(self, process: RankProcess) -> RankResult:
-        """Let go of one that has ended while the job goes on; what it started ends as well."""
+    def remove(self, process: RankProcess) -> ProcessResult:
+        """Remove one that has ended while the job continues; what it started ends as well."""
         process.signal_group(signal.SIGKILL)
         end_processes("", [process.pid], within_s=0.05)
-        self._outputs.pop(process.seat.rank).close()
-        result = self.crew.remove(process)
-        self._guard.forget(process.pid)
-        return result
+        self._readers.pop(process.name.rank).close()
+        return self.processes.remove(process)
 
     async def end_all(self) -> None:
-        """Leave nothing behind; also when starting failed half-way."""
-        await self.drained(process.seat for process in self.crew.ended)
-        self.crew.kill()
-        for pid in end_processes(self._job_id, self._guard.sessions, within_s=_END_S):
-            self._say(f"process {pid} is stuck in the kernel and could not be ended")
-        self.look()
+        """End every process; also if only some of them were started."""
+        await self.drain_output(process.name for process in self.processes.ended)
+        for pid in self.processes.kill_all(within_s=_END_S):
+            self._log(f"process {pid} hangs in the kernel and could not be ended")
+        self.check()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
-        for output in self._outputs.values():
-            output.close()
-        self.crew.release()
+        for reader in self._readers.values():
+            reader.close()
+        self.processes.release()
 
     def close(self) -> None:
-        """End what this host has started for itself; call last."""
+        """End the template and the guard; call last."""
         self._spawner.close()
-        self._guard.end()
+        self.processes.guard.end()

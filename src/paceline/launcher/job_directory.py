@@ -1,11 +1,11 @@
-"""The job directory: a private place (0700) for the job's secret while the job runs.
+"""The job directory: a private directory (0700) for the job's secret while the job runs.
 
 It lies under XDG_RUNTIME_DIR or the temporary directory and has an unpredictable name made by
 mkdtemp, so another user of the host can neither read it nor prepare it. The launcher holds a lock
 on a file inside; the kernel drops the lock when the launcher dies, however it dies. So a directory
-whose lock can be taken belongs to a dead launcher, and the next launcher removes it: no pid files,
-no guessing about reused pids. One exception: a detached job outlives whoever supervises it, so its
-directory (with the mark that `keep` sets) stays while any process of the job is alive.
+whose lock can be taken belongs to a dead launcher, and the next launcher removes it. This needs no
+pid files and no guesses about reused pids. One exception: a detached job outlives its supervisor,
+so its directory (which `keep` marks) stays while any process of the job is alive.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from types import TracebackType
 
 from paceline.control.transport.secret_file import write_private
 from paceline.errors import LaunchError
-from paceline.launcher.processes.guard import job_processes
+from paceline.launcher.processes.guard_main import job_processes
 
-# A directory is born under the first name, locked, and only then renamed to the second, so a
-# sweeping launcher never sees an unlocked directory of a living one under the second name.
+# A directory is created under the first name, locked, and only then renamed to the second, so
+# another launcher that sweeps never sees an unlocked directory in use under the second name.
 _NEW, _READY = "new", "job"
 _KEPT = "detached"
-_BIRTH_S = 60.0
+_CREATION_S = 60.0
 
 
 def _prefix(stage: str) -> str:
@@ -47,7 +47,7 @@ class JobDirectory:
             born.rename(self.path)
         except OSError as error:
             raise LaunchError(
-                f"cannot make a job directory in {base}: {error.strerror}; free some space or set"
+                f"cannot create a job directory in {base}: {error.strerror}; free some space or set"
                 " XDG_RUNTIME_DIR to a directory you can write to"
             ) from error
 
@@ -60,12 +60,12 @@ class JobDirectory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)  # what remains is swept by the next launcher
+        shutil.rmtree(self.path, ignore_errors=True)  # the next launcher sweeps what remains
         os.close(self._lock_fd)
 
     @classmethod
     def take_over(cls, path: Path) -> JobDirectory:
-        """Become the holder of a directory whose own has died; LaunchError when it has not."""
+        """Take the lock of a directory whose launcher has died; raises LaunchError if it lives."""
         taken = cls.__new__(cls)
         taken.path = path
         try:
@@ -76,12 +76,12 @@ class JobDirectory:
         return taken
 
     def keep(self, job_id: str) -> None:
-        """Let the directory stay after this process while the job has others."""
+        """Keep the directory after this process ends, while the job has other processes."""
         write_private(self.path / _KEPT, job_id.encode())
 
 
 def remove_abandoned(path: Path) -> bool:
-    """Remove one directory if nobody holds it; say whether that was so."""
+    """Remove a directory if no launcher holds it; return whether it was removed."""
     is_abandoned = _is_abandoned(path, _READY)
     if is_abandoned:
         shutil.rmtree(path, ignore_errors=True)
@@ -89,7 +89,7 @@ def remove_abandoned(path: Path) -> bool:
 
 
 def sweep(base: Path) -> list[Path]:
-    """Remove the job directories of this user's dead launchers; return what was removed."""
+    """Remove the job directories of this user's dead launchers; return their paths."""
     removed = []
     for stage in (_NEW, _READY):
         for path in base.glob(_prefix(stage) + "*"):
@@ -106,7 +106,7 @@ def directories(base: Path) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Refuse somebody else's, and a link that somebody left for us to follow."""
+    """Return whether it is a directory of this user, not a link that another user planted."""
     try:
         info = path.lstat()
     except OSError:
@@ -115,7 +115,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Say whether a living launcher holds the directory's lock; OSError when there is no lock."""
+    """Return whether a living launcher holds the lock; raises OSError if there is no lock file."""
     lock_fd = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,9 +139,9 @@ def _is_abandoned(path: Path, stage: str) -> bool:
         return False
     try:
         if stage == _NEW:
-            return time.time() - path.lstat().st_mtime > _BIRTH_S
+            return time.time() - path.lstat().st_mtime > _CREATION_S
         return not is_held(path) and not _is_kept(path)
     except FileNotFoundError:
-        return path.is_dir()  # half removed by a launcher that was killed at it
+        return path.is_dir()  # a launcher was killed while it removed the directory
     except OSError:
         return False

@@ -1,96 +1,102 @@
-"""What of a job ends with its launcher, and what outlives it.
+"""The resources of a job: its directory, secret, ports, guard, and the output of its processes.
 
-A job in the foreground has a directory that goes with it, a guard that ends its processes when the
-launcher is killed, and pipes for their output. A detached job outlives whoever supervises it (its
-keeper, see elastic/keeper.py): its directory stays, nobody guards it, and its processes write to
-files. Another keeper takes over what the first one has made.
+A job in the foreground ends with its launcher: its directory is removed, a guard ends its processes
+if the launcher is killed, and their output goes through pipes. A detached job outlives its
+supervisor: its directory stays, it has no guard, and its processes write to files. If its
+supervisor is killed, another one ADOPTS the job, with these resources and its processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from paceline.control.transport.secret_file import create_secret_file
 from paceline.control.transport.sockets import split_address
-from paceline.launcher.elastic.job_facts import FoundJob, JobFacts
+from paceline.launcher.environment import JobAddresses
 from paceline.launcher.job_directory import JobDirectory
-from paceline.launcher.processes.lifeline import Guard, Sessions, hold_port
-from paceline.launcher.processes.pipes import Outlet
+from paceline.launcher.job_registry import (
+    FoundJob,
+    ProcessRecord,
+    facts_of,
+    recorded_processes,
+    write_facts,
+)
+from paceline.launcher.processes.guard import Guard, Sessions
+from paceline.launcher.processes.process import ProcessOutput
 from paceline.launcher.spec import RunSpec
 from paceline.runtime.config import runtime_dir
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 
-class Foreground:
-    """Holds a job that ends with its launcher."""
+def hold_port(host: str = "127.0.0.1") -> socket.socket:
+    """Bind a free port without listening; close the socket at the end of the job.
 
-    coordinator_port = 0  # any
+    The port is MASTER_PORT, for scripts that open torch's own store. A free port that is merely
+    looked up can be taken by another job a moment later, so the launcher keeps it bound. With
+    SO_REUSEADDR on both sides the script can still listen there, and the kernel gives the number to
+    no process that asks for any free port.
+    """
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, 0))
+    return held
 
-    def directory(self, environ: Mapping[str, str], job_id: str) -> JobDirectory:
-        """Open the job's directory; raises LaunchError."""
-        del job_id  # a directory that stays is marked with it
-        return JobDirectory(Path(runtime_dir(environ)))
 
-    def secret_file(self, directory: JobDirectory) -> Path:
-        return create_secret_file(directory.path)
+class JobResources:
+    """The resources of one job; `adopted` is a detached job whose supervisor was killed."""
 
-    def master_port(self, held: ExitStack) -> int:
-        """Return a port for torch's own store; nobody else gets it while `held` is open."""
-        port: int = held.enter_context(hold_port()).getsockname()[1]
-        return port
+    def __init__(
+        self, spec: RunSpec, environ: Mapping[str, str], job_id: str, adopted: FoundJob | None
+    ) -> None:
+        self._spec, self._environ, self._job_id, self._adopted = spec, environ, job_id, adopted
+        self.coordinator_port = 0  # any free port
+        if adopted is not None:
+            self.coordinator_port = split_address(adopted.facts.coordinator)[1]
+        self.directory: Path
+        self.secret_file: Path
+        self.master_port: int
+        self.guard: Sessions
 
-    def guard(self, job_id: str, directory: JobDirectory) -> Sessions:
-        """Return what ends the job's processes if the launcher cannot."""
-        return Guard(job_id, directory.path)
+    def open(self, held: ExitStack) -> None:
+        """Create or take over everything; raises LaunchError. It is held while `held` is open."""
+        if self._adopted is not None:
+            facts = self._adopted.facts
+            directory = held.enter_context(JobDirectory.take_over(self._adopted.directory))
+            self.secret_file, self.master_port = Path(facts.secret_file), facts.master_port
+        else:
+            directory = held.enter_context(JobDirectory(Path(runtime_dir(self._environ))))
+            self.secret_file = create_secret_file(directory.path)
+            self.master_port = held.enter_context(hold_port()).getsockname()[1]
+            if self._spec.is_detached:
+                directory.keep(self._job_id)
+        self.directory = directory.path
+        is_guarded = not self._spec.is_detached
+        self.guard = Guard(self._job_id, directory.path) if is_guarded else Sessions()
 
-    def facts(self, facts: JobFacts, spec: RunSpec, environ: Mapping[str, str]) -> JobFacts:
-        """Complete what is written down about the job."""
-        del spec, environ
-        return facts
+    def publish(self, coordinator: str) -> JobAddresses:
+        """Write job.json, with which commands find the job; return the job's addresses."""
+        addresses = JobAddresses(
+            job_id=self._job_id,
+            coordinator=coordinator,
+            secret_file=str(self.secret_file),
+            master_port=self.master_port,
+        )
+        facts = facts_of(self._spec, addresses)
+        if self._spec.is_detached:
+            facts = facts.with_spec(self._spec, self._environ)
+        write_facts(self.directory, facts)
+        return addresses
 
-    def outlet(self, spec: RunSpec, seat: Seat) -> Outlet:
+    def output(self, name: ProcessName) -> ProcessOutput:
         """Return where a process writes its output."""
-        del spec, seat
-        return Outlet.pipes()
+        if not self._spec.is_detached:
+            return ProcessOutput.pipes()
+        assert self._spec.log_dir is not None, "the output of a detached job goes to files"
+        return ProcessOutput.file(self._spec.log_dir / name.log_name)
 
-
-class Detached(Foreground):
-    """Holds a job that outlives its launcher."""
-
-    def directory(self, environ: Mapping[str, str], job_id: str) -> JobDirectory:
-        directory = super().directory(environ, job_id)
-        directory.keep(job_id)
-        return directory
-
-    def guard(self, job_id: str, directory: JobDirectory) -> Sessions:
-        del job_id, directory
-        return Sessions()
-
-    def facts(self, facts: JobFacts, spec: RunSpec, environ: Mapping[str, str]) -> JobFacts:
-        return facts.with_plan(spec, environ)
-
-    def outlet(self, spec: RunSpec, seat: Seat) -> Outlet:
-        assert spec.log_dir is not None, "the output of a detached job goes to files"
-        return Outlet.file(spec.log_dir / seat.log_name)
-
-
-class TakenOver(Detached):
-    """Holds a detached job whose keeper was killed."""
-
-    def __init__(self, found: FoundJob) -> None:
-        self._found = found
-        self.coordinator_port = split_address(found.facts.coordinator)[1]
-
-    def directory(self, environ: Mapping[str, str], job_id: str) -> JobDirectory:
-        del environ, job_id
-        return JobDirectory.take_over(self._found.directory)
-
-    def secret_file(self, directory: JobDirectory) -> Path:
-        del directory
-        return Path(self._found.facts.secret_file)
-
-    def master_port(self, held: ExitStack) -> int:
-        del held  # rank 0 may listen there, so it cannot be held again
-        return self._found.facts.master_port
+    def adopted_processes(self) -> Sequence[ProcessRecord] | None:
+        """Return the processes that a former supervisor started; None if there was none."""
+        return None if self._adopted is None else recorded_processes(self.directory)

@@ -1,10 +1,10 @@
-"""config.json: every value that a run was given, and where it came from.
+"""config.json: every setting of a run, and where it came from.
 
     {"pace": {"value": "ssp:3", "origin": "command line"}, ...}
 
 Origins: "command line", "environment NAME", "script" (it decides; null until it has),
-"default", and "found" for facts about the machine. Variables that were set with --env are listed by
-name only: a value may be a password.
+"default", and "found" for facts about the machine. Variables set with --env are listed by name
+only: a value may be a password.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.runtime.machine import usable_cores
 COMMAND_LINE, DEFAULT, SCRIPT, FOUND = "command line", "default", "script", "found"
 
 
-class Setting(msgspec.Struct, frozen=True):
+class ConfigValue(msgspec.Struct, frozen=True):
     """One value and its origin."""
 
     value: object
@@ -40,43 +40,43 @@ def configuration(
     environ: Mapping[str, str],
     directory: Path,
     cwd: Path,
-    settled: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Setting]:
-    """Resolve everything that is known about a run, in the order in which to read it; `settled` is
-    what the script had to decide itself."""
-    asked = _Asked(spec, environ)
+    decided: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, ConfigValue]:
+    """Return all settings of a run, in the order in which to read them; `decided` are the values
+    that the script chose."""
+    given = _Given(spec, environ)
     settings = {
-        "script": Setting(spec.target, COMMAND_LINE),
-        "arguments": Setting(list(spec.arguments), COMMAND_LINE),
-        "workers": asked.option("num_workers", spec.num_workers, or_else="mesh"),
-        "servers": asked.option("servers", spec.num_servers),
-        "data_workers": asked.option("data_workers", list(spec.data_workers)),
-        "replicas": asked.option("replicas", spec.servers.replicas),
-        "pace": asked.either(spec.pace, spec.pace_in(environ), "PACELINE_PACE"),
-        "precision": asked.either(spec.precision, spec.precision_in(environ), "PACELINE_PRECISION"),
-        "mesh": asked.either(spec.mesh, spec.mesh_in(environ), "PACELINE_MESH"),
-        "trace": asked.either(
+        "script": ConfigValue(spec.target, COMMAND_LINE),
+        "arguments": ConfigValue(list(spec.arguments), COMMAND_LINE),
+        "workers": given.option("num_workers", spec.num_workers, or_else="mesh"),
+        "servers": given.option("servers", spec.num_servers),
+        "data_workers": given.option("data_workers", list(spec.data_workers)),
+        "replicas": given.option("replicas", spec.servers.replicas),
+        "pace": given.either(spec.pace, spec.pace_in(environ), "PACELINE_PACE"),
+        "precision": given.either(spec.precision, spec.precision_in(environ), "PACELINE_PRECISION"),
+        "mesh": given.either(spec.mesh, spec.mesh_in(environ), "PACELINE_MESH"),
+        "trace": given.either(
             spec.trace, spec.trace_in(environ), "PACELINE_TRACE", otherwise=DEFAULT
         ),
-        "threads_per_worker": asked.threads(),
-        "threads_per_server": asked.option("server_threads", spec.servers.threads or 2),
-        **_elastic(asked),
-        "grace_s": asked.option("grace_s", spec.grace_s),
-        "detach": asked.option("detach", spec.is_detached),
-        "metrics_port": asked.option("metrics_port", spec.metrics_port),
-        "log_dir": asked.log_dir(directory),
-        "env": asked.option("env", sorted(spec.env)),
-        **_engine(asked),
+        "threads_per_worker": given.threads(),
+        "threads_per_server": given.option("server_threads", spec.servers.threads or 2),
+        **_elastic(given),
+        "grace_s": given.option("grace_s", spec.grace_s),
+        "detach": given.option("detach", spec.is_detached),
+        "metrics_port": given.option("metrics_port", spec.metrics_port),
+        "log_dir": given.log_dir(directory),
+        "env": given.option("env", sorted(spec.env)),
+        **_engine(given),
         **_found(cwd),
     }
-    for name, value in settled.items():
+    for name, value in decided.items():
         if name in settings and settings[name].value is None:
-            settings[name] = Setting(value, SCRIPT)
+            settings[name] = ConfigValue(value, SCRIPT)
     return settings
 
 
-def encode(settings: Mapping[str, Setting]) -> bytes:
-    """Write config.json, a line for each setting."""
+def encode(settings: Mapping[str, ConfigValue]) -> bytes:
+    """Return config.json, a line for each setting."""
     lines = [
         b"  " + msgspec.json.encode(name) + b": " + msgspec.json.encode(setting)
         for name, setting in settings.items()
@@ -84,71 +84,71 @@ def encode(settings: Mapping[str, Setting]) -> bytes:
     return b"{\n" + b",\n".join(lines) + b"\n}\n"
 
 
-class _Asked:
-    """What was asked for, by option or variable."""
+class _Given:
+    """What was given by option or variable."""
 
     def __init__(self, spec: RunSpec, environ: Mapping[str, str]) -> None:
         self.spec, self.environ = spec, environ
 
-    def option(self, name: str, value: object, *, or_else: str = "") -> Setting:
-        """Tell an option that was given (or follows from another one) from its default."""
+    def option(self, name: str, value: object, *, or_else: str = "") -> ConfigValue:
+        """Return an option that was given (or follows from `or_else`), or its default."""
         is_given = name in self.spec.given or or_else in self.spec.given
-        return Setting(value, COMMAND_LINE if is_given else DEFAULT)
+        return ConfigValue(value, COMMAND_LINE if is_given else DEFAULT)
 
     def either(
         self, option: object, resolved: object, variable: str, *, otherwise: str = SCRIPT
-    ) -> Setting:
-        """An option, a variable, or what the script says."""
+    ) -> ConfigValue:
+        """Return an option, a variable, or what the script decides."""
         if option is not None:
-            return Setting(str(option), COMMAND_LINE)
+            return ConfigValue(str(option), COMMAND_LINE)
         value = None if resolved is None else str(resolved)
-        return Setting(value, self.variable(variable) or otherwise)
+        return ConfigValue(value, self.variable(variable) or otherwise)
 
     def variable(self, name: str) -> str:
-        """Say who set a variable of the ranks; "" when nobody did."""
+        """Return the origin of a variable of the ranks; "" if it is not set."""
         if name in self.spec.env:
             return COMMAND_LINE
         return f"environment {name}" if self.environ.get(name) else ""
 
-    def threads(self) -> Setting:
+    def threads(self) -> ConfigValue:
         if self.spec.threads_per_worker is not None:
-            return Setting(self.spec.threads_per_worker, COMMAND_LINE)
+            return ConfigValue(self.spec.threads_per_worker, COMMAND_LINE)
         origin = self.variable("OMP_NUM_THREADS")
         if origin:
-            return Setting({**self.environ, **self.spec.env}["OMP_NUM_THREADS"], origin)
-        return Setting(max(1, usable_cores() // self.spec.num_workers), DEFAULT)
+            return ConfigValue({**self.environ, **self.spec.env}["OMP_NUM_THREADS"], origin)
+        return ConfigValue(max(1, usable_cores() // self.spec.num_workers), DEFAULT)
 
-    def log_dir(self, directory: Path) -> Setting:
+    def log_dir(self, directory: Path) -> ConfigValue:
         if "log_dir" in self.spec.given:
-            return Setting(str(directory), COMMAND_LINE)
+            return ConfigValue(str(directory), COMMAND_LINE)
         exported = self.environ.get("PACELINE_LOG_DIR")
-        return Setting(str(directory), "environment PACELINE_LOG_DIR" if exported else DEFAULT)
+        return ConfigValue(str(directory), "environment PACELINE_LOG_DIR" if exported else DEFAULT)
 
 
-def _elastic(asked: _Asked) -> dict[str, Setting]:
-    plan = asked.spec.elastic
+def _elastic(given: _Given) -> dict[str, ConfigValue]:
+    plan = given.spec.elastic
     if plan is None:
-        return {"elastic": Setting(False, DEFAULT)}
+        return {"elastic": ConfigValue(False, DEFAULT)}
     return {
-        "elastic": Setting(True, COMMAND_LINE),
-        "min_workers": asked.option("min_workers", plan.min_workers),
-        "max_workers": asked.option("max_workers", plan.max_workers),
-        "max_servers": asked.option("max_servers", plan.max_servers),
-        "on_loss": asked.option("on_loss", plan.on_loss),
-        "restarts": asked.option("restarts", plan.restarts),
+        "elastic": ConfigValue(True, COMMAND_LINE),
+        "min_workers": given.option("min_workers", plan.min_workers),
+        "max_workers": given.option("max_workers", plan.max_workers),
+        "max_servers": given.option("max_servers", plan.max_servers),
+        "on_loss": given.option("on_loss", plan.on_loss),
+        "restarts": given.option("restarts", plan.restarts),
     }
 
 
-def _engine(asked: _Asked) -> dict[str, Setting]:
-    config = EngineConfig.from_environ({**asked.environ, **asked.spec.env})
+def _engine(given: _Given) -> dict[str, ConfigValue]:
+    config = EngineConfig.from_environ({**given.environ, **given.spec.env})
     settings = {}
     for field in fields(config):
-        origin = asked.variable(f"PACELINE_{field.name.upper()}")
-        settings[field.name] = Setting(getattr(config, field.name), origin or DEFAULT)
+        origin = given.variable(f"PACELINE_{field.name.upper()}")
+        settings[field.name] = ConfigValue(getattr(config, field.name), origin or DEFAULT)
     return settings
 
 
-def _found(cwd: Path) -> dict[str, Setting]:
+def _found(cwd: Path) -> dict[str, ConfigValue]:
     facts = {
         "paceline_version": version_of("paceline"),
         "python_version": platform.python_version(),
@@ -158,11 +158,11 @@ def _found(cwd: Path) -> dict[str, Setting]:
         "directory": str(cwd),
         "git_commit": git_commit(cwd),
     }
-    return {name: Setting(value, FOUND) for name, value in facts.items()}
+    return {name: ConfigValue(value, FOUND) for name, value in facts.items()}
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the version of what is installed, without importing it."""
+    """Return the version of an installed distribution, without importing it; None if missing."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -173,7 +173,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40,64}\Z")
 
 
 def git_commit(directory: Path) -> str | None:
-    """Return the commit that is checked out at a directory, or None where there is none."""
+    """Return the commit that is checked out at a directory, or None outside a repository."""
     with suppress(OSError, ValueError):
         for place in (directory, *directory.parents):
             if (place / ".git").exists():
@@ -182,7 +182,7 @@ def git_commit(directory: Path) -> str | None:
 
 
 def _git_dir(dot_git: Path) -> Path:
-    """Follow the file that stands for the directory in worktrees and submodules."""
+    """Return the git directory: in worktrees and submodules .git is a file with its path."""
     if dot_git.is_dir():
         return dot_git
     target = dot_git.read_text().removeprefix("gitdir:").strip()

@@ -1,9 +1,9 @@
-"""How the record of a run begins: in which directory, and what its first line says.
+"""The run directory: where the record of a run is kept, and the first line of events.jsonl.
 
 The directory: --log-dir, else PACELINE_LOG_DIR, else runs/<id>; "none" for none.
 
     runs/20261117-071204-train-3f2a/      date and time, the script, the job's id
-        config.json     what was asked for, and by whom: the command line, the environment ...
+        config.json     every setting and its origin: the command line, the environment ...
         events.jsonl    everything that happened (observe/telemetry/event_file.py)
         rank-0.log ...  what each process printed
         tb/             for `tensorboard --logdir runs`
@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.launcher.elastic.job_facts import job_name
+from paceline.launcher.job_registry import job_name
 from paceline.launcher.run_configuration import configuration, encode, version_of
 from paceline.launcher.spec import RunSpec
 from paceline.observe.record.files import RunFiles
@@ -35,23 +35,23 @@ from paceline.observe.telemetry.event_file import EVENTS_FILE, Reading, RunStart
 from paceline.runtime.config import requested_log_dir
 
 ROOT = Path("runs")
-OFF = "none"  # a directory of that name is ./none
+OFF = "none"  # write ./none for a directory of that name
 _LONGEST_NAME = 100
 
 
 def run_name(spec: RunSpec, job_id: str) -> str:
-    """Name a run: "20261117-071204-train-3f2a". Runs are listed in the order of their start."""
+    """Return the name of a run: "20261117-071204-train-3f2a". Names sort by start time."""
     name = re.sub(r"[^\w.+-]", "_", job_name(spec, job_id))
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{name[-_LONGEST_NAME:]}"
 
 
 def run_directory(spec: RunSpec, environ: Mapping[str, str], job_id: str) -> Path | None:
-    """Choose where a run is kept, or None. Nothing is made yet."""
+    """Return where a run is kept, or None. Creates nothing."""
     if spec.log_dir is not None and str(spec.log_dir) != OFF:
         return spec.log_dir
     if spec.is_detached and spec.log_dir is not None:
         raise ConfigError(
-            "--log-dir none with --detach: what a job in the background prints has to go to files;"
+            "--log-dir none with --detach: the output of a job in the background goes to files;"
             " leave out --log-dir, or name a directory"
         )
     exported = requested_log_dir(environ)
@@ -65,31 +65,31 @@ def run_directory(spec: RunSpec, environ: Mapping[str, str], job_id: str) -> Pat
 def begin_record(
     spec: RunSpec, environ: Mapping[str, str], *, is_resumed: bool = False
 ) -> Recorder | None:
-    """Make the recorder of a run whose directory was chosen; None when nothing is to be kept.
+    """Create the recorder of a run in `spec.log_dir`; None if nothing is kept.
 
-    Nothing is written yet, only a port is taken; ConfigError when that is not possible.
+    Writes nothing yet, but opens --metrics-port; raises ConfigError if the port is taken.
     """
     metrics = None if spec.metrics_port is None else Metrics(spec.metrics_port)
     directory, cwd = spec.log_dir, Path.cwd()
     if directory is None:
-        return None if metrics is None else Recorder(None, Sampler(spec.seats), metrics)
+        return None if metrics is None else Recorder(None, Sampler(spec.process_names), metrics)
     files = RunFiles(
         directory,
-        spec.seats,
-        lambda settled: encode(configuration(spec, environ, directory, cwd, settled)),
-        keeps_logs=not spec.is_detached,  # whose processes write to their files themselves
+        spec.process_names,
+        lambda decided: encode(configuration(spec, environ, directory, cwd, decided)),
+        keeps_logs=not spec.is_detached,  # the processes of a detached job write their own
         is_resumed=is_resumed,
     )
     started = _started(directory) if is_resumed else None
     clock_s = clock.now_s() if started is None else started.clock_s
-    recorder = Recorder(files, Sampler(spec.seats), metrics, clock_s=clock_s)
+    recorder = Recorder(files, Sampler(spec.process_names), metrics, clock_s=clock_s)
     if started is None:
         recorder.record(_first_line(spec, environ, directory, clock_s))
     return recorder
 
 
 def _started(directory: Path) -> RunStarted | None:
-    """Return the first line of a run that is under way."""
+    """Return the first line of a run that is in progress."""
     with suppress(OSError):
         line = next(Reading(directory / EVENTS_FILE).lines(), None)
         if line is not None and isinstance(line.event, RunStarted):
@@ -117,7 +117,7 @@ def _first_line(
 
 
 def _command(spec: RunSpec) -> str:
-    """Write the command for people, without the values of --env: some are passwords."""
+    """Return the command without the values of --env: some are passwords."""
     words = ["paceline", "run", "-n", str(spec.num_workers)]
     if spec.num_servers:
         words += ["-s", str(spec.num_servers)]
@@ -127,5 +127,5 @@ def _command(spec: RunSpec) -> str:
 
 
 def _valid(text: str) -> str:
-    """Arguments may be bytes that are no UTF-8; JSON has to be."""
+    """Escape arguments that are not UTF-8, which JSON requires."""
     return text.encode("utf-8", errors="backslashreplace").decode()

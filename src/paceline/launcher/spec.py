@@ -1,7 +1,7 @@
-"""What to run: a `RunSpec`, checked once when it is made and trusted from then on.
+"""What to run: a `RunSpec`, checked once when it is made.
 
-Every refusal is a ConfigError of one line that says what was given and what to type instead; the
-command line prints it and exits with code 2. Nothing here starts a process.
+Every error is a ConfigError of one line with what was given and what to type instead; the command
+line prints it and exits with code 2. Nothing here starts a process.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import ConfigError, UsageError
-from paceline.launcher.elastic.bounds import MAX_WORKERS, ElasticPlan
-from paceline.launcher.processes.run_script import Program
-from paceline.launcher.roles import ServerPlan, check_data_workers
+from paceline.launcher.job_size import MAX_WORKERS, ElasticPlan, ServerPlan, check_data_workers
+from paceline.launcher.processes.run_script import Command
 from paceline.observe.telemetry.trace import TracedSteps
 from paceline.options.table import require_precision
 from paceline.pace.schedule import Schedule, parse_schedule
@@ -29,22 +28,20 @@ from paceline.runtime.config import (
     uses_template,
 )
 from paceline.runtime.mesh import Mesh
-from paceline.runtime.process_names import Seat, seats
+from paceline.runtime.process_names import ProcessName, process_names
 
-# More ranks than this on one host is a typing error ("-n 40000"), not a plan.
-MAX_LOCAL_WORKERS = MAX_WORKERS
-# After SIGTERM, before SIGKILL; with it the whole end of a job stays below 5 s.
+# From SIGTERM to SIGKILL; with it the whole end of a job stays below 5 s.
 STOP_GRACE_S = 3.0
-# The same for workers that save when they are stopped.
+# The same for workers that save a checkpoint when they are stopped.
 SAVE_GRACE_S = 30.0
 _LONGEST_GRACE_S = 3600.0
 
-# The launcher decides who is who; a script that could be told otherwise by --env would hang.
-_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# The launcher sets these; a rank that gets another value with --env would hang.
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 RESERVED = frozenset(
     (
-        *_PLACES,
-        *(f"PACELINE_{name}" for name in _PLACES),
+        *_RANKS,
+        *(f"PACELINE_{name}" for name in _RANKS),
         *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
         *("PACELINE_ROLE", "PACELINE_COORDINATOR", "PACELINE_JOB", "PACELINE_SECRET_FILE"),
         *("PACELINE_SERVERS", "PACELINE_NUMBER", "PACELINE_JOINS", "PACELINE_ELASTIC"),
@@ -57,8 +54,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One job on this host: `num_workers` copies of a script or module with its arguments, and the
-    parameter servers beside them.
+    """One job on this host: `num_workers` copies of a script or module with its arguments, and
+    parameter servers and data workers for them.
     """
 
     target: str
@@ -67,22 +64,24 @@ class RunSpec:
     num_workers: int
     threads_per_worker: int | None = None
     servers: ServerPlan = ServerPlan()
-    data_workers: tuple[int, ...] = ()  # how many for each stage
+    data_workers: tuple[int, ...] = ()  # for each stage
     pace: Schedule | None = None
     precision: str | None = None
     mesh: Mesh | None = None
     trace: TracedSteps | None = None  # which steps
     env: Mapping[str, str] = field(default_factory=dict)
-    log_dir: Path | None = None  # "none": keep nothing; see recording/run_directory.py
-    metrics_port: int | None = None  # of the Prometheus endpoint; 0: any
+    log_dir: Path | None = None  # None: keep nothing; see run_directory.py
+    metrics_port: int | None = None  # of the Prometheus endpoint; 0: any free port
     elastic: ElasticPlan | None = None  # None: the first loss ends the job
     grace_s: float = STOP_GRACE_S
     is_detached: bool = False
-    has_template: bool = True  # processes are forked, unless something else forbids it
-    given: frozenset[str] = frozenset()  # the options that were typed, by the names of main.py
+    has_template: bool = True  # processes may be forked from a template
+    given: frozenset[str] = (
+        frozenset()
+    )  # options on the command line, by their names in cli/run_options.py
 
     def __post_init__(self) -> None:
-        _check_count("-n", self.num_workers, at_most=MAX_LOCAL_WORKERS)
+        _check_count("-n", self.num_workers, at_most=MAX_WORKERS)
         if self.threads_per_worker is not None:
             _check_count("--threads-per-worker", self.threads_per_worker, at_most=4096)
         if self.is_module:
@@ -91,34 +90,22 @@ class RunSpec:
             _check_script(self.target)
         for text in (self.target, *self.arguments, *self.env.values()):
             if "\0" in text:
-                raise ConfigError("an argument contains a NUL byte, which no process can be given")
-        if "OMP_NUM_THREADS" in self.env and self.threads_per_worker is not None:
-            raise ConfigError(
-                "--threads-per-worker and --env OMP_NUM_THREADS=... both set the number of"
-                " threads; give only one of them"
-            )
-        if "PACELINE_PACE" in self.env and self.pace is not None:
-            raise ConfigError(
-                "--pace and --env PACELINE_PACE=... both set the pace; give only one of them"
-            )
-        if "PACELINE_PRECISION" in self.env and self.precision is not None:
-            raise ConfigError(
-                "--precision and --env PACELINE_PRECISION=... both set the precision; give only one"
-                " of them"
-            )
+                raise ConfigError("an argument contains a NUL byte; remove it")
+        for option, value, variable in (
+            ("--threads-per-worker", self.threads_per_worker, "OMP_NUM_THREADS"),
+            ("--pace", self.pace, "PACELINE_PACE"),
+            ("--precision", self.precision, "PACELINE_PRECISION"),
+            ("--mesh", self.mesh, "PACELINE_MESH"),
+            ("--trace", self.trace, "PACELINE_TRACE"),
+        ):
+            if value is not None and variable in self.env:
+                raise ConfigError(
+                    f"{option} and --env {variable}=... set the same value; give only one of them"
+                )
         if self.precision is not None:
             require_precision(self.precision)
-        if "PACELINE_MESH" in self.env and self.mesh is not None:
-            raise ConfigError(
-                "--mesh and --env PACELINE_MESH=... both set the mesh; give only one of them"
-            )
         if self.mesh is not None:
             self.mesh.require(self.num_workers, "--mesh")
-        if "PACELINE_TRACE" in self.env and self.trace is not None:
-            raise ConfigError(
-                "--trace and --env PACELINE_TRACE=... both say what is traced; give only one of"
-                " them"
-            )
         if not 0 <= self.grace_s <= _LONGEST_GRACE_S:
             raise ConfigError(
                 f"--grace {self.grace_s:g}: expected seconds from 0 to {_LONGEST_GRACE_S:g}, for"
@@ -133,7 +120,7 @@ class RunSpec:
         check_data_workers(self.data_workers)
         if self.data_workers and self.elastic is not None:
             raise ConfigError(
-                "--data-workers in an elastic job: data workers cannot follow changes of the"
+                "--data-workers in an elastic job: data workers do not support a changing number of"
                 " workers; leave out --data-workers (and use num_workers of the DataLoader), or"
                 " --min, --max, --on-loss, --replicas, --max-servers and --detach"
             )
@@ -143,14 +130,14 @@ class RunSpec:
         return self.servers.count
 
     @property
-    def seats(self) -> list[Seat]:
-        """Every process of the job, workers first."""
-        return seats(self.num_workers, self.num_servers, sum(self.data_workers))
+    def process_names(self) -> list[ProcessName]:
+        """The names of all processes that the job starts with, workers first."""
+        return process_names(self.num_workers, self.num_servers, sum(self.data_workers))
 
     def pace_in(self, inherited: Mapping[str, str]) -> Schedule | None:
-        """Return the pace that the ranks will be told: the option's, else the environment's.
+        """Return the pace that the ranks get: the option's, else the environment's.
 
-        ConfigError when that is none, or does not fit the servers of the job.
+        Raises ConfigError if it is unknown, or does not fit the servers of the job.
         """
         if self.pace is not None:
             return self.pace
@@ -163,7 +150,7 @@ class RunSpec:
         return pace
 
     def precision_in(self, inherited: Mapping[str, str]) -> str | None:
-        """Return the precision that the ranks will be told, as `pace_in` does with the pace."""
+        """Return the precision that the ranks get, as `pace_in` returns the pace."""
         text = self.precision or requested_precision({**inherited, **self.env})
         try:
             return None if text is None else require_precision(text)
@@ -171,7 +158,7 @@ class RunSpec:
             raise ConfigError(f"PACELINE_PRECISION: {error}") from error
 
     def mesh_in(self, inherited: Mapping[str, str]) -> Mesh | None:
-        """Return the mesh that the ranks will be told, as `pace_in` does with the pace."""
+        """Return the mesh that the ranks get, as `pace_in` returns the pace."""
         if self.mesh is not None:
             return self.mesh
         text = requested_mesh({**inherited, **self.env})
@@ -184,24 +171,24 @@ class RunSpec:
         return mesh
 
     def trace_in(self, inherited: Mapping[str, str]) -> TracedSteps | None:
-        """Return the steps that are traced, as `pace_in` does with the pace."""
+        """Return the steps to trace, as `pace_in` returns the pace."""
         if self.trace is not None:
             return self.trace
         text = requested_trace({**inherited, **self.env})
         return None if text is None else TracedSteps.parse(text, "PACELINE_TRACE")
 
     def uses_template_in(self, inherited: Mapping[str, str]) -> bool:
-        """Return whether processes may be forked from a template: neither forbids it."""
+        """Return whether processes may be forked from a template: no option forbids it."""
         return self.has_template and uses_template({**inherited, **self.env})
 
-    def program(self, seat: Seat) -> Program:
-        """Return what a process runs."""
-        kind = "server" if seat.is_server else "module" if self.is_module else "script"
-        return Program(kind, self.target, self.arguments)
+    def command(self, name: ProcessName) -> Command:
+        """Return what a process of this name runs."""
+        kind = "server" if name.is_server else "module" if self.is_module else "script"
+        return Command(kind, self.target, self.arguments)
 
 
 def parse_env(settings: Iterable[str]) -> dict[str, str]:
-    """Turn repeated `--env NAME=VALUE` into a mapping; raises ConfigError for anything else."""
+    """Return repeated `--env NAME=VALUE` as a mapping; raises ConfigError for anything else."""
     env: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -250,7 +237,7 @@ def _check_module(target: str) -> None:
 
 
 def _module_exists(target: str) -> bool:
-    """Look for the top-level name only: finding a submodule would import its parents here."""
+    """Look only for the top-level name: finding a submodule would import its parents."""
     top = target.split(".")[0]
     if not top.isidentifier():
         return False

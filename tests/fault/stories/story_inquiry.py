@@ -7,8 +7,8 @@ from pathlib import Path
 from paceline.control.client.operator import Operator, Status
 from paceline.control.transport.secret_file import load_secret
 from paceline.errors import PacelineError
-from paceline.launcher.elastic.job_facts import JobFacts, read_facts
 from paceline.launcher.job_directory import directories
+from paceline.launcher.job_registry import JobFacts, read_facts
 
 
 def facts(runtime: Path) -> JobFacts | None:

@@ -151,7 +151,7 @@ class Job:
         return found[-1] if found else None
 
     def supervisor(self) -> int:
-        """Return the pid of whoever supervises the job: the launcher, or a keeper."""
+        """Return the pid of the launcher, or of the supervisor of a detached job."""
         job = story_inquiry.facts(self.runtime)
         assert job is not None, f"no job is written down{self}"
         return job.supervisor

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.launcher.elastic.job_facts import recorded
 from paceline.launcher.job_directory import directories
+from paceline.launcher.job_registry import recorded
 
 
 def state_of(pid: int) -> str:
@@ -71,7 +71,7 @@ def find(who: str, launcher: int, runtime: Path) -> list[int]:
         known = [
             record.pid
             for record in recorded(directory)
-            if record.seat.role == role and record.number == int(number) and record.is_alive
+            if record.name.role == role and record.number == int(number) and record.is_alive
         ]
         if known:
             return known

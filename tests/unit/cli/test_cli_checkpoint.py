@@ -39,7 +39,7 @@ def test_ls_has_a_row_for_each_and_says_what_is_damaged(tmp_path, paceline):
     rows = out.splitlines()
     assert code == 0 and len(rows) == 4
     assert rows[0].split() == ["step", "size", "saved", "workers", "pace", "name", "state"]
-    assert rows[1].split()[0] == "100" and "2  allreduce" in rows[1] and "looks whole" in rows[1]
+    assert rows[1].split()[0] == "100" and "2  allreduce" in rows[1] and "complete" in rows[1]
     assert rows[2].split()[0] == "9" and rows[2].endswith("CheckpointCorrupt")
     assert "step-000000009/manifest.json is damaged: expected sha256" in rows[3]
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from paceline.cli import doctor
-from paceline.cli.doctor import Finding
+from paceline.cli.doctor import Check
 
 
 def _python(code: str) -> str:
@@ -17,7 +17,7 @@ def _python(code: str) -> str:
 
 
 def test_the_command_line_never_imports_torch() -> None:
-    modules = "paceline.cli.main, paceline.cli.run, paceline.cli.doctor, paceline.launcher.local"
+    modules = "paceline.cli.main, paceline.cli.run, paceline.cli.doctor, paceline.launcher.job"
     out = _python(f"import sys, {modules}; print('torch' in sys.modules, 'numpy' in sys.modules)")
     assert out == "False False\n"
 
@@ -59,10 +59,10 @@ def test_version_ranges(version: str, wanted: str, fits: bool) -> None:
 def test_something_broken_means_code_1_and_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = Finding("widget", "missing", "install the widget", broken=True)
+    broken = Check("widget", "missing", "install the widget", broken=True)
     monkeypatch.setattr(doctor, "_SECTIONS", (("parts", lambda: iter([broken])),))
     assert doctor.doctor(run_self_test=False) == 1
     out = capsys.readouterr().out
     assert "! widget" in out and "broken: widget: missing. install the widget" in out
-    monkeypatch.setattr(doctor, "_SECTIONS", (("parts", lambda: iter([Finding("a", "b")])),))
+    monkeypatch.setattr(doctor, "_SECTIONS", (("parts", lambda: iter([Check("a", "b")])),))
     assert doctor.doctor(run_self_test=False) == 0

@@ -63,7 +63,7 @@ def test_an_output_that_cannot_be(tmp_path: Path, report) -> None:
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     run = write_record(tmp_path / "run", whole(training()))
     code = (
-        "import sys\nfrom paceline.cli.report import report\nfrom pathlib import Path\n"
-        f"report(Path({str(run)!r}), None)\nassert 'torch' not in sys.modules"
+        "import sys\nfrom paceline.cli.main import _exit_code\n"
+        f"assert _exit_code(['report', {str(run)!r}]) == 0\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

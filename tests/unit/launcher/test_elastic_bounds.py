@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, UsageError
-from paceline.launcher.elastic.bounds import plan_changes
 from paceline.launcher.environment import JobAddresses, process_environ
-from paceline.launcher.roles import ServerPlan
+from paceline.launcher.job_size import ServerPlan, plan_changes
 from paceline.launcher.spec import RunSpec
 from paceline.runtime.config import job_env
 from paceline.runtime.mesh import Mesh
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 _WHERE = JobAddresses(job_id="j", coordinator="127.0.0.1:9", secret_file="f", master_port=1)
 
@@ -77,15 +76,15 @@ def test_a_newcomer_reads_its_own_environment(tmp_path: Path) -> None:
         servers=servers,
         elastic=plan_changes(num_workers=3, servers=servers, on_loss="replace"),
     )
-    worker = Seat(17, 4, is_newcomer=True)
+    worker = ProcessName(17, 4, is_newcomer=True)
     env = job_env(process_environ({}, spec, worker, _WHERE, cores=2))
     assert (env.rank, env.number, env.world_size, env.role) == (17, 4, 3, "worker")
     assert env.is_newcomer and env.is_elastic and env.on_loss == "replace"
     assert (env.num_partitions, env.replicas, env.num_servers) == (4, 2, 2)
-    server = Seat(18, 1, is_server=True, is_newcomer=True)
+    server = ProcessName(18, 1, is_server=True, is_newcomer=True)
     env = job_env(process_environ({}, spec, server, _WHERE, cores=2))
     assert (env.rank, env.number, env.role, env.is_newcomer) == (18, 1, "server", True)
-    first = job_env(process_environ({}, spec, spec.seats[4], _WHERE, cores=2))
+    first = job_env(process_environ({}, spec, spec.process_names[4], _WHERE, cores=2))
     assert (first.rank, first.number, first.is_newcomer) == (4, 1, False)
 
 

@@ -12,30 +12,30 @@ from paceline.control.member import Member, Membership
 from paceline.control.membership.decisions import Place, Wanted
 from paceline.control.membership.policy import Policy
 from paceline.control.transport.messages import LossKind, Presence
-from paceline.launcher.elastic.bounds import ElasticPlan, plan_changes
-from paceline.launcher.elastic.event_log import Chronicle, hottest
-from paceline.launcher.outcome import Outcome, RankResult
+from paceline.launcher.elastic.event_log import EventLog, hottest
+from paceline.launcher.job_size import ElasticPlan, ServerPlan, plan_changes
+from paceline.launcher.outcome import Outcome
 from paceline.launcher.processes.process import ExitStatus
-from paceline.launcher.roles import ServerPlan
+from paceline.launcher.processes.table import ProcessResult
 from paceline.observe.display.board import Board
 from paceline.observe.telemetry.events import Filled, Moved, Progress, Promoted, Resumed
 from paceline.runtime.machine import Memory, OomCount
-from paceline.runtime.process_names import Seat, seats
+from paceline.runtime.process_names import ProcessName, process_names
 
 
 def _member(rank: int, number: int, role: str = "worker", pid: int = 0) -> Member:
     return Member(rank, role, "h", "b", pid or 4000 + rank, number, "", "", number)
 
 
-def _chronicle(unit_size: int = 1, **options: object) -> Chronicle:
+def _event_log(unit_size: int = 1, **options: object) -> EventLog:
     servers = ServerPlan(count=2, replicas=2)
     plan = plan_changes(num_workers=4, servers=servers, min_workers=2, **options)  # type: ignore[arg-type]
     assert isinstance(plan, ElasticPlan)
-    chronicle = Chronicle(plan, unit_size)
+    log = EventLog(plan, unit_size)
     workers = [_member(n, n) for n in range(4)]
     servers_ = (_member(4, 0, "server"), _member(5, 1, "server"))
-    chronicle.take(Membership(1, (*workers, *servers_), ((4, 5), (5, 4))))
-    return chronicle
+    log.take(Membership(1, (*workers, *servers_), ((4, 5), (5, 4))))
+    return log
 
 
 def _text(line: str | None) -> str:
@@ -46,57 +46,59 @@ def _text(line: str | None) -> str:
 
 
 def test_what_follows_from_a_loss_is_told_as_it_happens_and_whole_at_the_end() -> None:
-    chronicle = _chronicle()
-    chronicle.progressed(412, 9.0)
+    log = _event_log()
+    log.progressed(412, 9.0)
     why = "killed by signal 9, memory cgroup limit 2.0 GB reached"
-    line = _text(chronicle.lost(3, why, LossKind.KILLED, 10.0))
-    assert line == f"worker 3 (host b, pid 4003) lost: {why}; 3 workers go on"
-    assert chronicle.lost(3, "its connection ended", LossKind.ENDED, 10.1) is None, "once is enough"
-    again = _text(chronicle.resumed(Resumed(0, 412, 3, (3,), 0.11, True)))
+    line = _text(log.lost(3, why, LossKind.KILLED, 10.0))
+    assert line == f"worker 3 (host b, pid 4003) lost: {why}; continuing with 3 workers"
+    assert log.lost(3, "its connection ended", LossKind.ENDED, 10.1) is None, "once is enough"
+    again = _text(log.resumed(Resumed(0, 412, 3, (3,), 0.11, True)))
     assert again == "step 412 exchanged again with 3 workers (0.1 s)"
-    chronicle.progressed(412, 10.2)  # another worker's report of the same step
-    chronicle.progressed(415, 10.6)
+    log.progressed(412, 10.2)  # another worker's report of the same step
+    log.progressed(415, 10.6)
     workers = [_member(n, n) for n in range(3)]
-    chronicle.take(Membership(2, (*workers, _member(17, 3, pid=4242))))
-    joined = _text(chronicle.joined(17, 10.8))
+    log.take(Membership(2, (*workers, _member(17, 3, pid=4242))))
+    joined = _text(log.joined(17, 10.8))
     assert joined == "worker 3 (host b, pid 4242) joined at step 415, 0.8 s after the loss"
-    count, whole = chronicle.summary()
-    assert count == "paceline: 1 loss (worker 3), 1 replaced; 0.6 s until the next step, altogether"
+    count, whole = log.summary()
+    assert count == "paceline: 1 loss (worker 3), 1 replaced; 0.6 s in all until the next step"
     assert _text(whole) == (
         f"worker 3 (host b, pid 4003) lost: {why}; step 412 exchanged again with 3 workers (0.1 s);"
         " replacement (pid 4242) joined at step 415 (0.8 s)"
     )
-    more = _text(chronicle.resumed(Resumed(0, 417, 4, (), 0.04, False)))
-    assert more == "4 workers from step 417 on (0.0 s)"
+    more = _text(log.resumed(Resumed(0, 417, 4, (), 0.04, False)))
+    assert more == "4 workers from step 417 (0.0 s)"
 
 
 def test_what_follows_is_said_only_where_it_is_certain() -> None:
-    replace = _chronicle(on_loss="replace")
-    assert "the others hold their step until" in _text(replace.lost(1, "x", LossKind.ENDED, 0.0))
-    shrink = _chronicle()
+    replace = _event_log(on_loss="replace")
+    assert "the other workers hold their step until" in _text(
+        replace.lost(1, "x", LossKind.ENDED, 0.0)
+    )
+    shrink = _event_log()
     assert _text(shrink.lost(4, "x", LossKind.ENDED, 0.0)).endswith(
-        "; others have copies of its tables"
+        "; other servers have its tables"
     )
     assert _text(shrink.lost(5, "x", LossKind.ENDED, 0.0)).endswith("lost: x"), (
         "it had the last copy"
     )
     for rank in (0, 1):
-        assert "go on" in _text(shrink.lost(rank, "x", LossKind.ENDED, 0.0))
+        assert "continuing" in _text(shrink.lost(rank, "x", LossKind.ENDED, 0.0))
     assert _text(shrink.lost(2, "x", LossKind.ENDED, 0.0)).endswith("lost: x"), "fewer than --min"
     assert shrink.summary()[0].startswith("paceline: 5 losses (server 0, server 1, worker 0, worke")
 
 
 def test_silence_and_partitions_have_lines() -> None:
-    chronicle = _chronicle()
+    log = _event_log()
     silent = Presence(2, "silent", "no heartbeat for 2.1 s: its process runs")
     words = "worker 2 (host b, pid 4002) is silent: no heartbeat for 2.1 s: its process runs"
-    assert _text(chronicle.presence(silent)) == words
+    assert _text(log.presence(silent)) == words
     lines = [
-        _text(chronicle.happened(event))
+        _text(log.happened(event))
         for event in (Promoted(1, (0, 2), 2), Filled(2, (1,), 3), Moved(0, 2, (3, 1), 4))
     ]
     assert lines == [
-        "server 1 answers for partitions 0, 2 now",
+        "server 1 is now primary of partitions 0, 2",
         "server 2 has a copy of partition 1",
         "partitions 1, 3 moved from server 0 to server 2",
     ]
@@ -130,7 +132,7 @@ def test_the_status_names_everybody() -> None:
     ]
     assert describe(_status(over="no worker is left")) == ["over: no worker is left"]
     forming = Status(1, told.policy, None, (1, 3))
-    assert describe(forming) == ["forming: waits for ranks 1, 3"]
+    assert describe(forming) == ["forming: waiting for ranks 1, 3"]
 
 
 def test_the_table_of_servers_shows_who_is_busy() -> None:
@@ -146,13 +148,13 @@ def test_the_table_of_servers_shows_who_is_busy() -> None:
 
 
 def test_a_replacement_goes_on_in_the_row_of_its_predecessor() -> None:
-    board = Board(seats(2))
+    board = Board(process_names(2))
     board.on_event(Progress(1, 40, {"loss": 2.0}), 1.0)
     board.on_event(Progress(0, 50), 1.0)
     assert board.line(1.0).startswith("steps 40 to 50")
     board.set_state(1, "killed by SIGKILL (killed)")
     assert board.line(1.0) == "step 50", "who is lost has no step any more"
-    board.seat(Seat(5, 1, is_newcomer=True))
+    board.add(ProcessName(5, 1, is_newcomer=True))
     board.on_event(Progress(1, 99), 2.0)  # a late word of the dead
     board.on_event(Progress(5, 42), 2.0)
     rows = board.rows(2.0)
@@ -160,15 +162,15 @@ def test_a_replacement_goes_on_in_the_row_of_its_predecessor() -> None:
         ("0", 50, "running"),
         ("1", 42, "running"),
     ]
-    board.seat(Seat(6, 2, is_newcomer=True))
+    board.add(ProcessName(6, 2, is_newcomer=True))
     assert len(board.rows(2.0)) == 3
-    board.remove(Seat(6, 2, is_newcomer=True))
+    board.remove(ProcessName(6, 2, is_newcomer=True))
     assert len(board.rows(2.0)) == 2
 
 
 def test_a_job_that_could_not_go_on_shows_its_last_loss() -> None:
-    last = RankResult(
-        seat=Seat(9, 1),
+    last = ProcessResult(
+        name=ProcessName(9, 1),
         pid=4242,
         status=ExitStatus(None, signal.SIGKILL),
         ran_s=3.25,
@@ -196,20 +198,20 @@ def test_a_job_that_could_not_go_on_shows_its_last_loss() -> None:
 
 
 def test_a_unit_is_lost_and_replaced_in_the_words_of_one_loss() -> None:
-    chronicle = _chronicle(unit_size=2)
-    assert chronicle.lost(0, "a mate was killed", LossKind.RETIRED, 10.0) is None
-    text = _text(chronicle.lost(1, "killed by signal 9", LossKind.KILLED, 10.0))
+    log = _event_log(unit_size=2)
+    assert log.lost(0, "a mate was killed", LossKind.RETIRED, 10.0) is None
+    text = _text(log.lost(1, "killed by signal 9", LossKind.KILLED, 10.0))
     assert text == (
-        "worker 1 (host b, pid 4001) lost: killed by signal 9; worker 0 of its unit goes with it;"
-        " 2 workers go on"
+        "worker 1 (host b, pid 4001) lost: killed by signal 9; worker 0 of its unit is retired with"
+        " it; continuing with 2 workers"
     )
-    chronicle.resumed(Resumed(2, 14, 2, (0,), 0.1, True))  # by the first of another unit
-    assert chronicle.membership is not None
-    stay = [one for one in chronicle.membership.members if one.rank > 1]
-    chronicle.take(chronicle.membership.next([*stay, _member(6, 0), _member(7, 1)]))
-    assert _text(chronicle.joined(6, 12.0)).endswith("joined, 2.0 s after the loss")
-    assert _text(chronicle.joined(7, 12.0)).endswith("joined, 2.0 s after the loss")
-    first, whole = chronicle.summary()
+    log.resumed(Resumed(2, 14, 2, (0,), 0.1, True))  # by the first of another unit
+    assert log.membership is not None
+    stay = [one for one in log.membership.members if one.rank > 1]
+    log.take(log.membership.next([*stay, _member(6, 0), _member(7, 1)]))
+    assert _text(log.joined(6, 12.0)).endswith("joined, 2.0 s after the loss")
+    assert _text(log.joined(7, 12.0)).endswith("joined, 2.0 s after the loss")
+    first, whole = log.summary()
     assert first == "paceline: 1 loss (worker 1), 1 replaced"
     assert "step 14 exchanged again with 2 workers" in whole
     assert whole.endswith("replacement (pid 4007) joined (2.0 s)")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.launcher.hang import HangWatch, StackBlocks
+from paceline.launcher.hang import HangWatch
+from paceline.launcher.processes.output import StackFilter
 from paceline.observe.telemetry.waiting import AGAIN_S, Waiting, WaitTeller
-from paceline.runtime.process_names import seats
+from paceline.runtime.process_names import process_names
 
 
 class Job:
@@ -15,14 +16,17 @@ class Job:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.watch = HangWatch(
-            {seat.rank: seat for seat in seats(3, 1)}, lambda _: None, self.said.append, 30.0
+            {name.rank: name for name in process_names(3, 1)},
+            lambda _: None,
+            self.said.append,
+            30.0,
         )
 
     def look(self, *times_s: float) -> list[str]:
         """Look at each of these times; return what was said."""
         before = len(self.said)
         for now_s in times_s:
-            self.watch.look(now_s)
+            self.watch.check(now_s)
         return self.said[before:]
 
 
@@ -33,7 +37,7 @@ def job() -> Job:
 
 def hear(job: Job, *events: Waiting, at_s: float) -> None:
     for event in events:
-        job.watch.heard(event, at_s)
+        job.watch.on_event(event, at_s)
 
 
 def test_a_wait_is_explained_when_it_is_long_and_only_once(job: Job) -> None:
@@ -84,14 +88,12 @@ def test_a_server_knows_better_for_whom_a_worker_waits(job: Job) -> None:
     assert said.startswith("rank 1 is missing: rank 0 has waited 42 s for it in table 'm' at serv")
 
 
-def test_in_a_circle_nobody_is_missing(job: Job) -> None:
+def test_a_cycle_is_a_deadlock(job: Job) -> None:
     hear(job, Waiting(0, "recv", (1,), 40.0), Waiting(1, "barrier", (0, 2), 40.0), at_s=40.0)
     assert "rank 2 is missing" in job.look(40.5, 41.0)[0]
     hear(job, Waiting(2, "recv", (0,), 40.0), at_s=41.0)
     (said,) = job.look(41.5, 42.0)
-    assert said.startswith(
-        "nobody is missing, but rank 0 has waited 42 s for rank 1 in recv, which"
-    )
+    assert said.startswith("deadlock: rank 0 has waited 42 s for rank 1 in recv, which")
 
 
 def test_only_changes_are_told() -> None:
@@ -110,7 +112,7 @@ def test_only_changes_are_told() -> None:
 
 def test_threads_of_our_own_are_left_out_of_stacks() -> None:
     from paceline.control.transport import loop_thread
-    from paceline.launcher.processes import run_script as as_script
+    from paceline.launcher.processes import run_script
 
     python = '  File "/lib/python3.11/threading.py", line 982 in _bootstrap'
     ours = [
@@ -123,10 +125,10 @@ def test_threads_of_our_own_are_left_out_of_stacks() -> None:
     lines = ["before", *ours, python, "", ours[0], idle, python, "", *theirs, python, "", *main]
     callers = [  # of a script in a fork of the template
         '  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed',
-        f'  File "{as_script.__file__}", line 146 in run',
+        f'  File "{run_script.__file__}", line 146 in run',
         '  File "<string>", line 2 in <module>',
     ]
-    blocks = StackBlocks()
+    blocks = StackFilter()
     shown = [one for line in [*lines, *callers, "", "behind"] for one in blocks.feed(line)]
     assert shown == ["before", *theirs, python, *main, "", "behind"]
     assert list(blocks.feed(theirs[0])) == [] and blocks.is_holding

@@ -11,10 +11,10 @@ import pytest
 import paceline as pl
 from paceline.cli.main import _exit_code
 from paceline.errors import ConfigError, UsageError
-from paceline.launcher.elastic.job_facts import facts_of
 from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.function.checks import checked
-from paceline.launcher.roles import plan_servers
+from paceline.launcher.job_registry import facts_of
+from paceline.launcher.job_size import plan_servers
 from paceline.launcher.spec import RunSpec
 from paceline.runtime.mesh import Mesh
 
@@ -30,11 +30,11 @@ def test_the_mesh_goes_to_workers_and_servers_and_wins(tmp_path: Path) -> None:
     servers = plan_servers("1", num_workers=4)
     spec = _spec(tmp_path, mesh=Mesh.parse("dp=2,tp=2"), servers=servers)
     base = {"PACELINE_MESH": "pp=4"}
-    environs = [process_environ(base, spec, seat, _WHERE, cores=8) for seat in spec.seats]
+    environs = [process_environ(base, spec, name, _WHERE, cores=8) for name in spec.process_names]
     assert [environ["PACELINE_MESH"] for environ in environs] == 5 * ["dp=2,tp=2"]
-    worker = process_environ(base, _spec(tmp_path), spec.seats[0], _WHERE, cores=8)
+    worker = process_environ(base, _spec(tmp_path), spec.process_names[0], _WHERE, cores=8)
     assert worker["PACELINE_MESH"] == "pp=4"
-    alone = process_environ({}, _spec(tmp_path), spec.seats[0], _WHERE, cores=8)
+    alone = process_environ({}, _spec(tmp_path), spec.process_names[0], _WHERE, cores=8)
     assert "PACELINE_MESH" not in alone
 
 
@@ -59,16 +59,16 @@ def test_the_number_of_workers_follows_the_mesh(
     assert _exit_code(["run", "--mesh", "dp=2,pp=2", "--dry-run", script]) == 0
     told = capsys.readouterr().out
     assert told.count("PACELINE_MESH=dp=2,pp=2") == told.count("PACELINE_WORLD_SIZE=4") == 4
-    assert "mesh: dp=2,pp=2, which wins over the script's own" in told
+    assert "mesh: dp=2,pp=2, which overrides the script's" in told
     assert _exit_code(["run", "-n", "2", "--mesh", "dp=2,pp=2", script]) == 2
     assert "dp 2 x pp 2 = 4, but this job has 2 workers" in capsys.readouterr().err
 
 
 def test_what_is_written_down_of_a_job_has_its_mesh(tmp_path: Path) -> None:
     spec = _spec(tmp_path, mesh=Mesh.parse("dp=2,tp=2"))
-    facts = facts_of(spec, _WHERE).with_plan(spec, {})
+    facts = facts_of(spec, _WHERE).with_spec(spec, {})
     read = msgspec.json.decode(msgspec.json.encode(facts), type=type(facts))
-    assert read.plan().mesh == spec.mesh
+    assert read.run_spec().mesh == spec.mesh
 
 
 def test_launch_follows_the_mesh() -> None:

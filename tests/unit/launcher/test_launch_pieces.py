@@ -11,12 +11,12 @@ import pytest
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.launcher.job_directory import JobDirectory, sweep
-from paceline.launcher.processes.guard import end_processes, job_processes
+from paceline.launcher.processes.guard_main import end_processes, job_processes
 from paceline.launcher.spec import RunSpec, parse_env
 from paceline.pace.parse import parse as parse_pace
 from paceline.runtime.formatting import memory_size
 from paceline.runtime.machine import OomCount, memory, usable_cores
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 
 def test_a_job_directory_is_private_and_goes_away(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_spec_is_checked_when_it_is_made(tmp_path: Path) -> None:
     script = tmp_path / "s.py"
     script.touch()
     spec = RunSpec(target=str(script), arguments=("a",), num_workers=2)
-    assert spec.program(Seat(0, 0)).argv == [sys.executable, str(script), "a"]
+    assert spec.command(ProcessName(0, 0)).argv == [sys.executable, str(script), "a"]
     with pytest.raises(ConfigError, match="NUL"):
         RunSpec(target=str(script), arguments=("a\0b",), num_workers=2)
     with pytest.raises(ConfigError, match="only one"):

@@ -6,16 +6,11 @@ import signal
 
 import pytest
 
-from paceline.launcher.outcome import (
-    RankResult,
-    failure_report,
-    first_cause,
-    traceback_tail,
-    why_killed,
-)
+from paceline.launcher.outcome import failure_report, why_killed
 from paceline.launcher.processes.process import ExitStatus
+from paceline.launcher.processes.table import ProcessResult, first_cause, traceback_tail
 from paceline.runtime.machine import Memory, OomCount
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 _CAUSE = ["noise", "Traceback (most recent call last):", '  File "x.py"', "ValueError: boom"]
 _LOST = ["Traceback (most recent call last):", '  File "y.py"', "paceline.errors.PeerLost: rank 2"]
@@ -26,9 +21,9 @@ _GLOO = [
 _MEMORY = Memory(total_bytes=8 << 30, available_bytes=1, limit_bytes=1 << 30, peak_bytes=1 << 30)
 
 
-def _failed(rank: int, stderr: list[str], **more: object) -> RankResult:
+def _failed(rank: int, stderr: list[str], **more: object) -> ProcessResult:
     fields = {"pid": 100 + rank, "status": ExitStatus(1), "ran_s": 1.0, **more}
-    return RankResult(seat=Seat(rank, rank), stderr_tail=stderr, **fields)  # type: ignore[arg-type]
+    return ProcessResult(name=ProcessName(rank, rank), stderr_tail=stderr, **fields)  # type: ignore[arg-type]
 
 
 def test_a_cause_is_chosen_before_earlier_consequences() -> None:

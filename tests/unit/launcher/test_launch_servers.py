@@ -1,4 +1,4 @@
-"""Servers in the launcher's values: seats, plans, environments, board rows, reports, results."""
+"""Servers in the launcher's values: names, plans, environments, board rows, reports, results."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import pytest
 from paceline.errors import ConfigError, UsageError
 from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.function.plain_values import pack, unpack
-from paceline.launcher.outcome import Outcome, RankResult, failure_report, first_cause
+from paceline.launcher.job_size import ServerPlan, plan_servers
+from paceline.launcher.outcome import Outcome, failure_report
 from paceline.launcher.processes.process import ExitStatus
-from paceline.launcher.roles import ServerPlan, plan_servers
+from paceline.launcher.processes.table import ProcessResult, first_cause
 from paceline.launcher.spec import RunSpec
 from paceline.observe.display.board import Board
 from paceline.observe.telemetry.events import Progress
 from paceline.pace.schedule import parse_schedule
 from paceline.runtime.config import job_env
 from paceline.runtime.machine import Memory, OomCount
-from paceline.runtime.process_names import counted, names, seats
+from paceline.runtime.process_names import counted, names, process_names
 
 _WHERE = JobAddresses(job_id="j", coordinator="127.0.0.1:9", secret_file="f", master_port=1)
 
 
 def test_servers_sit_behind_the_workers() -> None:
-    job = seats(2, 2)
-    assert [seat.rank for seat in job] == [0, 1, 2, 3]
-    assert [seat.label for seat in job] == ["0", "1", "s0", "s1"]
-    assert [seat.log_name for seat in job[1:3]] == ["rank-1.log", "server-0.log"]
+    job = process_names(2, 2)
+    assert [name.rank for name in job] == [0, 1, 2, 3]
+    assert [name.label for name in job] == ["0", "1", "s0", "s1"]
+    assert [name.log_name for name in job[1:3]] == ["rank-1.log", "server-0.log"]
     assert str(job[1]) == "rank 1" and str(job[3]) == "server 1"
     assert names(job) == "ranks 0-1 and servers 0-1" and names(job[2:3]) == "server 0"
     assert counted(1, 0) == "1 rank" and counted(2, 1) == "2 ranks and 1 server"
@@ -101,11 +102,11 @@ def test_the_pace_in_the_environment_is_held_against_the_servers(tmp_path: Path)
 def test_the_precision_goes_to_workers_and_wins(tmp_path: Path) -> None:
     spec = _spec(tmp_path, precision="bf16")
     base = {"PACELINE_PRECISION": "fp16"}
-    environs = [process_environ(base, spec, seat, _WHERE, cores=8) for seat in spec.seats]
+    environs = [process_environ(base, spec, name, _WHERE, cores=8) for name in spec.process_names]
     assert [environ.get("PACELINE_PRECISION") for environ in environs] == ["bf16", "bf16"] + 3 * [
         None
     ]
-    worker = process_environ(base, _spec(tmp_path), spec.seats[0], _WHERE, cores=8)
+    worker = process_environ(base, _spec(tmp_path), spec.process_names[0], _WHERE, cores=8)
     assert worker["PACELINE_PRECISION"] == "fp16"
     with pytest.raises(
         UsageError, match=r"'BF61' is unknown \(did you mean bf16\?\); choose fp32,"
@@ -123,7 +124,7 @@ def test_a_server_is_told_who_it_is_and_nothing_in_torchruns_words(tmp_path: Pat
     env = {"LR": "1", "PACELINE_JOIN_TIMEOUT_S": "9"}
     spec = _spec(tmp_path, pace=parse_schedule("ssp:3"), env=env)
     base = {"HOME": "/h", "OMP_NUM_THREADS": "7", "RANK": "9", "MASTER_ADDR": "x"}
-    environs = [process_environ(base, spec, seat, _WHERE, cores=8) for seat in spec.seats]
+    environs = [process_environ(base, spec, name, _WHERE, cores=8) for name in spec.process_names]
     server = environs[4]
     assert {"RANK", "WORLD_SIZE", "MASTER_ADDR", "PACELINE_PACE"}.isdisjoint(server)
     assert not any(name.startswith("TORCHELASTIC") for name in server)
@@ -133,24 +134,26 @@ def test_a_server_is_told_who_it_is_and_nothing_in_torchruns_words(tmp_path: Pat
     assert environs[1]["PACELINE_SERVERS"] == "3" and environs[1]["PACELINE_PACE"] == "ssp:3"
     assert environs[1]["OMP_NUM_THREADS"] == "7" and job_env(environs[1]).role == "worker"
     assert environs[1]["PACELINE_JOIN_TIMEOUT_S"] == "9" != server["PACELINE_JOIN_TIMEOUT_S"]
-    assert spec.program(spec.seats[4]).argv[1:] == ["-m", "paceline.runtime.server_main"]
+    assert spec.command(spec.process_names[4]).argv[1:] == ["-m", "paceline.runtime.server_main"]
 
 
 def test_threads_of_servers_are_their_own(tmp_path: Path) -> None:
     spec = _spec(tmp_path, threads_per_worker=3, server_threads=2)
-    environs = [process_environ({}, spec, seat, _WHERE, cores=8) for seat in spec.seats]
+    environs = [process_environ({}, spec, name, _WHERE, cores=8) for name in spec.process_names]
     assert [environ["OMP_NUM_THREADS"] for environ in environs] == ["3", "3", "2", "2", "2"]
 
 
 def test_without_servers_nothing_is_said_of_them(tmp_path: Path) -> None:
     (tmp_path / "s.py").touch()
     spec = RunSpec(target=str(tmp_path / "s.py"), num_workers=2)
-    environ = process_environ({"PACELINE_SERVERS": "4"}, spec, spec.seats[0], _WHERE, cores=1)
+    environ = process_environ(
+        {"PACELINE_SERVERS": "4"}, spec, spec.process_names[0], _WHERE, cores=1
+    )
     assert "PACELINE_SERVERS" not in environ
 
 
 def test_a_server_has_a_row_when_it_reports() -> None:
-    board = Board(seats(2, 2))
+    board = Board(process_names(2, 2))
     board.on_event(Progress(3, 40, {"version": 40.0}), 0.0)
     assert board.has_progress and board.line(0.0) == "0 of 2 ranks reporting"
     board.on_event(Progress(0, 7, {"loss": 0.5}), 0.0)
@@ -165,9 +168,9 @@ _LOST = [
 ]
 
 
-def _result(rank: int, **more: Any) -> RankResult:
+def _result(rank: int, **more: Any) -> ProcessResult:
     fields = {"pid": 100 + rank, "status": ExitStatus(1), "ran_s": 1.0, **more}
-    return RankResult(seat=seats(2, 1)[rank], **fields)
+    return ProcessResult(name=process_names(2, 1)[rank], **fields)
 
 
 def test_workers_that_lose_a_server_are_consequences() -> None:
@@ -182,7 +185,7 @@ def test_workers_that_lose_a_server_are_consequences() -> None:
 
 
 def test_the_bad_end_of_a_server_after_the_workers_is_said_but_no_failure() -> None:
-    late = _result(2, was_over=True)
+    late = _result(2, ended_last=True)
     assert not late.has_failed
     nothing = OomCount(0, 0)
     outcome = Outcome(
@@ -196,7 +199,7 @@ def test_the_bad_end_of_a_server_after_the_workers_is_said_but_no_failure() -> N
     )
     assert outcome.exit_code == 0
     words = "paceline: server 0: exit code 1 after the last worker had ended (pid 102)"
-    assert outcome.late_ends() == [words]
+    assert outcome.late_failures() == [words]
     assert outcome.closing_line() == "paceline: 2 ranks and 1 server finished in 1.0 s"
 
 

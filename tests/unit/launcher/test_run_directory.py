@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.launcher.elastic.bounds import ElasticPlan
+from paceline.launcher.job_size import ElasticPlan
 from paceline.launcher.run_configuration import configuration, encode, git_commit
 from paceline.launcher.run_directory import run_directory
 from paceline.launcher.spec import RunSpec

@@ -9,11 +9,11 @@ from paceline.observe.telemetry.events import Progress
 from paceline.observe.telemetry.staleness import TableReport, WorkerReport
 from paceline.observe.telemetry.step_times import StepTimes
 from paceline.observe.telemetry.traffic import Traffic
-from paceline.runtime.process_names import Seat, seats
+from paceline.runtime.process_names import ProcessName, process_names
 
 
 def test_the_board_measures_the_recent_rate() -> None:
-    board = Board(seats(2))
+    board = Board(process_names(2))
     for second in range(100):
         board.on_event(Progress(0, second * (1 if second < 80 else 3), {"loss": 1.0}), second)
     rate = board.rows(99.0)[0].steps_per_s
@@ -23,7 +23,7 @@ def test_the_board_measures_the_recent_rate() -> None:
 
 
 def test_the_board_ignores_strangers_and_caps_columns() -> None:
-    board = Board(seats(1))
+    board = Board(process_names(1))
     board.on_event(Progress(7, 1, {}), 0.0)
     assert not board.has_progress
     values = {"lr": 0.1, "compute %": 90.0, **{f"value{i}": i for i in range(50)}, "comm %": 8.0}
@@ -33,7 +33,7 @@ def test_the_board_ignores_strangers_and_caps_columns() -> None:
 
 
 def test_a_line_gives_the_span_of_the_shares() -> None:
-    board = Board(seats(2))
+    board = Board(process_names(2))
     board.on_event(Progress(0, 7, {"compute %": 83.4, "comm %": 9.2}), 0.0)
     assert board.line(0.0) == "step 7, wait 9 %, 1 of 2 ranks reporting"
     board.on_event(Progress(1, 9, {"compute %": 70.6, "comm %": 29.1, "loss": 0.25}), 0.0)
@@ -41,7 +41,7 @@ def test_a_line_gives_the_span_of_the_shares() -> None:
 
 
 def test_a_line_names_whom_the_others_wait_for() -> None:
-    board = Board(seats(3))
+    board = Board(process_names(3))
     for rank, share in enumerate((71.0, 4.0, 66.0)):
         board.on_event(Progress(rank, 7, {"compute %": 100 - share, "comm %": share}), 0.0)
     assert board.line(0.0).endswith("wait 4 to 71 %, the others wait for rank 1")
@@ -50,7 +50,7 @@ def test_a_line_names_whom_the_others_wait_for() -> None:
 
 
 def test_the_rate_is_measured_from_step_to_step() -> None:
-    board = Board(seats(1))
+    board = Board(process_names(1))
     for step in range(11):
         board.on_event(Progress(0, 10 * step), step * 0.1)
     board.on_event(Progress(0, 110, {}, age_s=4.9), 6.0)  # after an evaluation of 4.9 s
@@ -80,7 +80,7 @@ def _timed(board: Board, rank: int, *, input_s: float, wait_s: float, samples: i
 
 
 def test_timed_steps_give_samples_and_shares_of_the_last_seconds() -> None:
-    board = Board(seats(2))
+    board = Board(process_names(2))
     _timed(board, 0, input_s=0.02, wait_s=0.05)
     _timed(board, 1, input_s=0.08, wait_s=0.001)
     first, second = board.rows(20.0)
@@ -96,7 +96,7 @@ def test_timed_steps_give_samples_and_shares_of_the_last_seconds() -> None:
 
 
 def test_the_end_counts_all_steps_of_a_worker() -> None:
-    board = Board(seats(1))
+    board = Board(process_names(1))
     _timed(board, 0, input_s=0.02, wait_s=0.05)
     (row,) = board.final_rows(21.0)
     took_s = 100.0 + 199 * 0.1
@@ -106,21 +106,21 @@ def test_the_end_counts_all_steps_of_a_worker() -> None:
 
 
 def test_a_slow_computation_is_told_from_a_slow_loader() -> None:
-    board = Board(seats(3))
+    board = Board(process_names(3))
     for rank in range(3):
         _timed(board, rank, input_s=0.001, wait_s=0.002 if rank == 2 else 0.06)
     assert board.line(20.0).endswith("the others wait for rank 2 (its computing)")
 
 
 def test_who_counts_no_samples_shows_none() -> None:
-    board = Board(seats(1))
+    board = Board(process_names(1))
     _timed(board, 0, input_s=0.0, wait_s=0.0, samples=0)
     assert board.rows(20.0)[0].samples_per_s is None
     assert "samples" not in board.line(20.0)
 
 
 def test_steps_of_another_clock_count_when_they_are_heard_of() -> None:
-    board = Board(seats(1))
+    board = Board(process_names(1))
     for second in range(10):
         steps = (StepTimes(second + 1, 1e6 + second, 1.0, 0.0, 0.5, 4),)
         board.on_event(Progress(0, second + 1, {}, 0.0, None, None, steps), float(second))
@@ -128,7 +128,7 @@ def test_steps_of_another_clock_count_when_they_are_heard_of() -> None:
 
 
 def test_servers_say_how_stale_updates_are() -> None:
-    board = Board(seats(2, 1))
+    board = Board(process_names(2, 1))
     fresh = WorkerReport(0, 4, {0: 4})
     board.on_event(TableReport("dense", 0, 8, (fresh, WorkerReport(1, 4, {0: 4}))), 0.0)
     assert board.rows(0.0)[0].staleness is None, "nothing is stale: no column"
@@ -137,13 +137,13 @@ def test_servers_say_how_stale_updates_are() -> None:
 
 
 def test_without_reports_of_servers_workers_say_it_themselves() -> None:
-    board = Board(seats(1))
+    board = Board(process_names(1))
     board.on_event(Progress(0, 1, {"stale": 2.0}), 0.0)
     assert board.rows(0.0)[0].staleness == 2.0 and board.columns == ()
 
 
 def test_the_time_left_follows_the_later_half() -> None:
-    board = Board(seats(2))
+    board = Board(process_names(2))
     for second in range(41):
         done = 0.5 * second if second <= 20 else 10 + 2.0 * (second - 20)  # percent
         for rank in range(2):
@@ -155,7 +155,7 @@ def test_the_time_left_follows_the_later_half() -> None:
 
 
 def test_another_loop_has_a_time_of_its_own() -> None:
-    board = Board(seats(1))
+    board = Board(process_names(1))
     for second in range(21):
         board.on_event(Progress(0, second, {"done %": 5.0 * second}), float(second))
     assert " left" not in board.line(20.0), "it is over"
@@ -165,8 +165,8 @@ def test_another_loop_has_a_time_of_its_own() -> None:
 
 
 def test_a_replacement_begins_anew() -> None:
-    board = Board(seats(2))
+    board = Board(process_names(2))
     _timed(board, 1, input_s=0.02, wait_s=0.05)
-    board.seat(Seat(7, 1, is_newcomer=True))
+    board.add(ProcessName(7, 1, is_newcomer=True))
     assert board.rows(20.0)[1].samples_per_s is None
     assert board.state.waits.workers[1].steps == 200, "its predecessor's steps were of this worker"

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.observe.display.board import Picture, Row
 from paceline.observe.display.screen import LiveScreen, PlainScreen
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 _SEQUENCE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\r|\n|[^\x1b\r\n]")
 
@@ -94,8 +94,8 @@ def test_lines_scroll_above_the_table() -> None:
             _TITLE,
             "0      1         -   running",
         ]
-        screen.output_line(Seat(0, 0), False, "hello")
-        screen.output_line(Seat(1, 1), True, "\x1b[31mred")
+        screen.output_line(ProcessName(0, 0), False, "hello")
+        screen.output_line(ProcessName(1, 1), True, "\x1b[31mred")
         screen.progress(_picture(2))
         screen.settle()
         lines = terminal.read()
@@ -121,7 +121,7 @@ def test_many_lines_are_one_painting() -> None:
         terminal.screen.progress(_picture(7))
         terminal.screen.settle()
         for number in range(50):
-            terminal.screen.output_line(Seat(0, 0), False, f"line {number}")
+            terminal.screen.output_line(ProcessName(0, 0), False, f"line {number}")
         terminal.screen.settle()
         assert terminal.read()[:50] == [f"[0] line {number}" for number in range(50)]
         assert terminal.data.count(b"steps/s") == 2
@@ -141,7 +141,7 @@ def test_a_terminal_that_became_narrow_is_cleared(monkeypatch: pytest.MonkeyPatc
 def test_without_colours_there_are_none() -> None:
     with _terminal(has_colours=False) as terminal:
         terminal.screen.say("words")
-        terminal.screen.output_line(Seat(0, 0), False, "line")
+        terminal.screen.output_line(ProcessName(0, 0), False, "line")
         terminal.screen.settle()
         terminal.read()
         assert terminal.data == b"words\n[0] line\n"

@@ -17,15 +17,15 @@ from paceline.observe.record.recorder import Recorder
 from paceline.observe.record.sampling import Sampler
 from paceline.observe.telemetry.event_file import Reading, RunEnded
 from paceline.observe.telemetry.events import Note, Progress
-from paceline.runtime.process_names import Seat, seats
+from paceline.runtime.process_names import ProcessName, process_names
 
 NOISE = os.urandom(4096)
 
 
 def recorder_of(directory: Path, num_workers: int = 2, **more) -> Recorder:
     return Recorder(
-        RunFiles(directory, seats(num_workers), lambda _: b"{}\n", **more),
-        Sampler(seats(num_workers)),
+        RunFiles(directory, process_names(num_workers), lambda _: b"{}\n", **more),
+        Sampler(process_names(num_workers)),
     )
 
 
@@ -51,8 +51,8 @@ def test_everything_is_kept_in_order(tmp_path: Path):
     told = [Progress(0, 1, {"loss": float("nan")}), Note(1, "</script>\x00 \u2028")]
     for event in told:
         recorder.record(event)
-    recorder.output(Seat(0, 0), b"out\xff\n")
-    recorder.output(Seat(7, 1, is_newcomer=True), b"replaced\n")
+    recorder.output(ProcessName(0, 0), b"out\xff\n")
+    recorder.output(ProcessName(7, 1, is_newcomer=True), b"replaced\n")
     assert recorder.close(RunEnded(0, 1.0)) == [] and said == []
     found = events_in(directory)
     assert str(found[0].values["loss"]) == "nan" and found[1:] == [told[1], RunEnded(0, 1.0)]
@@ -98,8 +98,8 @@ def test_more_logs_than_files_may_be_open(tmp_path: Path):
     recorder = recorder_of(tmp_path, 100)
     recorder.start(print)
     for _ in range(3):
-        for seat in seats(100):
-            recorder.output(seat, f"{seat.rank}\n".encode())
+        for name in process_names(100):
+            recorder.output(name, f"{name.rank}\n".encode())
     recorder.close()
     assert all((tmp_path / f"rank-{r}.log").read_text() == f"{r}\n" * 3 for r in range(100))
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, make, reason: str):
     recorder.start(said.append)
     for step in range(100):
         recorder.record(Progress(0, step, {"loss": 1.0}))
-        recorder.output(Seat(0, 0), NOISE)
+        recorder.output(ProcessName(0, 0), NOISE)
     assert recorder.close(RunEnded(0, 1.0)) == []
     assert len(said) == 1 and not recorder.is_writing
     assert f"{directory} {reason}; the job goes on without logs, config.json, events" in said[0]
@@ -173,7 +173,7 @@ def test_a_disk_that_becomes_full(small_disk: Path):
     wait_until(lambda: (small_disk / "events.jsonl").exists() and bool(events_in(small_disk)))
     for step in range(100):
         recorder.record(Progress(0, step, {"loss": 1.0}))
-        recorder.output(Seat(0, 0), NOISE)
+        recorder.output(ProcessName(0, 0), NOISE)
     recorder.close(RunEnded(0, 1.0))
     assert len(said) == 1 and "cannot be written any more: No space left on device" in said[0]
     assert next(iter(Reading(small_disk / "events.jsonl").lines())).event == Note(0, "first")
@@ -185,12 +185,12 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.M
     recorder = recorder_of(tmp_path)
     recorder.start(print)
     for _ in range(3000):
-        recorder.output(Seat(0, 0), NOISE)
+        recorder.output(ProcessName(0, 0), NOISE)
     assert recorder._backlog_bytes > module.BACKLOG_LIMIT_BYTES
     wait_until(lambda: not recorder.is_behind)  # the ranks are read again
     held_bytes = recorder._backlog_bytes
     for _ in range(3000):
-        recorder.output(Seat(0, 0), NOISE)
+        recorder.output(ProcessName(0, 0), NOISE)
     for _ in range(module.MOST_EVENTS + 5000):
         recorder.record(Note(0, "x"))
     assert recorder._backlog_bytes == held_bytes
@@ -247,9 +247,10 @@ sys.modules["tensorboard"] = None  # as if it were not installed
 from paceline.observe.record.files import RunFiles
 from paceline.observe.record.sampling import Sampler
 from paceline.observe.record.recorder import Recorder
-from paceline.runtime.process_names import seats
+from paceline.runtime.process_names import process_names
 from paceline.observe.telemetry.events import Progress
-recorder = Recorder(RunFiles(Path(sys.argv[1]), seats(2), lambda _: b""), Sampler(seats(2)))
+names = process_names(2)
+recorder = Recorder(RunFiles(Path(sys.argv[1]), names, lambda _: b""), Sampler(names))
 recorder.start(print)
 recorder.record(Progress(0, 1, {"loss": 1.0}))
 recorder.record(Progress(1, 1, {"loss": 1.0}))

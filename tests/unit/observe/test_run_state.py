@@ -20,7 +20,7 @@ from paceline.observe.telemetry.run_state import RunState
 from paceline.observe.telemetry.staleness import TableReport
 from paceline.observe.telemetry.step_times import StepTimes
 from paceline.observe.telemetry.traffic import Traffic
-from paceline.runtime.process_names import seats
+from paceline.runtime.process_names import process_names
 
 STARTED = RunStarted("run", "2026-11-17T07:12:04Z", "paceline run", "train.py", 2, servers=1)
 
@@ -106,7 +106,7 @@ def test_the_newest_of_everything_is_kept():
 
 def test_all_readers_say_the_same():
     """Display, curves and page differ in what they show of a run, not in what they count."""
-    board, sampler, run = Board(seats(2, 1)), Sampler(seats(2, 1)), Run(None)  # type: ignore[arg-type]
+    board, sampler, run = Board(process_names(2, 1)), Sampler(process_names(2, 1)), Run(None)  # type: ignore[arg-type]
     run.add(Line(0.0, STARTED))
     events = [
         *((0.5 * n, step(rank, n, wait_s=0.4 - 0.3 * rank)) for n in (1, 2) for rank in (0, 1)),

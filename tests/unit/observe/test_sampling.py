@@ -9,7 +9,7 @@ from paceline.observe.telemetry.events import MemberJoined, MemberLost, Progress
 from paceline.observe.telemetry.staleness import TableReport, WorkerReport
 from paceline.observe.telemetry.step_times import StepTimes
 from paceline.observe.telemetry.traffic import Compression, Traffic
-from paceline.runtime.process_names import seats
+from paceline.runtime.process_names import process_names
 
 
 def by_who(samples: list[m.Sample]) -> dict[m.Who, m.Sample]:
@@ -21,7 +21,7 @@ def steps(count: int, wait_s: float, *, first: int = 1) -> tuple[StepTimes, ...]
 
 
 def test_rates_and_shares_are_those_since_the_last_sample():
-    found = m.Sampler(seats(2))
+    found = m.Sampler(process_names(2))
     for rank, wait_s in ((0, 0.5), (1, 0.0)):
         found.state.apply(1.0, Progress(rank, 2, {"loss": 1.0 + rank}, steps=steps(2, wait_s)))
     first = by_who(found.sample(1.0))
@@ -42,7 +42,7 @@ def test_rates_and_shares_are_those_since_the_last_sample():
 
 
 def test_scripts_without_hooks_have_a_rate_too():
-    found = m.Sampler(seats(1))
+    found = m.Sampler(process_names(1))
     found.state.apply(1.0, Progress(0, 10, {"loss": math.nan}))
     found.sample(1.0)
     found.state.apply(3.5, Progress(0, 20, {}, age_s=0.5))
@@ -53,7 +53,7 @@ def test_scripts_without_hooks_have_a_rate_too():
 
 
 def test_traffic_and_compression():
-    found = m.Sampler(seats(1))
+    found = m.Sampler(process_names(1))
     codec = Compression("topk", 1, 1000.0, 10.0, 0.1)
     for t, sent in ((1.0, 1000), (2.0, 5000)):
         told = {"codec error": 0.25, "compute %": 80.0}
@@ -65,7 +65,7 @@ def test_traffic_and_compression():
 
 
 def test_servers_tell_staleness_and_for_whom_workers_waited():
-    found = m.Sampler(seats(2, 2))
+    found = m.Sampler(process_names(2, 2))
     found.state.apply(1.0, Progress(0, 5, steps=steps(5, 0.5)))
     found.state.apply(1.0, TableReport("a", 0, 9, (WorkerReport(0, 9, {0: 5, 2: 4}, {1: 2.0}),)))
     found.sample(10.0)
@@ -82,7 +82,7 @@ def test_servers_tell_staleness_and_for_whom_workers_waited():
 
 
 def test_those_who_come_and_go_keep_their_numbers():
-    found = m.Sampler(seats(2))
+    found = m.Sampler(process_names(2))
     found.state.apply(1.0, MemberLost("worker", 1, 1, "vm:1", "killed", 2))
     assert found.state.alive() == {0}
     found.state.apply(2.0, MemberJoined("worker", 1, 7, "vm:2", 3))
@@ -94,7 +94,7 @@ def test_those_who_come_and_go_keep_their_numbers():
 
 
 def test_a_script_cannot_fill_the_memory_with_names():
-    found = m.Sampler(seats(1))
+    found = m.Sampler(process_names(1))
     for step in range(2000):
         found.state.apply(1.0, Progress(0, step, {f"loss {step}": 1.0}))
     assert len(found.sample(1.0)[0].reported) == 200

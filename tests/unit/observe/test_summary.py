@@ -10,7 +10,7 @@ from paceline.observe.telemetry.events import Progress, Settled
 from paceline.observe.telemetry.staleness import TableReport, WorkerReport
 from paceline.observe.telemetry.step_times import StepTimes
 from paceline.runtime.mesh import Mesh
-from paceline.runtime.process_names import seats
+from paceline.runtime.process_names import process_names
 
 
 def _board(
@@ -22,7 +22,7 @@ def _board(
     num_servers: int = 0,
 ) -> Board:
     """Lockstep: a step takes 100 ms, of which all but the slow one wait `wait_s`."""
-    board = Board(seats(num_workers, num_servers))
+    board = Board(process_names(num_workers, num_servers))
     for rank in range(num_workers):
         is_slow = rank == slow
         steps = tuple(
@@ -105,7 +105,7 @@ def test_servers_know_whether_a_worker_was_waited_for(waited_s: float) -> None:
 
 
 def test_the_learning_rate_is_no_result() -> None:
-    board = Board(seats(1))
+    board = Board(process_names(1))
     board.on_event(Progress(0, 3, {"lr": 0.1}), 0.0)
     assert Closing(command="t.py", board=board).lines(80, 24)[0] == "paceline: t.py: 3 steps"
 
@@ -143,7 +143,7 @@ def test_eight_workers_fit_on_a_screen() -> None:
 
 
 def test_a_script_that_reports_nothing_gets_no_summary() -> None:
-    closing = Closing(command="train.py", board=Board(seats(2)))
+    closing = Closing(command="train.py", board=Board(process_names(2)))
     assert closing.lines(80, 24) == []
 
 

@@ -11,7 +11,7 @@ from paceline.observe.record.trace_file import TraceFile, require_directory
 from paceline.observe.telemetry.events import Progress
 from paceline.observe.telemetry.step_times import StepTimes
 from paceline.observe.telemetry.trace import ASYNC, INSTANT, Span, Spans, TracedSteps
-from paceline.runtime.process_names import Seat, seats
+from paceline.runtime.process_names import ProcessName, process_names
 from support.trace_checks import Trace
 
 
@@ -33,8 +33,8 @@ def _worker(rank: int, ready_s: float, offset_s: float = 0.0) -> Spans:
     return Spans(rank, offset_s, tuple(shifted))
 
 
-def _by_rank(*those: Seat) -> dict[int, Seat]:
-    return {seat.rank: seat for seat in those}
+def _by_rank(*those: ProcessName) -> dict[int, ProcessName]:
+    return {name.rank: name for name in those}
 
 
 def test_all_are_on_one_clock_and_waits_name_the_last(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_all_are_on_one_clock_and_waits_name_the_last(tmp_path: Path) -> None:
     trace.on_event(_worker(1, ready_s=7.5, offset_s=-1234.5))
     serving = Span("apply push worker 0", "serving", 7.0, 0.5, 20)
     trace.on_event(Spans(2, 0.0, (serving,)))
-    line = trace.write(tmp_path / "run", _by_rank(*seats(2, 1)))
+    line = trace.write(tmp_path / "run", _by_rank(*process_names(2, 1)))
     path = tmp_path / "run" / "trace.json"
     assert line == (
         f"trace of step 20, 2 ranks, 1 server: {path} (open in https://ui.perfetto.dev or"
@@ -66,7 +66,7 @@ def test_all_are_on_one_clock_and_waits_name_the_last(tmp_path: Path) -> None:
 def test_what_is_left_of_a_step_is_computing(tmp_path: Path) -> None:
     trace = TraceFile(TracedSteps(20, 21))
     trace.on_event(_worker(0, ready_s=4.0))
-    trace.write(tmp_path, _by_rank(*seats(1)))
+    trace.write(tmp_path, _by_rank(*process_names(1)))
     compute = [s for s in Trace(tmp_path / "trace.json").of("rank 0") if s["name"] == "compute"]
     ends = [at for s in compute for at in (s["ts"] / 1e6, (s["ts"] + s["dur"]) / 1e6)]
     assert ends == pytest.approx([0.0, 1.0, 2.0, 4.0, 8.1, 8.5, 9.5, 10.0])
@@ -80,7 +80,7 @@ def test_spans_that_do_not_nest_are_cut_so_that_viewers_draw_them(tmp_path: Path
         Span("step 2", "training", 1.0, 1.0, 2),
     )
     trace.on_event(Spans(0, 0.0, spans))
-    trace.write(tmp_path, _by_rank(*seats(1)))
+    trace.write(tmp_path, _by_rank(*process_names(1)))
     assert "late" in Trace(tmp_path / "trace.json").names("rank 0")
 
 
@@ -89,8 +89,8 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     trace.on_event(_worker(0, ready_s=4.0))
     trace.on_event(Spans(0, 0.0, (), is_cut=True))
     trace.on_event(_worker(7, ready_s=5.0))
-    newcomers = [Seat(7, 1, is_newcomer=True), Seat(8, 2, is_newcomer=True)]
-    line = trace.write(tmp_path, _by_rank(*seats(2), *newcomers))
+    newcomers = [ProcessName(7, 1, is_newcomer=True), ProcessName(8, 2, is_newcomer=True)]
+    line = trace.write(tmp_path, _by_rank(*process_names(2), *newcomers))
     assert line.endswith("; nothing from rank 1; rank 0 stopped recording at 200000 spans")
     found = Trace(tmp_path / "trace.json")
     assert found.processes == {0: "rank 0", 7: "rank 1 (process 7)"}
@@ -99,7 +99,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 
 def test_a_job_that_ended_before_says_so_and_writes_nothing(tmp_path: Path) -> None:
     trace = TraceFile(TracedSteps(20, 30))
-    here = _by_rank(*seats(2))
+    here = _by_rank(*process_names(2))
     assert "no step was counted" in trace.write(tmp_path, here)
     trace.on_event(Progress(0, 999, steps=(StepTimes(12, 0.0, 0.1, 0.0, 0.0),)))
     expected = "no trace of steps 20 to 29: training ended at step 12"
@@ -111,7 +111,7 @@ def test_a_directory_that_cannot_be_written_costs_a_line_only(tmp_path: Path) ->
     trace = TraceFile(TracedSteps(20, 21))
     trace.on_event(_worker(0, ready_s=4.0))
     (tmp_path / "file").write_text("")
-    line = trace.write(tmp_path / "file", _by_rank(*seats(1)))
+    line = trace.write(tmp_path / "file", _by_rank(*process_names(1)))
     assert line.startswith("the trace could not be written to ")
 
 

@@ -1,51 +1,58 @@
-"""An elastic job on this host: it goes on while processes are lost, replaced, added and removed.
+"""An elastic job on this host: it continues while processes are lost, replaced, added and removed.
 
-    ended by a signal, or evicted      a loss: reported to the coordinator, which decides
-    Wanted by the coordinator          a newcomer is started, from the template when it is warm
-    ended with code 0                  finished; nobody replaces it
-    ended with another code            the script failed: the job ends, as any job does, unless a
-                                       mate of its unit was lost before: then it is retired too
-    Over from the coordinator          the job ends, with its reason
+The coordinator, a process of its own, decides which processes are in the job. The launcher reports
+to it how processes ended and whether they are stopped (a few times per second), starts the
+newcomers that it wants, and kills the processes that it evicts. loss_policy.py has what the exit of
+a process means.
 
-The coordinator decides who is in the job; the launcher is its eyes and hands on this host. It tells
-what became of processes and whether they are stopped, starts who is wanted, and kills who was
-evicted: a stopped process must not wake up in memory that others go on using.
+A detached job outlives its supervisor, the process that runs this code in the background. Its
+processes write to files, its directory stays, and the registry has what another supervisor needs.
+If the supervisor is killed, the job continues without replacements until `paceline attach` starts
+another one. That one starts the coordinator again, at the same address and from its journal, and
+adopts the running processes. It cannot read their exit status.
 
-Threads: everything runs in the launcher's loop on the main thread, as in launcher/local.py.
+Threads: everything runs in the launcher's loop on the main thread, as in launcher/job.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from paceline.control.client.operator import Happened, News
 from paceline.control.membership.decisions import Remark, Unwanted, Wanted
 from paceline.control.transport import messages as m
 from paceline.control.transport.messages import LossKind
-from paceline.launcher.elastic.event_log import Chronicle, hottest
-from paceline.launcher.elastic.supervision import MAX_FAILED_STARTS, SupervisedJob
-from paceline.launcher.job_resources import Foreground
-from paceline.launcher.outcome import Outcome, RankResult
-from paceline.launcher.processes.exit_signs import Silences
-from paceline.launcher.processes.process import RankProcess
+from paceline.control.transport.secret_file import load_secret
+from paceline.errors import LaunchError, PacelineError
+from paceline.launcher.elastic.coordinator_process import CoordinatorProcess, policy_of
+from paceline.launcher.elastic.event_log import EventLog, hottest, stamped
+from paceline.launcher.elastic.loss_policy import LossPolicy
+from paceline.launcher.elastic.newcomers import Newcomers, Slot
+from paceline.launcher.environment import SERVER_PATIENCE_S
+from paceline.launcher.job import LocalJob
+from paceline.launcher.job_registry import FoundJob, ProcessRecord, record_process
+from paceline.launcher.job_size import ElasticPlan
+from paceline.launcher.outcome import Outcome
+from paceline.launcher.processes.monitor import ProcessMonitor, SilenceTracker
+from paceline.launcher.processes.process import UNKNOWN, AdoptedProcess, RankProcess
 from paceline.launcher.spec import RunSpec
 from paceline.observe.display.display import Display
+from paceline.observe.display.lines import printable
 from paceline.observe.telemetry.events import Event, Happening, Progress, Resumed
-from paceline.runtime.config import process_start
-from paceline.runtime.process_names import Seat
+from paceline.runtime import coordinator_main
+from paceline.runtime.config import EngineConfig, bind_address, process_start
+from paceline.runtime.process_names import ProcessName
 
-_RETIRED = "retired with its unit"  # the state of a process that ends with its unit
-_LEAVE_S = 30.0  # for one that is out of the job to end by itself, on a busy machine
-_MATE_S = 10.0  # for the loss to be seen of which a worker has died
-_VERDICT_S = 3.0  # for the coordinator to say what follows from the last worker's loss
+_POLL_S = 0.25
+_SETTLE_S = 1.0  # for tasks that are under way when the job is over
 
 
-class ElasticJob(SupervisedJob):
+class ElasticJob(LocalJob):
     """Runs one elastic job; `run` is called once, on the main thread."""
 
     def __init__(
@@ -54,243 +61,271 @@ class ElasticJob(SupervisedJob):
         environ: Mapping[str, str],
         display: Display,
         job_id: str = "",
-        holding: Foreground | None = None,
+        adopted: FoundJob | None = None,
     ) -> None:
-        super().__init__(spec, environ, display, job_id, holding)
+        super().__init__(spec, environ, display, job_id, adopted)
+        assert spec.elastic is not None
         mesh = spec.mesh_in(environ)
-        self._unit_size = mesh.unit_size if mesh is not None else 1
-        self._nursery.unit_size = self._unit_size
-        self._chronicle = Chronicle(self._plan, self._unit_size)
-        self._culprits: set[int] = set()  # ranks that were lost for reasons of their own
-        self._evicted: dict[int, tuple[str, LossKind]] = {}  # ranks of ours that we kill, and why
-        self._declared: dict[int, tuple[str, LossKind]] = {}  # ranks that are lost by others' doing
-        self._given_up: set[int] = set()  # ranks of ours that are lost, and may not have ended yet
-        self._dismissed: dict[int, float] = {}  # no longer in the job: when to insist
-        self._parting: dict[int, float] = {}  # left before their work was done: the same
-        self._silences = Silences()
-        self._left: set[int] = set()  # ranks that have said goodbye
-        self._losses: list[RankResult] = []
+        self.plan: ElasticPlan = spec.elastic
+        self.unit_size = mesh.unit_size if mesh is not None else 1
+        self.control = CoordinatorProcess(self._job_id, self._on_news, self.log)
+        self.host, self.processes = self._host, self._processes
+        self.host.other_children = lambda: {self.control.pid}
+        self.newcomers = Newcomers(self._reserve, self._start_newcomer, self.unit_size)
+        self.monitor = ProcessMonitor()
+        self.silences = SilenceTracker()
+        self.event_log = EventLog(self.plan, self.unit_size)
+        self._policy = LossPolicy(self)
+        self._started: set[int] = set()  # ranks of all processes of this launcher
+        self._ended_unwatched: list[int] = []  # ranks that ended while there was no supervisor
+        self._is_adopted = adopted is not None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._polling: asyncio.Task[None] | None = None
+        self.is_ending = False
+        self._over = ""
 
     async def run(self) -> Outcome:
         outcome = await super().run()
-        first = outcome.first  # one who died of the end of the job is not its cause
+        first = outcome.first  # a process that died of the end of the job is not its cause
         if self._over and first is not None and first.is_consequence:
             first = None
-        return replace(outcome, first=first, over=self._over, lost=tuple(self._losses))
+        return replace(outcome, first=first, over=self._over, lost=tuple(self._policy.losses))
 
     def was_lost_at_start(self, outcome: Outcome) -> bool:
         return not self._board.has_progress and outcome.was_lost_at_start
 
     def may_start_again(self, outcome: Outcome) -> bool:
-        return outcome.was_lost_with_too_many
+        return not self._is_adopted and outcome.was_lost_with_too_many
 
-    def story(self) -> list[str]:
-        return [*self._chronicle.summary(), *hottest(self._lookout.busy_servers())]
+    def history_lines(self) -> list[str]:
+        return [*self.event_log.summary(), *hottest(self.monitor.busy_servers())]
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is clear what follows from the loss of the last worker."""
+        return bool(self._over or self.processes.workers or self.is_ending)
+
+    def was_member(self, rank: int) -> bool:
+        return rank in self.event_log.members
+
+    def end_job(self, why: str) -> None:
+        if not self.is_ending:  # else this follows from the end of the job
+            self._over = self._over or why
+            self._changed.set()
+
+    # -- start -------------------------------------------------------------------------------
+
+    async def _open_control(self, config: EngineConfig) -> str:
+        # A worker may join from another host (`paceline join`) if PACELINE_BIND allows it.
+        host = bind_address({**self._environ, **self._spec.env})
+        has_servers = bool(self._spec.num_servers)
+        arguments = coordinator_main.arguments(
+            job_id=self._job_id,
+            secret_file=str(self._resources.secret_file),
+            journal=str(self._resources.directory / "journal"),
+            policy=policy_of(self._spec, self.plan, config, self._spec.mesh_in(self._environ)),
+            join_timeout_s=SERVER_PATIENCE_S if has_servers else config.join_timeout_s,
+        )
+        port = self._resources.coordinator_port
+        return self.control.start(host, port, arguments, self._environ)
+
+    async def _close_control(self) -> None:
+        if self._polling is not None:
+            self._polling.cancel()
+        self.host.expect_no_more()
+        await self.control.close()
+
+    async def _start_all(self) -> None:
+        records = self._resources.adopted_processes()
+        if records is None:
+            await super()._start_all()
+        else:
+            self._adopt(records)
+
+    def _adopt(self, records: Sequence[ProcessRecord]) -> None:
+        """Take over the processes of a former supervisor."""
+        for one in records:
+            output = self._resources.output(one.name)
+            try:
+                process = one.is_alive and AdoptedProcess(one.name, one.pid, output)
+            except ProcessLookupError:
+                process = False
+            if not process:
+                output.close()
+                self._ended_unwatched.append(one.rank)
+                continue
+            output.close_child_ends()
+            self.host.add(process)
+            self._board.add(one.name)
+            self._on_started(process)
+
+    async def _start(self, name: ProcessName) -> RankProcess:
+        process = await super()._start(name)
+        self._on_started(process)
+        return process
+
+    def _on_started(self, process: RankProcess) -> None:
+        record_process(self._resources.directory, process.name, process.pid)
+        self._started.add(process.name.rank)
+        self._process_names[process.name.rank] = process.name
+        self.monitor.add(process)
+
+    async def _attach(self) -> None:
+        """Subscribe to the coordinator; one that was restarted may know members already."""
+        status = await self.control.attach(load_secret(self._resources.secret_file))
+        if status.membership is not None:
+            self._on_changed(m.Changed(status.membership))
+            for wanted in status.wanted:
+                self._on_wanted(wanted)
+        for rank in self._ended_unwatched:
+            if self.was_member(rank):
+                self.control.report_end(rank, "it ended without a supervisor", LossKind.ENDED)
+
+    # -- newcomers ---------------------------------------------------------------------------
+
+    def _on_wanted(self, wanted: Wanted) -> None:
+        slot = (int(wanted.role == "server"), wanted.number)
+        if self.newcomers.may_fill(slot):
+            self.start_task(self._fill(slot))
+
+    async def _fill(self, slot: Slot) -> None:
+        try:
+            await self.newcomers.fill(slot)
+        except LaunchError as error:
+            self._policy.on_failed_start(ProcessName(-1, slot[1], bool(slot[0])), str(error))
+
+    async def _reserve(self, slot: Slot) -> int:
+        return (await self.control.reserve("server" if slot[0] else "worker", slot[1])).rank
+
+    async def _start_newcomer(self, name: ProcessName) -> None:
+        process = await self._start(name)
+        self._board.add(name)
+        self._board.set_state(name.rank, "starting")
+        if self.is_ending:  # it missed the SIGTERM that the other processes got
+            self.processes.ask_to_stop([process])
 
     # -- watch -------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        assert self._control is not None
-        self._looking = asyncio.ensure_future(self._look_around())
-        self._spawn(self._attach())
+        self._polling = asyncio.ensure_future(self._poll())
+        self.start_task(self._attach())
         try:
-            while not self._is_decided():
+            while not self._is_over():
                 await self._next_change()
-            if self._crew.failures():
+            if self.processes.failures():
                 await self._await_cause()
             elif self._over:
-                await self._await_lost()
+                await self._policy.await_lost()
         finally:
-            self._is_ending = self._nursery.is_closed = True
+            self.is_ending = self.newcomers.is_closed = True
             await self._finish_tasks()
-        if not self._over and not self._crew.failures() and not self._interrupts:
+        if not self._over and not self.processes.failures() and not self._interrupts:
             await self._await_guests()
             await self._await_servers()
 
-    def _is_decided(self) -> bool:
-        """Say whether the job is over: failed, interrupted, or all workers have finished."""
-        if self._interrupts or self._over or self._crew.failures():
+    def _is_over(self) -> bool:
+        """Return whether the job failed, was interrupted, or all workers have finished."""
+        if self._interrupts or self._over or self.processes.failures():
             return True
-        return not self._crew.workers and not self._tasks and not self._guests()
+        return not self.processes.workers and not self._tasks and not self._guests()
 
     def _guests(self) -> set[int]:
-        """The workers that joined by hand, and are still there: the job is theirs too."""
-        membership = self._chronicle.membership
+        """Return the workers in the job that `paceline join` started."""
+        membership = self.event_log.membership
         workers = membership.workers if membership is not None else ()
-        ours = {rank for rank in workers if rank in self._started}
-        return set(workers) - ours - self._left - self._chronicle.gone
+        return set(workers) - self._started - self._policy.left - self.event_log.lost_ranks
 
     async def _await_guests(self) -> None:
-        """Let those who joined by hand on this host, and have said goodbye, end by themselves."""
+        """Wait for workers that `paceline join` started on this host and that have left."""
         deadline_s = time.monotonic() + self._spec.grace_s
-        guests = [self._chronicle.members[rank] for rank in self._left - self._started]
+        guests = [self.event_log.members[rank] for rank in self._policy.left - self._started]
         here = [guest.pid for guest in guests if guest.hostname == socket.gethostname()]
         while any(process_start(pid) for pid in here) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.05)
 
-    async def _attach(self) -> None:
-        """Hear what the coordinator says; one that was restarted may know of members already."""
-        assert self._control is not None
-        status = await self._control.attach()
-        if status.membership is not None:
-            self._on_changed(m.Changed(status.membership))
-            for wanted in status.wanted:
-                self._want(wanted)
+    async def _poll(self) -> None:
+        """Check every process a few times per second, and report to the coordinator."""
+        while True:
+            self.host.check()
+            now_s = time.monotonic()
+            for rank, stopped_s in self.monitor.poll(self.processes.running, now_s).items():
+                self.control.report_seen(rank, stopped_s)
+            if not self.is_ending:
+                self._report_stuck(now_s)
+                self._policy.kill_overdue(now_s)
+            await asyncio.sleep(_POLL_S)
 
-    def _on_look(self, now_s: float) -> None:
-        self._name_stuck(now_s)
-        self._insist(now_s)
+    def _report_stuck(self, now_s: float) -> None:
+        """Report processes that run but have been silent for longer than a busy machine is."""
+        for rank, silent_s in self.silences.newly_stuck(now_s):
+            words = f"has sent no heartbeat for {silent_s:.0f} s, though its process runs"
+            self.log(f"{self.event_log.name(rank)} {words}: it may be stuck")
+            process = self.processes.find(rank)
+            if process is not None:
+                process.ask_for_stacks()
 
-    def _insist(self, now_s: float) -> None:
-        """Kill those who are out of the job for long and have not ended by themselves."""
-        for rank, until_s in (*self._dismissed.items(), *self._parting.items()):
-            process = self._crew.find(rank)
-            if process is not None and process.is_running and now_s > until_s:
-                process.signal_group(signal.SIGKILL)
+    def _on_change(self) -> None:
+        super()._on_change()
+        try:
+            if not self.is_ending:
+                self.control.check()
+        except LaunchError as error:
+            self.end_job(str(error))
 
-    def _on_event(self, event: Event) -> None:
-        super()._on_event(event)
-        if isinstance(event, Progress) and self._was_in(event.rank):
-            self._chronicle.progressed(event.step, time.monotonic())
-        elif isinstance(event, Resumed):
-            self._show(self._chronicle.resumed(event))
+    def on_end(self, process: RankProcess) -> None:
+        if process.status != UNKNOWN:
+            super().on_end(process)
+        self._policy.on_end(process)
 
-    def _on_note(self, seat: Seat, text: str) -> None:
-        name = f"{seat.role} {seat.number}: "
-        self._tell(name + text.removeprefix(name))
+    # -- tasks and lines ---------------------------------------------------------------------
 
-    # -- ends --------------------------------------------------------------------------------
+    def start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
 
-    def _on_end(self, process: RankProcess) -> None:
-        super()._on_end(process)
-        rank, status = process.seat.rank, process.status
-        assert status is not None
-        if self._is_ending or self._chronicle.membership is None:
-            return  # a job that has not begun fails as any other
-        if status.is_success or status.is_preempted or rank in self._dismissed:
-            self._crew.excuse(process)
-            self._spawn(self._settle_finished(process))
-        elif status.signal is not None or rank in self._evicted or not self._was_in(rank):
-            self._crew.excuse(process)
-            self._spawn(self._settle_loss(process))
-        else:
-            self._crew.excuse(process)
-            self._spawn(self._settle_error(process))
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._changed.set()
+        if not task.cancelled() and isinstance(task.exception(), PacelineError):
+            self.log(str(task.exception()))
 
-    def _was_in(self, rank: int) -> bool:
-        return rank in self._chronicle.members
+    async def _finish_tasks(self) -> None:
+        """Wait for the last loss to be handled, for the report; cancel newcomers."""
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_SETTLE_S)
+            for task in late:
+                task.cancel()
 
-    async def _settle_finished(self, process: RankProcess) -> None:
-        assert self._control is not None
-        rank = process.seat.rank
-        self._control.report_end(rank, "finished", None)
-        if rank in self._dismissed:
-            await self._host.drained([process.seat])
-            self._retire(process)
-            self._board.remove(process.seat)
+    def log(self, text: str) -> None:
+        """Print a line with the time of day."""
+        self._show(stamped(text))
 
-    async def _settle_error(self, process: RankProcess) -> None:
-        """Find out whether one with an error was given up, or lost a mate; else it has failed."""
-        deadline_s = time.monotonic() + (_MATE_S if self._unit_size > 1 else _VERDICT_S)
-        await self._host.drained([process.seat])
-        while not self._is_bereft(process.seat) and time.monotonic() < deadline_s:
-            if not self._crew.is_consequence(process):
-                break
-            await asyncio.sleep(0.02)
-        if self._is_bereft(process.seat):
-            await self._settle_loss(process)
-        else:
-            self._crew.blame(process)
-
-    def _is_bereft(self, seat: Seat) -> bool:
-        """Return whether a process has ended because of others, as we or the coordinator saw it."""
-        return seat.rank in self._declared or self._lost_mate(seat)
-
-    def _lost_mate(self, seat: Seat) -> bool:
-        """Say whether one of its unit was lost before it, for a reason of its own."""
-        first = seat.rank - seat.number % self._unit_size  # their ranks are in a row
-        ranks = set(range(first, first + self._unit_size)) - {seat.rank}
-        return seat.is_worker and not self._culprits.isdisjoint(ranks)
-
-    async def _settle_loss(self, process: RankProcess) -> None:
-        """Report a loss at once; then let go of the process."""
-        assert self._control is not None and process.status is not None
-        seat = process.seat
-        why = self._lookout.diagnosis(process)
-        if self._silences.is_stuck(seat.rank):
-            why = f"stuck without a heartbeat, then {why}"
-        is_bereft = process.status.signal is None and self._is_bereft(seat)
-        kind = LossKind.CRASHED if process.status.signal is None else LossKind.KILLED
-        self._control.report_end(seat.rank, why, LossKind.BEREFT if is_bereft else kind)
-        if is_bereft:
-            told = self._declared.get(seat.rank, (_RETIRED, LossKind.RETIRED))
-            self._evicted.setdefault(seat.rank, told)
-        why, kind = self._evicted.get(seat.rank, (why, kind))
-        if kind.is_own:
-            self._culprits.add(seat.rank)
-        else:
-            self._board.set_state(seat.rank, _RETIRED)
-        if self._was_in(seat.rank):
-            self._tell_loss(seat.rank, why, kind)
-        await self._host.drained([seat])
-        result = self._retire(process)
-        if kind.is_own:
-            self._losses.append(result)
-        if not self._was_in(seat.rank):
-            if kind.is_own:
-                self._on_failed_start(seat, why)
-        elif not self._crew.workers:
-            await self._await_verdict()
-
-    def _on_failed_start(self, seat: Seat, why: str) -> None:
-        assert self._control is not None
-        self._tell(f"{seat.role} {seat.number} ended before it had joined: {why}")
-        if seat.rank >= 0:
-            self._control.report_end(seat.rank, why, LossKind.ENDED)
-        if not self._nursery.failed(seat.place):
-            return
-        text = f"{MAX_FAILED_STARTS} newcomers in a row ended before they had joined as"
-        text = f"{text} {seat.role} {seat.number}, the last one: {why}"
-        if self._plan.on_loss == "replace" and not seat.is_server:
-            self._end_job(text)
-        else:
-            self._tell(f"{text}; no further one is started")
-
-    async def _await_lost(self) -> None:
-        """Let those end whose loss ended the job: it was heard of when their connections closed,
-        which is before the process is gone. Else they would seem to have failed by themselves."""
-        deadline_s = time.monotonic() + _VERDICT_S
-        while time.monotonic() < deadline_s:
-            self._crew.look()
-            if not any(one.seat.rank in self._given_up for one in self._crew.running):
-                return
-            await asyncio.sleep(0.02)
-
-    async def _await_verdict(self) -> None:
-        """The last worker is lost: the coordinator says what that means, if it is there."""
-        deadline_s = time.monotonic() + _VERDICT_S
-        while not self._is_settled() and time.monotonic() < deadline_s:
-            await asyncio.sleep(0.05)
-        if not self._is_settled():
-            self._end_job("no worker is left")
-
-    def _is_settled(self) -> bool:
-        return bool(self._over or self._crew.workers or self._is_ending)
-
-    def _retire(self, process: RankProcess) -> RankResult:
-        self._lookout.forget(process)
-        return self._host.retire(process)
-
-    def _tell_loss(self, rank: int, why: str, kind: LossKind) -> None:
-        self._silences.end(rank)
-        line = self._chronicle.lost(rank, why, kind, time.monotonic())
+    def log_loss(self, rank: int, why: str, kind: LossKind) -> None:
+        """Print that a member is lost, once."""
+        self.silences.end(rank)
+        line = self.event_log.lost(rank, why, kind, time.monotonic())
         if line is not None:
             self._show(line)
 
-    # -- news --------------------------------------------------------------------------------
+    def _show(self, line: str) -> None:
+        self._display.say(printable(line.encode()))
+
+    # -- events and news -----------------------------------------------------------------------
+
+    def _on_event(self, event: Event) -> None:
+        super()._on_event(event)
+        if isinstance(event, Progress) and self.was_member(event.rank):
+            self.event_log.progressed(event.step, time.monotonic())
+        elif isinstance(event, Resumed):
+            self._show(self.event_log.resumed(event))
+
+    def _on_note(self, name: ProcessName, text: str) -> None:
+        prefix = f"{name.role} {name.number}: "
+        self.log(prefix + text.removeprefix(prefix))
 
     def _on_news(self, news: News) -> None:
-        """Take in what the coordinator says."""
+        """Handle a message of the coordinator."""
         if isinstance(news, m.Changed):
             self._on_changed(news)
         elif isinstance(news, m.Presence):
@@ -298,14 +333,14 @@ class ElasticJob(SupervisedJob):
         elif isinstance(news, Happened):
             self._on_happened(news.event)
         elif isinstance(news, m.Over):
-            self._end_job(news.why)
+            self.end_job(news.why)
         elif isinstance(news, Wanted):
-            self._want(news)
-        elif isinstance(news, Unwanted) and self._was_in(news.rank):
-            self._dismissed[news.rank] = time.monotonic() + _LEAVE_S
-            self._tell(f"{self._chronicle.name(news.rank)} is no longer wanted, and leaves")
+            self._on_wanted(news)
+        elif isinstance(news, Unwanted) and self.was_member(news.rank):
+            self._policy.on_dismissed(news.rank)
+            self.log(f"{self.event_log.name(news.rank)} is no longer wanted, and leaves")
         elif isinstance(news, Remark):
-            self._tell(news.text)
+            self.log(news.text)
         self._changed.set()
 
     def _on_happened(self, event: Event | Happening) -> None:
@@ -313,71 +348,41 @@ class ElasticJob(SupervisedJob):
             self._on_event(event)
             return
         self._display.record(event)
-        if (line := self._chronicle.happened(event)) is not None:
+        if (line := self.event_log.happened(event)) is not None:
             self._show(line)
 
     def _on_changed(self, news: m.Changed) -> None:
-        before = self._chronicle.membership
-        self._chronicle.take(news.membership)
+        before = self.event_log.membership
+        self.event_log.take(news.membership)
         for member in news.membership.members:
-            self._seats.setdefault(
-                member.rank, Seat(member.rank, member.number, member.role == "server", True)
-            )
+            name = ProcessName(member.rank, member.number, member.role == "server", True)
+            self._process_names.setdefault(member.rank, name)
         if before is None:
             return
         for loss in news.lost:
-            if loss.rank in self._left:  # it ends by itself, and says why
-                self._parting[loss.rank] = time.monotonic() + _LEAVE_S
-            else:
-                self._evict(loss.rank, loss.why, loss.kind)
+            self._policy.on_lost(loss.rank, loss.why, loss.kind)
         for rank in news.joined:
-            self._nursery.joined(self._seats[rank].place)
-            self._board.seat(self._seats[rank])
-            self._show(self._chronicle.joined(rank, time.monotonic()))
+            self.newcomers.on_joined(self._process_names[rank].slot)
+            self._board.add(self._process_names[rank])
+            self._show(self.event_log.joined(rank, time.monotonic()))
 
     def _on_presence(self, news: m.Presence) -> None:
-        was_in, kind = self._was_in(news.rank), news.kind or LossKind.ENDED
-        is_ours = was_in or self._crew.find(news.rank) is not None  # perhaps a newcomer
+        was_member = self.was_member(news.rank)
+        is_ours = was_member or self.processes.find(news.rank) is not None  # perhaps a newcomer
         if news.state == "lost" and is_ours:
-            self._evict(news.rank, news.detail, kind)
-        elif was_in and news.state == "left":
-            self._left.add(news.rank)
-            if news.kind is LossKind.RELEASED:  # its mates may end it before it does so itself
-                self._evicted.setdefault(news.rank, (news.detail, news.kind))
-        elif was_in:
+            self._policy.evict(news.rank, news.detail, news.kind or LossKind.ENDED)
+        elif was_member and news.state == "left":
+            self._policy.on_left(news.rank, news.detail, news.kind)
+        elif was_member:
             self._on_silence(news)
 
     def _on_silence(self, news: m.Presence) -> None:
-        """Tell of a stopped process at once, of one that runs only when it stays silent."""
-        process = self._crew.find(news.rank)
+        """Report a stopped process at once, a running one only if it stays silent."""
+        process = self.processes.find(news.rank)
         if news.state == "back":
-            if not self._silences.end(news.rank):
-                self._show(self._chronicle.presence(news))
+            if not self.silences.end(news.rank):
+                self._show(self.event_log.presence(news))
         elif process is None or process.is_frozen():
-            self._show(self._chronicle.presence(news))
+            self._show(self.event_log.presence(news))
         else:
-            self._silences.begin(news.rank, time.monotonic())
-
-    def _name_stuck(self, now_s: float) -> None:
-        """Name those that run but have said nothing for long: a busy machine explains no more."""
-        for rank, silent_s in self._silences.stuck_since(now_s):
-            words = f"has sent no heartbeat for {silent_s:.0f} s, though its process runs"
-            self._tell(f"{self._chronicle.name(rank)} {words}: it may be stuck")
-            process = self._crew.find(rank)
-            if process is not None:
-                process.ask_for_stacks()
-
-    def _evict(self, rank: int, why: str, kind: LossKind) -> None:
-        """End a process that the job has given up; its line comes with its diagnosis."""
-        process = self._crew.find(rank)
-        if kind.is_own:
-            self._culprits.add(rank)
-        if kind.is_consequence:
-            self._declared[rank] = (why, kind)
-        if process is None:  # of another host, or long gone
-            self._tell_loss(rank, why, kind)
-        elif process.is_running:
-            self._given_up.add(rank)
-            if not process.is_exiting:
-                self._evicted[rank] = (why, kind)
-                process.signal_group(signal.SIGKILL)
+            self.silences.begin(news.rank, time.monotonic())

@@ -1,4 +1,4 @@
-"""What `pl.launch` was asked for, checked before the first process is forked."""
+"""The arguments of `pl.launch`, checked before the first process is forked."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError, UsageError
-from paceline.launcher.processes.forked import fork_quietly
-from paceline.launcher.roles import MAX_DATA_WORKERS, MAX_SERVERS
-from paceline.launcher.spec import MAX_LOCAL_WORKERS, RESERVED
-from paceline.pace.registry import paces_with_servers
+from paceline.launcher.function.forked import fork_quietly
+from paceline.launcher.job_size import MAX_DATA_WORKERS, MAX_SERVERS, MAX_WORKERS, check_pace
+from paceline.launcher.spec import RESERVED
 from paceline.pace.schedule import Schedule, parse_schedule
 from paceline.runtime.config import inherited_environ, requested_mesh, requested_pace
 from paceline.runtime.mesh import Mesh
-from paceline.runtime.process_names import Seat, seats
+from paceline.runtime.process_names import ProcessName, process_names
 
 _PROBE_S = 5.0
 _DEFAULT_WORKERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A launch that makes sense."""
+class LaunchSpec:
+    """The checked arguments of one launch."""
 
     num_workers: int
     num_servers: int
@@ -38,8 +37,8 @@ class Plan:
     timeout_s: float | None
 
     @property
-    def seats(self) -> list[Seat]:
-        return seats(self.num_workers, self.num_servers, sum(self.data_workers))
+    def process_names(self) -> list[ProcessName]:
+        return process_names(self.num_workers, self.num_servers, sum(self.data_workers))
 
 
 def checked(
@@ -52,13 +51,13 @@ def checked(
     env: Mapping[str, str] | None,
     threads: int,
     timeout_s: float | None,
-) -> Plan:
-    """Return the plan; UsageError says what is wrong with it."""
+) -> LaunchSpec:
+    """Return the checked arguments; raises UsageError or ConfigError."""
     if not callable(function):
         raise UsageError(f"launch({function!r:.60}): expected a function, then its arguments")
     _refuse_joined()
     if workers is not None:
-        _check_count("workers", workers, 1, MAX_LOCAL_WORKERS)
+        _check_count("workers", workers, 1, MAX_WORKERS)
     _check_count("servers", servers, 0, MAX_SERVERS)
     _check_count("threads", threads, 1, 4096)
     if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
@@ -70,7 +69,7 @@ def checked(
         workers = _DEFAULT_WORKERS if grid is None else grid.num_workers
     if grid is not None:
         grid.require(workers, "launch: mesh")
-    return Plan(
+    return LaunchSpec(
         num_workers=workers,
         num_servers=servers,
         data_workers=_data_workers(data_workers),
@@ -83,10 +82,10 @@ def checked(
 
 
 def refuse_stuck_threads(threads: int) -> None:
-    """Try whether a forked child can compute with several threads here; UsageError when not.
+    """Raise UsageError if a forked child cannot compute with several threads here.
 
-    A child has none of the threads that torch's OpenMP pool had in the parent, but believes that it
-    has, and waits for them for ever. There is no asking beforehand, so a child is sent to try.
+    A child does not have the threads of torch's OpenMP pool in the parent, but waits for them for
+    ever. torch cannot tell beforehand, so a child tries it.
     """
     if threads == 1 or "torch" not in sys.modules:
         return
@@ -136,32 +135,28 @@ def _data_workers(counts: int | Sequence[int]) -> tuple[int, ...]:
 def _check_env(env: Mapping[str, str]) -> None:
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise UsageError(f"launch(env=...): {name!r:.40}={value!r:.40} are not both texts")
+            raise UsageError(f"launch(env=...): {name!r:.40}={value!r:.40}: expected two strings")
         if not name or "=" in name or "\0" in name + value:
-            raise UsageError(f"launch(env=...): {name!r:.40} cannot be a variable's name and value")
+            raise UsageError(
+                f"launch(env=...): {name!r:.40} or its value is invalid for a variable"
+            )
         if name in RESERVED:
             raise ConfigError(f"launch(env=...): launch sets {name} for each worker; leave it out")
 
 
 def _mesh(mesh: str | None, env: Mapping[str, str]) -> Mesh | None:
-    """Read the mesh that wins over the function's own: the argument, else the environment's."""
+    """Return the mesh that overrides the function's: the argument, else the environment's."""
     text = mesh if mesh is not None else requested_mesh({**inherited_environ(), **env})
     return None if text is None else Mesh.parse(text)
 
 
 def _pace(pace: str | None, env: Mapping[str, str], workers: int, servers: int) -> Schedule | None:
-    """Read the pace that wins over the function's own: the argument, else the environment's."""
+    """Return the pace that overrides the function's: the argument, else the environment's."""
     text = pace if pace is not None else requested_pace({**inherited_environ(), **env})
     if text is None:
         return None
     spec = parse_schedule(text)
-    if spec.needs_servers and not servers:
-        raise ConfigError(f"pace {spec} needs parameter servers: add servers=1")
-    if servers and not spec.uses_servers:
-        raise ConfigError(
-            f"pace {spec} uses no parameter servers{spec.why_no_servers}: leave out"
-            f" servers={servers}, or choose a pace with servers ({', '.join(paces_with_servers())})"
-        )
+    check_pace(spec, servers, add="servers=1", given=f"servers={servers}")
     problem = spec.problem_with(workers, servers)
     if problem:
         raise ConfigError(problem)

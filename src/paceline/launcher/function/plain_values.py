@@ -1,8 +1,8 @@
-"""Plain values: what a launched function may return, and how it travels to the caller.
+"""Plain values: what a launched function may return, and how they reach the caller.
 
-Results cross a process border as msgpack. That can say None, booleans, numbers, texts, bytes, and
-lists and dictionaries of them, and nothing else: no code comes back, and no object that only looks
-like the one that was returned. A tuple arrives as a list.
+Results are sent between processes as msgpack: None, booleans, numbers, strings, bytes, and lists
+and dictionaries of them, and nothing else. So neither code comes back, nor an object that only
+looks like the returned one. A tuple arrives as a list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_DEPTH = 100
 
 
 def pack(value: object) -> bytes:
-    """Turn a result into bytes; UsageError names the first part that is not plain."""
+    """Return a result as bytes; raises UsageError with the first part that is not plain."""
     return msgspec.msgpack.encode(_plain(value, "the result", 0))
 
 
@@ -27,7 +27,7 @@ def unpack(data: bytes) -> object:
 
 
 def _plain(value: object, name: str, depth: int) -> object:
-    """Copy a value as exactly the types that msgpack has, or say what is in the way."""
+    """Return a copy in exactly the types of msgpack; raises UsageError."""
     if depth > _MAX_DEPTH:
         raise UsageError(f"{name[:80]} ...: nested deeper than {_MAX_DEPTH}, or within itself")
     if value is None or isinstance(value, bool | str | bytes):
@@ -64,5 +64,5 @@ def _key(key: object, name: str) -> Any:
 
 
 def _hint(value: object) -> str:
-    """Say how things with numbers in them become plain."""
+    """Return how arrays become plain."""
     return ": use .tolist() or .item()" if hasattr(value, "tolist") else ""

@@ -1,112 +1,88 @@
-"""The guard: a small process that ends a job's processes when its launcher was killed.
+"""The launcher's side of the guard process (guard_main.py), which ends a job's leftover processes.
 
-Each rank dies with the launcher by itself (PR_SET_PDEATHSIG, see process.py), but what a rank
-started does not: data loader workers, helpers, anything that ignores a closed pipe. The guard sits
-in its own session and reads a pipe whose other end only the launcher holds. "end" on the pipe means
-that the launcher has cleaned up; end of file without it means that the launcher is dead.
-
-Two marks say that a process belongs to the job. Its session is one that the launcher made for a
-rank, or its environment carries PACELINE_JOB=<job id>, a random word that is inherited by children
-that made a session of their own. Nothing else is ever signalled. A process that left the session
-and also wiped its environment is beyond reach.
-
-This file is run by path with `python -I -S` (10 ms, nothing of the user's is imported), so it uses
-the standard library only; the launcher imports `end_processes` for the ordinary end of a job.
+The launcher holds one end of the guard's pipe while the job runs. The guard acts when that end
+closes without the line "end".
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
+import subprocess
 import sys
-import time
-from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from paceline.errors import LaunchError
+from paceline.launcher.processes import guard_main
 
 
-def _session_of(pid: int) -> int | None:
-    """Return the session of a live process, or None when it is gone or only a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            # The command name may hold spaces and brackets; the fields begin after the last one.
-            fields = stat.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[3])
+class Sessions:
+    """The sessions of a job's processes, which end with the job. A detached job has no guard."""
+
+    pid: int | None = None  # of the guard process
+
+    def __init__(self) -> None:
+        self.sessions: list[int] = []
+
+    def watch(self, session: int) -> None:
+        """Add the session of a process."""
+        self.sessions.append(session)
+
+    def forget(self, session: int) -> None:
+        """Remove a session that has ended: the kernel may reuse its number."""
+        self.sessions.remove(session)
+
+    def end(self) -> None:
+        """Note that everything is cleaned up."""
 
 
-def _mark(job_id: str) -> bytes | None:
-    """What the environment of the job's processes has; None for "": sessions alone count."""
-    return f"PACELINE_JOB={job_id}".encode() if job_id else None
+class Guard(Sessions):
+    """The guard process and the pipe to it."""
 
+    def __init__(self, job_id: str, job_directory: Path) -> None:
+        super().__init__()
+        command = [sys.executable, "-I", "-S", guard_main.__file__, job_id, str(job_directory)]
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+                bufsize=0,
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"the guard process could not be started: {error.strerror}; check the limits with"
+                " `paceline doctor` (processes, open files, memory)"
+            ) from error
+        self.pid = self._popen.pid
 
-def _carries_mark(pid: int, mark: bytes | None) -> bool:
-    if mark is None:
-        return False
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as environ:
-            return mark in environ.read().split(b"\0")
-    except OSError:  # gone, or another user's: neither is ours
-        return False
+    def watch(self, session: int) -> None:
+        super().watch(session)
+        self._send(f"session {session}\n")
 
+    def forget(self, session: int) -> None:
+        super().forget(session)
+        self._send(f"forget {session}\n")
 
-def job_processes(job_id: str, sessions: Collection[int]) -> Iterator[int]:
-    """Yield the pids of live processes of the job, except the calling process."""
-    mark = _mark(job_id)
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        session = _session_of(int(name))
-        if session is not None and (session in sessions or _carries_mark(int(name), mark)):
-            yield int(name)
+    def end(self) -> None:
+        """Notify the guard that everything is cleaned up, and reap it."""
+        self._send("end\n")
+        self.close_in_child()
+        try:
+            self._popen.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
 
+    def close_in_child(self) -> None:
+        """Close this end of the pipe. A forked child must: the guard has to see the end of it."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
 
-def _kill(pid: int, job_id: str, sessions: Collection[int]) -> None:
-    """Kill one process; the descriptor pins it, so that a reused pid is never hit."""
-    try:
-        handle = os.pidfd_open(pid)
-    except OSError:
-        return
-    try:
-        if _session_of(pid) in sessions or _carries_mark(pid, _mark(job_id)):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass  # it ended meanwhile, or changed its user: out of our hands either way
-    finally:
-        os.close(handle)
-
-
-def end_processes(job_id: str, sessions: Collection[int], *, within_s: float = 2.0) -> list[int]:
-    """Kill what belongs to the job until nothing does; return the pids that are still there.
-
-    Scans again after each round because a process may start another one while it is being killed.
-    """
-    deadline = time.monotonic() + within_s
-    while True:
-        found = list(job_processes(job_id, sessions))
-        if not found or time.monotonic() > deadline:
-            return found
-        for pid in found:
-            _kill(pid, job_id, sessions)
-        time.sleep(0.01)
-
-
-def main(job_id: str, job_directory: str) -> None:
-    """Read "session <pid>" and "forget <pid>" until the launcher ends the job or dies."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the launcher, never before it
-    sessions: set[int] = set()
-    for line in sys.stdin:
-        words = line.split()
-        if words == ["end"]:
-            return
-        if len(words) == 2 and words[0] == "session":
-            sessions.add(int(words[1]))
-        elif len(words) == 2 and words[0] == "forget":
-            sessions.discard(int(words[1]))
-    end_processes(job_id, sessions, within_s=10.0)
-    shutil.rmtree(job_directory, ignore_errors=True)  # the next launcher sweeps what remains
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    def _send(self, line: str) -> None:
+        assert self._popen.stdin is not None
+        # If the guard was killed, the processes still die with the launcher: the job continues.
+        with suppress(BrokenPipeError):
+            self._popen.stdin.write(line.encode())

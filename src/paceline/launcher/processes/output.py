@@ -1,43 +1,56 @@
-"""What one rank prints, on its way from the pipe to the display, the log file and the report.
+"""Reads what one process prints, for the display, the log file and the failure report.
 
-Reads are non-blocking and happen in the launcher's loop. While the display is behind, the pipe is
-simply not read; the rank then waits in its own write. A file tells nobody when it grows: it is
-looked at several times a second, and has ended when its process has.
+Reads are non-blocking and happen in the launcher's loop. While the display lags, the launcher does
+not read the pipe; the process then blocks in its own write. A file does not notify its reader: it
+is read several times a second, and has ended when its process has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
-from paceline.launcher.hang import StackBlocks
 from paceline.launcher.processes.process import RankProcess
 from paceline.observe.display.display import Display
 from paceline.observe.display.lines import LineSplitter
 
 _READ_BYTES = 1 << 16
 _RETRY_S = 0.05
-_HOLD_S = 0.3  # how long a half-read block of stacks is held back; see stacks.py
+_HOLD_S = 0.3  # how long a half-read block of stacks is held back
 _KEEP_CHARACTERS = 400  # for the report, not for the screen or the log
 
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
+_HEAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_FRAME = re.compile(r'  File "(.*)", line \d+ in ')
+_IDLE = re.compile(r'  File ".*/concurrent/futures/thread.py", line \d+ in _worker$')
+# What calls a script in a fork of the template, and what Python itself leaves out.
+_CALLERS = re.compile(
+    r'  File "(?:<frozen importlib\._bootstrap(?:_external)?>|<string>'
+    rf'|{re.escape(_PACKAGE)}launcher/processes/(?:run_script|template_main)\.py)", line \d+ in '
+)
 
-class RankOutput:
-    """Both output streams of one rank; `done` is set when both have ended."""
+
+class OutputReader:
+    """Both output streams of one process; `done` is set when both have ended."""
 
     def __init__(self, process: RankProcess, display: Display) -> None:
-        self._seat = process.seat
+        self._name = process.name
         self._display = display
         self._splitters: dict[int, LineSplitter] = {}
         self._process = process
-        self._stderr_fd = process.outlet.stderr_fd
-        self._stacks = StackBlocks()
+        self._stderr_fd = process.output.stderr_fd
+        self._stacks = StackFilter()
         self.done = asyncio.Event()
-        for fd in {process.outlet.stdout_fd, process.outlet.stderr_fd}:
+        for fd in {process.output.stdout_fd, process.output.stderr_fd}:
             self._splitters[fd] = LineSplitter()
             self._resume(fd)
 
     def close(self) -> None:
-        """Take what is in the pipes now and stop reading; something else may hold their far end."""
+        """Read what is in the pipes now and stop; another process may hold their child end."""
         for fd in list(self._splitters):
             while self._read(fd):
                 pass
@@ -46,7 +59,7 @@ class RankOutput:
     def _resume(self, fd: int) -> None:
         if fd not in self._splitters:
             return
-        if self._process.outlet.is_file:
+        if self._process.output.is_file:
             self._follow(fd)
         else:
             asyncio.get_running_loop().add_reader(fd, self._on_readable, fd)
@@ -69,19 +82,20 @@ class RankOutput:
             self._read(fd)
 
     def _read(self, fd: int) -> bool:
-        """Take one piece; false when there is nothing more to take now."""
+        """Read one block; return false if there is nothing more to read now."""
         if fd not in self._splitters:
             return False
         try:
             data = os.read(fd, _READ_BYTES)
         except BlockingIOError:
             return False
+        is_file = self._process.output.is_file
         if not data:
-            if not self._process.outlet.is_file:
+            if not is_file:
                 self._end(fd)
             return False
-        if not self._process.outlet.is_file:  # else it is there already
-            self._display.log(self._seat, data)
+        if not is_file:  # the file itself is the log
+            self._display.log(self._name, data)
         for line in self._splitters[fd].feed(data):
             self._show(fd, line)
         return True
@@ -90,11 +104,11 @@ class RankOutput:
         splitter = self._splitters.pop(fd, None)
         if splitter is None:
             return
-        if not self._process.outlet.is_file:
+        if not self._process.output.is_file:
             asyncio.get_running_loop().remove_reader(fd)
         for line in splitter.finish():
             self._show(fd, line)
-        self._let_go(self._stderr_fd)
+        self._flush_stacks()
         if not self._splitters:
             self.done.set()
 
@@ -105,12 +119,12 @@ class RankOutput:
         for shown in self._stacks.feed(line):
             self._put(fd, shown)
         if self._stacks.is_holding:
-            asyncio.get_running_loop().call_later(_HOLD_S, self._let_go, fd)
+            asyncio.get_running_loop().call_later(_HOLD_S, self._flush_stacks)
 
-    def _let_go(self, fd: int) -> None:
-        """Show the end of what was held back: nothing has come behind it."""
+    def _flush_stacks(self) -> None:
+        """Show the lines that were held back: no line has followed them."""
         for line in self._stacks.finish():
-            self._put(fd, line)
+            self._put(self._stderr_fd, line)
 
     def _put(self, fd: int, line: str) -> None:
         is_error = fd == self._stderr_fd
@@ -118,4 +132,72 @@ class RankOutput:
             self._process.stderr_tail.append(line[:_KEEP_CHARACTERS])
         elif line.strip():
             self._process.last_stdout = line[:_KEEP_CHARACTERS]
-        self._display.output_line(self._seat, is_error, line)
+        self._display.output_line(self._name, is_error, line)
+
+
+class LineForwarder:
+    """Passes each line of a pipe to `log`, until the pipe ends or `close` is called."""
+
+    def __init__(self, fd: int, log: Callable[[str], None]) -> None:
+        self._pipe, self._log = open(fd, "rb", buffering=0), log  # noqa: SIM115 - closed at its end
+        self._splitter = LineSplitter()
+        os.set_blocking(fd, False)
+        asyncio.get_running_loop().add_reader(fd, self._read)
+
+    def _read(self) -> None:
+        with suppress(BlockingIOError):
+            while data := os.read(self._pipe.fileno(), _READ_BYTES):
+                self._print(self._splitter.feed(data))
+            self._print(self._splitter.finish())
+            self._end()
+
+    def _print(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._log(line)
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+        self._pipe.close()
+
+    def close(self) -> None:
+        """Pass on what is in the pipe now; another process may hold its other end."""
+        if not self._pipe.closed:
+            self._read()
+        if not self._pipe.closed:
+            self._end()
+
+
+class StackFilter:
+    """Removes Paceline's own threads, and the callers of a script, from printed stacks."""
+
+    def __init__(self) -> None:
+        self._block: list[str] = []  # held back until its thread is known
+
+    def feed(self, line: str) -> Iterator[str]:
+        """Take a line of stderr; yield the lines to show."""
+        if _CALLERS.match(line):
+            return
+        head = _HEAD.match(line)
+        if head is not None or (self._block and line and not line.startswith("  ")):
+            yield from self.finish()
+        if head is not None and head[1] == "Thread" or (self._block and line.startswith("  ")):
+            self._block.append(line)
+        elif line or not self._block:  # blank lines stand between blocks
+            yield line
+
+    @property
+    def is_holding(self) -> bool:
+        return bool(self._block)
+
+    def finish(self) -> Iterator[str]:
+        """End a block; yield it unless its thread is Paceline's, or idle."""
+        block, self._block = self._block, []
+        if block and not _is_own_thread(block) and not _IDLE.match(block[1] if block[1:] else ""):
+            yield from block
+
+
+def _is_own_thread(block: list[str]) -> bool:
+    """Return whether Python started this thread to run a function of Paceline."""
+    files = [found[1] for line in block if (found := _FRAME.match(line))]
+    outer = [file for file in files if not file.endswith("/threading.py")]
+    return files[-1:] != outer[-1:] and bool(outer) and outer[-1].startswith(_PACKAGE)

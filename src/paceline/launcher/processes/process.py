@@ -1,19 +1,19 @@
-"""One rank or server as an operating-system process: how it starts, how it ended, in words.
+"""One process of a job: how it starts, where its output goes, and how it ended.
 
-Each leads its own session, so that one signal reaches everything it started, and the
-terminal's Ctrl-C reaches the launcher only, which then decides.
+Each process leads its own session. So one signal reaches everything that it started, and Ctrl-C in
+the terminal reaches only the launcher.
 
 Death of the launcher. PR_SET_PDEATHSIG must be set in the child between fork and exec; that is done
-in `preexec_fn`. The alternative, a trampoline program that sets it and then execs the script, costs
+in `preexec_fn`. The alternative, a trampoline command that sets it and then execs the script, costs
 an interpreter start (10 ms bare, 60 ms with site-packages) per rank and opens a window in which the
-rank is not yet protected. What speaks against preexec_fn is Python code running in a forked child
-while other threads hold locks. It does not apply here: ranks are started from the launcher's main
+rank is not protected. The argument against preexec_fn is that Python code runs in a forked child
+while other threads hold locks. It does not apply here: the launcher starts ranks from its main
 thread (the signal is bound to the *thread* that forked), the first ones before the display thread
 exists, and the function calls only what was looked up beforehand.
 
-A rank that ended stays a zombie until it is released, at the end of the job or when it is replaced
-(waitid with WNOWAIT): as long as it is there, its pid, and so the number of its session and process
-group, cannot be given to a stranger.
+A process that ended stays a zombie until the launcher releases it, at the end of the job or when it
+is replaced (waitid with WNOWAIT). Until then the kernel cannot reuse its pid, which is also the
+number of its session and process group.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import LaunchError
-from paceline.launcher.processes.pipes import Outlet
 from paceline.observe.telemetry.waiting import STACKS_SIGNAL
 from paceline.runtime.preemption import PREEMPTED
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 0x4
-# Enough for a long traceback; lines are cut for the report, not for the screen or the log.
+# Lines of stderr kept for the failure report: enough for a long traceback.
 _KEEP_LINES = 200
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a process ended: by itself with `code`, or by `signal` (then code is None).
+    """How a process ended: it exited with `code`, or `signal` killed it (then code is None).
 
-    With neither it is UNKNOWN: the process was not our child.
+    Both are None if the status is UNKNOWN: the process was not a child of this one.
     """
 
     code: int | None
@@ -58,19 +58,19 @@ class ExitStatus:
 
     @property
     def is_preempted(self) -> bool:
-        """It was asked to stop, has saved, and can go on in another run."""
+        """Whether it saved a checkpoint after it was asked to stop; another run can resume."""
         return self.code == PREEMPTED
 
     @property
     def shell_code(self) -> int:
-        """The exit code a shell would show: the process's own, or 128 + signal; 1: not known."""
+        """The exit code that a shell shows: the process's own, or 128 + signal; 1 if unknown."""
         if self == UNKNOWN:
             return 1
         return 128 + self.signal if self.signal is not None else (self.code or 0)
 
     def __str__(self) -> str:
         if self == UNKNOWN:
-            return "ended, how is not known"
+            return "ended with unknown status"
         if self.signal is None:
             return f"exit code {self.code}"
         try:
@@ -84,15 +84,15 @@ UNKNOWN = ExitStatus(None)
 
 
 def die_with(launcher: int) -> None:
-    """In a fresh child: be killed when the thread that forked it ends, and so with its process."""
+    """In a new child: have the kernel kill it when the thread that forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The launcher may have died before prctl took effect; then nobody would tell us.
+    # The launcher may have died before prctl took effect; then no signal comes.
     if os.getppid() != launcher:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def peek_status(pid: int) -> ExitStatus | None:
-    """Return how a child ended, without reaping it, or None while it runs."""
+    """Return how a child ended, or None while it runs. Does not reap the child."""
     info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if info is None:
         return None
@@ -101,7 +101,7 @@ def peek_status(pid: int) -> ExitStatus | None:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """What the kernel says about a process, by name; nothing when it is gone."""
+    """Return the fields of /proc/PID/status; empty if the process is gone."""
     try:
         with open(f"/proc/{pid}/status") as file:
             lines = file.read().splitlines()
@@ -111,14 +111,14 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return what the kernel says about a process, beginning with its state; "X": it is gone."""
+    """Return the fields of /proc/PID/stat from the state on; state "X" if the process is gone."""
     with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
         return stat.read().rpartition(b")")[2].decode().split()
     return ["X", *["0"] * 49]
 
 
 def _channel(pid: int) -> str:
-    """Name, in brackets, the function of the kernel in which a process sleeps, if that is told."""
+    """Return " in the kernel (FUNCTION)" for a sleeping process, or "" if the kernel hides it."""
     with suppress(OSError), open(f"/proc/{pid}/wchan") as file:
         name = file.read().strip()
         return f" in the kernel ({name})" if name not in ("", "0") else ""
@@ -126,15 +126,15 @@ def _channel(pid: int) -> str:
 
 
 def process_state(pid: int) -> str:
-    """Return the letter that the kernel has for a process's state; "X" when there is none."""
+    """Return the kernel's letter for a process's state; "X" if the process is gone."""
     return _stat(pid)[0]
 
 
 class ChildProcess:
     """A child of this process that leads a session of its own. Not thread-safe."""
 
-    def __init__(self, seat: Seat, pid: int) -> None:
-        self.seat = seat
+    def __init__(self, name: ProcessName, pid: int) -> None:
+        self.name = name
         self.pid = pid
         self.status: ExitStatus | None = None
         self.ended_s: float | None = None
@@ -147,7 +147,7 @@ class ChildProcess:
         return self.status is None
 
     def check_ended(self) -> bool:
-        """Look whether the process has ended, without reaping it; true when it just has."""
+        """Return true once: at the first call after the process ended. Does not reap it."""
         if self.status is not None:
             return False
         self.status = self._peek()
@@ -160,78 +160,136 @@ class ChildProcess:
         return peek_status(self.pid)
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to the process and to what it started in its process group."""
-        # Gone without being reaped is impossible, but a set-uid child may refuse us.
+        """Send a signal to the process and to everything in its process group."""
+        # A zombie still exists, but a set-uid child may refuse the signal.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def is_frozen(self) -> bool:
-        """Tell whether the process is stopped (SIGSTOP, a debugger) and so cannot do its part."""
+        """Return whether the process is stopped (SIGSTOP, a debugger)."""
         return process_state(self.pid) in ("T", "t")
 
     def release(self) -> None:
-        """Reap the process; call once, when it was told to end."""
+        """Reap the process; call once, after it was killed or has ended."""
         raise NotImplementedError
 
 
-class RankProcess(ChildProcess):
-    """A started rank or server. Used by the launcher's main thread only.
+class ProcessOutput:
+    """Where a process writes its output, and where the launcher reads it.
 
-    `outlet` is where its output is read; the process itself has the far ends.
+    Two pipes if the process ends with its launcher: stdout and stderr stay apart, and a process
+    that writes faster than the launcher reads blocks. One file if the process outlives its launcher
+    (a detached job): a pipe without a reader would kill it at its next line.
+
+    The child ends are passed to the process, then closed here.
     """
 
-    def __init__(self, seat: Seat, pid: int, outlet: Outlet) -> None:
-        super().__init__(seat, pid)
-        self.outlet = outlet
+    def __init__(self, stdout: tuple[int, int], stderr: tuple[int, int], *, is_file: bool) -> None:
+        self.stdout_fd, self.child_stdout = stdout
+        self.stderr_fd, self.child_stderr = stderr
+        self.is_file = is_file
+
+    @classmethod
+    def pipes(cls) -> ProcessOutput:
+        """Create two pipes; raises LaunchError if there are no descriptors left."""
+        made: list[tuple[int, int]] = []
+        try:
+            for _ in range(2):
+                made.append(os.pipe())
+                os.set_blocking(made[-1][0], False)
+        except OSError as error:
+            for fd in (fd for pair in made for fd in pair):
+                os.close(fd)
+            raise LaunchError(
+                f"cannot create a pipe for the output of a process: {error.strerror}; raise the"
+                " limit of open files (ulimit -n)"
+            ) from error
+        return cls(made[0], made[1], is_file=False)
+
+    @classmethod
+    def file(cls, path: Path) -> ProcessOutput:
+        """Append to a file, and read from its present end; raises LaunchError."""
+        try:
+            far = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            near = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise LaunchError(
+                f"{path}: {error.strerror}; name a directory you can write to with --log-dir"
+            ) from error
+        os.lseek(near, 0, os.SEEK_END)
+        return cls((near, far), (near, far), is_file=True)
+
+    def close_child_ends(self) -> None:
+        """Close the child ends: only the process may hold them, so that its exit ends the pipe."""
+        self._close(self.child_stdout, self.child_stderr)
+        self.child_stdout = self.child_stderr = -1
+
+    def close(self) -> None:
+        self.close_child_ends()
+        self._close(self.stdout_fd, self.stderr_fd)
+        self.stdout_fd = self.stderr_fd = -1
+
+    def _close(self, *fds: int) -> None:
+        for fd in {fd for fd in fds if fd >= 0}:
+            with suppress(OSError):
+                os.close(fd)
+
+
+class RankProcess(ChildProcess):
+    """A worker, server or data worker. Used by the launcher's main thread only."""
+
+    def __init__(self, name: ProcessName, pid: int, output: ProcessOutput) -> None:
+        super().__init__(name, pid)
+        self.output = output
         self.was_asked_for_stacks = False
         self._popen: subprocess.Popen[bytes] | None = None
 
     @classmethod
     def start(
         cls,
-        seat: Seat,
+        name: ProcessName,
         argv: Sequence[str],
         environ: Mapping[str, str],
-        outlet: Outlet,
+        output: ProcessOutput,
         *,
         dies_with_launcher: bool = True,
     ) -> RankProcess:
-        """Start a command; raises LaunchError."""
+        """Start a command in a fresh interpreter; raises LaunchError."""
         launcher = os.getpid()
         try:
             popen = subprocess.Popen(
                 argv,
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,
-                stdout=outlet.far_stdout,
-                stderr=outlet.far_stderr,
+                stdout=output.child_stdout,
+                stderr=output.child_stderr,
                 start_new_session=True,
                 preexec_fn=(lambda: die_with(launcher)) if dies_with_launcher else None,
             )
         except (OSError, subprocess.SubprocessError) as error:
-            outlet.close()
+            output.close()
             words = error.strerror if isinstance(error, OSError) else str(error)
             raise LaunchError(
-                f"{seat} could not be started: {words} ({argv[0]}); check the limits"
+                f"{name} could not be started: {words} ({argv[0]}); check the limits"
                 " with `paceline doctor` (processes, open files, memory)"
             ) from error
-        outlet.close_far()
-        process = cls(seat, popen.pid, outlet)
+        output.close_child_ends()
+        process = cls(name, popen.pid, output)
         process._popen = popen
         return process
 
     @property
     def is_exiting(self) -> bool:
-        """Tell whether the process is on its way out, also when its end is not seen yet."""
+        """Whether the process is exiting, even if waitid does not show it yet."""
         stat = _stat(self.pid)
         return stat[0] in "ZX" or bool(int(stat[6]) & _PF_EXITING)
 
     def describe_state(self) -> str:
-        """Say in words what the kernel knows of the process: "it runs", "it is stopped"."""
+        """Return the state of the process in words: "it runs", "it is stopped"."""
         letter = process_state(self.pid)
         inside = _channel(self.pid)
         if letter == "T":
-            return f"it is stopped (kill -CONT {self.pid} lets it go on)"
+            return f"it is stopped (kill -CONT {self.pid} resumes it)"
         if letter == "t":
             return "it is held by a debugger"
         if letter == "D":
@@ -239,7 +297,7 @@ class RankProcess(ChildProcess):
         return f"it sleeps{inside}" if letter == "S" else "it runs"
 
     def ask_for_stacks(self) -> None:
-        """Have the rank print where its threads are; one that does not know how is left alone."""
+        """Make the process print the stacks of its threads, if it has a handler for that."""
         if self.shows_stacks:
             self.was_asked_for_stacks = True
             with suppress(ProcessLookupError, PermissionError):
@@ -247,14 +305,14 @@ class RankProcess(ChildProcess):
 
     @property
     def shows_stacks(self) -> bool:
-        """Tell whether it would print them: it has come as far as `pl.init()`."""
+        """Whether it can print its stacks: it has called `pl.init()`."""
         caught = _status(self.pid).get("SigCgt", "0")
         return bool(int(caught, 16) >> (STACKS_SIGNAL - 1) & 1)
 
     def release(self) -> None:
-        """Reap the process and close the pipes; call once, when it was told to end."""
+        """Reap the process and close the pipes; call once, after it was killed or has ended."""
         self._presume_killed()
-        self.outlet.close()
+        self.output.close()
         if self._popen is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._popen.wait(timeout=1.0)
@@ -262,20 +320,20 @@ class RankProcess(ChildProcess):
             os.waitpid(self.pid, 0)
 
     def _presume_killed(self) -> None:
-        """Settle the status of a process that SIGKILL could not end: it hangs in the kernel."""
+        """Set the status of a process that SIGKILL could not end: it hangs in the kernel."""
         if self.status is None:
             self.status, self.ended_s = ExitStatus(None, signal.SIGKILL), time.monotonic()
 
 
 class AdoptedProcess(RankProcess):
-    """A process that somebody else started, and whose exit status is therefore not to be had.
+    """A process of a detached job that a former supervisor started. Its exit status is UNKNOWN.
 
-    The launcher before us was killed; its processes went on. A descriptor pins each of them.
+    A pidfd pins the process, so that a reused pid is never signalled.
     """
 
-    def __init__(self, seat: Seat, pid: int, outlet: Outlet) -> None:
-        """Take hold of it; ProcessLookupError when it has ended."""
-        super().__init__(seat, pid, outlet)
+    def __init__(self, name: ProcessName, pid: int, output: ProcessOutput) -> None:
+        """Open its pidfd; raises ProcessLookupError if it has ended."""
+        super().__init__(name, pid, output)
         self._pidfd = os.pidfd_open(pid)
 
     def _peek(self) -> ExitStatus | None:
@@ -283,12 +341,12 @@ class AdoptedProcess(RankProcess):
         return UNKNOWN if ready else None
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to the process and its group, unless that may be a stranger's by now."""
+        """Send a signal to the process and its group, unless the process has ended."""
         with suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self._pidfd, number)
             super().signal_group(number)
 
     def release(self) -> None:
         self._presume_killed()
-        self.outlet.close()
+        self.output.close()
         os.close(self._pidfd)

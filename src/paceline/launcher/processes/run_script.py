@@ -1,13 +1,12 @@
-"""How a fork of the template becomes what a fresh interpreter would be, and runs its script.
+"""Makes a fork of the template look like a fresh interpreter, and runs a script in it.
 
-A script must not notice where it comes from. It is `__main__`, with its own arguments, search
-path, environment, output, signals, session and exit status; its tracebacks begin with its own
-frames; `ps` shows its command. What is left is written down in ADR 39: modules that are imported
-already, one hash seed for all processes of a job, and variables that a library reads only while it
-is imported.
+A script must not notice the difference. It is `__main__`, with its own arguments, search path,
+environment, output, signals, session and exit status; its tracebacks begin with its own frames;
+`ps` shows its command. ADR 39 lists the remaining differences: modules that are already imported,
+one hash seed for all processes of a job, and variables that a library reads only at import.
 
-A directory with a module that has the name of one of those that are imported already would get the
-wrong one: then a fresh interpreter takes the fork's place (exec).
+If the script's directory has a module with the name of one that is already imported, the script
+would get the wrong one: then a fresh interpreter replaces the fork (exec).
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from paceline.launcher.processes.process import die_with
 from paceline.runtime.config import adopt_environ, inherited_environ
 
 
-class Program(msgspec.Struct, frozen=True):
-    """What a process runs. `kind` is "script", "module" or "server"."""
+class Command(msgspec.Struct, frozen=True):
+    """What a process runs; `kind` is "script", "module" or "server"."""
 
     kind: str
     target: str
@@ -41,7 +40,7 @@ class Program(msgspec.Struct, frozen=True):
 
     @property
     def argv(self) -> list[str]:
-        """The command of a fresh interpreter that runs the same."""
+        """The command line of a fresh interpreter that runs the same."""
         if self.kind == "server":
             return [sys.executable, "-m", "paceline.runtime.server_main"]
         head = ["-m", self.target] if self.kind == "module" else [self.target]
@@ -49,16 +48,16 @@ class Program(msgspec.Struct, frozen=True):
 
 
 def become(
-    program: Program,
+    command: Command,
     environ: dict[str, str],
     outputs: Sequence[int],
     signals: Mapping[signal.Signals, Any],
     between: int,
     dies_with: int | None,
 ) -> None:
-    """Forget the template: own session, output, environment and command, ordinary signals."""
+    """Leave the template: own session, output, environment and command, default signals."""
     os.setsid()
-    while os.getppid() == between:  # it is about to end, and then the launcher is our parent
+    while os.getppid() == between:  # it exits soon, and then the launcher is our parent
         time.sleep(0.0005)
     if dies_with is not None:
         die_with(dies_with)
@@ -70,34 +69,34 @@ def become(
     os.closerange(3, max(map(int, os.listdir("/proc/self/fd"))) + 1)
     threads = inherited_environ().get("OMP_NUM_THREADS")
     adopt_environ(environ)
-    is_safe = program.kind == "server" or environ.get("PYTHONSAFEPATH")
-    if not is_safe and _hides_module(_first_path(program)):
-        os.execve(sys.executable, program.argv, environ)
-    show(program.argv, environ)
+    is_safe = command.kind == "server" or environ.get("PYTHONSAFEPATH")
+    if not is_safe and _hides_module(_first_path(command)):
+        os.execve(sys.executable, command.argv, environ)
+    show(command.argv, environ)
     _forget_state(environ.get("OMP_NUM_THREADS", ""), threads)
 
 
 def _forget_state(threads: str, template_threads: str | None) -> None:
-    """Set anew what libraries have read or drawn while they were imported."""
+    """Reset what libraries have read or drawn at import."""
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         if threads != template_threads and threads.isdigit():
             torch.set_num_threads(int(threads))
-        torch.default_generator.seed()  # else all would draw the same numbers
+        torch.default_generator.seed()  # or all processes would draw the same numbers
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
 
 
-def _first_path(program: Program) -> str:
-    """Return where a fresh interpreter would look for modules first."""
-    is_module = program.kind == "module"
-    return os.getcwd() if is_module else os.path.dirname(os.path.realpath(program.target))
+def _first_path(command: Command) -> str:
+    """Return where a fresh interpreter looks for modules first."""
+    is_module = command.kind == "module"
+    return os.getcwd() if is_module else os.path.dirname(os.path.realpath(command.target))
 
 
 def _hides_module(directory: str) -> bool:
-    """Tell whether the directory has a module that would be found instead of an imported one."""
+    """Return whether a module in the directory has the name of an imported one."""
     for entry in os.listdir(directory or "."):
         name, _, rest = entry.partition(".")
         module = sys.modules.get(name)
@@ -112,7 +111,7 @@ def _hides_module(directory: str) -> bool:
 
 
 def show(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
-    """Write command and environment to where the kernel shows them, as far as there is room.
+    """Write command and environment to where the kernel shows them, if there is room.
 
     They lie at the bottom of the stack, and nothing points there any more: Python has copied the
     arguments, and `adopt_environ` has replaced the variables.
@@ -133,22 +132,22 @@ def show(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
 # -- run ----------------------------------------------------------------------------------------
 
 
-def run(program: Program, environ: Mapping[str, str]) -> None:
-    """Run the program as `__main__`; an exception ends the process as it ends an interpreter."""
-    sys.orig_argv = program.argv
-    if program.kind == "server":
-        sys.argv = [program.target]
+def run(command: Command, environ: Mapping[str, str]) -> None:
+    """Run the command as `__main__`; an exception ends the process as it ends an interpreter."""
+    sys.orig_argv = command.argv
+    if command.kind == "server":
+        sys.argv = [command.target]
         sys.exit(importlib.import_module("paceline.runtime.server_main").main())
-    sys.argv = [program.target, *program.arguments]
+    sys.argv = [command.target, *command.arguments]
     if not environ.get("PYTHONSAFEPATH"):
-        sys.path.insert(0, _first_path(program))
+        sys.path.insert(0, _first_path(command))
     try:
-        _run_main(program)
+        _run_main(command)
     except SystemExit:
         raise
     except BaseException as error:
-        error = error.with_traceback(_of_the_script(error.__traceback__))
-        # As the interpreter does, for what runs at exit: `pl.shutdown` asks whether it failed.
+        error = error.with_traceback(_script_frames(error.__traceback__))
+        # As the interpreter does, for exit handlers: `pl.shutdown` reads whether the script failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         if sys.version_info >= (3, 12):
             sys.last_exc = error
@@ -159,15 +158,15 @@ def run(program: Program, environ: Mapping[str, str]) -> None:
         sys.exit(1)
 
 
-def _run_main(program: Program) -> None:
+def _run_main(command: Command) -> None:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     names: dict[str, Any] = main.__dict__
     names.update(__builtins__=builtins, __annotations__={})
     run_module_as_main = runpy._run_module_as_main  # type: ignore[attr-defined]  # what -m calls
-    if program.kind == "module":
-        run_module_as_main(program.target)
+    if command.kind == "module":
+        run_module_as_main(command.target)
         return
-    path = os.path.join(os.getcwd(), program.target)
+    path = os.path.join(os.getcwd(), command.target)
     if pkgutil.get_importer(path) is not None:  # a zip file
         sys.path[0] = path
         run_module_as_main("__main__", alter_argv=False)
@@ -179,15 +178,15 @@ def _run_main(program: Program) -> None:
 
 
 class _ScriptLoader(SourceFileLoader):
-    """Loads a script, of which no compiled copy is kept."""
+    """Loads a script without keeping a compiled copy."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         del fullname  # it is "__main__"
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-def _of_the_script(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """Leave out the frames above the script's own; all of them when it was not even compiled."""
+def _script_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the traceback without frames above the script's; None if it did not compile."""
     above = (__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
     while traceback is not None and traceback.tb_frame.f_code.co_filename in above:
         traceback = traceback.tb_next

@@ -1,96 +1,101 @@
 """The spawner: starts processes on this host, forked from the template or as fresh interpreters.
 
-The template (template.py) is started at once, and imports while the launcher sets up the job. There
-is none when it would be of no use, when the user forbids it (--no-template, PACELINE_TEMPLATE=off),
-and when a module has done something at its import that a fork breaks.
+The template (template_main.py) is started at once, and imports modules while the launcher sets up
+the job. If there is no template, or it has died, processes start as fresh interpreters, which takes
+seconds longer. There is none if it would be of no use, if the user forbids it (--no-template,
+PACELINE_TEMPLATE=off), and if the import of a module did something that a fork breaks.
 
-The template imports as much as the script's text shows a use for. torch and Paceline take two
-seconds, and what an optimizer imports when it is made (torch._dynamo) takes as long again. A script
-that uses neither should wait for neither. So the source is read, not run: its imports, and whether
-it names what needs the rest. In doubt everything is imported: each process would otherwise do it by
-itself.
-
-Threads: used in the launcher's loop only.
+Threads: used in the launcher's loop only; one request to the template is under way at a time.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.machinery
+import asyncio
+import ctypes
 import os
-import re
+import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
-from paceline.launcher.processes.pipes import Outlet
-from paceline.launcher.processes.process import RankProcess
-from paceline.launcher.processes.template import Template, adopt_orphans
-from paceline.launcher.spec import RunSpec
-from paceline.runtime.process_names import Seat
+import msgspec
 
-_MOST_TEMPLATES = 3  # one that is killed is replaced, but not for ever
-_ALWAYS = ("numpy", "torch", "paceline.runtime.job")
-_TRAINING = ("torch._dynamo", "paceline.data.shard", "paceline.model_parallel.distribute")
-_SERVER = ("torch._dynamo", "paceline.runtime.server_main")
-_OWN = {"torch", "numpy", "paceline"}
-_TRAINS = re.compile(r"optim|distribute|compile|Trainer|shard|Checkpoint|ps\.")
+from paceline.errors import LaunchError
+from paceline.launcher.processes import template_main
+from paceline.launcher.processes.output import LineForwarder
+from paceline.launcher.processes.process import ProcessOutput, RankProcess
+from paceline.launcher.processes.run_script import Command
+from paceline.launcher.processes.template_main import MAX_REQUEST_BYTES, ForkReply, ForkRequest
+from paceline.runtime.process_names import ProcessName
+
+_MAX_TEMPLATES = 3  # a template that is killed is replaced, but not for ever
+# Not `python -m`: that looks into the working directory first, where the user's modules must not
+# replace torch's. PYTHONSAFEPATH would prevent that too, but every script would inherit it.
+_START = f"""import sys; sys.path[:1] == [''] and sys.path.pop(0)
+from {template_main.__name__} import serve; serve(int(sys.argv[1]))()"""
+_PR_SET_CHILD_SUBREAPER = 36
+_ANSWER_S = 30.0  # two forks take hundredths of a second; this is for an overloaded machine
+_SLOW_S = 10.0  # for the imports; then a line reports what the launcher waits for
+# A process shows its environment where that of the template was; its own may be longer by this.
+_ROOM = {"PACELINE_TEMPLATE_ROOM": 1024 * "."}
 
 
 class Spawner:
-    """Starts the processes of one job; `say` shows a line."""
+    """Starts the processes of one job; `log` prints a line."""
 
-    def __init__(self, spec: RunSpec, say: Callable[[str], None]) -> None:
-        self._spec, self._say = spec, say
+    def __init__(self, log: Callable[[str], None], *, dies_with_launcher: bool = True) -> None:
+        self._log, self._dies = log, dies_with_launcher
         self._template: Template | None = None
+        self._modules: Sequence[str] = ()
         self._environ: Mapping[str, str] = {}
+        self._command_bytes = 0
         self._num_templates = 0
 
-    @property
-    def template_pid(self) -> int | None:
-        return None if self._template is None else self._template.pid
-
-    def warm_up(self, environ: Mapping[str, str]) -> None:
-        """Start the template, with the environment of a worker without rank, if it is of use."""
-        modules = _modules_for(self._spec) if self._spec.uses_template_in(environ) else ()
-        if not modules:
-            return
-        self._environ = environ
+    def start_template(
+        self, modules: Sequence[str], environ: Mapping[str, str], commands: Sequence[Command]
+    ) -> None:
+        """Start the template with the environment of a worker without rank."""
+        self._modules, self._environ = modules, environ
+        self._command_bytes = max(
+            sum(len(os.fsencode(word)) + 1 for word in command.argv) for command in commands
+        )
         adopt_orphans()
-        commands = (self._spec.program(seat).argv for seat in self._spec.seats)
-        longest = max(sum(len(os.fsencode(word)) + 1 for word in argv) for argv in commands)
+        self._start_template()
+
+    def _start_template(self) -> None:
         try:
-            self._template = Template(environ, modules, self._say, longest)
+            self._template = Template(self._environ, self._modules, self._log, self._command_bytes)
             self._num_templates += 1
         except OSError as error:
-            self._say(f"no template: {error.strerror}; every process imports torch by itself")
+            self._log(f"no template: {error.strerror}; every process imports torch itself")
 
-    async def start(self, seat: Seat, environ: dict[str, str], outlet: Outlet) -> RankProcess:
+    async def start(
+        self, name: ProcessName, command: Command, environ: dict[str, str], output: ProcessOutput
+    ) -> RankProcess:
         """Start a process; raises LaunchError."""
-        program, dies = self._spec.program(seat), not self._spec.is_detached
         template = self._template
         if template is not None and await template.is_ready():
-            process = await template.fork(seat, program, environ, outlet, dies=dies)
+            process = await template.fork(name, command, environ, output, dies=self._dies)
             if process is not None:
                 return process
         if template is not None and template is self._template:
-            self._lose_template(template)
-        return RankProcess.start(seat, program.argv, environ, outlet, dies_with_launcher=dies)
+            self._replace_template(template)
+        return RankProcess.start(name, command.argv, environ, output, dies_with_launcher=self._dies)
 
-    def _lose_template(self, template: Template) -> None:
-        """Go on without a template; one that could be forked from is replaced by another."""
-        self._say(f"no template: {template.why_not}; processes import torch by themselves")
+    def _replace_template(self, template: Template) -> None:
+        """Replace a template that has died; do without one that could never be forked from."""
+        self._log(f"no template: {template.why_not}; processes import torch themselves")
         self._template = None
         template.end()
-        if template.has_forked and self._num_templates < _MOST_TEMPLATES:
-            self.warm_up(self._environ)
+        if template.has_forked and self._num_templates < _MAX_TEMPLATES:
+            self._start_template()
 
     def reap_orphans(self, known: Collection[int | None]) -> None:
-        """Reap what ended below us and is nobody's: helpers that a lost process left behind."""
+        """Reap ended descendants that no code waits for: helpers of a lost process."""
         if self._template is None or self._template.is_asked:
-            return  # one of them may be a process whose pid we are about to learn
+            return  # an unknown child may be a process whose pid the template is about to send
         path = f"/proc/self/task/{threading.get_native_id()}/children"
         with suppress(OSError), open(path, encoding="ascii") as children:
             for pid in map(int, children.read().split()):
@@ -105,50 +110,129 @@ class Spawner:
             self._template = None
 
 
-# -- what the template imports --------------------------------------------------------------------
+def adopt_orphans() -> None:
+    """Become the parent of orphaned descendants: of the processes that the template forks."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _modules_for(spec: RunSpec) -> tuple[str, ...]:
-    """Return the modules that a template should import; none: it would be of no use."""
-    if len(spec.seats) == 1 and spec.elastic is None:
-        return ()  # nobody would share the imports
-    found = _modules_of_script(spec)
-    if found and spec.num_servers:
-        found = (*found, *_SERVER)
-    return tuple(dict.fromkeys(found))
+class Template:
+    """The launcher's side of a running template. `log` prints what an imported module prints."""
 
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        modules: Sequence[str],
+        log: Callable[[str], None],
+        command_bytes: int = 0,
+    ) -> None:
+        """Start it with a worker's environment, without rank; raises OSError.
 
-def _modules_of_script(spec: RunSpec) -> tuple[str, ...]:
-    path = _module_file(spec.target) if spec.is_module else Path(spec.target)
-    if path is None or path.suffix != ".py":
-        return (*_ALWAYS, *_TRAINING)
-    try:
-        text = path.read_text()
-        used = set(_imported(ast.parse(text))) - sys.stdlib_module_names
-    except (OSError, SyntaxError, ValueError):
-        return ()  # a fresh interpreter says best what is wrong
-    if not used:
-        return ()
-    return (*_ALWAYS, *_TRAINING) if used - _OWN or _TRAINS.search(text) else _ALWAYS
+        `command_bytes` is the length of the longest command that one of its processes will show.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        read_end, write_end = os.pipe()
+        fd = theirs.fileno()
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", _START, str(fd), command_bytes * "."],
+                env={**environ, **_ROOM},
+                stdin=subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=write_end,
+                pass_fds=(fd,),
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            os.close(read_end)
+            raise
+        finally:
+            theirs.close()
+            os.close(write_end)
+        ours.send(msgspec.msgpack.encode(list(modules)))
+        ours.setblocking(False)
+        self.pid = self._popen.pid
+        self.is_asked = False  # a new process may be our child before we know its pid
+        self.has_forked = False
+        self._log, self._modules = log, ", ".join(modules)
+        self._was_named_slow = False
+        self.why_not = ""  # it cannot be forked from
+        self._control = ours
+        self._turn = asyncio.Lock()
+        self._output = LineForwarder(read_end, log)
+        self._importing = asyncio.ensure_future(self._wait_for_imports())
 
+    async def _wait_for_imports(self) -> bool:
+        reply = await self._receive(None)
+        self.why_not = "it ended while it imported modules" if reply is None else reply.error
+        return not self.why_not
 
-def _imported(tree: ast.Module) -> Iterator[str]:
-    """Yield the top-level names of what is imported; "" for what lies beside a module."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield "" if node.level else (node.module or "").partition(".")[0]
+    async def is_ready(self) -> bool:
+        """Wait until it has imported everything; false if it cannot be forked from."""
+        done, _ = await asyncio.wait({self._importing}, timeout=_SLOW_S)
+        if not done and not self._was_named_slow:
+            self._was_named_slow = True
+            self._log(
+                f"processes start when the template (pid {self.pid}) has imported {self._modules},"
+                f" which takes more than {_SLOW_S:g} s: the machine or its disk is busy"
+            )
+        return await asyncio.shield(self._importing) and not self.why_not
 
-
-def _module_file(name: str) -> Path | None:
-    """Find a module's file without importing anything; None when that takes an import."""
-    path: list[str] | None = [os.getcwd(), *sys.path]
-    spec = None
-    words = name.split(".")
-    for count in range(1, len(words) + 1):
-        spec = importlib.machinery.PathFinder.find_spec(".".join(words[:count]), path)
-        if spec is None:
+    async def fork(
+        self,
+        name: ProcessName,
+        command: Command,
+        environ: dict[str, str],
+        output: ProcessOutput,
+        *,
+        dies: bool,
+    ) -> RankProcess | None:
+        """Fork a process; None if the template is gone. LaunchError if the machine is full."""
+        request = ForkRequest(command, environ, os.getpid(), dies)
+        wait_fd, go_fd = os.pipe()
+        fds = [output.child_stdout, output.child_stderr, wait_fd]
+        async with self._turn:
+            self.is_asked = True
+            try:
+                socket.send_fds(self._control, [msgspec.msgpack.encode(request)], fds)
+                answer = await self._receive(_ANSWER_S)
+                if answer is not None and answer.pid:
+                    os.write(go_fd, b"g")  # its pid is known; without this it exits at once
+            except OSError as error:
+                answer, self.why_not = None, f"{error.strerror}"
+            except asyncio.CancelledError:
+                self.why_not = "its last answer was not read"
+                raise
+            finally:
+                self.is_asked = False
+                os.close(wait_fd)
+                os.close(go_fd)
+        if answer is None:
+            self.why_not = self.why_not or "it has ended"
             return None
-        path = spec.submodule_search_locations
-    return None if spec is None or not spec.origin or path else Path(spec.origin)
+        if not answer.pid:
+            output.close()
+            raise LaunchError(
+                f"{name} could not be started: {answer.error}; check the limits with `paceline"
+                " doctor` (processes, memory)"
+            )
+        output.close_child_ends()
+        self.has_forked = True
+        return RankProcess(name, answer.pid, output)
+
+    async def _receive(self, limit_s: float | None) -> ForkReply | None:
+        """Wait for its next reply; None if it has ended, or does not answer in time."""
+        loop = asyncio.get_running_loop()
+        try:
+            data = await asyncio.wait_for(loop.sock_recv(self._control, MAX_REQUEST_BYTES), limit_s)
+        except (OSError, asyncio.TimeoutError):
+            return None
+        return msgspec.msgpack.decode(data, type=ForkReply) if data else None
+
+    def end(self) -> None:
+        """Kill it; the processes that it forked are not its children any more."""
+        self._importing.cancel()
+        self._popen.kill()
+        self._popen.wait()
+        self._control.close()
+        self._output.close()

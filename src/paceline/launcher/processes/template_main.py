@@ -1,20 +1,20 @@
-"""The template: a process that has imported torch and Paceline once, and forks others on request.
+"""The template: a process that imports torch and Paceline once, and forks others on request.
 
-A fresh interpreter spends seconds on imports; a process that is forked here is at the first line of
-its script after some hundredths of a second. The template itself joins nothing, computes nothing
+A fresh interpreter spends seconds on imports; a process that the template forks reaches the first
+line of its script after some hundredths of a second. The template joins no job, computes nothing
 and starts no thread, so that a fork copies a process in a known state.
 
-    launcher -> template   the modules to import (msgpack), then a Request for each process, with
-                           three descriptors: for its output, its errors, and where it waits until
-                           the launcher knows of it
-    template -> launcher   Started: a pid, or why there is none; the first one, with pid 0: ready
+    launcher -> template   the modules to import (msgpack), then a ForkRequest for each process,
+                           with three descriptors: stdout, stderr, and a pipe on which the process
+                           waits until the launcher knows its pid
+    template -> launcher   ForkReply: a pid, or an error; the first reply, with pid 0, means ready
 
-The new process is forked twice and its parent ends at once: then it becomes a child of the launcher
-(a subreaper), which sees its end and its exit status. What a script can tell apart from a fresh
-interpreter is in run_script.py.
+The template forks twice and the process in between exits at once. So the new process becomes a
+child of the launcher (a subreaper), which sees its exit status. run_script.py describes how a
+script could tell such a process from a fresh interpreter.
 
-The launcher starts it with `python -c` (see template.py); `serve` returns what the process has to
-run, so that the script is not called from inside the template's loop.
+The launcher starts the template with `python -c` (see spawner.py). `serve` returns what the process
+has to run, so that the script is not called from inside the template's loop.
 """
 
 from __future__ import annotations
@@ -33,63 +33,63 @@ from typing import Any
 
 import msgspec
 
-from paceline.launcher.processes.run_script import Program, become, run, show
+from paceline.launcher.processes.run_script import Command, become, run, show
 
 _PR_SET_PDEATHSIG = 1
 MAX_REQUEST_BYTES = 1 << 20
 
 
-class Request(msgspec.Struct, frozen=True):
-    """One process to be made."""
+class ForkRequest(msgspec.Struct, frozen=True):
+    """A process to fork."""
 
-    program: Program
+    command: Command
     environ: dict[str, str]
-    launcher: int  # pid of the process whose child it shall be
+    launcher: int  # its pid: the parent of the new process
     dies_with_launcher: bool
 
 
-class Started(msgspec.Struct, frozen=True):
+class ForkReply(msgspec.Struct, frozen=True):
     pid: int
     error: str = ""
 
 
 def serve(control_fd: int) -> Callable[[], None]:
-    """Import, then fork until the launcher closes its end; return what this process has to run."""
+    """Import, then fork until the launcher closes its end; return what a forked process runs."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     control = socket.socket(fileno=control_fd)
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
     for number in signals:
-        signal.signal(number, signal.SIG_IGN)  # they are for the launcher
+        signal.signal(number, signal.SIG_IGN)  # the launcher handles them
     show(["paceline: template"])
     for name in msgspec.msgpack.decode(control.recv(MAX_REQUEST_BYTES), type=list[str]):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the collector of a new process then leaves these objects' pages alone
-    control.send(msgspec.msgpack.encode(Started(0, _why_not())))
+    control.send(msgspec.msgpack.encode(ForkReply(0, _why_not())))
     while True:
         data, fds, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 3)
         if not data:
             return lambda: None
-        request = msgspec.msgpack.decode(data, type=Request)
+        request = msgspec.msgpack.decode(data, type=ForkRequest)
         try:
             pid, between = _fork_twice()
         except OSError as error:
-            answer = Started(0, error.strerror or str(error))
+            answer = ForkReply(0, error.strerror or str(error))
         else:
             if pid == 0:
                 if not os.read(fds[2], 1):
-                    os._exit(0)  # the launcher has given up, and does not know of this process
+                    os._exit(0)  # the launcher has given up, and does not know this process
                 launcher = request.launcher if request.dies_with_launcher else None
-                become(request.program, request.environ, fds, signals, between, launcher)
-                return lambda: run(request.program, request.environ)
-            answer = Started(pid)
+                become(request.command, request.environ, fds, signals, between, launcher)
+                return lambda: run(request.command, request.environ)
+            answer = ForkReply(pid)
         for fd in fds:
             os.close(fd)
         control.send(msgspec.msgpack.encode(answer))
 
 
 def _why_not() -> str:
-    """Return why this process must not be forked from, if something is there that a fork breaks."""
+    """Return why this process must not be forked, if it has something that a fork breaks."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA was initialised while modules were imported"
@@ -99,7 +99,7 @@ def _why_not() -> str:
 
 
 def _has_lasting_threads() -> bool:
-    """Tell whether threads outlive a fork; those of OpenBLAS end before it, and start again."""
+    """Return whether threads outlive a fork; those of OpenBLAS end before it and restart."""
     if _num_threads() == 1:
         return False
     if (child := os.fork()) == 0:
@@ -113,7 +113,7 @@ def _num_threads() -> int:
 
 
 def _fork_twice() -> tuple[int, int]:
-    """Return the pid of a grandchild, 0 in the grandchild; and that of its parent, which ends."""
+    """Return the pid of a grandchild (0 in the grandchild), and that of its parent, which exits."""
     read_end, write_end = os.pipe()
     try:
         between = os.fork()
@@ -138,7 +138,7 @@ def _fork_twice() -> tuple[int, int]:
 
 
 def _fork_or_error() -> int:
-    """Fork; a negative number is the error that it met."""
+    """Fork; a negative result is the errno of a failure."""
     try:
         return os.fork()
     except OSError as error:

@@ -29,7 +29,7 @@ from paceline.observe.telemetry.events import (
 from paceline.observe.telemetry.run_state import FINISHED, RUNNING, Process, RunState
 from paceline.observe.telemetry.staleness import TableReport, merge
 from paceline.runtime.formatting import duration, number, rate
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 # Of the script's own values; more do not fit beside each other. The shares come in addition.
 MAX_COLUMNS = 5
@@ -72,19 +72,19 @@ class Picture:
 class Board:
     """Shows the state of a run. Not thread-safe: lives on the launcher's main thread."""
 
-    def __init__(self, seats: Sequence[Seat]) -> None:
+    def __init__(self, process_names: Sequence[ProcessName]) -> None:
         self.state = RunState()
-        for seat in seats:
-            self.seat(seat)
+        for name in process_names:
+            self.add(name)
         self._staleness: tuple[int, dict[int, float]] = (0, {})  # after so many reports; by worker
 
-    def seat(self, seat: Seat) -> None:
+    def add(self, name: ProcessName) -> None:
         """Give a process its row: that of its predecessor, if it has one."""
-        self.state.seat(seat.rank, seat.role, seat.number)
+        self.state.add(name.rank, name.role, name.number)
 
-    def remove(self, seat: Seat) -> None:
+    def remove(self, name: ProcessName) -> None:
         """Take a row away: its process was no longer wanted and has left."""
-        self.state.remove(seat.rank)
+        self.state.remove(name.rank)
 
     def set_state(self, rank: int, state: str) -> None:
         """Put in a few words what became of a rank."""

@@ -23,7 +23,7 @@ from paceline.observe.display.screen import LiveScreen, PlainScreen, Screen, Sum
 from paceline.observe.record.recorder import Recorder
 from paceline.observe.telemetry.event_file import Recorded
 from paceline.runtime.config import inherited_environ
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 _BACKLOG_LIMIT_BYTES = 4 << 20
 
@@ -79,14 +79,14 @@ class Display:
         if self._recorder is not None:
             self._recorder.start(self.say)
 
-    def output_line(self, seat: Seat, is_error: bool, text: str) -> None:
+    def output_line(self, name: ProcessName, is_error: bool, text: str) -> None:
         """Show one line of a process."""
-        self._put(len(text), lambda: self._screen.output_line(seat, is_error, text))
+        self._put(len(text), lambda: self._screen.output_line(name, is_error, text))
 
-    def log(self, seat: Seat, data: bytes) -> None:
+    def log(self, name: ProcessName, data: bytes) -> None:
         """Keep the raw bytes of a process in its log file, if there is one."""
         if self._recorder is not None:
-            self._recorder.output(seat, data)
+            self._recorder.output(name, data)
 
     def record(self, event: Recorded) -> None:
         """Keep an event in the record of the run, if there is one."""

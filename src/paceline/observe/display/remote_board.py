@@ -15,7 +15,7 @@ from paceline.control.client.operator import Happened, News, Status
 from paceline.control.member import Member
 from paceline.control.transport import messages as m
 from paceline.observe.display.board import Board, Picture
-from paceline.runtime.process_names import Seat, names
+from paceline.runtime.process_names import ProcessName, names
 
 _STATES = {"left": "finished", "lost": "lost", "silent": "silent", "back": "running"}
 
@@ -26,7 +26,7 @@ class Watched:
     def __init__(self) -> None:
         self._mu = threading.Lock()
         self._board = Board([])  # guarded by: _mu, like everything below
-        self._seats: dict[int, Seat] = {}
+        self._process_names: dict[int, ProcessName] = {}
         self._states: dict[int, str] = {}  # of those about whom there is something to say
         self._why: dict[int, str] = {}  # of those who were lost
         self._over = ""
@@ -73,23 +73,23 @@ class Watched:
             if self._over:
                 return self._over
             for rank, why in self._why.items():
-                return f"{self._seats[rank]} was lost: {why}"
-            workers = [seat for seat in self._seats.values() if seat.is_worker]
-            left = [seat for seat in workers if self._states.get(seat.rank) == "finished"]
+                return f"{self._process_names[rank]} was lost: {why}"
+            workers = [name for name in self._process_names.values() if name.is_worker]
+            left = [name for name in workers if self._states.get(name.rank) == "finished"]
             if not left:
                 return "it was stopped"
             return f"{names(left)} finished" + ("" if len(left) == len(workers) else ", others not")
 
     def _seat(self, member: Member) -> None:
-        if member.rank in self._seats:
+        if member.rank in self._process_names:
             return
         is_server, is_data_worker = member.role == "server", member.role == "data"
-        seat = Seat(member.rank, member.number, is_server, is_data_worker=is_data_worker)
-        self._seats[member.rank] = seat
-        self._board.seat(seat)
+        name = ProcessName(member.rank, member.number, is_server, is_data_worker=is_data_worker)
+        self._process_names[member.rank] = name
+        self._board.add(name)
 
     def _mark(self, rank: int, state: str, why: str) -> None:
-        if rank not in self._seats:
+        if rank not in self._process_names:
             return
         self._states[rank] = state
         self._board.set_state(rank, state)

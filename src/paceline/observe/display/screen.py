@@ -20,7 +20,7 @@ from typing import Protocol, TypeAlias
 from paceline.observe.display.board import Picture
 from paceline.observe.display.table import table_lines
 from paceline.runtime.formatting import width_of
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 PLAIN_EVERY_S = 4.0
 LIVE_EVERY_S = 0.5
@@ -41,7 +41,7 @@ class Screen(Protocol):
 
     @property
     def is_gone(self) -> bool: ...
-    def output_line(self, seat: Seat, is_error: bool, text: str) -> None: ...
+    def output_line(self, name: ProcessName, is_error: bool, text: str) -> None: ...
     def say(self, text: str) -> None: ...
     def progress(self, picture: Picture) -> None: ...
     def summary(self, summary: Summary) -> None: ...
@@ -64,8 +64,8 @@ class PlainScreen:
         """Whether there is no reader any more for what is said."""
         return True in self._closed
 
-    def output_line(self, seat: Seat, is_error: bool, text: str) -> None:
-        self._write(is_error, f"[{seat.label}] {text}\n")
+    def output_line(self, name: ProcessName, is_error: bool, text: str) -> None:
+        self._write(is_error, f"[{name.label}] {text}\n")
 
     def say(self, text: str) -> None:
         self._write(True, text + "\n")
@@ -113,11 +113,11 @@ class LiveScreen:
         self._painted: list[str] = []  # as it stands on the screen
         self.is_gone = False
 
-    def output_line(self, seat: Seat, is_error: bool, text: str) -> None:
+    def output_line(self, name: ProcessName, is_error: bool, text: str) -> None:
         del is_error  # one screen: the order of arrival is all that can be shown
-        colour = f"\x1b[{_COLOURS[seat.rank % len(_COLOURS)]}m"
+        colour = f"\x1b[{_COLOURS[name.rank % len(_COLOURS)]}m"
         end = _PLAIN if "\x1b" in text else ""
-        self._print(f"{self._styled(colour, f'[{seat.label}] ')}{text}{end}")
+        self._print(f"{self._styled(colour, f'[{name.label}] ')}{text}{end}")
 
     def say(self, text: str) -> None:
         self._print(self._styled(_BOLD, text))

@@ -15,7 +15,7 @@ from paceline.observe.record.sampling import Sample
 from paceline.observe.record.tensorboard import TensorBoard, write_all
 from paceline.observe.telemetry.event_file import EVENTS_FILE, Recorded, encode
 from paceline.observe.telemetry.events import Settled
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 CONFIG_FILE, TENSORBOARD = "config.json", "tb"
 _FLUSH_S = 1.0
@@ -30,18 +30,18 @@ class Logs:
         self._directory = directory
         self._open: dict[str, BinaryIO] = {}  # the oldest first
 
-    def begin(self, seats: Sequence[Seat]) -> None:
+    def begin(self, process_names: Sequence[ProcessName]) -> None:
         """Make empty files for those that the job begins with."""
-        for seat in seats:
-            (self._directory / seat.log_name).write_bytes(b"")
+        for name in process_names:
+            (self._directory / name.log_name).write_bytes(b"")
 
-    def write(self, seat: Seat, data: bytes) -> None:
-        file = self._open.get(seat.log_name)
+    def write(self, name: ProcessName, data: bytes) -> None:
+        file = self._open.get(name.log_name)
         if file is None:
             if len(self._open) >= _MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()
-            path = self._directory / seat.log_name
-            file = self._open[seat.log_name] = _opened(path, "ab")
+            path = self._directory / name.log_name
+            file = self._open[name.log_name] = _opened(path, "ab")
         write_all(file.fileno(), data)
 
     def close(self) -> None:
@@ -99,20 +99,20 @@ class RunFiles:
     """All files of one run; every method raises OSError as files do. `configure` makes config.json,
     given what the script has settled.
 
-    A run that is RESUMED (the keeper of a detached job was killed) goes on in its files.
+    A run that is RESUMED (the supervisor of a detached job was killed) goes on in its files.
     """
 
     def __init__(
         self,
         directory: Path,
-        seats: Sequence[Seat],
+        process_names: Sequence[ProcessName],
         configure: Callable[[Mapping[str, str]], bytes],
         *,
         keeps_logs: bool = True,
         is_resumed: bool = False,
     ) -> None:
         self.directory = directory
-        self._seats, self._configure = seats, configure
+        self._process_names, self._configure = process_names, configure
         self._keeps_logs, self._is_resumed = keeps_logs, is_resumed
         self._logs = Logs(directory)
         self._events: EventsFile | None = None
@@ -124,7 +124,7 @@ class RunFiles:
         self.directory.mkdir(parents=True, exist_ok=True)
         if not self._is_resumed:
             if self._keeps_logs:
-                self._logs.begin(self._seats)
+                self._logs.begin(self._process_names)
             (self.directory / CONFIG_FILE).write_bytes(self._configure({}))
         self._events = EventsFile(self.directory / EVENTS_FILE, appends=self._is_resumed)
 
@@ -134,9 +134,9 @@ class RunFiles:
         if isinstance(event, Settled) and not self._is_resumed:
             (self.directory / CONFIG_FILE).write_bytes(self._configure(event.values))
 
-    def output(self, seat: Seat, data: bytes) -> None:
+    def output(self, name: ProcessName, data: bytes) -> None:
         if self._keeps_logs:
-            self._logs.write(seat, data)
+            self._logs.write(name, data)
 
     def samples(self, samples: Sequence[Sample], say: Callable[[str], None]) -> None:
         """Write TensorBoard files, if that is possible; else say so, once."""

@@ -28,7 +28,7 @@ from paceline.observe.record.sampling import Sampler
 from paceline.observe.telemetry import clock
 from paceline.observe.telemetry.event_file import Recorded, RunEnded
 from paceline.runtime.formatting import data_size
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 MOST_EVENTS = 20_000  # in the queue
 BACKLOG_LIMIT_BYTES = 4 << 20  # of output
@@ -46,7 +46,7 @@ class _Event:
 
 @dataclass(frozen=True)
 class _Output:
-    seat: Seat
+    name: ProcessName
     data: bytes
 
 
@@ -115,7 +115,7 @@ class Recorder:
         else:
             self._queue.put(_Event(clock.now_s() - self._clock_s, event))
 
-    def output(self, seat: Seat, data: bytes) -> None:
+    def output(self, name: ProcessName, data: bytes) -> None:
         """Keep what a process has printed; dropped and counted when the disk hangs."""
         if self._is_off:
             return
@@ -126,7 +126,7 @@ class Recorder:
         if is_dropped:
             self._dropped_bytes += len(data)
         else:
-            self._queue.put(_Output(seat, data))
+            self._queue.put(_Output(name, data))
 
     def close(self, ended: RunEnded | None = None, *, patience_s: float | None = None) -> list[str]:
         """Write what is queued, and stop; return what a person should know about that.
@@ -183,7 +183,7 @@ class Recorder:
         if isinstance(item, _Output):
             with self._mu:
                 self._backlog_bytes -= len(item.data) + _ITEM_BYTES
-            self._keep_files(lambda files: files.output(item.seat, item.data))
+            self._keep_files(lambda files: files.output(item.name, item.data))
         elif item is not None:
             self._keep_files(lambda files: files.event(item.t, item.event))
             self._keep_samples(lambda sampler: sampler.state.apply(item.t, item.event))

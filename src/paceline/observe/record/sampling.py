@@ -26,7 +26,7 @@ from paceline.observe.telemetry.events import (
 )
 from paceline.observe.telemetry.run_state import Process, RunState, Who
 from paceline.observe.telemetry.step_times import WorkerTimes
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 JOB = ("job", 0)
 STEPS_S, SAMPLES_S = "throughput/steps per s", "throughput/samples per s"
@@ -66,10 +66,10 @@ class _Seen:
 class Sampler:
     """Takes samples of a run that it is fed with; not thread-safe."""
 
-    def __init__(self, seats: Iterable[Seat]) -> None:
+    def __init__(self, process_names: Iterable[ProcessName]) -> None:
         self.state = RunState()
-        for seat in seats:
-            self.state.seat(seat.rank, seat.role, seat.number)
+        for name in process_names:
+            self.state.add(name.rank, name.role, name.number)
         self._seen: dict[int, _Seen] = {}  # by worker
         self._waited: dict[int, Mapping[int, float]] = {}  # by worker, for whom: at the last sample
         self._stale: dict[int, Counter[int]] = {}  # by worker, at the last sample

@@ -45,7 +45,7 @@ from paceline.observe.telemetry.trace import (
     Spans,
     TracedSteps,
 )
-from paceline.runtime.process_names import Seat, names
+from paceline.runtime.process_names import ProcessName, names
 
 _SMALLEST_GAP_NS = 20_000  # between two spans of a step: less is no computing
 _SMALLEST_WAIT_NS = 2_000  # of waiting for what was there
@@ -265,14 +265,14 @@ class TraceFile:
             counted = event.traffic.steps if event.traffic is not None else 0
             self._last_step = max(self._last_step, known, counted)
 
-    def write(self, directory: Path | None, seats: Mapping[int, Seat]) -> str:
+    def write(self, directory: Path | None, process_names: Mapping[int, ProcessName]) -> str:
         """Write the file, if there is anything to write; return a line for the person."""
-        tracks = self._tracks(seats)
+        tracks = self._tracks(process_names)
         done = sorted({step for track in tracks for step in track.steps})
         if not done:
             return self._nothing()
-        began = [seat for seat in seats.values() if seat.is_worker and not seat.is_newcomer]
-        missing = [seat for seat in began if seat.rank not in self._told]
+        began = [name for name in process_names.values() if name.is_worker and not name.is_newcomer]
+        missing = [name for name in began if name.rank not in self._told]
         cut = [t.name for t in tracks if any(told.is_cut for told in self._told[t.rank])]
         said = {
             "steps": f"{done[0]} to {done[-1]}",
@@ -287,12 +287,12 @@ class TraceFile:
             path = _write_whole(directory, content)
         except OSError as error:
             return f"the trace could not be written to {directory}: {error.strerror or error}"
-        return self._line(done, tracks, seats, missing, cut, path)
+        return self._line(done, tracks, process_names, missing, cut, path)
 
-    def _tracks(self, seats: Mapping[int, Seat]) -> list[Track]:
+    def _tracks(self, process_names: Mapping[int, ProcessName]) -> list[Track]:
         tracks = []
         for rank, told in sorted(self._told.items()):
-            tracks.append(Track(rank, _name_of(rank, seats)))
+            tracks.append(Track(rank, _name_of(rank, process_names)))
             for message in told:
                 tracks[-1].take(message)
         return tracks
@@ -308,14 +308,14 @@ class TraceFile:
         self,
         done: list[int],
         tracks: Iterable[Track],
-        seats: Mapping[int, Seat],
-        missing: list[Seat],
+        process_names: Mapping[int, ProcessName],
+        missing: list[ProcessName],
         cut: list[str],
         path: Path,
     ) -> str:
-        known = [seats[track.rank] for track in tracks if track.rank in seats]
-        workers = sum(seat.is_worker for seat in known)
-        servers = sum(seat.is_server for seat in known)
+        known = [process_names[track.rank] for track in tracks if track.rank in process_names]
+        workers = sum(name.is_worker for name in known)
+        servers = sum(name.is_server for name in known)
         words = [TracedSteps(done[0], done[-1] + 1).words, _count(workers, "rank")]
         words += [_count(servers, "server")] if servers else []
         line = f"trace of {', '.join(words)}: {path} ({_VIEWERS})"
@@ -328,12 +328,12 @@ class TraceFile:
         return line
 
 
-def _name_of(rank: int, seats: Mapping[int, Seat]) -> str:
-    seat = seats.get(rank)
-    if seat is None:
+def _name_of(rank: int, process_names: Mapping[int, ProcessName]) -> str:
+    name = process_names.get(rank)
+    if name is None:
         return f"rank {rank}"
     # One that came later has the number of somebody who is gone.
-    return f"{seat} (process {rank})" if seat.is_newcomer else str(seat)
+    return f"{name} (process {rank})" if name.is_newcomer else str(name)
 
 
 def _count(number: int, noun: str) -> str:

@@ -7,7 +7,7 @@
 
 Plain data: no files, no clock. The time comes with each event, on any clock that grows; sums are of
 the whole run, and `recent.py` has the last seconds. The launcher also knows what became of a
-process before any event tells of it: `seat`, `remove` and `set_state` are for that.
+process before any event tells of it: `add`, `remove` and `set_state` are for that.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class RunState:
 
     # -- who is there -------------------------------------------------------------------------
 
-    def seat(self, rank: int, role: str, number: int) -> Process:
+    def add(self, rank: int, role: str, number: int) -> Process:
         """Give a process its place: that of its predecessor, if it has one."""
         process = self.processes.get((role, number))
         if process is None or process.rank != rank:
@@ -246,11 +246,11 @@ class RunState:
             rank = 0
             for role, count in (*roles, ("data", event.data_workers)):
                 for number in range(min(count, _MOST_SEATS)):
-                    self.seat(rank + number, role, number)
+                    self.add(rank + number, role, number)
                 rank += count
         elif isinstance(event, MemberJoined):
             if event.role in ROLES:
-                self.seat(event.rank, event.role, event.number)
+                self.add(event.rank, event.role, event.number)
         elif isinstance(event, MemberLost):
             self.set_state(event.rank, LOST)
         elif isinstance(event, MemberLeft):
@@ -264,7 +264,7 @@ class RunState:
         if process is None:
             if not self._takes_strangers or ("worker", event.rank) in self.processes:
                 return
-            process = self.seat(event.rank, "worker", event.rank)
+            process = self.add(event.rank, "worker", event.rank)
         process.took_report(t, event)
         if len(self.names) < _MOST_NAMES:
             self.names.update(dict.fromkeys(event.values))

@@ -1,9 +1,8 @@
-"""What is written down about a running elastic job, so that others of this user can find it.
+"""The registry of running jobs, with which commands of the same user find a job.
 
-`job.json` in the job directory (0700, see launcher/job_directory.py) has what does not change:
-where the coordinator is, who supervises, what was asked for. `processes` has a line for every
-process that was started; whoever takes over the supervision of a detached job reads them from
-there.
+`job.json` in the job directory (0700, see job_directory.py) has what does not change: the address
+of the coordinator, the pid of the supervisor, the options of the job. `processes` has a line for
+every process that was started; the next supervisor of a detached job reads them from there.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from paceline.control.transport.secret_file import write_private
 from paceline.errors import LaunchError, UsageError
 from paceline.launcher.environment import JobAddresses
 from paceline.launcher.job_directory import directories, is_held
-from paceline.launcher.processes.guard import job_processes
+from paceline.launcher.processes.guard_main import job_processes
 from paceline.launcher.spec import RunSpec
 from paceline.runtime.config import process_start, runtime_dir
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 _FACTS, _PROCESSES = "job.json", "processes"
 
 
 def new_job_id() -> str:
-    """Make the random word by which a job's processes are told from all others."""
+    """Return a new random id, which marks the processes of a job."""
     return secrets.token_hex(8)
 
 
 def job_name(spec: RunSpec, job_id: str) -> str:
-    """Name a job for people: "train-3f2a"."""
+    """Return the name of a job for people: "train-3f2a"."""
     last = spec.target.rpartition(".")[2] if spec.is_module else Path(spec.target).stem
     return f"{last or 'job'}-{job_id[:4]}"
 
@@ -47,30 +46,30 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: str  # host:port
     secret_file: str
     master_port: int
-    supervisor: int  # pid of the launcher, or of the keeper of a detached job
+    supervisor: int  # pid of the launcher, or of the background process of a detached job
     cwd: str
     command: str  # for people
-    pace: str = ""  # if the launcher was given one
+    pace: str = ""  # if it was given on the command line
     precision: str = ""  # the same
     log_dir: str = ""
     is_detached: bool = False
     grace_s: float
-    # Of a detached job, for whoever supervises it next: what was asked for, what newcomers inherit.
+    # Of a detached job, for its next supervisor: the options, and what new processes inherit.
     spec: msgspec.Raw = msgspec.Raw(b"null")
     environ: dict[str, str] = {}
 
-    def with_plan(self, spec: RunSpec, environ: Mapping[str, str]) -> JobFacts:
-        """Return the facts of a job that somebody else may have to go on with."""
+    def with_spec(self, spec: RunSpec, environ: Mapping[str, str]) -> JobFacts:
+        """Return these facts with what another supervisor needs to take over."""
         raw = msgspec.Raw(msgspec.json.encode(spec, enc_hook=str))
         return msgspec.structs.replace(self, spec=raw, environ=dict(environ))
 
-    def plan(self) -> RunSpec:
-        """Read what was asked for; call in the job's own directory, where its script is."""
+    def run_spec(self) -> RunSpec:
+        """Return the options of the job; call in its working directory, where its script is."""
         return msgspec.json.decode(self.spec, type=RunSpec, dec_hook=lambda _, text: Path(text))
 
 
-class Record(msgspec.Struct, frozen=True):
-    """One process that was started; `born` tells it from a later one with the same pid."""
+class ProcessRecord(msgspec.Struct, frozen=True):
+    """A process that was started; `born` distinguishes it from a later one with the same pid."""
 
     rank: int
     number: int
@@ -80,8 +79,8 @@ class Record(msgspec.Struct, frozen=True):
     born: str | None
 
     @property
-    def seat(self) -> Seat:
-        return Seat(self.rank, self.number, self.is_server, self.is_newcomer)
+    def name(self) -> ProcessName:
+        return ProcessName(self.rank, self.number, self.is_server, self.is_newcomer)
 
     @property
     def is_alive(self) -> bool:
@@ -89,7 +88,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def facts_of(spec: RunSpec, where: JobAddresses) -> JobFacts:
-    """Return the facts of the job that this process supervises."""
+    """Return the facts of a job that this process supervises."""
     return JobFacts(
         name=job_name(spec, where.job_id),
         job_id=where.job_id,
@@ -108,40 +107,40 @@ def facts_of(spec: RunSpec, where: JobAddresses) -> JobFacts:
 
 
 def write_facts(directory: Path, facts: JobFacts) -> None:
-    """Write or replace the facts, whole or not at all."""
+    """Write or replace the facts atomically."""
     draft = directory / f"{_FACTS}.{os.getpid()}"
     write_private(draft, msgspec.json.encode(facts))
     draft.rename(directory / _FACTS)
 
 
 def read_facts(directory: Path) -> JobFacts | None:
-    """Read the facts; None when there are none: the job is not elastic, or just ending."""
+    """Return the facts; None if there are none: the job is starting or ending."""
     try:
         return msgspec.json.decode((directory / _FACTS).read_bytes(), type=JobFacts)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def record(directory: Path, seat: Seat, pid: int) -> None:
-    """Note that a process was started."""
+def record_process(directory: Path, name: ProcessName, pid: int) -> None:
+    """Record that a process was started."""
     born = process_start(pid)
-    line = Record(seat.rank, seat.number, seat.is_server, seat.is_newcomer, pid, born)
+    line = ProcessRecord(name.rank, name.number, name.is_server, name.is_newcomer, pid, born)
     with open(directory / _PROCESSES, "ab", opener=_private) as file:
         file.write(msgspec.json.encode(line) + b"\n")
 
 
-def recorded(directory: Path) -> list[Record]:
-    """Return all processes that were started, once each, in order."""
+def recorded_processes(directory: Path) -> list[ProcessRecord]:
+    """Return all processes that were started, each once, in order."""
     try:
         lines = (directory / _PROCESSES).read_bytes().splitlines()
     except OSError:
         return []
-    found = [msgspec.json.decode(line, type=Record) for line in lines]
+    found = [msgspec.json.decode(line, type=ProcessRecord) for line in lines]
     return list({one.rank: one for one in found}.values())
 
 
 class FoundJob(msgspec.Struct, frozen=True):
-    """A job of this user on this host. Without a supervisor nobody watches its processes."""
+    """A job of this user on this host. Without a supervisor no lost process is replaced."""
 
     directory: Path
     facts: JobFacts
@@ -149,7 +148,7 @@ class FoundJob(msgspec.Struct, frozen=True):
 
 
 def jobs(environ: Mapping[str, str]) -> Iterator[FoundJob]:
-    """Find this user's jobs."""
+    """Yield the running jobs of this user on this host."""
     for path in directories(Path(runtime_dir(environ))):
         facts = read_facts(path)
         if facts is None:
@@ -161,7 +160,7 @@ def jobs(environ: Mapping[str, str]) -> Iterator[FoundJob]:
 
 
 def find_job(name: str | None, environ: Mapping[str, str]) -> FoundJob:
-    """Find one job by its name or the beginning of it; the only one without a name."""
+    """Return the job with this name, or whose name begins so; without a name the only job."""
     found = sorted(jobs(environ), key=lambda job: job.facts.name)
     names = ", ".join(job.facts.name for job in found)
     if not found:
@@ -171,12 +170,12 @@ def find_job(name: str | None, environ: Mapping[str, str]) -> FoundJob:
         )
     if name is None:
         if len(found) > 1:
-            raise UsageError(f"{len(found)} jobs are running: say which of {names}")
+            raise UsageError(f"{len(found)} jobs are running; name one of {names}")
         return found[0]
     exact = [job for job in found if name in (job.facts.name, job.facts.job_id)]
     near = exact or [job for job in found if job.facts.name.startswith(name)]
     if len(near) != 1:
-        problem = "is no running job" if not near else "could be several jobs"
+        problem = "is no running job" if not near else "matches several jobs"
         raise UsageError(f"{name[:60]} {problem}; running: {names}")
     return near[0]
 

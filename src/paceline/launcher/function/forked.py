@@ -1,14 +1,14 @@
 """A process that runs a Python function: forked, so that nothing has to be pickled.
 
 The child is a copy of this process, with its modules, its notebook's functions and its data. It
-begins by forgetting what is the parent's alone (signal handlers, standard input, the terminal's
-Ctrl-C), waits for its environment on a socket, runs the function, sends back one message and leaves
-without the parent's exit handlers.
+first drops what belongs to the parent (signal handlers, standard input, the terminal's Ctrl-C),
+waits for its environment on a socket, runs the function, sends back one message and exits without
+the parent's exit handlers.
 
     parent -> child   the environment (msgpack), then end of stream
     child -> parent   one byte for the kind, the payload, then end of stream
 
-The environment comes late because it names the coordinator's address, and the coordinator is a
+The environment comes late because it has the coordinator's address, and the coordinator is a
 thread: a process should fork while it has as few threads as possible.
 """
 
@@ -29,10 +29,10 @@ import msgspec
 from paceline.control.transport.sockets import close_in_children
 from paceline.errors import LaunchError, UsageError
 from paceline.launcher.function.plain_values import pack
-from paceline.launcher.processes.lifeline import Guard
+from paceline.launcher.processes.guard import Guard
 from paceline.launcher.processes.process import ChildProcess, ExitStatus, die_with
 from paceline.runtime.config import adopt_environ
-from paceline.runtime.process_names import Seat
+from paceline.runtime.process_names import ProcessName
 
 VALUE, ERROR, NOT_PLAIN = b"v", b"e", b"n"
 _READ_BYTES = 1 << 20
@@ -42,56 +42,55 @@ class ForkedProcess(ChildProcess):
     """The parent's side of one child. Not thread-safe."""
 
     def __init__(
-        self, seat: Seat, function: Callable[[], object], guard: Guard, *, threads: int
+        self, name: ProcessName, function: Callable[[], object], guard: Guard, *, threads: int
     ) -> None:
         self._received = bytearray()
         ours, theirs = socket.socketpair()
-        self.link = close_in_children(ours)  # no child, this one or another, may keep it open
+        self.link = close_in_children(ours)  # no child may keep it open
         launcher = os.getpid()
         try:
             pid = fork_quietly()
         except OSError as error:
             raise LaunchError(
-                f"{seat} could not be started: {error.strerror}; check the limits with `paceline"
+                f"{name} could not be started: {error.strerror}; check the limits with `paceline"
                 " doctor` (processes, memory)"
             ) from error
         if pid == 0:
-            _live(theirs, function, guard, launcher, threads)
-        super().__init__(seat, pid)
-        guard.watch(self.pid)
+            _run_child(theirs, function, guard, launcher, threads)
+        super().__init__(name, pid)
         theirs.close()
         self.link.setblocking(False)
 
     @property
     def kind(self) -> bytes:
-        """VALUE, ERROR or NOT_PLAIN; nothing when it ended without a word."""
+        """VALUE, ERROR or NOT_PLAIN; empty if the child ended without a message."""
         return bytes(self._received[:1])
 
     @property
     def payload(self) -> bytes:
         return bytes(self._received[1:])
 
-    def tell(self, environ: Mapping[str, str]) -> None:
-        """Give the child its environment, which lets it begin."""
-        with suppress(OSError):  # it is dead already, which its status will say
+    def send_environ(self, environ: Mapping[str, str]) -> None:
+        """Send the child its environment, with which it begins."""
+        with suppress(OSError):  # it is dead already, which its status shows
             self.link.setblocking(True)
             self.link.sendall(msgspec.msgpack.encode(dict(environ)))
             self.link.shutdown(socket.SHUT_WR)
             self.link.setblocking(False)
 
     def receive(self) -> bool:
-        """Take in what has come; false at the end of the stream."""
+        """Read what has arrived; return false at the end of the stream."""
         try:
             while data := self.link.recv(_READ_BYTES):
                 self._received += data
         except BlockingIOError:
             return True
         except OSError:
-            pass  # a child that was killed with our message unread resets the connection
+            pass  # a child that is killed with unread data resets the connection
         return False
 
     def check_ended(self) -> bool:
-        """Look whether the child has ended; its traceback stands for what a script prints."""
+        """Return true once the child has ended; its traceback counts as its stderr."""
         if not super().check_ended():
             return False
         self.receive()
@@ -104,11 +103,11 @@ class ForkedProcess(ChildProcess):
     def _peek(self) -> ExitStatus | None:
         try:
             return super()._peek()
-        except ChildProcessError:  # somebody else in this process reaped it, with its exit code
+        except ChildProcessError:  # other code in this process reaped it, with its exit code
             return ExitStatus(0 if self.kind == VALUE else 1)
 
     def release(self) -> None:
-        """Reap the child, which has been killed, and close the link."""
+        """Reap the child after it was killed, and close the link."""
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         self.check_ended()
@@ -121,9 +120,9 @@ def fork_quietly() -> int:
     """Fork without unwritten output, and without the warning about threads."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()  # else the child would write it once more
+            stream.flush()  # or the child would write it again
     with warnings.catch_warnings():
-        # Newer Pythons warn of threads; notebooks have some. None of them is ours.
+        # Newer Pythons warn about threads, which notebooks have. None of them is Paceline's.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
@@ -131,20 +130,20 @@ def fork_quietly() -> int:
 # -- in the child -------------------------------------------------------------------------------
 
 
-def _live(
+def _run_child(
     link: socket.socket,
     function: Callable[[], object],
     guard: Guard,
     launcher: int,
     threads: int,
 ) -> NoReturn:
-    """Be the child, from fork to exit: never returns into the parent's code."""
+    """Run the child from fork to exit; never returns into the parent's code."""
     code = 1
     try:
-        _forget_parent(launcher)
-        guard.let_go()
+        _drop_parent_state(launcher)
+        guard.close_in_child()
         close_in_children(link)
-        if environ := _hear(link):
+        if environ := _receive_environ(link):
             adopt_environ(environ)
             code, message = _run(function, threads)
             link.sendall(message)
@@ -155,8 +154,8 @@ def _live(
         os._exit(code)
 
 
-def _forget_parent(launcher: int) -> None:
-    os.setsid()  # Ctrl-C is for the parent, which then ends us
+def _drop_parent_state(launcher: int) -> None:
+    os.setsid()  # Ctrl-C goes to the parent, which then ends its children
     die_with(launcher)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -167,8 +166,8 @@ def _forget_parent(launcher: int) -> None:
     os.close(nothing)
 
 
-def _hear(link: socket.socket) -> dict[str, str]:
-    """Wait for the environment; empty when the parent gave up before it began."""
+def _receive_environ(link: socket.socket) -> dict[str, str]:
+    """Wait for the environment; empty if the parent gave up."""
     data = bytearray()
     while piece := link.recv(_READ_BYTES):
         data += piece
@@ -178,7 +177,7 @@ def _hear(link: socket.socket) -> dict[str, str]:
 def _run(function: Callable[[], object], threads: int) -> tuple[int, bytes]:
     """Call the function, then leave the job; return the exit code and the message."""
     try:
-        if "torch" in sys.modules:  # it read OMP_NUM_THREADS when it was imported, in the parent
+        if "torch" in sys.modules:  # it read OMP_NUM_THREADS at its import, in the parent
             sys.modules["torch"].set_num_threads(threads)
         value = function()
         _leave()
@@ -193,7 +192,7 @@ def _run(function: Callable[[], object], threads: int) -> tuple[int, bytes]:
 
 
 def _failure(error: BaseException) -> tuple[int, bytes]:
-    """Return the exit code of a script that ends so, and what it would print."""
+    """Return the exit code and the output of a script that ends with this error."""
     if isinstance(error, SystemExit):
         if error.code is None or error.code == 0:
             return 0, VALUE + pack(None)
@@ -206,7 +205,7 @@ def _failure(error: BaseException) -> tuple[int, bytes]:
 
 
 def _leave() -> None:
-    """Leave the job in good order, if the function joined one: exit handlers do not run here."""
+    """Leave the job, if the function joined one: exit handlers do not run here."""
     job = sys.modules.get("paceline.runtime.job")
     if job is not None:
         job.shutdown()

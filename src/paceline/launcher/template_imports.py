@@ -1,0 +1,71 @@
+"""What the template imports for a script: as much as the script's text shows a use for.
+
+torch and Paceline take two seconds to import, and what an optimizer imports when it is made
+(torch._dynamo) takes as long again. A script that uses neither should wait for neither. So the
+source is read, not run: its imports, and whether it names what needs the rest. In doubt the
+template imports everything, because otherwise each process would do so itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.launcher.spec import RunSpec
+
+_ALWAYS = ("numpy", "torch", "paceline.runtime.job")
+_TRAINING = ("torch._dynamo", "paceline.data.shard", "paceline.model_parallel.distribute")
+_SERVER = ("torch._dynamo", "paceline.runtime.server_main")
+_OWN = {"torch", "numpy", "paceline"}
+_TRAINS = re.compile(r"optim|distribute|compile|Trainer|shard|Checkpoint|ps\.")
+
+
+def modules_to_import(spec: RunSpec) -> tuple[str, ...]:
+    """Return the modules that a template should import; none if a template is of no use."""
+    if len(spec.process_names) == 1 and spec.elastic is None:
+        return ()  # no other process would share the imports
+    found = _modules_of_script(spec)
+    if found and spec.num_servers:
+        found = (*found, *_SERVER)
+    return tuple(dict.fromkeys(found))
+
+
+def _modules_of_script(spec: RunSpec) -> tuple[str, ...]:
+    path = _module_file(spec.target) if spec.is_module else Path(spec.target)
+    if path is None or path.suffix != ".py":
+        return (*_ALWAYS, *_TRAINING)
+    try:
+        text = path.read_text()
+        used = set(_imported(ast.parse(text))) - sys.stdlib_module_names
+    except (OSError, SyntaxError, ValueError):
+        return ()  # a fresh interpreter reports best what is wrong
+    if not used:
+        return ()
+    return (*_ALWAYS, *_TRAINING) if used - _OWN or _TRAINS.search(text) else _ALWAYS
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """Yield the top-level names of imported modules; "" for a relative import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "" if node.level else (node.module or "").partition(".")[0]
+
+
+def _module_file(name: str) -> Path | None:
+    """Find a module's file without importing anything; None if that takes an import."""
+    path: list[str] | None = [os.getcwd(), *sys.path]
+    spec = None
+    words = name.split(".")
+    for count in range(1, len(words) + 1):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(words[:count]), path)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return None if spec is None or not spec.origin or path else Path(spec.origin)
