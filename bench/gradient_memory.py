@@ -26,7 +26,7 @@ from models import TASKS
 import paceline as pl
 from paceline import _core
 from paceline.comm.shared_memory import allocate
-from paceline.data_parallel.bucket import Bucket, Named
+from paceline.data_parallel.bucket import Bucket, NamedParameter
 from paceline.data_parallel.direct_gradients import compute_in_bucket
 from paceline.runtime import job
 
@@ -43,7 +43,7 @@ def make(way: str, name: str) -> Callable[[], None]:
     task = TASKS[name]
     model, ((inputs, targets),) = task.model(), task.batches(1)
     engine = job.current().fabric.engine
-    named = [Named(n, p) for n, p in model.named_parameters()]
+    named = [NamedParameter(n, p) for n, p in model.named_parameters()]
 
     def memory(count: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(engine, (count,), dtype)

@@ -121,6 +121,40 @@ def test_nothing_is_unpickled_evaluated_or_given_to_a_shell():
                 assert not any(k.arg == "shell" for k in node.keywords), f"{path}: shell="
 
 
+# What a pace is shows in its ExchangeTraits and in the hooks of Method and Update.
+POLYMORPHIC = {"Exchange", "Method", "Update"}
+
+
+def test_no_other_folder_asks_which_exchange_method_or_update_it_has():
+    trees = {path: ast.parse(path.read_text()) for path in python_files()}
+    classes = [
+        (node.name, {ast.unparse(base).split(".")[-1] for base in node.bases}, path.parent)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    family = set(POLYMORPHIC)
+    while more := {name for name, bases, _ in classes if bases & family} - family:
+        family |= more
+    assert {"AllReduce", "ServerExchange", "OuterSteps", "ServedUpdate"} <= family
+    folders = {name: folder for name, _, folder in classes if name in family}
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            asked: ast.expr | None = None
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "isinstance",
+                "issubclass",
+            ):
+                asked = node.args[1]
+            elif isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
+                asked = node.comparators[0]
+            names = {n.id for n in ast.walk(asked) if isinstance(n, ast.Name)} if asked else set()
+            strangers = {name for name in names & family if folders[name] != path.parent}
+            assert not strangers, (
+                f"{path}:{node.lineno} asks for {strangers}: add a trait or method"
+            )
+
+
 # Everything else that a person reads goes through paceline/runtime/console.py.
 MAY_NAME_STDERR = {
     "runtime/console.py": "the one place that writes there",

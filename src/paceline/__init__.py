@@ -31,7 +31,7 @@ _HOME = {
     "distribute": "paceline.model_parallel.distribute",
     "clip_grad_norm_": "paceline.model_parallel.distribute",
     "tensor_plan": "paceline.model_parallel.tensor.parallelize",
-    "check_consistency": "paceline.data_parallel.checks.consistency",
+    "check_consistency": "paceline.data_parallel.checks.model",
     "measure_layers": "paceline.model_parallel.pipeline.measuring",
     "shard": "paceline.data.shard",
     "data_warmup": "paceline.data.split.plan",
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from paceline.data.shard import shard as shard
     from paceline.data.split.plan import data_warmup as data_warmup
     from paceline.data_parallel.amp.grad_scaler import GradScaler as GradScaler
-    from paceline.data_parallel.checks.consistency import check_consistency as check_consistency
+    from paceline.data_parallel.checks.model import check_consistency as check_consistency
     from paceline.data_parallel.update.gradual_warmup import GradualWarmup as GradualWarmup
     from paceline.errors import PacelineError as PacelineError
     from paceline.launcher.function.launch import launch as launch

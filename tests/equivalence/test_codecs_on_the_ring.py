@@ -104,7 +104,7 @@ def residual_of(model: nn.Module) -> torch.Tensor:
     for bucket in training.reducer.buckets:
         waits = exchange.left_out(bucket)
         for slot in bucket.slots:
-            left = torch.zeros_like(slot.param) if waits is None else slot.place.view(waits)
+            left = torch.zeros_like(slot.param) if waits is None else slot.segment.view(waits)
             by_param[slot.param] = left
     return flat(by_param[p] for p in model.parameters())
 

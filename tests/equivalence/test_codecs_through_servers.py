@@ -72,7 +72,7 @@ def residual_of(model: nn.Module) -> torch.Tensor:
         waits = training.exchange.left_out(bucket)
         for slot in bucket.slots:
             zeros = torch.zeros_like(slot.param)
-            by_param[slot.param] = zeros if waits is None else slot.place.view(waits)
+            by_param[slot.param] = zeros if waits is None else slot.segment.view(waits)
     return flat([by_param[p] for p in model.parameters()])
 
 

@@ -78,7 +78,7 @@ def left_out(net: nn.Module) -> torch.Tensor:
     (bucket,) = training.reducer.buckets
     found = exchange.left_out(bucket)
     assert found is not None
-    return bucket.slots[0].place.view(found).clone()
+    return bucket.slots[0].segment.view(found).clone()
 
 
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.05+int8", "int8(feedback=yes,scales=shared)"])

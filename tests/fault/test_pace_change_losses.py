@@ -15,7 +15,7 @@ from torch import nn
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
-from paceline.data_parallel.pace_switch.switcher import Succession
+from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.runtime.job import current
 from support import tell
 from support.elastic import ElasticJob, elastic_job
@@ -37,9 +37,9 @@ def policy(workers: int, with_servers: bool, **changes: object) -> Policy:
 
 def die_in_a_change(at: int) -> None:
     """Kill this process when it begins its so-manieth operation with others in a change."""
-    counted, inner = [0], Succession._change
+    counted, inner = [0], PaceSwitcher._change
 
-    def change(self: Succession, chosen: object) -> None:
+    def change(self: PaceSwitcher, chosen: object) -> None:
         for name in ("barrier", "all_reduce", "broadcast"):
             setattr(Group, name, counting(getattr(Group, name)))
         inner(self, chosen)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def die_in_a_change(at: int) -> None:
 
         return run
 
-    Succession._change = change  # type: ignore[method-assign]
+    PaceSwitcher._change = change  # type: ignore[method-assign]
 
 
 def train(

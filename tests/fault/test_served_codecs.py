@@ -49,7 +49,7 @@ def push_all(group: Group, pace: str) -> tuple[torch.Tensor, torch.Tensor]:
     [bucket] = training.reducer.buckets
     waits = training.exchange.left_out(bucket)
     assert waits is not None
-    return -model[0].detach().clone(), bucket.slots[0].place.view(waits).clone()
+    return -model[0].detach().clone(), bucket.slots[0].segment.view(waits).clone()
 
 
 # Workers and servers: on one host; the servers on other hosts than the workers, and each other.

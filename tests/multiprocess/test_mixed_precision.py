@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import paceline as pl
 from paceline.comm.group import Group
-from paceline.data_parallel.amp import cpu_support as half_products
-from paceline.data_parallel.amp.cpu_support import trial
+from paceline.data_parallel.amp import mixed_precision as half_products
+from paceline.data_parallel.amp.mixed_precision import probe_matmul
 from paceline.errors import UsageError
 from paceline.runtime.job import current
 from support import run_ranks
@@ -255,15 +255,15 @@ def try_products(_: Group, used_before: bool) -> tuple[str, str]:
     if used_before:
         nn.Conv2d(3, 8, 3)(torch.ones(1, 3, 9, 9))
         nn.Linear(64, 64)(torch.ones(64, 64))
-    tried = trial(torch.bfloat16)
-    assert trial(torch.bfloat16) is tried
+    support = probe_matmul(torch.bfloat16)
+    assert probe_matmul(torch.bfloat16) is support
     with pytest.raises(ChildProcessError):  # nobody is left behind
         os.waitpid(-1, os.WNOHANG)
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="bf16")
     model(torch.randn(64, 256)).sum().backward()
     assert model[0].weight.grad.abs().sum() > 0
-    return tried.wrong, getattr(tried.remedy, "__name__", "none")
+    return support.wrong, getattr(support.remedy, "__name__", "none")
 
 
 def test_products_are_tried_where_a_crash_does_no_harm() -> None:
@@ -290,7 +290,7 @@ def nothing_helps(_: Group) -> None:
     for product, what in ((die, "SIGILL"), (hang, "did not end"), (fail, "something else")):
         half_products._PATIENCE_S = 0.5 if product is hang else 20.0
         half_products._multiply = product  # as a processor would that we do not have
-        half_products.trial.cache_clear()
+        half_products.probe_matmul.cache_clear()
         model = Net()
         with pytest.raises(UsageError, match=f"{what}.* use precision=bf16 or fp32"):
             pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp16")

@@ -36,8 +36,8 @@ from ps_tables import remote_table
 pl.init()
 model = torch.nn.Linear(2, 2)
 pl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
-[(_, succession)] = distributed()
-print("rule:", rule_of("async", 0, succession.training.options).patience, flush=True)
+[(_, switcher)] = distributed()
+print("rule:", rule_of("async", 0, switcher.training.options).patience, flush=True)
 try:
     remote_table("refused by the server", 4, Rule(bound=None, patience=-1))
 except pl.errors.UsageError as error:

@@ -16,7 +16,7 @@ WRONG = {
     "diloco:8[merge=1.5]": "merge=1.5, expected 0 to 1",
     "local:8[late=shift]": "give a delay, such as delay=1",
     "local:8[delay=2,late=shift,merge=0.5]": "leave out merge",
-    "diloco:8[compress=dgc]": "brings models together, and compress=dgc cannot be used on them",
+    "diloco:8[compress=dgc]": "averages models, and compress=dgc cannot be used on them",
     "allreduce[compress=inte8]": "did you mean int8",
     "partial:0.5[compress=int8]": "partial has no option 'compress'",
     "bmuf:8[momentum=1]": "momentum=1, expected less than 1",
@@ -51,7 +51,7 @@ def refuse(group: Group) -> None:
 
 def refuse_servers(group: Group) -> None:
     for pace, words in {
-        "gossip:ring": "speak with their neighbours only, so there is no centre",
+        "gossip:ring": "exchange with their neighbours only, so there is no centre",
         "partial:0.5": "average gradients among themselves",
     }.items():
         model = nn.Linear(2, 1)

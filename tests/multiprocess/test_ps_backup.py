@@ -140,7 +140,7 @@ def refuse(group: Group, pace: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("pace", "servers", "words"),
     [
-        ("backup:2", 1, "2 backups of 2 workers leave nobody to wait for; .* backup:1"),
+        ("backup:2", 1, "2 backups of 2 workers leave no worker to wait for; .* backup:1"),
         ("backup:1", 0, "backup:1 needs parameter servers, .* -n 2 -s 1 --pace backup"),
         ("backup:1", 2, "must be decided in one place; use -s 1"),
     ],

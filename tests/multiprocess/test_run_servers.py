@@ -189,7 +189,7 @@ def test_dry_run_shows_servers(bench: Workbench) -> None:
         (["--pace", "ps", "-s", "0"], "pace ps needs parameter servers: add -s 1"),
         (["--env", "PACELINE_PACE=async"], "PACELINE_PACE: pace async needs parameter servers"),
         (["--pace", "allreduce", "-s", "2"], "uses no parameter servers: leave out -s 2"),
-        (["--pace", "gossip", "-s", "1"], "(its workers speak with their neighbours only"),
+        (["--pace", "gossip", "-s", "1"], "(its workers exchange with their neighbours only"),
         (["--pace", "partial:0.5", "-s", "1"], "(its workers average gradients among themselves"),
         (["--pace", "easgd:4[mode=async]"], "pace easgd:4[mode=async] needs parameter servers"),
         (["-s", "-1"], "-s -1: expected a number from 0 to 1024"),

@@ -86,7 +86,7 @@ def test_a_running_job_takes_one_pace_after_the_other(bench: Workbench) -> None:
         assert refused.returncode == 2 and "pace=local:8" in refused.stderr
         output = _finish(bench, launcher)
     for before, after in zip(["ps", *paces], paces, strict=False):
-        assert re.search(rf"behind step \d+: pace {after} instead of {before}", output), output
+        assert re.search(rf"after step \d+: pace {after} instead of {before}", output), output
     assert len(set(re.findall(r"sum (\S+)", output))) == 1, "both have the same model in the end"
 
 

@@ -2,7 +2,11 @@
 
 Traced with sys.setprofile in a real process, on the thread that enters the block. (passages.py does
 the same for calls that are made over and over.) C++ cannot be seen from here: a test lists those
-files, and `cpp_problems` looks for their functions.
+files, and `cpp_problems` checks the list.
+
+THE RULE. Every Python file that is entered counts. A C++ source file counts if it decides about the
+request or passes it on. CPP_LEAVES do not count: they compute or look up something and return.
+Headers do not count: they belong to their source file, or are leaves.
 """
 
 from __future__ import annotations
@@ -16,6 +20,17 @@ from typing import Any
 from support.passages import OWN
 
 ROOT = Path(__file__).resolve().parents[2]
+CPP_LEAVES = {
+    "paceline/transport/arena.cc": "finds memory of this process",
+    "paceline/transport/local_link.cc": "finds memory of another process",
+    "paceline/transport/segment.cc": "maps memory",
+    "paceline/transport/private_view.cc": "asks the kernel which pages were written",
+    "paceline/wire/frame.cc": "the bytes of a header",
+    "paceline/wire/crc32c.cc": "a checksum",
+    "paceline/reduce/dtype.cc": "sizes and names of element types",
+    "paceline/reduce/kernels_avx2.cc": "the arithmetic of one instruction set",
+    "paceline/reduce/kernels_portable.cc": "the same without one",
+}
 
 
 class Walk:
@@ -50,8 +65,12 @@ class Walk:
 
 
 def cpp_problems(files: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return which of these files below cpp/ are not there, or lack functions of those names."""
-    problems = []
+    """Return which of these files below cpp/ do not count (see above), are not there, or lack
+    functions of those names."""
+    problems = [f"{name} is a leaf: {why}" for name, why in CPP_LEAVES.items() if name in files]
+    problems += [
+        f"{name}: no such file" for name in CPP_LEAVES if not (ROOT / "cpp" / name).exists()
+    ]
     for name, functions in files.items():
         path = ROOT / "cpp" / name
         text = path.read_text() if path.exists() else ""

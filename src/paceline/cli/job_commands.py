@@ -28,7 +28,7 @@ from paceline.launcher.job_registry import FoundJob, find_job, jobs, recorded_pr
 from paceline.launcher.job_size import ElasticPlan, ServerPlan
 from paceline.launcher.processes.guard_main import end_processes
 from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
-from paceline.pace.schedule import Schedule, parse_schedule
+from paceline.pace.parse import Schedule, parse_schedule
 from paceline.runtime.config import inherited_environ, natural_host_id
 from paceline.runtime.console import say
 from paceline.runtime.machine import processor_s, usable_cores

@@ -94,7 +94,7 @@ def join(
     ] = None,
 ) -> None:
     from paceline.cli import job_commands as command
-    from paceline.pace.schedule import parse_schedule
+    from paceline.pace.parse import parse_schedule
 
     code = command.join(
         words,

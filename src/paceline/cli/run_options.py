@@ -178,7 +178,7 @@ def run(
     from paceline.launcher.job_size import parse_data_workers, plan_changes, plan_servers
     from paceline.launcher.spec import RunSpec, parse_env
     from paceline.observe.telemetry.trace import TracedSteps
-    from paceline.pace.schedule import parse_schedule
+    from paceline.pace.parse import parse_schedule
     from paceline.runtime.mesh import Mesh
 
     grid = None if mesh is None else Mesh.parse(mesh)

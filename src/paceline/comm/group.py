@@ -316,7 +316,8 @@ class Group:
         op: int = 0,
         root: int = 0,
     ) -> Result | Work[Result]:
-        dtype, shape = common_dtype(kind, (*sources, *targets))
+        buffers = (*sources, *targets)
+        dtype, shape = common_dtype(kind, buffers) if buffers else (0, ())  # a barrier has none
         inputs, outputs = [b.part for b in sources], [b.part for b in targets]
         arguments = (_KINDS[kind], dtype, op, root, inputs, outputs, shape)
         if async_op:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -57,15 +57,10 @@ class HostTensor:
         flat, seen = torch.from_numpy(memory), torch.from_numpy(view.memory())
         self.shared: torch.Tensor = flat[:size].view(dtype).view(tuple(shape))
         self.private: torch.Tensor = seen[:size].view(dtype).view(tuple(shape))
-        self._view = view
-
-    def is_changed(self) -> bool:
-        """Return whether this worker has written to `private` since the last `discard()`."""
-        return self._view.changed()
-
-    def discard(self) -> None:
-        """Undo what this worker wrote to `private`."""
-        self._view.discard()
+        # Return whether this worker has written to `private` since the last `discard()`; undo what
+        # it wrote. The engine's own methods, because training calls the first in every step.
+        self.is_changed: Callable[[], bool] = view.changed
+        self.discard: Callable[[], None] = view.discard
 
 
 def allocate_on_host(

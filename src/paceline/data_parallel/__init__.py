@@ -3,11 +3,11 @@
     distribute.py, setup.py, training.py   pl.distribute: set up a model, train it
     reducer.py, bucket.py, policy.py       gradients are exchanged while backward runs
     update/        optimizer.step(): replicated, sharded, on servers, model averaging
-    checks/        models, inputs and gradients that are refused or reported
-    pace_switch/   from one pace to the next, by a schedule or while the job runs
+    checks/        errors and warnings about models and gradients
+    pace_switch/   changes of the pace, by a schedule or while the job runs
     amp/           16-bit precision, pl.GradScaler
-    model_state/   buffers, batch norm, what newcomers and checkpoints receive
+    model_state/   buffers, batch norm, state for newcomers and checkpoints
 
-Start with distribute.py, then reducer.py: that is where a gradient goes. The average itself is
+Start with distribute.py, then reducer.py: it processes gradients. The average itself is
 computed by a pace (pace/). docs/gradient-journey.md follows one gradient through the files.
 """

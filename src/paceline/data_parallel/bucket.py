@@ -1,4 +1,4 @@
-"""Bucket: some parameters whose gradients travel together.
+"""Bucket: some parameters whose gradients are exchanged together.
 
 Three flat tensors in engine memory: `grads` takes this worker's gradients during backward and stays
 as it is until the next one (after a failure they can be reduced again), `averaged` receives what
@@ -7,14 +7,14 @@ the workers agree on and is what `param.grad` shows (the same tensor where nothi
 private view (`shown`), so that what it writes to it between two steps stays its own.
 
 A fresh gradient is copied into `grads` and freed at once, so that the next one is computed in the
-memory, still in the cache, that this one leaves behind. (The other way, letting autograd add to a
-zeroed view, reads and writes every gradient twice; docs/log.md has the figures.)
+memory, still in the cache, that this one frees. (The alternative, letting autograd add to a zeroed
+view, reads and writes every gradient twice; docs/log.md has the figures.)
 
-WHERE PARAMETERS LIE. Gradients become ready roughly in the reverse order of the parameters, so
-buckets are filled in that order. The first one is small: the exchange can start early, while the
-rest of the backward pass still runs. The last one is what nobody can hide, so it should not be
-large either. Every parameter starts on a cache line. A parameter that is dense but not contiguous
-(channels_last) keeps its strides: its place holds its memory, not its logical order.
+LAYOUT. Gradients become ready roughly in the reverse order of the parameters, so buckets are filled
+in that order. The first one is small: the exchange can start early, while the rest of the backward
+pass still runs. The last one cannot overlap with backward, so it should not be large either. Every
+parameter starts on a cache line. A parameter that is dense but not contiguous (channels_last) keeps
+its strides: its segment holds its memory, not its logical order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedParameter:
     """A parameter and the name under which the model knows it."""
 
     name: str
@@ -46,45 +46,45 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
-    """One parameter's part of a flat tensor, in elements."""
+class ParamSegment:
+    """The segment of one parameter in a flat tensor, in elements."""
 
-    named: Named
+    named: NamedParameter
     start: int
     count: int
 
     @property
     def shape(self) -> torch.Size:
-        """The parameter's."""
+        """The parameter's shape."""
         return self.named.param.shape
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this part of a flat tensor in the parameter's shape and strides."""
+        """Return this segment of a flat tensor in the parameter's shape and strides."""
         param = self.named.param
         return flat[self.start : self.start + self.count].as_strided(param.size(), param.stride())
 
 
-def place(parameters: Sequence[Named]) -> tuple[list[Place], int]:
-    """Put parameters of one dtype one behind the other; also return the size of the whole."""
-    places: list[Place] = []
+def lay_out(parameters: Sequence[NamedParameter]) -> tuple[list[ParamSegment], int]:
+    """Return the segments of parameters of one dtype, in order, and the size of the flat tensor."""
+    segments: list[ParamSegment] = []
     end = 0
     for named in parameters:
         line = _LINE_BYTES // named.param.element_size()
-        places.append(Place(named, end, named.param.numel()))
+        segments.append(ParamSegment(named, end, named.param.numel()))
         end += -(-named.param.numel() // line) * line
-    return places, end
+    return segments, end
 
 
 def plan_buckets(
-    parameters: Sequence[Named], bucket_bytes: int, first_bytes: int
-) -> list[list[Named]]:
-    """Cut the parameters into buckets, in the order in which their gradients will be ready.
+    parameters: Sequence[NamedParameter], bucket_bytes: int, first_bytes: int
+) -> list[list[NamedParameter]]:
+    """Return the parameters by bucket, in the order in which their gradients will be ready.
 
     A bucket has one dtype and at most `bucket_bytes` (the first: `first_bytes`), unless a single
     parameter is larger. A pure function of the parameters: all workers make the same plan.
     """
-    buckets: list[list[Named]] = []
-    open_buckets: dict[torch.dtype, list[Named]] = {}
+    buckets: list[list[NamedParameter]] = []
+    open_buckets: dict[torch.dtype, list[NamedParameter]] = {}
     sizes: dict[torch.dtype, int] = {}
     for named in reversed(parameters):
         dtype, size = named.param.dtype, named.param.numel() * named.param.element_size()
@@ -99,7 +99,7 @@ def plan_buckets(
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's elements fill its memory without gaps or overlaps, in any order."""
+    """Return whether a tensor's elements fill its memory without gaps or overlaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size == 1:
@@ -117,26 +117,37 @@ _SMALL_ELEMENTS = 8192
 Allocate = Callable[[int, torch.dtype], torch.Tensor | HostTensor]
 
 
-class Slot:
+class ParamSlot:
     """One parameter's views into its bucket."""
 
     __slots__ = (
-        *("averaged", "bucket", "claimed", "grad", "home", "index", "is_small", "name", "param"),
-        *("place", "ready", "stale"),
+        *("averaged", "bucket", "claimed", "grad", "index", "is_small", "name", "param", "ready"),
+        *("segment", "shown", "stale"),
     )
 
-    def __init__(self, bucket: Bucket, place: Place, index: int) -> None:
+    def __init__(self, bucket: Bucket, segment: ParamSegment, index: int) -> None:
         self.bucket = bucket
-        self.place = place
-        self.index = index  # number of the parameter in the roll call
-        self.name, self.param = place.named.name, place.named.param
-        self.grad = place.view(bucket.grads)
-        self.averaged = place.view(bucket.averaged)
-        self.home = place.view(bucket.shown)  # what param.data is
-        self.is_small = place.count < _SMALL_ELEMENTS
-        self.ready = False  # has its gradient of the backward pass under way
+        self.segment = segment
+        self.index = index  # number of the parameter in the used-parameter mask
+        self.name, self.param = segment.named.name, segment.named.param
+        self.grad = segment.view(bucket.grads)
+        self.averaged = segment.view(bucket.averaged)
+        self.shown = segment.view(bucket.shown)  # what param.data is
+        self.is_small = segment.count < _SMALL_ELEMENTS
+        self.ready = False  # has its gradient of the current backward pass
         self.stale = False  # `grad` holds numbers of an earlier step
-        self.claimed = False  # `grad` was given out to be computed in (direct_gradients.py)
+        self.claimed = False  # a layer computes its gradient in `grad` (direct_gradients.py)
+
+    def bring_home(self) -> bool:
+        """Move the parameter back if the script has set `param.data` to another tensor.
+
+        Returns whether it had.
+        """
+        if self.param.data_ptr() == self.shown.data_ptr():
+            return False
+        self.shown.copy_(self.param.detach())
+        self.param.data = self.shown
+        return True
 
 
 class Bucket:
@@ -145,14 +156,14 @@ class Bucket:
     def __init__(
         self,
         index: int,
-        parameters: Sequence[Named],
+        parameters: Sequence[NamedParameter],
         *,
         allocate: Allocate,
         allocate_params: Allocate,
         allocate_averaged: Allocate | None,
         first_slot: int,
     ) -> None:
-        places, size = place(parameters)
+        segments, size = lay_out(parameters)
         dtype = parameters[0].param.dtype
         self.index = index
         self.label = f"bucket {index} ({parameters[0].name} .. {parameters[-1].name})"
@@ -165,48 +176,48 @@ class Bucket:
         self.host = params if isinstance(params, HostTensor) else None
         self.params = params.shared if isinstance(params, HostTensor) else params
         self.shown = params.private if isinstance(params, HostTensor) else params
-        self.slots = [Slot(self, where, first_slot + i) for i, where in enumerate(places)]
+        self.slots = [ParamSlot(self, one, first_slot + i) for i, one in enumerate(segments)]
         self._small = [slot for slot in self.slots if slot.is_small]
         self._small_params = [slot.param for slot in self._small]
         self._small_grads = [slot.grad for slot in self._small]
         self._is_all_stale = False  # so are all of the small ones
         self._wanted = 0
-        self.missing = 0  # gradients that have not come yet in this backward pass
+        self.missing = 0  # gradients that are not ready yet in this backward pass
         self.is_submitted = False
-        self.is_open = False  # takes small gradients on the short way (reducer.py)
+        self.is_open = False  # takes small gradients by the fast path (reducer.py)
         self.refresh()
 
     def move_params(self, flat: torch.Tensor) -> None:
         """Let the parameters live in other memory, which has their values already."""
         self.params = self.shown = flat
         for slot in self.slots:
-            slot.home = slot.place.view(flat)
-            slot.param.data = slot.home
+            slot.shown = slot.segment.view(flat)
+            slot.param.data = slot.shown
 
     def refresh(self) -> None:
-        """Look again which parameters want a gradient."""
+        """Count again which parameters require a gradient."""
         self._wanted = sum(slot.param.requires_grad for slot in self.slots)
         self.begin()
 
     def begin(self) -> None:
-        """Get ready for the next backward pass."""
+        """Prepare for the next backward pass."""
         self.is_submitted = self.is_open = False
         self.missing = self._wanted
         for slot in self.slots:
             slot.ready = slot.claimed = False
 
     @property
-    def segments(self) -> Sequence[Place]:
-        """Where each parameter is in the flat tensors, in order."""
-        return [slot.place for slot in self.slots]
+    def segments(self) -> Sequence[ParamSegment]:
+        """The segment of each parameter in the flat tensors, in order."""
+        return [slot.segment for slot in self.slots]
 
     @property
     def absent(self) -> Sequence[int]:
-        """The parameters, by their number here, that have no gradient in this pass."""
+        """The numbers, in this bucket, of parameters that have no gradient in this pass."""
         return [number for number, slot in enumerate(self.slots) if not slot.ready]
 
-    def take(self, slot: Slot) -> None:
-        """Take the gradient that backward has just left in `param.grad`."""
+    def take(self, slot: ParamSlot) -> None:
+        """Take the gradient that backward has just put into `param.grad`."""
         param = slot.param
         grad = param.grad
         assert grad is not None
@@ -225,7 +236,7 @@ class Bucket:
             param.grad = None
 
     def flush(self) -> None:
-        """Copy the small gradients, all at once, as far as they have come."""
+        """Copy the small gradients that are ready, all at once."""
         params, views = self._small_params, self._small_grads
         if self.missing or self._wanted < len(self.slots):
             ready = [slot for slot in self._small if slot.ready]
@@ -237,16 +248,16 @@ class Bucket:
         if params:
             torch._foreach_copy_(views, [_dense(param.grad) for param in params])
 
-    def _note_stale(self, slots: Sequence[Slot]) -> None:
+    def _note_stale(self, slots: Sequence[ParamSlot]) -> None:
         for slot in slots:
             slot.stale = True
 
     def complete(self) -> None:
-        """End of backward: parameters without a fresh gradient contribute what they have, or 0."""
+        """Fill in what backward has not: an earlier gradient that was not exchanged, or zero."""
         for slot in self.slots:
             if slot.ready:
                 continue
-            if slot.param.grad is not None:  # from an earlier backward pass without exchange
+            if slot.param.grad is not None:  # from a backward pass under no_sync()
                 slot.grad.copy_(slot.param.grad)
                 slot.ready = slot.stale = True
             elif slot.stale:

@@ -1,16 +1,16 @@
-"""Housing: finds every trainable parameter its place in a bucket, and moves it there.
+"""BucketAllocator: assigns every trainable parameter to a bucket, and moves it there.
 
-With a sharded update the parameters that the optimizer updates move into memory that the workers of
-the host share; all others into this worker's own. (A "host" of this worker alone makes sense too:
-the private view of its memory tells what the script has written.)
+With a sharded update, the parameters that the optimizer updates move into memory that the workers
+of the host share; all others into this worker's own. (A "host" of this worker alone makes sense
+too: the private view of its memory shows what the script has written.)
 
-COMMON MEMORY. Parameters may be one memory for all workers of a host (hogwild), while workers come
-and go. Who is lost leaves the memory to the others: it lasts as long as anybody maps it. A newcomer
-cannot map what belongs to somebody who is gone; so when one comes, all move to memory of the first
-worker that is there then. Nobody writes meanwhile, and all have the same values, newcomers from a
-peer. Which memory a worker maps is named by the change at which it moved there. If somebody else is
-lost in the middle of a move, some may have moved and others not; they see it by these names, and
-move together at the next change.
+COMMON MEMORY. Parameters may be one memory for all workers of a host (hogwild), in a job whose
+workers change. A lost worker leaves the memory to the others: it exists as long as one process maps
+it. A newcomer cannot map memory of a process that is gone. So when a worker joins, all move to
+memory of the first worker of the new membership. No worker writes meanwhile, and all have the same
+values; newcomers get them from a peer. Each memory is identified by the change at which the worker
+moved there. If a worker is lost during a move, some workers may have moved and others not; they
+detect it by these numbers, and move together at the next change.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from paceline import _core
 from paceline.comm.group import Group
 from paceline.comm.object_collectives import all_gather_object
 from paceline.comm.shared_memory import HostTensor, allocate, allocate_on_host
-from paceline.data_parallel.bucket import Allocate, Bucket, Named, Slot, plan_buckets
-from paceline.data_parallel.hooks import keep_tensor_plain
+from paceline.data_parallel.bucket import Allocate, Bucket, NamedParameter, ParamSlot, plan_buckets
+from paceline.data_parallel.hooks import make_tensor_copies_plain
 from paceline.state.protocol import Change, Part
 
 _FIRST_BUCKET_BYTES = 1 << 20
 
 
-class Housing:
-    """Makes buckets. Collective: all workers house the same parameters at the same time."""
+class BucketAllocator:
+    """Creates buckets. Collective: all workers add the same parameters at the same time."""
 
     def __init__(
         self,
@@ -50,19 +50,20 @@ class Housing:
         self._optimizer = weakref.ref(optimizer)
         self._bucket_bytes = int(bucket_mb * (1 << 20))
         self._is_shared = is_shared
-        self._is_common = is_common  # what is shared the script writes to as well: no private view
+        self._is_common = is_common  # the script writes to shared memory directly: no private view
         # Where averaged gradients are: "own" memory, memory of the "host", or nowhere, because
-        # nothing is averaged: the script sees this worker's own ones ("none"), or a private "view"
-        # of them.
+        # nothing is averaged: the script sees this worker's own gradients ("none"), or a private
+        # "view" of them.
         self._averages = averages
         self._num_buckets = self._num_slots = 0
-        self.slots: dict[torch.nn.Parameter, Slot] = {}
-        self.shared_slots: dict[torch.nn.Parameter, Slot] = {}  # of them, those that a host shares
+        self.slots: dict[torch.nn.Parameter, ParamSlot] = {}
+        # Those that the workers of a host share.
+        self.shared_slots: dict[torch.nn.Parameter, ParamSlot] = {}
         self._common: list[Bucket] = []  # whose parameters all workers write to
         self._common_sparse: list[torch.nn.Parameter] = []  # the same, without a bucket
 
-    def house(self, parameters: Sequence[Named]) -> list[Bucket]:
-        """Move these parameters into new buckets, behind those that there are."""
+    def allocate_buckets(self, parameters: Sequence[NamedParameter]) -> list[Bucket]:
+        """Move these parameters into new buckets, after the existing ones."""
         buckets = []
         for plan, is_shared in self._plan(parameters):
             bucket = Bucket(
@@ -73,7 +74,7 @@ class Housing:
                 allocate_averaged=self._averaged_memory(),
                 first_slot=self._num_slots,
             )
-            self._move_in(bucket, is_shared)
+            self._move_params(bucket, is_shared)
             self._num_buckets += 1
             self._num_slots += len(bucket.slots)
             self.slots.update((slot.param, slot) for slot in bucket.slots)
@@ -84,12 +85,13 @@ class Housing:
             buckets.append(bucket)
         return buckets
 
-    def _plan(self, parameters: Sequence[Named]) -> list[tuple[list[Named], bool]]:
-        """Cut parameters into buckets, and say which of those the workers of a host share.
+    def _plan(
+        self, parameters: Sequence[NamedParameter]
+    ) -> list[tuple[list[NamedParameter], bool]]:
+        """Return parameters by bucket, and whether the workers of a host share the bucket.
 
-        What this optimizer does not update stays private: whoever does (another optimizer, of which
-        nobody told) does so on every worker. The cuts are the same on all hosts, also if only some
-        share.
+        What this optimizer does not update stays private: another optimizer that updates it does
+        so on every worker. The buckets are the same on all hosts, even if only some share them.
         """
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups  # None: the script dropped it
@@ -114,7 +116,7 @@ class Housing:
             return lambda count, dtype: self._allocate_on_host(count, dtype).shared
         return self._allocate_on_host if is_shared else self._allocate
 
-    def share(self, parameters: Sequence[Named]) -> None:
+    def share_sparse(self, parameters: Sequence[NamedParameter]) -> None:
         """Move these into memory of the host, without buckets: their gradients are sparse."""
         for param in (named.param for named in parameters):
             memory = self._allocate_on_host(param.numel(), param.dtype).shared.view(param.shape)
@@ -122,15 +124,15 @@ class Housing:
                 if self._host.rank == 0:
                     memory.copy_(param)
                 param.data = memory
-            keep_tensor_plain(param)
+            make_tensor_copies_plain(param)
             self._common_sparse.append(param)
             self._host.barrier()
 
-    def share_anew(self) -> None:
-        """Move what all workers write to into memory of those who are in the group now. Collective.
+    def move_common_memory(self) -> None:
+        """Move all common memory to a member of the present group. Collective.
 
-        All have the same values, and nobody writes meanwhile. If somebody is lost before all have
-        mapped it, everything is where it was.
+        All have the same values, and no worker writes meanwhile. If a worker is lost before all
+        have mapped the new memory, nothing has changed.
         """
         common = self._common
         flats = [self._allocate_on_host(b.params.numel(), b.params.dtype).shared for b in common]
@@ -156,35 +158,35 @@ class Housing:
     def _allocate_on_host(self, count: int, dtype: torch.dtype) -> HostTensor:
         return allocate_on_host(self._engine, self._host, (count,), dtype)
 
-    def _move_in(self, bucket: Bucket, is_shared: bool) -> None:
-        """Let the parameters live in the bucket; shared ones are written by one worker only."""
+    def _move_params(self, bucket: Bucket, is_shared: bool) -> None:
+        """Store the parameters in the bucket; one worker writes the shared ones."""
         is_writer = not is_shared or self._host.rank == 0
         with torch.no_grad():
             if is_writer:
                 bucket.params.zero_()
             for slot in bucket.slots:
                 if is_writer:
-                    slot.place.view(bucket.params).copy_(slot.param)
-                slot.param.data = slot.home
-                keep_tensor_plain(slot.param)
+                    slot.segment.view(bucket.params).copy_(slot.param)
+                slot.param.data = slot.shown
+                make_tensor_copies_plain(slot.param)
         if is_shared:
             self._host.barrier()
 
 
-_OWN = -1  # of a newcomer, which nobody else maps
+_OWN = -1  # memory of a newcomer, which no other process maps
 
 
 class CommonMemory(Part):
-    """Keeps all workers in the same memory. Registered after the state of the model."""
+    """Keeps all workers in the same common memory. Registered after the state of the model."""
 
-    def __init__(self, workers: Group, housing: Housing, *, is_newcomer: bool) -> None:
+    def __init__(self, workers: Group, allocator: BucketAllocator, *, is_newcomer: bool) -> None:
         self._workers = workers
-        self._housing = housing
+        self._allocator = allocator
         self._moved_at = _OWN if is_newcomer else 0  # a generation
 
     def resume(self, change: Change) -> None:
-        """Move, unless all map the same."""
+        """Move, unless all map the same memory."""
         told = all_gather_object(self._workers, self._moved_at)
         if any(one != told[0] for one in told):
-            self._housing.share_anew()
+            self._allocator.move_common_memory()
             self._moved_at = change.generation

@@ -2,12 +2,12 @@
 
 The gradient of a linear layer's weight is one matrix product. Autograd would compute it into fresh
 memory, from which it is copied into the bucket: for a wide network that copy costs more than the
-exchange. Here the product's output is the bucket's own memory, and autograd is handed a view of it.
+exchange. Here the product's output is the bucket's own memory, and autograd gets a view of it.
 
-Nothing else changes: the view flows on like any gradient, through hooks and sums, and if what
-arrives in `param.grad` in the end is not the view itself, it is copied as always. A view is given
-out only when nobody can keep it: once per backward pass, in a pass that exchanges gradients, while
-the weight has no gradient and no hooks of the script, and never to torch.autograd.grad.
+Nothing else changes: the view passes through hooks and sums like any gradient, and if the final
+`param.grad` is not the view itself, it is copied as always. A layer gets a view only if nothing
+else can keep it: once per backward pass, in a pass that exchanges gradients, while the weight has
+no gradient and no hooks of the script, and never for torch.autograd.grad.
 
 Only `forward` of the layer is replaced, in the instance; copies of it get the plain one back.
 """
@@ -22,32 +22,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from paceline.data_parallel.bucket import Slot
+from paceline.data_parallel.bucket import ParamSlot
 from paceline.data_parallel.hooks import StandIn, replace_forward
 
-# Below this a call of Python costs as much as the copy.
+# Below this a Python call costs as much as the copy.
 MIN_ELEMENTS = 1 << 16
 
 
-class Exchanging(Protocol):
-    """Who knows whether the backward pass under way exchanges gradients."""
+class SyncState(Protocol):
+    """The reducer, as far as a layer needs it."""
 
     is_syncing: bool
 
 
-def compute_in_bucket(model: nn.Module, slots: dict[nn.Parameter, Slot], who: Exchanging) -> None:
+def compute_in_bucket(
+    model: nn.Module, slots: dict[nn.Parameter, ParamSlot], reducer: SyncState
+) -> None:
     """Let the large linear layers of the model compute their weight gradients in the bucket."""
     for module in model.modules():
         if type(module) is not nn.Linear or "forward" in vars(module):
             continue
-        weight = module._parameters.get("weight")  # not there when it is computed (weight norm)
+        weight = module._parameters.get("weight")  # missing if it is computed (weight norm)
         slot = slots.get(weight) if weight is not None else None
-        if slot is not None and slot.place.count >= MIN_ELEMENTS:
-            replace_forward(module, _DirectForward(module, slot, who))
+        if slot is not None and slot.segment.count >= MIN_ELEMENTS:
+            replace_forward(module, _DirectForward(module, slot, reducer))
 
 
 def compute_as_usual(model: nn.Module) -> None:
-    """Give the layers their own `forward` back."""
+    """Restore the layers' own `forward`."""
     for module in model.modules():
         if isinstance(vars(module).get("forward"), _DirectForward):
             del vars(module)["forward"]
@@ -56,10 +58,10 @@ def compute_as_usual(model: nn.Module) -> None:
 class _DirectForward(StandIn):
     """Stands in for the `forward` of one layer."""
 
-    def __init__(self, module: nn.Linear, slot: Slot, who: Exchanging) -> None:
+    def __init__(self, module: nn.Linear, slot: ParamSlot, reducer: SyncState) -> None:
         self._module = weakref.ref(module)  # weak, so that the module does not hold itself
         self._slot = slot
-        self._who = who
+        self._reducer = reducer
 
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module()
@@ -67,7 +69,7 @@ class _DirectForward(StandIn):
         weight, bias = module.weight, module.bias
         if weight is not self._slot.param or not _is_ordinary(input, weight):
             return F.linear(input, weight, bias)
-        output: Tensor = _Linear.apply(input, weight, bias, self._slot, self._who)  # type: ignore[no-untyped-call]
+        output: Tensor = _Linear.apply(input, weight, bias, self._slot, self._reducer)  # type: ignore[no-untyped-call]
         return output
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -76,7 +78,7 @@ class _DirectForward(StandIn):
 
 
 def _is_ordinary(input: Tensor, weight: Tensor) -> bool:
-    """Say whether this is plain training: no compiler, autocast, vmap or forward-mode gradients."""
+    """Return whether this is plain training: no compiler, autocast, vmap or forward mode."""
     return (
         not torch.compiler.is_compiling()
         and torch.is_grad_enabled()
@@ -95,10 +97,15 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, slot: Slot, who: Exchanging
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        slot: ParamSlot,
+        reducer: SyncState,
     ) -> Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.slot, ctx.who = slot, who
+        ctx.slot, ctx.reducer = slot, reducer
         return F.linear(input, weight, bias)
 
     @staticmethod
@@ -110,7 +117,7 @@ class _Linear(torch.autograd.Function):
             grad_input = rows.mm(weight).view(input.shape)
         if ctx.needs_input_grad[1]:
             samples = input.reshape(-1, input.shape[-1])
-            home = _claim(ctx.slot, ctx.who, ctx.next_functions[1][0])
+            home = _claim(ctx.slot, ctx.reducer, ctx.next_functions[1][0])
             if home is None:
                 grad_weight = rows.t().mm(samples)
             else:
@@ -120,21 +127,21 @@ class _Linear(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None
 
 
-def _claim(slot: Slot, who: Exchanging, accumulate: Any) -> Tensor | None:
-    """Return the bucket's memory for this gradient, if nobody else needs or keeps it."""
+def _claim(slot: ParamSlot, reducer: SyncState, accumulate: Any) -> Tensor | None:
+    """Return the bucket's memory for this gradient, if nothing else needs or keeps it."""
     if (
         slot.claimed
         or slot.ready
         or slot.bucket.is_submitted
         or slot.param.grad is not None
         or slot.param._backward_hooks
-        or torch.is_grad_enabled()  # the gradient is going to have a graph of its own
-        or not who.is_syncing
+        or torch.is_grad_enabled()  # the gradient will have a graph of its own
+        or not reducer.is_syncing
         or not is_going_to_accumulate(accumulate)
     ):
         return None
-    slot.claimed = slot.stale = True  # stale also if this pass breaks off
-    return slot.place.view(slot.bucket.grads)  # an object of its own, which autograd can keep
+    slot.claimed = slot.stale = True  # stale also if this pass fails
+    return slot.segment.view(slot.bucket.grads)  # a new object, which autograd can keep
 
 
 def is_going_to_accumulate(accumulate: Any) -> bool:

@@ -1,8 +1,8 @@
-"""What a trace shows of the exchange of buckets: from when to when each was under way.
+"""The exchange of buckets in a trace: when each began and ended.
 
-The engine does not say when an operation ended. So an end is the moment at which it was noticed: by
-looking whenever another bucket is submitted, or because somebody waited for it. It is never before
-the true end, and while a worker waits it is the true one.
+The engine does not report when an operation ended. So an end is the moment at which this worker
+noticed it: when it submitted another bucket, or waited for this one. That is never before the true
+end, and during a wait it is the true one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.pace.exchange import Bucket, Exchange
 from paceline.runtime.work import Handle
 
 
-class _UnderWay(NamedTuple):
+class _OpenSpan(NamedTuple):
     bucket: Bucket
     work: Handle
     start_s: float
@@ -25,46 +25,46 @@ class _UnderWay(NamedTuple):
 
 
 class ExchangeSpans:
-    """Follows the buckets of one backward pass, while it is traced. Of the thread that trains."""
+    """Follows the buckets of one backward pass, while it is traced. Main thread only."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._traits = exchange.traits
-        self._under_way: deque[_UnderWay] = deque()
+        self._open: deque[_OpenSpan] = deque()
 
     def submitted(self, bucket: Bucket, work: Handle, start_s: float) -> None:
-        """Note that a bucket was full at `start_s`, and is under way since then."""
+        """Record that a bucket was full at `start_s`, and that its exchange began."""
         num_bytes = bucket.grads.nbytes
         tracer.mark(f"bucket {bucket.index} ready", start_s, bucket=bucket.index, bytes=num_bytes)
-        self._under_way.append(_UnderWay(bucket, work, start_s, tracer.step))
+        self._open.append(_OpenSpan(bucket, work, start_s, tracer.step))
         if self._traits.work_is_whole:
             self._look()
 
     def wait(self, works: Sequence[Handle]) -> None:
-        """Wait for buckets one after the other, where that makes no difference to others: the end
-        of each is then known."""
-        if not self._traits.may_wait_singly or not self._under_way:
+        """Wait for buckets one after the other, where that delays no other worker: the end of each
+        is then known."""
+        if not self._traits.may_wait_singly or not self._open:
             return
         for work in works:
             work.wait()
             self._look()
 
     def ended(self, waited_since_s: float) -> None:
-        """Note that all of them have ended, for which this thread has waited."""
+        """Record that all of them have ended, for which this thread has waited."""
         now_s = time.monotonic()
-        while self._under_way:
-            self._record(self._under_way.popleft(), now_s)
+        while self._open:
+            self._record(self._open.popleft(), now_s)
         tracer.add("wait", waited_since_s, behind=self._traits.verb)
 
     def dropped(self) -> None:
-        """Forget those that are submitted again."""
-        self._under_way.clear()
+        """Forget those that will be submitted again."""
+        self._open.clear()
 
     def _look(self) -> None:
         now_s = time.monotonic()
-        while self._under_way and self._under_way[0].work.done():  # they end in order
-            self._record(self._under_way.popleft(), now_s)
+        while self._open and self._open[0].work.done():  # they end in order
+            self._record(self._open.popleft(), now_s)
 
-    def _record(self, one: _UnderWay, end_s: float) -> None:
+    def _record(self, one: _OpenSpan, end_s: float) -> None:
         index, num_bytes = one.bucket.index, one.bucket.grads.nbytes
         verb = self._traits.verb
         args = {"bucket": index, "bytes": num_bytes}

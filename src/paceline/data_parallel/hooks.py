@@ -1,12 +1,11 @@
-"""What a distributed model carries around: hooks around forward, `no_sync` and other methods.
+"""Additions to a distributed model: hooks around forward, `no_sync` and other methods.
 
-None of it is in a copy. What is saved or copied of a distributed model is a PLAIN model; the same
-for its optimizer. The tensors of a distributed model lie in memory of the engine, and its
-optimizer's state may be spread over workers and servers. `torch.save(model)`, pickle and
-`copy.deepcopy` ask an object how it is rebuilt (`__reduce_ex__`), the instance before its class. So
-modules, tensors and optimizers that Paceline has changed get an answer of their own: the class's,
-without what is Paceline's, and with ordinary memory. Nobody else is asked, and nothing waits for
-other workers.
+Copies do not have them. A saved or copied distributed model is a PLAIN model; the same holds for
+its optimizer. The tensors of a distributed model lie in engine memory, and its optimizer's state
+may be spread over workers and servers. `torch.save(model)`, pickle and `copy.deepcopy` ask an
+object how to rebuild it (`__reduce_ex__`), the instance before its class. So modules, tensors and
+optimizers that Paceline has changed get an answer of their own: that of the class, without
+Paceline's additions, and with ordinary memory. No other worker is involved.
 """
 
 from __future__ import annotations
@@ -24,36 +23,36 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from paceline.data_parallel.pace_switch.handover import whole_state
+from paceline.data_parallel.pace_switch.handover import full_optimizer_state
 
 _REDUCE, _DEEPCOPY = "__reduce_ex__", "__deepcopy__"
 
 
 class StandIn:
-    """Something of Paceline's that a module, a tensor or an optimizer has as an attribute or hook.
+    """An attribute or hook that Paceline added to a module, a tensor or an optimizer.
 
-    A copy has `own` in its place; None: nothing.
+    A copy has `own` instead, or nothing if that is None.
     """
 
     own: Any = None
 
 
-def keep_plain(module: nn.Module, settle: Callable[[], None] = lambda: None) -> None:
-    """Let copies of a module be plain; `settle` waits for values that are still on their way."""
+def make_copies_plain(module: nn.Module, settle: Callable[[], None] = lambda: None) -> None:
+    """Make copies of a module plain; `settle` waits for values that have not arrived yet."""
     if _REDUCE not in vars(module):
         vars(module)[_REDUCE] = _ModuleReduction(module, settle)
 
 
-def keep_tensor_plain(tensor: torch.Tensor) -> None:
-    """Let copies of a parameter or buffer have memory of their own."""
+def make_tensor_copies_plain(tensor: torch.Tensor) -> None:
+    """Give copies of a parameter or buffer memory of their own."""
     if type(tensor) in (nn.Parameter, torch.Tensor) and _REDUCE not in vars(tensor):
         vars(tensor)[_REDUCE] = _TensorReduction(tensor)
-        if not isinstance(tensor, nn.Parameter):  # of a parameter torch copies no more than it has
+        if not isinstance(tensor, nn.Parameter):  # torch copies parameters without attributes
             vars(tensor)[_DEEPCOPY] = _TensorCopy(tensor)
 
 
-def keep_optimizer_plain(optimizer: torch.optim.Optimizer) -> None:
-    """Let copies of an optimizer be plain, with the state of whole parameters."""
+def make_optimizer_copies_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Make copies of an optimizer plain, with the full state of all parameters."""
     if _REDUCE not in vars(optimizer):
         vars(optimizer)[_REDUCE] = _OptimizerReduction(optimizer)
 
@@ -61,8 +60,8 @@ def keep_optimizer_plain(optimizer: torch.optim.Optimizer) -> None:
 def replace_method(thing: object, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Replace a method on one object by a function that takes it as first argument; return the old.
 
-    It stays a bound method, because learning-rate schedulers ask for its __func__, and keeps the
-    attributes of the old one, in which they leave their marks.
+    It stays a bound method, because learning-rate schedulers use its __func__, and keeps the
+    attributes of the old one, in which they store flags.
     """
     old: Callable[..., Any] = getattr(thing, name)
     function = functools.wraps(old)(method)
@@ -71,27 +70,27 @@ def replace_method(thing: object, name: str, method: Callable[..., Any]) -> Call
 
 
 def restore_method(thing: object, name: str, old: Callable[..., Any]) -> None:
-    """Give one object back the method that `replace_method` returned."""
+    """Restore the method that `replace_method` returned."""
     if getattr(old, "__func__", None) is getattr(type(thing), name, None):
-        delattr(thing, name)  # it had its class's
+        delattr(thing, name)  # it was the class's
     else:
         setattr(thing, name, old)
 
 
 def replace_forward(module: nn.Module, forward: StandIn) -> None:
-    """Let a module compute by another `forward`, which its copies do not get."""
+    """Replace the `forward` of a module; copies of it get the original."""
     vars(module)["forward"] = forward
-    keep_plain(module)
+    make_copies_plain(module)
 
 
 class _Reduction(StandIn):
-    """Answers for one object."""
+    """The `__reduce_ex__` of one object."""
 
     def __init__(self, thing: Any) -> None:
         self._thing = weakref.ref(thing)  # weak, so that the object does not hold itself
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A class that copies its attributes by itself gets its own answer back."""
+        """Return the plain answer, for a class that copies its attributes by itself."""
         twin = memo[id(self.thing)]
         return partial(type(twin).__reduce_ex__, twin)
 
@@ -130,19 +129,19 @@ class _OptimizerReduction(_Reduction):
 
 
 def _whole_state(optimizer: torch.optim.Optimizer) -> defaultdict[Any, Any]:
-    """Return a copy of an optimizer's state; what is of no parameter it keeps itself."""
+    """Return a copy of an optimizer's state, also of entries that belong to no parameter."""
     common = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
-    return defaultdict(dict, {**whole_state(optimizer), **common})
+    return defaultdict(dict, {**full_optimizer_state(optimizer), **common})
 
 
 def _reduced(thing: Any, protocol: int) -> Any:
-    """Return what its class answers."""
+    """Return the answer of the object's class."""
     answer: Any = type(thing).__reduce_ex__
     return answer(thing, protocol)
 
 
 def _with_state(reduced: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Change the attributes that an object is rebuilt with, if it is by its attributes."""
+    """Change the attributes that an object is rebuilt with, if it has such."""
     if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
         return reduced
     return (*reduced[:2], change(reduced[2]), *reduced[3:])
@@ -175,8 +174,8 @@ def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return plain
 
 
-class Watcher(Protocol):
-    """Who wants to know of forward passes."""
+class ForwardObserver(Protocol):
+    """What is notified of forward passes."""
 
     def before_forward(self) -> None: ...
     def after_forward(self, output: Any) -> Any: ...
@@ -187,32 +186,32 @@ class Watcher(Protocol):
     def subscribe(self, after: int = -1) -> object: ...
 
 
-def attach(model: nn.Module, watcher: Watcher) -> None:
-    """Tell `watcher` of every forward pass of this model, and give the model its `no_sync`."""
+def attach(model: nn.Module, observer: ForwardObserver) -> None:
+    """Notify `observer` of every forward pass of this model, and add `no_sync` to the model."""
     original = weakref.ref(model)
 
     def before(module: nn.Module, _: Any) -> None:
-        # Inside torch.compile nothing may happen here; parameters announce the backward pass then.
+        # Inside torch.compile this must do nothing; parameters begin the backward pass then.
         if not torch.compiler.is_compiling() and module is original():
-            watcher.before_forward()
+            observer.before_forward()
 
     def after(module: nn.Module, _: Any, output: Any) -> Any:
         if not torch.compiler.is_compiling() and module is original():
-            return watcher.after_forward(output)  # None leaves it as it is
+            return observer.after_forward(output)  # None keeps the output
         return None
 
     for module in model.modules():
-        keep_plain(module, watcher.settle)
-    model.register_forward_pre_hook(Detached(before, nothing))
-    model.register_forward_hook(Detached(after, nothing))
-    object.__setattr__(model, "no_sync", Detached(watcher.no_sync, nullcontext))
-    object.__setattr__(model, "agreed", Detached(watcher.agreed, nullcontext))
-    object.__setattr__(model, "pull", Detached(watcher.pull, nothing))
-    object.__setattr__(model, "subscribe", Detached(watcher.subscribe, nothing))
+        make_copies_plain(module, observer.settle)
+    model.register_forward_pre_hook(UncopiedHook(before, nothing))
+    model.register_forward_hook(UncopiedHook(after, nothing))
+    object.__setattr__(model, "no_sync", UncopiedHook(observer.no_sync, nullcontext))
+    object.__setattr__(model, "agreed", UncopiedHook(observer.agreed, nullcontext))
+    object.__setattr__(model, "pull", UncopiedHook(observer.pull, nothing))
+    object.__setattr__(model, "subscribe", UncopiedHook(observer.subscribe, nothing))
 
 
-def cut_off(output: Any) -> Any:
-    """Return a model's output whose gradients end there, before they come to any parameter."""
+def detach_output(output: Any) -> Any:
+    """Return a model's output detached, so that no gradients reach the parameters."""
 
     def cut(thing: Any) -> Any:
         is_live = isinstance(thing, torch.Tensor) and thing.requires_grad
@@ -221,10 +220,10 @@ def cut_off(output: Any) -> Any:
     return tree_map(cut, output)
 
 
-class Detached(StandIn):
-    """A function that a copy of its owner does not take along.
+class UncopiedHook(StandIn):
+    """A function that copies of its owner do not get.
 
-    A class that copies its attributes by itself finds `in_copies` there.
+    A class that copies its attributes by itself gets `in_copies` instead.
     """
 
     def __init__(self, function: Callable[..., Any], in_copies: Callable[..., Any]) -> None:
@@ -242,7 +241,7 @@ class Detached(StandIn):
 
 
 def nothing(*_: Any) -> None:
-    """Stand in for a hook."""
+    """Do nothing; in the place of a hook."""
 
 
 def _same(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Intake: which parameters take part, from the first forward to the last step.
+"""ParameterSet: which parameters are trained, from the first forward to the last step.
 
-Parameters may be frozen and thawed while a model is trained, by all workers alike. Those that want
-gradients move into buckets; a gradient that nobody averages must not reach the optimizer.
+Parameters may be frozen and thawed while a model is trained, by all workers alike. Those that
+require gradients move into buckets; a gradient that was not averaged must not reach the optimizer.
 """
 
 from __future__ import annotations
@@ -11,52 +11,53 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from paceline.data_parallel.bucket import Named
-from paceline.data_parallel.bucket_allocator import Housing
+from paceline.data_parallel.bucket import NamedParameter
+from paceline.data_parallel.bucket_allocator import BucketAllocator
 from paceline.data_parallel.direct_gradients import compute_in_bucket
 from paceline.data_parallel.reducer import Reducer
-from paceline.data_parallel.setup import Groundwork
+from paceline.data_parallel.setup import TrainingSetup
 from paceline.errors import UsageError
 
 
-class Intake:
+class ParameterSet:
     """The parameters of one training."""
 
-    def __init__(self, ground: Groundwork, housing: Housing, reducer: Reducer) -> None:
-        self._ground, self._housing, self._reducer = ground, housing, reducer
-        self._known: dict[nn.Parameter, bool] = {}  # did it want a gradient when last seen?
-        self.outside: list[Named] = []  # frozen ones, which nobody averages
-        self.num_optimized = 0  # parameters of the optimizer when it was last looked at
+    def __init__(self, setup: TrainingSetup, allocator: BucketAllocator, reducer: Reducer) -> None:
+        self._setup, self._allocator, self._reducer = setup, allocator, reducer
+        self._params: list[nn.Parameter] = []  # of the model
+        self._trainable: list[bool] = []  # requires_grad of the same, when last seen
+        self.outside: list[NamedParameter] = []  # frozen ones, which are not averaged
+        self.num_optimized = 0  # number of the optimizer's parameters when last seen
 
-    def take_all(self, model: nn.Module) -> None:
-        """Bring what is trained, and was not brought yet, into buckets. Collective."""
+    def include_all(self, model: nn.Module) -> None:
+        """Move trainable parameters that are not in buckets yet into some. Collective."""
         taken = {id(param) for param in self._reducer.params}
         new = [
-            Named(name, param)
+            NamedParameter(name, param)
             for name, param in model.named_parameters()
             if param.requires_grad and id(param) not in taken
         ]
         self._take(model, new)
 
     @property
-    def is_changed(self) -> bool:
-        """Whether parameters have been frozen or thawed since they were last looked at."""
-        return any(param.requires_grad is not wanted for param, wanted in self._known.items())
+    def has_changed(self) -> bool:
+        """Whether parameters have been frozen or thawed since they were last seen."""
+        return [param.requires_grad for param in self._params] != self._trainable
 
     def follow(self, model: nn.Module) -> None:
-        """Go on with those that are trained now. Collective."""
-        if self._ground.is_free:
+        """Follow which parameters are trained now. Collective."""
+        if self._setup.is_free:
             raise UsageError(
-                f"rank {self._ground.group.rank}: parameters were frozen or thawed under a"
+                f"rank {self._setup.group.rank}: parameters were frozen or thawed under a"
                 " free-running pace, where workers cannot do so together; decide what is trained"
                 " before distribute, or use pace ps"
             )
-        self.take_all(model)
+        self.include_all(model)
         self._reducer.refresh()
 
-    def refuse_strays(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step with gradients, or of parameters, that have not been averaged."""
-        rank = self._ground.group.rank
+    def require_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if a step would use gradients or parameters that have not been averaged."""
+        rank = self._setup.group.rank
         for named in self.outside:
             if named.param.requires_grad and named.param.grad is not None:
                 raise UsageError(
@@ -68,15 +69,16 @@ class Intake:
         if count == self.num_optimized:
             return
         self.num_optimized = count
+        known = set(map(id, self._params))
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if param not in self._known:
+                if id(param) not in known:
                     raise UsageError(
                         f"rank {rank}: the optimizer has a parameter of shape {list(param.shape)}"
                         " that the model did not have when it was distributed"
                     )
 
-    def _take(self, model: nn.Module, parameters: Sequence[Named]) -> None:
+    def _take(self, model: nn.Module, parameters: Sequence[NamedParameter]) -> None:
         sparse_ids = {
             id(module.weight)
             for module in model.modules()
@@ -84,22 +86,25 @@ class Intake:
         }
         sparse = [named for named in parameters if id(named.param) in sparse_ids]
         dense = [named for named in parameters if id(named.param) not in sparse_ids]
-        ground = self._ground
-        if sparse and ground.is_common:
-            self._housing.share(sparse)
-        elif sparse and ground.method is not None:
+        setup = self._setup
+        if sparse and setup.is_common:
+            self._allocator.share_sparse(sparse)
+        elif sparse and setup.method is not None:
             raise UsageError(
                 f"{sparse[0]} has sparse gradients, which only allreduce and the paces with servers"
                 " exchange; use one of those, or nn.Embedding(..., sparse=False)"
             )
-        buckets = self._housing.house(dense)
-        if ground.serving is not None:
-            ground.serving.take(buckets)
-        if ground.method is not None:
-            ground.method.take(buckets)
-        ground.exchange.take(buckets)
+        buckets = self._allocator.allocate_buckets(dense)
+        if setup.serving is not None:
+            setup.serving.take(buckets)
+        if setup.method is not None:
+            setup.method.take(buckets)
+        setup.exchange.take(buckets)
         self._reducer.add(buckets, sparse)
-        compute_in_bucket(model, self._housing.slots, self._reducer)
-        self._known = {param: param.requires_grad for param in model.parameters()}
+        compute_in_bucket(model, self._allocator.slots, self._reducer)
+        self._params = list(model.parameters())
+        self._trainable = [param.requires_grad for param in self._params]
         taken = {id(param) for param in self._reducer.params}
-        self.outside = [Named(n, p) for n, p in model.named_parameters() if id(p) not in taken]
+        self.outside = [
+            NamedParameter(n, p) for n, p in model.named_parameters() if id(p) not in taken
+        ]

@@ -1,7 +1,7 @@
-"""The seam between the reducer and the training: what the reducer asks, and what it tells.
+"""The interface between the reducer and the training.
 
-The reducer is given a STEP POLICY when it is made, and asks it during every backward pass. What a
-pass came to is a PASS RESULT, a value that the training reads and nobody changes.
+The reducer gets a STEP POLICY when it is created, and calls it during every backward pass. It
+returns a PASS RESULT, an immutable value that the training reads.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from paceline.pace.exchange import Bucket
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """What the last backward pass with an exchange came to."""
+    """The result of the last backward pass with an exchange."""
 
-    is_own: bool = False  # nothing was exchanged: the gradients are this worker's
-    has_caught_up: bool = False  # this worker received the others' state: its step is done already
-    unit_stops: bool = False  # this worker, or another of its unit on a mesh, was asked to stop
+    is_own: bool = False  # nothing was exchanged: the gradients are this worker's own
+    has_caught_up: bool = False  # this worker received the others' state, which has this step
+    unit_stops: bool = False  # this process, or another of its unit on a mesh, was asked to stop
     is_stop_agreed: bool = False  # some worker was, and all know it
-    is_change_agreed: bool = False  # all workers know of a change of the membership
+    is_change_agreed: bool = False  # all workers know that a membership change is due
     has_hidden_nonfinite: bool = False  # some worker had NaN or infinity that averages do not show
     is_complete: bool = True  # every parameter had a gradient on every worker
     shares: Sequence[float] = ()  # by parameter, in the reducer's order: 0.0 if no worker had one
@@ -29,11 +29,11 @@ class PassResult:
 
 
 class StepPolicy(Protocol):
-    """What a training decides about each backward pass."""
+    """Decisions of a training about each backward pass."""
 
     @property
     def keeps_sparse(self) -> bool:
-        """Whether this worker's own sparse gradients are looked at after the exchange."""
+        """Whether to keep this worker's own sparse gradients for checks after the exchange."""
 
     def skips_backward(self) -> bool:
         """Return whether this worker exchanges without having computed gradients."""
@@ -45,10 +45,10 @@ class StepPolicy(Protocol):
         """Return for each note whether any process of this worker's unit has it. Collective."""
 
     def has_hidden_nonfinite(self, buckets: Sequence[Bucket]) -> bool:
-        """Return whether others must hear of NaN or infinity in the gradients of this worker."""
+        """Return whether to report NaN or infinity in this worker's gradients to the others."""
 
-    def beside_exchange(self) -> None:
-        """Exchange, in an elastic job, what is repeated with the gradients. Collective."""
+    def during_exchange(self) -> None:
+        """Exchange what an elastic job exchanges together with the gradients. Collective."""
 
     def after_exchange(self, result: PassResult) -> None:
-        """Look at the gradients that the workers agreed on, on every worker."""
+        """Check the gradients that the workers agreed on."""

@@ -1,17 +1,17 @@
-"""Reducer: follows a backward pass and has gradients exchanged while it still runs.
+"""Reducer: follows a backward pass and exchanges gradients while it still runs.
 
-    hook of each parameter   its fresh gradient goes into its bucket
+    hook of each parameter   its fresh gradient is put into its bucket
     bucket full              submitted to the exchange, strictly in bucket order
-    end of backward          what is left is submitted; all are waited for; param.grad = the average
+    end of backward          the rest is submitted; wait for all; param.grad = the average
 
-The order of buckets is the same on all workers, so nobody negotiates. A parameter that got no
-gradient contributes zero; in the ROLL CALL, a small all-reduce behind the last bucket, each worker
-says which parameters had one, so that a parameter that nobody used keeps `grad = None` everywhere.
+The order of buckets is the same on all workers, so it needs no negotiation. A parameter without a
+gradient contributes zero. After the last bucket the workers all-reduce the USED-PARAMETER MASK, one
+number for each parameter: a parameter that no worker used keeps `grad = None` everywhere.
 
 When does a backward pass end? Autograd runs callbacks at the end of the pass in which they were
-queued. Under reentrant checkpointing passes nest, and the first parameter may become ready in an
-inner one; so the callback is queued by the first gradient of the model's outputs, which arrives in
-the outermost pass, and by a parameter only if the script went round `model(...)`.
+queued. With reentrant checkpointing passes nest, and the first parameter may become ready in an
+inner one. So the first gradient of the model's outputs, which arrives in the outermost pass, queues
+the callback; a parameter does so only if the script did not call `model(...)`.
 
 Threads: everything here runs on the thread that calls backward(); the engine's own thread moves the
 data meanwhile.
@@ -30,8 +30,8 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.group import Group
-from paceline.data_parallel.bucket import Bucket, Named, Slot
-from paceline.data_parallel.checks import backward_errors as refusals
+from paceline.data_parallel.bucket import Bucket, NamedParameter, ParamSlot
+from paceline.data_parallel.checks import gradients as refusals
 from paceline.data_parallel.exchange_spans import ExchangeSpans
 from paceline.data_parallel.policy import PassResult, StepPolicy
 from paceline.data_parallel.sparse import SparseAverages
@@ -42,11 +42,10 @@ from paceline.pace.exchange import Exchange
 from paceline.runtime.elastic.session import Elastic
 from paceline.runtime.work import Handle
 
-# The roll call ends with notes to all: is anybody asked to stop, is a change of the membership due,
-# are this worker's gradients not finite (where an average would not show it), and how much does its
-# batch weigh.
+# The mask ends with notes to all: is this worker asked to stop, is a membership change due, are its
+# gradients not finite (where an average would not show it), and what is the weight of its batch.
 _NUM_NOTES = 4
-_EVEN = 1e-4  # weights that are rounded, and not missing, add up to one by this much
+_EVEN = 1e-4  # rounding of weights: their mean differs from one by less, unless some are missing
 
 
 class Reducer:
@@ -59,15 +58,15 @@ class Reducer:
         self._exchange = exchange
         self._elastic = elastic
         self._policy = policy
-        self._traits = exchange.traits  # of the pass under way
+        self._traits = exchange.traits  # for the current pass
         self._is_broken = False  # a worker was lost: what was submitted must be submitted again
         self._has_caught_up = False
         self._unit_stops = False
         self.result = PassResult()
-        self.names: list[str] = []  # of the parameters, in the order of the roll call
+        self.names: list[str] = []  # of the parameters, in the order of the mask
         self.params: list[torch.nn.Parameter] = []  # in the same order
         self.buckets: list[Bucket] = []
-        self._slots: list[Slot] = []
+        self._slots: list[ParamSlot] = []
         self._results: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # the same, in order
         self._hooks: list[RemovableHandle] = []
         self.sparse = SparseAverages(group, keeps=policy.keeps_sparse)
@@ -76,16 +75,16 @@ class Reducer:
         self.is_syncing = True  # a backward pass that began now would exchange gradients
         self._active = False  # inside a backward pass that exchanges gradients
         self._has_local_gradients = False  # the last backward pass was one without exchange
-        self._next = 0  # the bucket to submit next
+        self._next = 0  # number of the next bucket to submit
         self._works: list[Handle] = []
         self._spans = ExchangeSpans(exchange)
-        self.step = 0  # backward passes with exchange so far
-        self.waited_s = 0.0  # time in which this worker did nothing but wait for others
+        self.step = 0  # number of backward passes with exchange so far
+        self.waited_s = 0.0  # time that this worker spent only waiting for others
 
     # -- which parameters ---------------------------------------------------------------------
 
-    def add(self, buckets: Sequence[Bucket], sparse: Sequence[Named] = ()) -> None:
-        """Take over the gradients of more parameters; between two backward passes only."""
+    def add(self, buckets: Sequence[Bucket], sparse: Sequence[NamedParameter] = ()) -> None:
+        """Manage the gradients of more parameters; between two backward passes only."""
         for bucket in buckets:
             self.buckets.append(bucket)
             for slot in bucket.slots:
@@ -104,13 +103,13 @@ class Reducer:
         self.weighting.cover(self.params)
 
     def close(self) -> None:
-        """Let go of the parameters; between two backward passes only."""
+        """Remove all hooks; between two backward passes only."""
         for hook in self._hooks:
             hook.remove()
         self.weighting.close()
 
     def averages(self) -> Iterator[torch.Tensor]:
-        """The gradients that the workers agreed on in the last exchange, as flat tensors."""
+        """Yield the gradients that the workers agreed on in the last exchange, as flat tensors."""
         for bucket in self.buckets:
             yield bucket.averaged
         for named in self.sparse.parameters:
@@ -119,13 +118,13 @@ class Reducer:
                 yield grad.coalesce().values() if grad.is_sparse else grad
 
     def refresh(self) -> None:
-        """Look again which parameters want a gradient; between two backward passes only."""
+        """Check again which parameters require a gradient; between two backward passes only."""
         for bucket in self.buckets:
             bucket.refresh()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients add up locally; the next backward pass outside exchanges the sum."""
+        """Accumulate gradients locally; the next backward pass outside exchanges the sum."""
         was, self.is_syncing = self.is_syncing, False
         try:
             yield
@@ -133,14 +132,14 @@ class Reducer:
             self.is_syncing = was
 
     @property
-    def rests(self) -> bool:
-        """Whether a backward pass that began now would exchange nothing, as the pace says."""
+    def is_local(self) -> bool:
+        """Whether the next backward pass would exchange nothing, at this pace."""
         return self._exchange.traits.is_local
 
     # -- during backward ----------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Note that a backward pass has begun; called from inside of it, any number of times."""
+        """Begin a backward pass, unless it has begun; mask inside it, any number of times."""
         if not self._active and self.is_syncing:
             self._begin()
             Variable._execution_engine.queue_callback(self._on_backward_end)
@@ -152,9 +151,12 @@ class Reducer:
         for bucket in self.buckets:
             bucket.is_open = is_plain
 
-    def _hook_of(self, slot: Slot) -> Callable[[torch.nn.Parameter], None]:
-        """Return what autograd calls for a parameter, in every step: of small ones there may be
-        thousands, so theirs does the same in a fraction of the time in the most frequent case."""
+    def _hook_of(self, slot: ParamSlot) -> Callable[[torch.nn.Parameter], None]:
+        """Return the hook of a parameter.
+
+        Autograd calls it in every step, and there may be thousands of small parameters. Their hook
+        has a fast path for the most frequent case.
+        """
         bucket = slot.bucket
         if not slot.is_small:
             return partial(self._on_grad_ready, slot)
@@ -170,7 +172,7 @@ class Reducer:
 
         return on_small_ready
 
-    def _on_grad_ready(self, slot: Slot, param: torch.nn.Parameter) -> None:
+    def _on_grad_ready(self, slot: ParamSlot, param: torch.nn.Parameter) -> None:
         if not self.is_syncing:
             self._has_local_gradients = True
             return
@@ -214,7 +216,7 @@ class Reducer:
         except PeerError:
             if not self._elastic.is_on:
                 raise
-            self._is_broken = True  # an error here would end backward: all is sent again behind it
+            self._is_broken = True  # an error here would end backward: all is sent again after it
 
     def _start(self, bucket: Bucket) -> None:
         start_s = time.monotonic() if tracer.on else 0.0
@@ -225,19 +227,19 @@ class Reducer:
     # -- end of backward ----------------------------------------------------------------------
 
     def exchange_now(self) -> None:
-        """Exchange what has added up locally, outside of any backward pass."""
+        """Exchange what has been accumulated locally, outside of any backward pass."""
         self._begin()
         self._end_pass()
 
     def _on_backward_end(self) -> None:
         if not self._active:
             return
-        if not self._touched() and not self._policy.skips_backward():
-            self._active = False  # gradients of something else flowed through the model's outputs
+        if not self._has_gradients() and not self._policy.skips_backward():
+            self._active = False  # other gradients flowed through the model's outputs
             return
         self._end_pass()
 
-    def _touched(self) -> bool:
+    def _has_gradients(self) -> bool:
         return (
             self._next > 0
             or any(slot.ready for slot in self._slots)
@@ -270,20 +272,20 @@ class Reducer:
         self._policy.after_exchange(self.result)
 
     def _exchange_all(self) -> PassResult:
-        """Exchange everything with the others, as the pace says."""
+        """Exchange everything, as the pace requires."""
         absent, elastic = self._absent(), self._elastic
         if self._traits.is_collective:
             attempt = partial(self._agree, absent)
-            called = elastic.point(attempt, self._catch_up) if elastic.is_on else attempt()
+            mask = elastic.point(attempt, self._catch_up) if elastic.is_on else attempt()
             self._is_broken = False
-            stops, changes, hidden = (note > 0 for note in called[-_NUM_NOTES:-1])
-        else:  # servers decide who has to be there
-            called = self._call_roll(absent)
+            stops, changes, hidden = (note > 0 for note in mask[-_NUM_NOTES:-1])
+        else:  # servers decide which workers they wait for
+            mask = self._exchange_mask(absent)
             if self.sparse.parameters:
-                elastic.point(lambda: self._average_sparse(called[:-_NUM_NOTES]))
+                elastic.point(lambda: self._average_sparse(mask[:-_NUM_NOTES]))
             stops = self._unit_stops or (elastic.is_on and self._policy.wants_stop())
             changes = hidden = False
-        shares = called[:-_NUM_NOTES]
+        shares = mask[:-_NUM_NOTES]
         return PassResult(
             has_caught_up=self._has_caught_up,
             unit_stops=self._unit_stops,
@@ -296,25 +298,25 @@ class Reducer:
         )
 
     def _agree(self, absent: frozenset[str]) -> list[float]:
-        """Average everything with the others; again from the start if somebody was lost."""
+        """Average everything; start again if a worker was lost."""
         if self._is_broken:
             self._works.clear()
             self._spans.dropped()
             for bucket in self.buckets:
                 self._start(bucket)
-        self._is_broken = self._elastic.is_on  # until everything is there, and counts
-        called = self._call_roll(absent)
-        self._average_sparse(called[:-_NUM_NOTES])
+        self._is_broken = self._elastic.is_on  # until everything has arrived, and counts
+        mask = self._exchange_mask(absent)
+        self._average_sparse(mask[:-_NUM_NOTES])
         if self._elastic.is_on:
             start = time.perf_counter()
-            self._policy.beside_exchange()
+            self._policy.during_exchange()
             self.waited_s += time.perf_counter() - start
-            weight = called[-1]
+            weight = mask[-1]
             is_uneven = weight > 0 and abs(weight - 1.0) > _EVEN
             if self._traits.is_weighted and is_uneven:
-                for flat in self.averages():  # weights of workers that are lost are missing
+                for flat in self.averages():  # the weights of lost workers are missing
                     flat.div_(weight)
-        return called
+        return mask
 
     def _catch_up(self) -> None:
         self._is_broken = False
@@ -327,14 +329,14 @@ class Reducer:
             + [n.name for n in self.sparse.parameters if n.param.grad is None]
         )
 
-    def _call_roll(self, absent: frozenset[str]) -> list[float]:
-        """Ask which workers had gradients for what, and wait until all buckets are there."""
+    def _exchange_mask(self, absent: frozenset[str]) -> list[float]:
+        """Exchange the used-parameter mask, and wait for all buckets."""
         flags, elastic = self._flags, self._elastic
         flags.fill_(1.0)
         if absent:
             flags[:-_NUM_NOTES] = torch.tensor([name not in absent for name in self.names])
-        # In an elastic job a unit has told each other behind the last point
-        # (runtime/elastic/unit_agreement.py).
+        # In an elastic job the processes of a unit have combined their notes after the last
+        # retryable step (runtime/elastic/unit_agreement.py).
         flags[-_NUM_NOTES:] = torch.tensor(
             [
                 float(elastic.is_stop_due if elastic.is_on else self._unit_stops),
@@ -348,13 +350,13 @@ class Reducer:
         start, is_traced, traced_s = time.perf_counter(), tracer.on, time.monotonic()
         if is_traced:
             self._spans.wait(self._works)
-        called = self._exchange.call_roll(flags)
+        mask = self._exchange.call_roll(flags)
         for work in self._works:
             work.wait()
         self.waited_s += time.perf_counter() - start
         if is_traced:
             self._spans.ended(traced_s)
-        return called.tolist()
+        return mask.tolist()
 
     def _average_sparse(self, shares: Sequence[float]) -> None:
         if self.sparse.parameters:
@@ -376,7 +378,7 @@ class Reducer:
     def take_result(self) -> PassResult:
         """Return the result of the last pass, for the step that uses it.
 
-        What concerns that step alone, a later step without a backward pass does not see.
+        Flags that concern that step alone are cleared for a later step without a backward pass.
         """
         result = self.result
         if result.has_caught_up or result.is_change_agreed:
@@ -384,14 +386,14 @@ class Reducer:
         return result
 
     def require_finished(self) -> None:
-        """Called before a step: refuse gradients that have not been averaged."""
+        """Raise if gradients have not been averaged; mask before a step."""
         if self._active:
             raise refusals.unfinished_pass(self._group.rank)
         if self._has_local_gradients:
             raise refusals.local_gradients(self._group.rank)
 
     def require_clean(self) -> None:
-        """Called outside of backward: find out whether the last pass broke off."""
+        """Clean up if the last pass ended with an error; mask outside of backward."""
         if not self._active or torch._C._current_graph_task_id() != -1:
             return
         if self._works:

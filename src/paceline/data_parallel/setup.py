@@ -1,7 +1,7 @@
-"""Groundwork: what the training of a model stands on, before any of its parameters is touched.
+"""TrainingSetup: the groups, the servers or the method, and the exchange of one training.
 
-Pace and options choose it: the groups, the servers or a method of local steps, and how gradients
-are exchanged. Which of them there are decides where parameters and averages live.
+Pace and options choose them, before any parameter is touched. They decide where parameters and
+averages are stored.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from paceline.comm.shared_memory import allocate
 from paceline.compress.codec import Allocate
 from paceline.compress.registry import CodecSpec, parse_codec
 from paceline.data_parallel.bucket import Bucket
-from paceline.data_parallel.bucket_allocator import Housing
-from paceline.data_parallel.update.model_averaging import make_method
+from paceline.data_parallel.bucket_allocator import BucketAllocator
+from paceline.data_parallel.reducer import Reducer
 from paceline.data_parallel.update.optimizer_state import HostState
 from paceline.data_parallel.update.ownership import is_elementwise
+from paceline.data_parallel.update.served import ServedUpdate
 from paceline.data_parallel.update.server_tables import Serving
 from paceline.data_parallel.update.step import ReplicatedUpdate, ShardedUpdate, Update
+from paceline.observe.telemetry.events import LEARNING_RATE, STALENESS
 from paceline.options.table import Options, wire_dtype
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.centre import Centre
 from paceline.pace.compressed import CompressedAllReduce, Journeys
 from paceline.pace.exchange import Exchange, OwnGradients
 from paceline.pace.host_first import HostFirst
-from paceline.pace.method import Method, Setting
+from paceline.pace.method import Method, Setting, make_method
 from paceline.pace.parse import PaceSpec
 from paceline.pace.registry import needs_servers
 from paceline.runtime.job import Job
 
 
-class Groundwork:
-    """What one training stands on. `lay` is collective; `close` may follow at any point of it."""
+class TrainingSetup:
+    """What one training uses. `prepare` is collective; `close` may be called at any time."""
 
     exchange: Exchange
 
@@ -46,20 +48,20 @@ class Groundwork:
         group: Group,
         pace: PaceSpec,
         options: Options,
-        label: str,  # alike on all workers, and of this training alone
+        label: str,  # the same on all workers, and of this training alone
     ) -> None:
         self.job, self.group, self.pace, self.options = job, group, pace, options
-        self.name = f"training {label}"  # for groups and participants
+        self.name = f"training {label}"  # prefix of the names of groups and elastic parts
         self._label = label
-        self._groups: list[Group] = []  # those of this training
+        self._groups: list[Group] = []  # closed with this training
         self.serving: Serving | None = None
         self.method: Method | None = None
         self.centre: Centre | None = None
         self._host_state: HostState | None = None
         self.shares_params = self.is_common = False
 
-    def lay(self, optimizer: torch.optim.Optimizer) -> None:
-        """Choose and form everything."""
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Choose and create everything."""
         job, pace = self.job, self.pace
         self.host = _host_group(job)
         self._groups.append(self.host)
@@ -68,12 +70,12 @@ class Groundwork:
         self.method = self._choose_method(optimizer)
         self.shares_params = self._wants_sharing(optimizer)
         self.is_common = self.method is not None and self.method.shares_params
-        if self.is_common and job.elastic.is_on:  # there all workers are on one host
+        if self.is_common and job.elastic.is_on:  # then all workers are on one host
             self.host = self.form("host")
         self.exchange = self._choose_exchange()
 
     def close(self) -> None:
-        """Let go of servers and groups, also if only some are there."""
+        """Release servers and groups, also if only some were created."""
         if self._host_state is not None:
             self._host_state.close()
         if self.serving is not None:
@@ -82,18 +84,18 @@ class Groundwork:
             group.close()
 
     def form(self, use: str) -> Group:
-        """Form a group of all workers. Collective."""
+        """Create a group of all workers. Collective."""
         self._groups.append(self.job.worker_group(f"{self.name} {use}"))
         return self._groups[-1]
 
     def memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return fresh memory of the engine."""
+        """Return new engine memory."""
         return allocate(self.job.fabric.engine, (count,), dtype)
 
-    def make_housing(self, optimizer: torch.optim.Optimizer) -> Housing:
-        """Return what finds parameters their places."""
+    def make_allocator(self, optimizer: torch.optim.Optimizer) -> BucketAllocator:
+        """Return the allocator of buckets."""
         views = self.serving is not None and self.serving.watches_edits
-        return Housing(
+        return BucketAllocator(
             self.job.fabric.engine,
             Group(self.job.fabric, [self.job.env.rank]) if views else self.host,
             optimizer,
@@ -103,33 +105,33 @@ class Groundwork:
             is_common=self.is_common,
         )
 
-    def make_update(self, optimizer: torch.optim.Optimizer, housing: Housing) -> Update:
-        """Return what runs the optimizer's steps."""
+    def make_update(self, optimizer: torch.optim.Optimizer, allocator: BucketAllocator) -> Update:
+        """Return the update that runs the optimizer's steps."""
         if self.serving is not None:
             return self.serving.update
         if not self.shares_params:
             return ReplicatedUpdate()
-        engine, slot_of = self.job.fabric.engine, housing.shared_slots.get
-        sharded = ShardedUpdate(optimizer, self.host, engine, slot_of)
+        engine, slots = self.job.fabric.engine, allocator.shared_slots
+        sharded = ShardedUpdate(optimizer, self.host, engine, slots)
         self._host_state = sharded.state
         return sharded
 
     @property
     def buffers_mode(self) -> str:
-        """How buffers are brought together."""
+        """How buffers are synchronised."""
         is_alone = self.method is not None and self.method.is_free
         return "local" if is_alone else self.options.buffers
 
     @property
     def is_free(self) -> bool:
-        """Whether workers take their steps without all of the others."""
+        """Whether workers step without waiting for all of the others."""
         if self.method is not None:
             return self.method.is_free
         return self.serving is not None and not self.serving.rule.is_lockstep
 
     @property
-    def may_part(self) -> bool:
-        """Whether one worker may take more steps than another, as many as it likes."""
+    def may_diverge(self) -> bool:
+        """Whether one worker may take any number of steps more than another."""
         if self.serving is None or not self.is_free:
             return self.is_free
         return self.serving.rule.bound is None and not self.serving.rule.backup
@@ -167,10 +169,10 @@ class Groundwork:
         return self.method.exchange() or OwnGradients()
 
     def _choose_averages(self) -> str:
-        """Say where averaged gradients are, in the words of bucket_allocator.py."""
+        """Return where averaged gradients are stored; bucket_allocator.py lists the words."""
         if self.serving is not None:
             return self.serving.averages
-        # Nobody else holds this part of the model: what is here is the average.
+        # No other process holds these shards: their gradients are the averages.
         is_alone = bool(self.job.place) and self.group.size == 1 and not self.job.elastic.is_on
         return "none" if is_alone and self.exchange.traits.is_collective else "own"
 
@@ -180,7 +182,7 @@ class Groundwork:
         if self.method is not None:
             return False  # workers have different values most of the time
         if self.options.update == "replicated" or self.job.elastic.is_on:
-            return False  # elastic: nobody's part of the optimizer's state may be lost with it
+            return False  # elastic: a lost worker would take its shard of the state with it
         if self.options.update == "sharded":
             return True
         can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
@@ -188,7 +190,7 @@ class Groundwork:
 
 
 def _host_group(job: Job) -> Group:
-    """Form the group of the workers of this host; in an elastic job nobody shares memory."""
+    """Create the group of this host's workers; in an elastic job no memory is shared."""
     if job.elastic.is_on:
         return Group(job.fabric, (job.env.rank,))
     membership = job.fabric.membership
@@ -205,9 +207,9 @@ def compressed_average(
     keep: Callable[[Group], None],
     allocate: Allocate,
 ) -> Exchange:
-    """Return how all workers average gradients with a codec.
+    """Return the exchange that averages gradients of all workers with a codec.
 
-    `form` makes groups of all workers; other groups are given to `keep`, which closes them.
+    `form` creates groups of all workers; `keep` gets other groups, to close them.
     """
     books, is_elastic = job.reporter.books, job.elastic.is_on
     leaders = [] if is_elastic else _leaders(job)
@@ -231,7 +233,7 @@ def compressed_average(
 
 
 def choose_codec(job: Job, options: Options) -> CodecSpec:
-    """Return what gradients go over: what was chosen, or what follows from the precision."""
+    """Return the codec of gradients: the chosen one, or the one that the precision implies."""
     spec, follows = parse_codec(options.compress), wire_dtype(options.precision)
     if spec.name != "auto" or follows == "fp32" or len(_firsts(job)) == 1:
         return spec
@@ -241,10 +243,10 @@ def choose_codec(job: Job, options: Options) -> CodecSpec:
 def left_out(
     exchange: Exchange, buckets: Sequence[Bucket]
 ) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """Return what of gradients has not been sent yet, by parameter."""
+    """Return the part of gradients that has not been sent yet, by parameter."""
     found = [(bucket, exchange.left_out(bucket)) for bucket in buckets]
     return {
-        slot.param: slot.place.view(left).clone()
+        slot.param: slot.segment.view(left).clone()
         for bucket, left in found
         if left is not None
         for slot in bucket.slots
@@ -252,7 +254,7 @@ def left_out(
 
 
 def _leaders(job: Job) -> list[int]:
-    """The first worker of each host, where some hosts have several; else nobody."""
+    """Return the first worker of each host, if some hosts have several; otherwise none."""
     firsts = _firsts(job)
     return firsts if 1 < len(firsts) < len(job.fabric.membership.workers) else []
 
@@ -263,3 +265,57 @@ def _firsts(job: Job) -> list[int]:
     for rank in membership.workers:
         firsts.setdefault(membership.member(rank).host_id, rank)
     return list(firsts.values())
+
+
+# -- what the user sees ---------------------------------------------------------------------------
+
+
+def describe(setup: TrainingSetup, reducer: Reducer, way: str, num_global_norms: int) -> str:
+    """Return in one line what was set up; `way`: how steps are taken."""
+    params, options = sum(p.numel() for p in reducer.params), setup.options
+    parts = [
+        f"{_count(params)} parameters in {_plural(len(reducer.buckets), 'bucket')}",
+        _plural(setup.group.size, "worker"),
+        way,
+        f"buffers {setup.buffers_mode}",
+    ]
+    if options.precision != "fp32":
+        parts.append(f"computes in {options.precision}")
+    if setup.serving is not None:
+        parts.append(setup.serving.balance)
+    if setup.centre is not None:
+        parts.append(setup.centre.describe())
+    if num_global_norms:
+        parts.append(f"global statistics in {num_global_norms} batch norms")
+    return ", ".join(parts)
+
+
+def report_figures(setup: TrainingSetup, optimizer: torch.optim.Optimizer) -> None:
+    """Report the learning rate with each step, and the staleness of free-running updates."""
+    optimized, reporter = weakref.ref(optimizer), setup.job.reporter
+    reporter.watch(LEARNING_RATE, lambda: _rate_of(optimized()))
+    if setup.serving is not None and setup.is_free:
+        served = weakref.ref(setup.serving.update)
+        reporter.watch(STALENESS, lambda: _staleness_of(served()))
+
+
+def _rate_of(optimizer: torch.optim.Optimizer | None) -> float | None:
+    """Return the learning rate of the first parameters, if there is one."""
+    rate = optimizer.param_groups[0].get("lr") if optimizer and optimizer.param_groups else None
+    return float(rate) if isinstance(rate, int | float | torch.Tensor) else None
+
+
+def _staleness_of(update: ServedUpdate | None) -> int | None:
+    return None if update is None else update.staleness
+
+
+def _count(number: int) -> str:
+    """Write 25185280 as '25.2 M'."""
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return str(number)
+
+
+def _plural(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.comm.group import Group
 from paceline.comm.object_collectives import all_gather_object
-from paceline.data_parallel.bucket import Named, describe
+from paceline.data_parallel.bucket import NamedParameter, describe
 from paceline.errors import InconsistentRanks, PeerError, UsageError
 
 
@@ -30,13 +30,13 @@ class SparseAverages:
         self._group = group
         self._gradients = SparseGradients(group)
         self._keeps = keeps
-        self.parameters: list[Named] = []
+        self.parameters: list[NamedParameter] = []
         self.contributions: dict[str, Tensor] = {}  # this worker's own, if they are kept
 
     def average(self, shares: Sequence[float]) -> None:
         """Average the gradients of parameters that any worker has one for.
 
-        If a worker is lost meanwhile, they are as they were.
+        If a worker is lost meanwhile, they are restored.
         """
         own = [named.param.grad for named in self.parameters]
         self.contributions.clear()
@@ -49,7 +49,7 @@ class SparseAverages:
                 named.param.grad = grad
             raise
 
-    def _average_one(self, named: Named) -> None:
+    def _average_one(self, named: NamedParameter) -> None:
         param, grad = named.param, named.param.grad
         if grad is None:
             grad = torch.sparse_coo_tensor(
@@ -89,12 +89,12 @@ class SparseGradients:
             )
         indices, values = grad.indices(), grad.values()
         if sum(counts):
-            everybodys = [indices.new_empty(len(indices), count) for count in counts]
-            self._group.all_gather(indices, out=everybodys)
-            indices = torch.cat(everybodys, dim=1)
-            everybodys = [values.new_empty(count, *values.shape[1:]) for count in counts]
-            self._group.all_gather(values, out=everybodys)
-            values = torch.cat(everybodys)
+            gathered = [indices.new_empty(len(indices), count) for count in counts]
+            self._group.all_gather(indices, out=gathered)
+            indices = torch.cat(gathered, dim=1)
+            gathered = [values.new_empty(count, *values.shape[1:]) for count in counts]
+            self._group.all_gather(values, out=gathered)
+            values = torch.cat(gathered)
         return _mean(indices, values, grad.shape, self._group.size)
 
     def _counts(self, grad: Tensor, count: int) -> list[int]:

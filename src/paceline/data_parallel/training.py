@@ -1,8 +1,8 @@
 """Training: everything that a distributed model needs from its first step to its last.
 
-forward       are other parameters trainable than before? then they join
+forward       parameters that have become trainable join the buckets
 backward      the reducer collects and averages gradients
-step          the update runs the optimizer; buffers are brought together meanwhile
+step          the update runs the optimizer; buffers are synchronised meanwhile
 """
 
 from __future__ import annotations
@@ -18,29 +18,27 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.group import Group
-from paceline.data_parallel import summary
 from paceline.data_parallel.amp.grad_scaler import TorchScaler, choose_skipping, step_with_nothing
 from paceline.data_parallel.amp.mixed_precision import compute_in, compute_in_full
-from paceline.data_parallel.checks.non_finite import Health, all_finite
+from paceline.data_parallel.checks.gradients import Health, all_finite
 from paceline.data_parallel.direct_gradients import compute_as_usual
-from paceline.data_parallel.hooks import cut_off
+from paceline.data_parallel.hooks import detach_output
 from paceline.data_parallel.model_state.batchnorm import use_global_statistics, use_own_statistics
 from paceline.data_parallel.model_state.buffers import Buffers
-from paceline.data_parallel.model_state.parts import leave, take_part
+from paceline.data_parallel.model_state.elastic_state import register_elastic, unregister_elastic
 from paceline.data_parallel.pace_switch.handover import (
-    Gathered,
+    GatheredState,
     add_once,
     average_state,
-    give_state,
+    full_optimizer_state,
     make_plain,
-    whole_state,
+    set_optimizer_state,
 )
-from paceline.data_parallel.parameter_set import Intake
+from paceline.data_parallel.parameter_set import ParameterSet
 from paceline.data_parallel.policy import PassResult
 from paceline.data_parallel.reducer import Reducer
-from paceline.data_parallel.setup import Groundwork, left_out
-from paceline.data_parallel.update.layerwise import LayerwiseUpdate
-from paceline.data_parallel.update.model_averaging import Paced
+from paceline.data_parallel.setup import TrainingSetup, describe, left_out, report_figures
+from paceline.data_parallel.update.coordinated_step import MethodStep
 from paceline.data_parallel.update.step import Step, Update
 from paceline.data_parallel.weighting import forget_scale, losses_are_scaled
 from paceline.errors import PeerError, UsageError
@@ -54,8 +52,7 @@ from paceline.runtime.job import Job
 
 
 class Training:
-    """One distributed model with its optimizer, at one pace (data_parallel/pace_switch/switcher.py
-    changes it).
+    """One distributed model with its optimizer, at one pace (pace_switch/switcher.py changes it).
 
     It is the policy of its reducer (policy.py).
     """
@@ -70,24 +67,24 @@ class Training:
         optimizer: torch.optim.Optimizer,
         pace: PaceSpec,
         options: Options,
-        label: str,  # alike on all workers, and of this training alone
+        label: str,  # the same on all workers, and of this training alone
     ) -> None:
         self._job, self._group = job, group
         self._is_reducing, self._torch_scaler = False, None
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
-        self._is_part = bool(job.place)  # on a mesh others hold other parts of the same model
+        self._is_part = bool(job.place)  # on a mesh: other processes hold other shards
         self.pace, self.options = pace, options
-        self._ground = Groundwork(job, group, pace, options, label)
+        self._setup = TrainingSetup(job, group, pace, options, label)
         try:
             self._set_up(model, optimizer)
-        except PeerError:  # the next attempt begins with a plain model
+        except PeerError:  # the next attempt starts with a plain model
             self._take_down(model)
             raise
 
     def _set_up(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        job, group, ground, options = self._job, self._group, self._ground, self.options
-        ground.lay(optimizer)
-        self.serving, self.method, self.exchange = ground.serving, ground.method, ground.exchange
+        job, group, setup, options = self._job, self._group, self._setup, self.options
+        setup.prepare(optimizer)
+        self.serving, self.method, self.exchange = setup.serving, setup.method, setup.exchange
         self.health = Health(
             group,
             options,
@@ -98,13 +95,13 @@ class Training:
         )
         self.reducer = Reducer(group, self.exchange, job.elastic, self)
         self._is_reducing = True
-        self.skipping, self._torch_scaler = choose_skipping(ground, self.reducer, optimizer)
+        self.skipping, self._torch_scaler = choose_skipping(setup, self.reducer, optimizer)
         if self.serving is not None and self.serving.rule.is_lockstep:
             self.serving.update.wants_stop = lambda: self.reducer.result.unit_stops
-        self._housing = ground.make_housing(optimizer)
-        self._intake = Intake(ground, self._housing, self.reducer)
+        self._allocator = setup.make_allocator(optimizer)
+        self._parameters = ParameterSet(setup, self._allocator, self.reducer)
         self._num_global_norms = (
-            use_global_statistics(model, ground.form("statistics"))
+            use_global_statistics(model, setup.form("statistics"))
             if options.batchnorm == "global"
             else 0
         )
@@ -113,51 +110,50 @@ class Training:
             say(notice)
         for param in model.parameters():
             group.broadcast(param.detach())
-        self._intake.take_all(model)
+        self._parameters.include_all(model)
         self.buffers = Buffers(
             model,
-            ground.form("buffers"),
+            setup.form("buffers"),
             job.fabric.engine,
-            ground.buffers_mode,
-            goes_on=self.serving is not None,
+            setup.buffers_mode,
+            survives_loss=self.serving is not None,
         )
         self.buffers.broadcast_now()
-        self.update: Update = ground.make_update(optimizer, self._housing)
-        self._paced: Paced | None = None
+        self.update: Update = setup.make_update(optimizer, self._allocator)
+        self._method_step: MethodStep | None = None
         if self.method is not None:
-            flags = ground.form("flags")
-            self._paced = Paced(job, self.method, self.reducer, self.buffers, flags)
+            flags = setup.form("flags")
+            self._method_step = MethodStep(job, self.method, self.reducer, self.buffers, flags)
         self.steps = 0  # at this pace
         self._waited_s = 0.0
-        summary.watch(ground, optimizer)
+        report_figures(setup, optimizer)
         job.contribution.watch(self._set_weight)
         self._set_weight(job.contribution.weight)
-        self._elastic_step = take_part(
-            ground, model, optimizer, self.reducer, self.buffers, self._housing
+        self._elastic_step = register_elastic(
+            setup, model, optimizer, self.reducer, self.buffers, self._allocator
         )
-        if isinstance(self.update, LayerwiseUpdate):
-            self.update.watch(model)
+        self.update.hook_modules(model)
         job.reporter.begin()
         tracer.begin(job.steps_done, job.place)
 
     def describe(self) -> str:
-        """Say in one line what was set up."""
-        paced = self._paced
-        way = paced.name if paced is not None else f"update {self.update.name}"
-        return summary.describe(self._ground, self.reducer, way, self._num_global_norms)
+        """Return in one line what was set up."""
+        method_step = self._method_step
+        way = method_step.name if method_step is not None else f"update {self.update.name}"
+        return describe(self._setup, self.reducer, way, self._num_global_norms)
 
     # -- setting up ---------------------------------------------------------------------------
 
     def _set_weight(self, weight: float) -> None:
-        """Let a batch weigh by its samples, where gradients are averaged."""
-        self.reducer.weighting.set(1.0 if self.reducer.rests else weight)
+        """Weight gradients by the samples of the batch, where gradients are averaged."""
+        self.reducer.weighting.set(1.0 if self.reducer.is_local else weight)
 
     @property
     def is_free(self) -> bool:
-        """Whether workers take their steps without all of the others."""
-        return self._ground.is_free
+        """Whether workers step without waiting for all of the others."""
+        return self._setup.is_free
 
-    # -- what the reducer asks (policy.py) -----------------------------------------------------
+    # -- StepPolicy (policy.py) ----------------------------------------------------------------
 
     @property
     def keeps_sparse(self) -> bool:
@@ -173,47 +169,47 @@ class Training:
         return self._job.ask_unit(notes) if self._is_part else notes
 
     def has_hidden_nonfinite(self, buckets: Sequence[ExchangedBucket]) -> bool:
-        """A GradScaler leaves out steps with such gradients; nobody else asks for them."""
+        """Return whether a GradScaler, on any worker, has to skip this step because of them."""
         return losses_are_scaled() and not all_finite([bucket.grads for bucket in buckets])
 
-    def beside_exchange(self) -> None:
+    def during_exchange(self) -> None:
         if self.serving is None:
             self.buffers.synchronise()
 
     def after_exchange(self, result: PassResult) -> None:
         if self.serving is not None:
             self.serving.update.remember_gradients()
-            self.serving.update.heed_verdict()
+            self.serving.update.check_finite()
         if self.health.checks_values or not result.is_complete:
             self.health.look(self.reducer, result)
 
     # -- forward ------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Notice parameters that have been frozen or thawed since the last time."""
-        if not torch.is_grad_enabled():  # perhaps one rank alone, which must not wait for others
+        """Include parameters that have been frozen or thawed since the last time."""
+        if not torch.is_grad_enabled():  # perhaps on one rank alone, which must not wait
             return
         self._job.elastic.enter()
         self.reducer.require_clean()
         forget_scale()
         if self.serving is not None:
             self.serving.update.before_forward()
-        if self._intake.is_changed:
+        if self._parameters.has_changed:
             model = self._model()
             assert model is not None
-            self._intake.follow(model)
+            self._parameters.follow(model)
 
     def after_forward(self, output: Any) -> Any:
-        """Learn of the backward pass from the first gradient that reaches an output.
+        """Register the start of the backward pass: the first gradient that reaches an output.
 
-        Returns what takes the output's place; None: nothing does.
+        Returns the output to use instead, or None.
         """
         self.settle()
         if not torch.is_grad_enabled():
             return None
         replaced = None
         if self.skips_backward():
-            replaced = output = cut_off(output)
+            replaced = output = detach_output(output)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._on_output_grad)
@@ -223,30 +219,30 @@ class Training:
         self.reducer.begin_backward()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let gradients add up locally; the next backward pass outside exchanges the sum."""
+        """Accumulate gradients locally; the next backward pass outside exchanges the sum."""
         return self.reducer.no_sync()
 
     def agreed(self) -> AbstractContextManager[None]:
-        """Let the model have the values that stand for all workers, for example to evaluate it.
+        """Give the model the values that all workers agree on, for example to evaluate it.
 
-        Collective. In lockstep they are what every worker has anyway; with local steps they are the
-        mean, or the outer model; with elastic averaging the centre. Afterwards each worker goes on
-        with its own.
+        Collective. In lockstep every worker has them anyway; with local steps they are the mean, or
+        the outer model; with elastic averaging the center variable. After the block each worker
+        continues with its own values.
         """
-        return nullcontext() if self._paced is None else self._paced.agreed()
+        return nullcontext() if self._method_step is None else self._method_step.agreed()
 
     def settle(self) -> None:
-        """Wait for parameters that are still on their way from the servers."""
+        """Wait for parameters that have not arrived yet from the servers."""
         if self.serving is not None:
             self.serving.update.settle()
 
     def pull(self) -> None:
-        """Read the newest parameters from the servers; without servers there is nothing to do."""
+        """Read the newest parameters from the servers; without servers do nothing."""
         if self.serving is not None:
             self.serving.update.pull()
 
     def subscribe(self, after: int = -1) -> Subscription:
-        """Only watch from now on (an evaluator): nobody waits for this worker any more.
+        """Only watch from now on (an evaluator): the other workers do not wait for this one.
 
         Returns an iterable of versions, the newest one each time; after each, `model.pull()` reads
         the parameters. It ends when all other workers have left.
@@ -255,92 +251,93 @@ class Training:
             raise UsageError("model.subscribe() needs parameter servers: a pace such as async")
         return self.serving.subscribe(after)
 
-    # -- checkpoints (data_parallel/model_state/checkpoint.py) -------------------------------------
+    # -- checkpoints (model_state/checkpoint.py) ---------------------------------------------------
 
     @property
     def is_apart(self) -> bool:
-        """Whether each worker has values, and an optimizer, of its own at the moment."""
-        return self._paced is not None and self.reducer.rests
+        """Whether each worker has its own values and its own optimizer state at the moment."""
+        return self._method_step is not None and self.reducer.is_local
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker speaks for all."""
+        """Whether this worker writes and sends what all workers have in common."""
         return self._group.rank == 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is between the workers that no checkpoint could have; alike on all."""
+        """Whether data is in transit that no checkpoint could have; the same on all workers."""
         return self.method is not None and self.method.is_under_way
 
     @property
     def is_bound(self) -> bool:
-        """Whether a worker that stands still makes others wait, sooner or later."""
+        """Whether other workers have to wait, sooner or later, for a worker that pauses."""
         rule = self.serving.rule if self.serving is not None else None
         return rule is not None and (rule.bound is not None or rule.backup > 0)
 
     @property
     def buffers_are_local(self) -> bool:
         """Whether each worker has buffers of its own."""
-        return self._ground.buffers_mode == "local"
+        return self._setup.buffers_mode == "local"
 
     def agreed_values(self) -> dict[nn.Parameter | None, torch.Tensor]:
-        """Return the values that stand for all workers, where they have gone apart. Collective."""
-        if self._paced is None:
+        """Return the values that all workers agree on, where they have diverged. Collective."""
+        if self._method_step is None:
             return {}
-        pairs = zip(self.reducer.buckets, self._paced.gather(), strict=False)
+        pairs = zip(self.reducer.buckets, self._method_step.gather(), strict=False)
         return {
-            slot.param: slot.place.view(values) for bucket, values in pairs for slot in bucket.slots
+            slot.param: slot.segment.view(values)
+            for bucket, values in pairs
+            for slot in bucket.slots
         }
 
     def take_over_values(self) -> None:
-        """Let everybody who keeps values begin with the parameters: they were loaded, the same on
-        all workers. Collective."""
+        """Continue from the parameters, which were loaded, the same on all workers. Collective."""
         if self.serving is not None:
-            self.serving.update.hand_over(
-                speaks=self.is_first, meet=lambda: self._group.barrier() and None
+            self.serving.update.replace_server_values(
+                speaks=self.is_first, wait_for_all=lambda: self._group.barrier() and None
             )
-        elif self._ground.is_common:
-            self._group.barrier()  # one memory for all, to which each has written
+        elif self._setup.is_common:
+            self._group.barrier()  # one memory for all workers, to which each has written
 
     # -- the end ------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Agree for the last time, behind the last step. Collective."""
-        if self._paced is not None:
-            self._paced.finish()
+        """Run the last round of the method, after the last step. Collective."""
+        if self._method_step is not None:
+            self._method_step.finish()
 
-    def gather(self) -> Gathered:
-        """Return what a plain script would have, the same on all workers. Collective.
+    def gather(self) -> GatheredState:
+        """Return the state that a plain script would have, the same on all workers. Collective.
 
         Nothing changes, so that it can be repeated.
         """
         optimizer = self._optimizer()
-        assert optimizer is not None, "who steps is there"
-        self._group.barrier()  # everybody has done its last step
+        assert optimizer is not None, "the script steps, so it has an optimizer"
+        self._group.barrier()  # all workers have done their last step
         if self.serving is not None:
             self.serving.finish()
-        values = self._paced.gather() if self._paced is not None else []
-        state = whole_state(optimizer)
-        if self.reducer.rests or (self.serving is not None and not self.serving.optimizer_state):
+        values = self._method_step.gather() if self._method_step is not None else []
+        state = full_optimizer_state(optimizer)
+        if self.reducer.is_local or (self.serving is not None and not self.serving.optimizer_state):
             average_state(optimizer, state, self._group)
-        self._group.barrier()  # everybody has read what others hold
-        return Gathered(state, values)
+        self._group.barrier()  # all workers have read what the others hold
+        return GatheredState(state, values)
 
-    def end(self, left: Gathered) -> None:
-        """Leave a plain model and optimizer behind, with what was gathered."""
+    def end(self, left: GatheredState) -> None:
+        """Turn model and optimizer into plain ones, with the state that was gathered."""
         model, optimizer = self._model(), self._optimizer()
-        assert model is not None and optimizer is not None, "who steps is there"
+        assert model is not None and optimizer is not None, "the script steps, so it has both"
         with torch.no_grad():
             for bucket, values in zip(self.reducer.buckets, left.values, strict=False):
                 bucket.params.copy_(values)
         unsent = left_out(self.exchange, self.reducer.buckets)
         self._take_down(model)
-        give_state(optimizer, left.state)
+        set_optimizer_state(optimizer, left.state)
         make_plain(model)
         add_once(unsent)
 
     def _take_down(self, model: nn.Module) -> None:
-        """Let go of model and optimizer, also if only a part of it has been set up."""
+        """Release model and optimizer, also if only a part of the training was set up."""
         if self._is_reducing:
             self.reducer.close()
         compute_in_full(model)
@@ -348,22 +345,22 @@ class Training:
         use_own_statistics(model)
         if self._torch_scaler is not None:
             self._torch_scaler.close()
-        leave(self._ground)
-        self._ground.close()
+        unregister_elastic(self._setup)
+        self._setup.close()
 
     # -- step ---------------------------------------------------------------------------------
 
     def around_step(self, optimizer: torch.optim.Optimizer, step: Step) -> Any:
-        """Run a step of the optimizer: `step` is its own."""
+        """Run a step of the optimizer; `step` is its own."""
         if self._torch_scaler is not None and not self._torch_scaler.finds_nothing(optimizer):
             return step_with_nothing(optimizer) if self.skipping.counts else None
-        self._refuse_stray_gradients(optimizer)
-        if self._paced is not None:
-            return self._paced.run(step, self._count_step)
+        self._require_averaged(optimizer)
+        if self._method_step is not None:
+            return self._method_step.run(step, self._count_step)
         if self._elastic_step is not None:
             return self._elastic_step.run(self.update, step, self._count_step)
         had_buffers = self.buffers.num_placed > 0
-        if had_buffers:  # they travel while the optimizer works
+        if had_buffers:  # they are exchanged while the optimizer works
             self.buffers.start()
         result = self.update.run(step)
         start, is_traced, start_s = time.perf_counter(), tracer.on, time.monotonic()
@@ -379,22 +376,22 @@ class Training:
 
     @property
     def _is_stop_agreed(self) -> bool:
-        """Whether all workers stop behind this step."""
+        """Whether all workers stop after this step."""
         if self.serving is not None and self.serving.rule.is_lockstep:
             return self.serving.update.is_stop_agreed
         return self.reducer.result.is_stop_agreed
 
-    def _refuse_stray_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def _require_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         self.reducer.require_finished()
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._intake.outside or count != self._intake.num_optimized:
-            self._intake.refuse_strays(optimizer)
+        if self._parameters.outside or count != self._parameters.num_optimized:
+            self._parameters.require_averaged(optimizer)
 
-    def _count_step(self, waited_behind_s: float) -> None:
-        """Report for how long this worker waited for others in the step: during backward and in the
-        update, and (`waited_behind_s`) behind it."""
+    def _count_step(self, waited_after_s: float) -> None:
+        """Count the step, and report how long this worker waited for others: during backward and
+        in the update, and (`waited_after_s`) after it."""
         waited_s = self.reducer.waited_s + self.update.waited_s
-        waiting_s = waited_s - self._waited_s + waited_behind_s
+        waiting_s = waited_s - self._waited_s + waited_after_s
         self._waited_s = waited_s
         self.steps += 1
         self._job.step_done(waited_s=waiting_s)

@@ -1,15 +1,15 @@
-"""Gradients weighted by the samples of the batch that they come from (see runtime/batch_weight.py),
-and divided by the scale of the loss.
+"""Gradients weighted by the samples of their batch (runtime/batch_weight.py), and divided by the
+scale of the loss.
 
-Each gradient is multiplied as it arrives at its parameter, before it is added to what is there: so
-batches of different sizes may also be accumulated, and whoever sees gradients later, the script,
-other workers, servers or what a pace keeps of them, sees them as they are. While all batches weigh
-the same and no loss is scaled, nothing is done and nothing is hooked.
+Each gradient is multiplied as it arrives at its parameter, before it is accumulated: so batches of
+different sizes may be accumulated too, and the script, other workers, servers and paces see
+unscaled gradients. While all batches have the same weight and no loss is scaled, there are no hooks
+and no cost.
 
 THE SCALE. A GradScaler multiplies the loss, so that gradients do not vanish in float16. Here the
-product is a node of its own in autograd's graph. It is the first one that a backward pass comes to,
-and leaves a note of its scale, by which the parameters divide. The note is taken away when the pass
-ends, or by the next forward pass if it broke off. A pass without a scaled loss has scale 1.
+product is a node of its own in autograd's graph. Backward reaches it first; it records its scale,
+by which the parameters divide. The record is cleared when the pass ends, or by the next forward
+pass if it failed. A pass without a scaled loss has scale 1.
 
 Threads: the one that calls backward().
 """
@@ -37,36 +37,36 @@ class Weighting:
     """Scales the gradients of some parameters."""
 
     def __init__(self) -> None:
-        self.weight = 1.0  # what the gradients of this pass are multiplied with
+        self.weight = 1.0  # by which the gradients of this pass are multiplied
         self._params: Sequence[torch.nn.Parameter] = ()
         self._hooks: list[RemovableHandle] = []
-        self.is_in_loss = False  # see leave_to_loss
+        self.is_in_loss = False  # see weight_loss_instead
         _all.add(self)
 
     def cover(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Scale the gradients of these, from now on."""
+        """Scale the gradients of these parameters from now on."""
         self._params = params
-        self.renew()
+        self.rehook()
 
     def set(self, weight: float) -> None:
         """Scale the gradients of the following backward passes."""
         if weight != self.weight:
             self.weight = weight
-            self.renew()
+            self.rehook()
 
-    def leave_to_loss(self) -> None:
-        """Hook nothing: the loss is multiplied with the weight, because gradients do not come to
-        these parameters by autograd."""
+    def weight_loss_instead(self) -> None:
+        """Remove the hooks: the loss is multiplied by the weight, because autograd does not
+        deliver gradients to these parameters."""
         if not self.is_in_loss:
             self.is_in_loss = True
-            self.renew()
+            self.rehook()
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Remove all hooks."""
         self.cover(())
 
-    def renew(self) -> None:
-        """Hook what has to be hooked."""
+    def rehook(self) -> None:
+        """Register the hooks that are needed now."""
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
@@ -81,35 +81,35 @@ class Weighting:
     def _scale(self, accumulate: Any, grad: torch.Tensor) -> torch.Tensor:
         scale = _scale
         if scale != 1.0 and not is_going_to_accumulate(accumulate):
-            scale = 1.0  # torch.autograd.grad(scaled loss, ...): the script divides by itself
+            scale = 1.0  # torch.autograd.grad(scaled loss, ...): the script divides
         if self.weight == scale:
             return grad
-        # Zero times a gradient would keep its infinities.
+        # Zero times infinity is not zero.
         return grad * (self.weight / scale) if self.weight else torch.zeros_like(grad)
 
 
 def expect_scaled_losses() -> None:
-    """Let all models that are distributed already, and later ones, divide by the loss's scale."""
+    """Let all distributed models, also later ones, divide by the scale of the loss."""
     global _are_scaled
     if not _are_scaled:
         _are_scaled = True
         for weighting in _all:
-            weighting.renew()
+            weighting.rehook()
 
 
 def losses_are_scaled() -> bool:
-    """Return whether some GradScaler of ours exists: backward passes may be scaled."""
+    """Return whether a pl.GradScaler exists: backward passes may be scaled."""
     return _are_scaled
 
 
 def scaled(output: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply a loss, so that the backward pass from here on knows of it."""
+    """Multiply a loss, and let its backward pass record the scale."""
     product: torch.Tensor = _Scaled.apply(output, scale)  # type: ignore[no-untyped-call]
     return product
 
 
 def forget_scale() -> None:
-    """Outside of backward: no pass is under way, even if the last one broke off."""
+    """Reset the scale outside of backward, if the last pass failed."""
     global _scale
     if _scale != 1.0 and torch._C._current_graph_task_id() == -1:
         _scale = 1.0

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from paceline.control.membership.policy import require_whole_units
 from paceline.errors import ConfigError
+from paceline.pace.parse import Schedule
 from paceline.pace.registry import paces_with_servers
-from paceline.pace.schedule import Schedule
 from paceline.runtime.config import ON_LOSS
 from paceline.runtime.mesh import Mesh
 
@@ -92,7 +92,7 @@ class ServerPlan:
         check_pace(pace, self.count, add=f"-s 1 (or -s {COLOCATED})", given=given)
         if num_workers is not None and self.count:
             num_places = self.count if self.replicas == 1 else 1  # replicas may hold its copies
-            problem = pace.problem_with(num_workers, num_places)
+            problem = pace.find_problem(num_workers, num_places)
             if problem:
                 raise ConfigError(problem)
 

@@ -19,7 +19,7 @@ from paceline.launcher.job_size import MAX_WORKERS, ElasticPlan, ServerPlan, che
 from paceline.launcher.processes.run_script import Command
 from paceline.observe.telemetry.trace import TracedSteps
 from paceline.options.table import require_precision
-from paceline.pace.schedule import Schedule, parse_schedule
+from paceline.pace.parse import Schedule, parse_schedule
 from paceline.runtime.config import (
     requested_mesh,
     requested_pace,

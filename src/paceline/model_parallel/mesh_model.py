@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.data_parallel.amp.mixed_precision import compute_in
-from paceline.data_parallel.checks.consistency import parts
+from paceline.data_parallel.checks.model import local_models
 from paceline.data_parallel.hooks import attach, replace_method
-from paceline.data_parallel.pace_switch.switcher import Succession
+from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.data_parallel.update.step import Step, bind_step
 from paceline.errors import UsageError
 from paceline.model_parallel.clipping import clip
@@ -48,23 +48,23 @@ class Meshed:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         cut: Cut,
-        succession: Succession,
+        switcher: PaceSwitcher,
         loss: Loss | None,
         max_norm: float | None,
     ) -> None:
-        self.job, self.unit, self.cut, self.succession = job, unit, cut, succession
+        self.job, self.unit, self.cut, self.switcher = job, unit, cut, switcher
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         self._loss, self._max_norm = loss, max_norm
         self._is_exchanged = False  # the gradients are those of the column
         self._inputs, self._is_compared = SameInputs(job, unit), False
         self._keys = list(model.state_dict())
         self._replicas = Replicas(unit, cut.holding)
-        self._precision = succession.training.options.precision
+        self._precision = switcher.training.options.precision
         if cut.pipeline is None:
             compute_in(model, self._precision)
         if self._precision == "fp16" and job.env.rank == 0:
             say("train_step does not scale the loss, which float16 needs; bf16 does without")
-        parts[model] = cut.skeleton  # pl.check_consistency compares those
+        local_models[model] = cut.skeleton  # pl.check_consistency compares those
         self._waiting = job.reporter.waiting
         if cut.pipeline is not None:
             cut.pipeline.watch_waits(self._waiting)
@@ -81,7 +81,7 @@ class Meshed:
         self.__deepcopy__({})
 
     def _bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        attach(model, self.succession)
+        attach(model, self.switcher)
         for name in ("train_step", "forward_backward", "state_dict", "load_state_dict"):
             object.__setattr__(model, name, getattr(self, name))
         if self.cut.pipeline is not None:
@@ -118,9 +118,9 @@ class Meshed:
         self._is_exchanged = False
         self._inputs.compare(inputs=inputs, targets=targets)
         if pipeline is not None:
-            self.succession.before_forward()
+            self.switcher.before_forward()
             self._follow_mode()
-            with self.succession.no_sync(), self._autocast():
+            with self.switcher.no_sync(), self._autocast():
                 return pipeline.forward_backward(as_inputs(inputs), targets, self._weight)
         self._is_compared = True
         try:
@@ -137,8 +137,8 @@ class Meshed:
     def _weight(self) -> float:
         """What the loss of this worker's batch is multiplied with, where gradients come to their
         parameters by other ways than autograd."""
-        weighting = self.succession.training.reducer.weighting
-        weighting.leave_to_loss()
+        weighting = self.switcher.training.reducer.weighting
+        weighting.weight_loss_instead()
         return weighting.weight
 
     def _weigh(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
@@ -165,7 +165,7 @@ class Meshed:
         self._is_exchanged = True
         if self.cut.sharded is not None:
             self.cut.sharded.collect()
-        self.succession.training.reducer.exchange_now()
+        self.switcher.training.reducer.exchange_now()
 
     def clip(
         self, max_norm: float, norm_type: float = 2.0, only: Collection[str] | None = None
@@ -179,7 +179,7 @@ class Meshed:
         self.settle()
         result = step()
         self._is_exchanged = False
-        training = self.succession.training
+        training = self.switcher.training
         if self._replicas.are_there and can_part(training):
             if training.serving is not None:
                 training.serving.update.expect_edits()
@@ -193,7 +193,7 @@ class Meshed:
     def _share_buffers(self) -> None:
         """Let the processes of fsdp, which have batches of their own, have the first one's buffers,
         as those of dp do."""
-        if self.succession.training.buffers_are_local:
+        if self.switcher.training.buffers_are_local:
             return
         axis = self.unit.axis("fsdp").get_group()
         for buffer in self.cut.skeleton.buffers():
@@ -282,7 +282,7 @@ class Meshed:
                 f" {sorted(set(state) - set(self._keys))[:3]}"
             )
         result = self.cut.skeleton.load_state_dict(mine, strict=False)
-        self.succession.training.take_over_values()
+        self.switcher.training.take_over_values()
         if self.cut.sharded is not None:
             self.cut.sharded.refresh()
         return result

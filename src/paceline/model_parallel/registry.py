@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from paceline.data_parallel.pace_switch.switcher import Succession
+from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 
 if TYPE_CHECKING:
     from paceline.model_parallel.mesh_model import Meshed
@@ -15,6 +15,6 @@ if TYPE_CHECKING:
 meshed: weakref.WeakKeyDictionary[nn.Module, Meshed] = weakref.WeakKeyDictionary()
 
 
-def meshed_by(succession: Succession) -> Meshed | None:
+def meshed_by(switcher: PaceSwitcher) -> Meshed | None:
     """Return the model in parts that is trained by this; None: it is a whole one."""
-    return next((made for made in meshed.values() if made.succession is succession), None)
+    return next((made for made in meshed.values() if made.switcher is switcher), None)

@@ -39,10 +39,10 @@ def distribute_parts(
     cut = cut_model(model, unit, wishes)
     use_parts(optimizer, cut.names, cut.holding)
     job.ask_unit = job.column.ask_unit = unit.any_of
-    succession = begin(job.column, cut.skeleton, optimizer, *pace)
+    switcher = begin(job.column, cut.skeleton, optimizer, *pace)
     if is_short_of_memory:
         return_freed_memory()
-    made = Meshed(job, unit, model, optimizer, cut, succession, wishes.loss, max_norm)
+    made = Meshed(job, unit, model, optimizer, cut, switcher, wishes.loss, max_norm)
     meshed[model] = made
     teach_torch()
     if unit.rank == 0 and job.env.rank == 0:

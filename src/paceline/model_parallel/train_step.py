@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from paceline.data_parallel.hooks import Detached
+from paceline.data_parallel.hooks import UncopiedHook
 from paceline.errors import UsageError
 
 Loss = Callable[..., torch.Tensor]
@@ -52,8 +52,8 @@ class TrainStep:
     ) -> None:
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         self._loss, self._max_norm = loss, max_norm
-        object.__setattr__(model, "train_step", Detached(self.run, in_copies))
-        forward_backward = Detached(self.forward_backward, in_copies)
+        object.__setattr__(model, "train_step", UncopiedHook(self.run, in_copies))
+        forward_backward = UncopiedHook(self.forward_backward, in_copies)
         object.__setattr__(model, "forward_backward", forward_backward)
 
     def run(self, inputs: Any, targets: Any = None) -> torch.Tensor:

@@ -10,7 +10,7 @@ from paceline.comm.group import Group, PreparedAllReduce
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
 from paceline.runtime.work import Handle
 
-# Of an average that takes several operations for each bucket.
+# For averages that take several operations for each bucket.
 COMPOUND = ExchangeTraits(verb="all_reduce", is_collective=True)
 
 
@@ -24,8 +24,8 @@ class AllReduce(Exchange):
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._prepared: dict[int, PreparedAllReduce] = {}  # by the number of the bucket
-        self._roll = RollCall(group)
+        self._prepared: dict[int, PreparedAllReduce] = {}  # by bucket index
+        self._mask = MaskAverage(group)
 
     def submit(self, bucket: Bucket, step: int) -> Handle:  # noqa: ARG002
         prepared = self._prepared.get(bucket.index)
@@ -35,19 +35,19 @@ class AllReduce(Exchange):
         return prepared.start()
 
     def call_roll(self, here: torch.Tensor) -> torch.Tensor:
-        return self._roll.call(here)
+        return self._mask.average(here)
 
 
-class RollCall:
-    """The mean of all workers' rolls; as a rule they are in the same memory every time."""
+class MaskAverage:
+    """The mean of all workers' masks; as a rule these are in the same memory every time."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._here = self._shares = torch.empty(0)
         self._prepared: PreparedAllReduce | None = None
 
-    def call(self, here: torch.Tensor) -> torch.Tensor:
-        """Return it; valid until the next call. Collective."""
+    def average(self, here: torch.Tensor) -> torch.Tensor:
+        """Return the mean; valid until the next call. Collective."""
         if self._prepared is None or here is not self._here:
             self._here, self._shares = here, torch.empty_like(here)
             self._prepared = PreparedAllReduce(self._group, here, "mean", self._shares)

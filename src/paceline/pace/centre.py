@@ -9,7 +9,7 @@ average it, and torch's own SGD with the outer settings makes the step:
     elastic averaging   SGD(lr=beta) on the mean of c - x_i
     the same, free      no optimizer: what a worker pushes is added when it comes
 
-A method that votes (pace/bitmap/server_vote.py) has a place for many buckets, where nothing is kept
+A method that votes (pace/bitmap/vote.py) has a place for many buckets, where nothing is kept
 but the outcome of the last vote.
 
 The first worker makes the tables and gives them its values, then the others take their seats. A
@@ -162,7 +162,7 @@ class Centre:
         return self._add(place)
 
     def ballot_box(self, items: Sequence[Item], seed: int) -> Place:
-        """Make a table that counts votes (pace/bitmap/server_vote.py). Collective."""
+        """Make a table that counts votes (pace/bitmap/vote.py). Collective."""
         table = RemoteTable(
             self._job.servers,
             self._job.fabric.membership.worker_numbers,

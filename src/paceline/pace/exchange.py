@@ -1,10 +1,10 @@
-"""The seam between the reducer and a pace: here is a full bucket, when is it exchanged?
+"""The interface between the reducer and a pace: exchange a full bucket.
 
 The reducer collects gradients into buckets and submits each as soon as it is full, in an order that
-is the same on all workers. An EXCHANGE turns it into what the workers agree on: averaged gradients,
-with which every worker then runs its own optimizer, or fresh parameters, when a server has run it.
-Compression wraps an exchange. What training has to know about an exchange, the exchange declares in
-its TRAITS; nothing outside of a pace asks which class it is.
+is the same on all workers. An EXCHANGE turns it into values that the workers agree on: averaged
+gradients, with which every worker then runs its own optimizer, or fresh parameters, if a server has
+run it. Compression wraps an exchange. An exchange declares in its TRAITS what training has to know
+about it; code outside of a pace never asks which class it is.
 """
 
 from __future__ import annotations
@@ -26,71 +26,71 @@ class Bucket(Protocol):
     index: int
     label: str  # for messages: the range of parameters in it
     grads: torch.Tensor  # this worker's; never written by the exchange, so it can be sent again
-    averaged: torch.Tensor  # where agreed-on gradients land: every param.grad is a view of it
-    params: torch.Tensor  # the parameters themselves: every param.data is a view of it
+    averaged: torch.Tensor  # receives the agreed gradients: every param.grad is a view of it
+    params: torch.Tensor  # the parameters: every param.data is a view of it
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """Where each parameter is in the flat tensors, in order."""
+        """The segment of each parameter in the flat tensors, in order."""
 
     @property
     def absent(self) -> Sequence[int]:
-        """The parameters, by their number in the bucket, that have no gradient in this pass."""
+        """The numbers, in the bucket, of parameters that have no gradient in this pass."""
 
 
 @dataclass(frozen=True)
 class ExchangeTraits:
-    """What training may ask about an exchange. They hold for the backward pass that begins next."""
+    """What training may ask about an exchange; valid for the next backward pass."""
 
     verb: str = "exchange"  # in a trace
-    # All workers call it together. After a loss those who are left repeat it among themselves.
+    # All workers call it together. After a loss the workers that are left repeat it.
     is_collective: bool = False
     is_local: bool = False  # nothing is exchanged: every worker steps with its own gradients
     may_be_local: bool = False  # is_local now, or in later steps
-    is_weighted: bool = True  # each worker counts by the samples of its batch
-    hides_nonfinite: bool = False  # NaN and infinity of one worker do not show in what is agreed on
+    is_weighted: bool = True  # each worker is weighted by the samples of its batch
+    hides_nonfinite: bool = False  # NaN and infinity of one worker do not show in the result
     keeps_residual: bool = False  # what a codec leaves out of gradients is sent in a later step
-    # For a trace. A bucket's Work ends when all of its exchange has ended, not a first part of it.
+    # For a trace. A bucket's Work ends when its complete exchange has ended.
     work_is_whole: bool = False
-    may_wait_singly: bool = False  # and a wait for one bucket holds up no other
+    may_wait_singly: bool = False  # and a wait for one bucket delays no other
 
 
 class Exchange:
-    """How a full bucket becomes agreed-on values. Base of all exchanges. Main thread only."""
+    """How a full bucket becomes agreed values. Base of all exchanges. Main thread only."""
 
     traits = ExchangeTraits()
 
     def take(self, buckets: Sequence[Bucket]) -> None:
-        """Look after more buckets, before they are submitted for the first time."""
+        """Manage more buckets, before they are submitted for the first time."""
 
     def submit(self, bucket: Bucket, step: int) -> Handle:
-        """Start the exchange of one bucket; its flat tensors stay untouched until it is done.
+        """Start the exchange of one bucket; its flat tensors do not change until it is done.
 
         Called during backward; must not block.
         """
         raise NotImplementedError
 
     def call_roll(self, here: torch.Tensor) -> torch.Tensor:
-        """Return which parameters had a gradient on any worker; called after the last bucket.
+        """Return the used-parameter mask of all workers; called after the last bucket.
 
-        `here` has 1.0 for every parameter that had one on this worker, else 0.0; the answer has 0.0
-        for those that no worker had. May block.
+        `here` has 1.0 for every parameter that had a gradient on this worker, else 0.0. The result
+        has 0.0 for parameters that had none on any worker. May block.
         """
         return here
 
     def left_out(self, bucket: Bucket) -> torch.Tensor | None:
-        """Return what of a bucket's gradients has not been sent yet; None: nothing."""
+        """Return the part of a bucket's gradients that has not been sent yet, or None."""
         del bucket
         return None
 
     @property
     def residuals(self) -> Part | None:
-        """What this worker keeps of gradients that were left out; None: nothing."""
+        """What this worker keeps of gradients that were left out, or None."""
         return None
 
 
 class OwnGradients(Exchange):
-    """Leaves every worker with its own gradients; what the workers agree on comes later."""
+    """Every worker keeps its own gradients; the workers agree later."""
 
     traits = ExchangeTraits(is_local=True, may_be_local=True)
 

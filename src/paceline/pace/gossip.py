@@ -1,12 +1,12 @@
-"""Gossip: behind every step each worker averages its parameters with a few others.
+"""Gossip: after every step each worker averages its parameters with a few others.
 
     gossip:ring          with both neighbours, one third each
-    gossip:exponential   with the one that is 1, 2, 4, ... places away, in turns, one half each
-    gossip:random        in pairs that are drawn anew for each step from a shared seed
+    gossip:exponential   with the one at distance 1, 2, 4, ..., in turns, one half each
+    gossip:random        in pairs that are drawn for each step from a common seed
 
-The weights of what comes in add up to one for every worker, and so do those of what goes out: the
-mean over all workers stays what it was, and everybody comes closer to it. Nobody waits for anybody
-but its neighbours.
+For every worker the weights of what it receives add up to one, and so do those of what it sends:
+the mean over all workers does not change, and each worker approaches it. A worker waits only for
+its neighbours.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from paceline.runtime.work import Work
 class Gossip(Method):
     """Averages with neighbours."""
 
-    agrees_every = 16  # else everybody would wait for everybody
+    agrees_every = 16  # agreeing after every step, all workers would wait for all
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._topology = setting.pace.word
         self._seed = int(setting.number("seed"))
-        self._heard: dict[int, list[torch.Tensor]] = {}  # by bucket
-        self._met_in = -1  # the generation in which all workers have met
+        self._received: dict[int, list[torch.Tensor]] = {}  # by bucket index
+        self._met_in = -1  # the generation in which all workers have formed the group
 
     def describe(self) -> str:
         return f"each with its neighbours ({self._topology})"
 
     def neighbours(self) -> tuple[list[int], list[int]]:
-        """Return to whom and from whom, by place in the group, in the step that is done."""
+        """Return to and from which ranks of the group to send, in the last step."""
         me, size, step = self.workers.rank, self.workers.size, self.steps
         if size == 1:
             return [], []
@@ -59,7 +59,7 @@ class Gossip(Method):
         return self.rounds < self.steps
 
     def meet(self) -> None:
-        if self._met_in != self.workers.generation:  # a group is formed by all, at its first use
+        if self._met_in != self.workers.generation:  # all form a group, at its first use
             self.workers.barrier()
             self._met_in = self.workers.generation
         to, of = self.neighbours()
@@ -72,7 +72,7 @@ class Gossip(Method):
             work.wait()
 
     def _inboxes(self, bucket: Bucket, count: int) -> Sequence[torch.Tensor]:
-        boxes = self._heard.setdefault(bucket.index, [])
+        boxes = self._received.setdefault(bucket.index, [])
         while len(boxes) < count:
             boxes.append(self.setting.allocate(bucket.params.numel(), bucket.params.dtype))
         return boxes[:count]
@@ -81,7 +81,7 @@ class Gossip(Method):
         _, of = self.neighbours()
         with torch.no_grad():
             for bucket in self.buckets:
-                heard = self._inboxes(bucket, len(of))
-                for values in heard:
+                received = self._inboxes(bucket, len(of))
+                for values in received:
                     bucket.params.add_(values)
-                bucket.params.div_(1 + len(heard))
+                bucket.params.div_(1 + len(received))

@@ -1,12 +1,12 @@
 """Hogwild: all workers of a host update the same parameters, without locks (Niu et al. 2011).
 
 There is one copy of the parameters, in memory that all workers map. Each computes gradients from
-whatever stands there at the moment and lets its own optimizer, with a state of its own, write the
-update there at once. Nothing is averaged and nobody waits. Where two write the same value at the
-same time, one of the updates may be lost: rare when updates are sparse, and bearable when not.
+the values that it reads there, and its own optimizer, with a state of its own, writes the update
+there at once. Nothing is averaged and no worker waits. Where two workers write the same value at
+the same time, one of the updates may be lost: rare when updates are sparse, and tolerable when not.
 
-Now and then the workers agree all the same, on buffers and on stopping; nobody is therefore further
-ahead of anybody than so many steps.
+Every `agree` steps the workers agree all the same, on buffers and on stopping; so no worker is
+ahead of another by more than that many steps.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Compressed averages where hosts have several workers: once for each host, not for each worker.
 
-    add up    the workers of a host, in memory that they share, as it is
-    travel    the first of each host sends the sum, compressed (compress/journey.py)
-    tell      it gives what all agreed on to the others of its host
+    reduce      the workers of a host add up their gradients in shared memory, uncompressed
+    exchange    the first worker of each host sends the sum, compressed (compress/journey.py)
+    broadcast   it sends the result to the other workers of its host
 
-So a host sends what one worker would, and encodes it once. What a codec leaves out is kept by the
-first of the host.
+So a host sends what one worker would, and encodes it once. The first worker of the host keeps what
+the codec leaves out.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from paceline.state.protocol import Part
 
 
 class _Trip:
-    """One bucket on its way."""
+    """The exchange of one bucket."""
 
     def __init__(self, bucket: Bucket, journey: Journey | None, total: torch.Tensor | None) -> None:
         self.bucket = bucket
-        self.journey = journey  # only the first of a host has it, and the next
+        self.journey = journey  # of the first worker of a host only, and so is the next
         self.total = total
         self.added: Work[Any] | None = None
         self.step = 0
 
     @property
     def is_added(self) -> bool:
-        """Whether the host's sum is there, and not an error instead."""
+        """Whether the host's sum is complete, without an error."""
         return self.added is not None and self.added.done() and self.added.error() is None
 
 
@@ -53,7 +53,7 @@ class HostFirst(AllReduce):
         host: Group,
         num_hosts: int,
         spec: CodecSpec,
-        journeys: Journeys | None,  # of the first of each host
+        journeys: Journeys | None,  # of the first worker of each host
         allocate: Allocate,
     ) -> None:
         super().__init__(group)
@@ -64,12 +64,12 @@ class HostFirst(AllReduce):
         # The mean over hosts of such sums is the mean over workers.
         self._scale = num_hosts / group.size
         self._allocate = allocate
-        self._trips: dict[int, _Trip] = {}  # by the number of the bucket
+        self._trips: dict[int, _Trip] = {}  # by bucket index
         self._waiting: deque[_Trip] = deque()  # for the sum of the host
         self._last = -1
 
     def take(self, buckets: Sequence[Bucket]) -> None:
-        """Look after more buckets."""
+        """Manage more buckets."""
         if self.journeys is not None:
             self.journeys.take(buckets)
         for bucket in buckets:
@@ -82,7 +82,7 @@ class HostFirst(AllReduce):
             self._trips[bucket.index] = _Trip(bucket, journey, total)
 
     def left_out(self, bucket: Bucket) -> torch.Tensor | None:
-        """Return what of a bucket's gradients has not been sent yet, as this worker's; or None."""
+        """Return the part of a bucket's gradients that has not been sent yet, or None."""
         journey = None if self.journeys is None else self.journeys.of(bucket)
         left = None if journey is None else journey.left_out()
         return None if left is None else left / self._scale

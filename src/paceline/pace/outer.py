@@ -37,8 +37,8 @@ import torch
 from paceline.errors import PeerError, UsageError
 from paceline.pace.allreduce import AllReduce
 from paceline.pace.centre import Place, outer_settings
+from paceline.pace.compressed import Means
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
-from paceline.pace.means import Means
 from paceline.pace.method import Method, Setting
 from paceline.runtime.work import Work
 from paceline.state.protocol import Change, State

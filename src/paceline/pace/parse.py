@@ -1,10 +1,13 @@
-"""The text of a pace: one word, perhaps a number, perhaps options in brackets.
+"""The text of a pace: one word, perhaps a number, perhaps options in brackets; and of a schedule.
 
     allreduce        ps[server_dtype=bf16,bucket_mb=8]        ssp:3
+    allreduce@0, ssp:3@2000, diloco:50@10000
 
-The same text is used in Python (`pace="..."`), on the command line (`--pace`) and in the
-environment (PACELINE_PACE). It is checked completely here, against the table in registry.py, so
-that a typing error is answered before any process starts. No torch: the command line imports this.
+A SCHEDULE sets which pace holds from which step on. The steps are optimizer steps as the progress
+line counts them; a pace alone is a schedule of one phase. The same text is used in Python
+(`pace="..."`), on the command line (`--pace`) and in the environment (PACELINE_PACE). It is checked
+completely here, against the table in registry.py, so that a typing error is reported before any
+process starts. No torch: the command line imports this.
 """
 
 from __future__ import annotations
@@ -21,14 +24,15 @@ from paceline.pace.registry import KNOWN, Pace, find
 
 _FORM = re.compile(r"([^:\[\]]*)(?::([^\[\]]*))?(?:\[([^\[\]]*)\])?")
 _COMMA = re.compile(r",(?![^(]*\))")  # not those in parentheses
+_PHASES = re.compile(r",(?![^\[\]]*\])")  # a comma, but not one between brackets
 
 
 @dataclass(frozen=True)
 class PaceSpec:
-    """A pace that was asked for; `str()` gives its canonical text."""
+    """A parsed pace; `str()` returns its canonical text."""
 
     name: str
-    number: float | str | None = None  # or a word, where the pace has those
+    number: float | str | None = None  # or a word, for a pace that has words
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -39,45 +43,45 @@ class PaceSpec:
 
     @property
     def value(self) -> float:
-        """The number after the colon, or its default; 0: the pace has none."""
+        """The number after the colon, or its default; 0 if the pace has none."""
         row = find(self.name)
         return float(self.number if self.number is not None else (row and row.default) or 0)
 
     @property
     def needs_servers(self) -> bool:
-        """Whether it cannot do without parameter servers."""
+        """Whether it needs parameter servers."""
         row = find(self.name)
-        assert row is not None, "a pace that was read is known"
+        assert row is not None, "a parsed pace is known"
         needed = row.needs_servers_with.items()
         return row.needs_servers or any(self.options.get(key) == value for key, value in needed)
 
     @property
     def is_free_running(self) -> bool:
-        """Whether workers go on without each other."""
+        """Whether workers do not wait for each other."""
         row = find(self.name)
         return row is not None and (row.is_free_running or self.options.get("mode") == "async")
 
     @property
     def uses_servers(self) -> bool:
-        """Whether it goes through parameter servers where there are some."""
+        """Whether it uses parameter servers if there are some."""
         row = find(self.name)
         return row is not None and (row.needs_servers or row.uses_servers)
 
     @property
     def why_no_servers(self) -> str:
-        """Why it has no use for parameter servers, as far as there is more to say."""
+        """Why it cannot use parameter servers, if there is a reason to report."""
         row = find(self.name)
         return f" ({row.no_servers})" if row is not None and row.no_servers else ""
 
     @property
     def word(self) -> str:
-        """The word behind the colon, or its default."""
+        """The word after the colon, or its default."""
         row = find(self.name)
         return str(self.number if self.number is not None else row.default if row else "")
 
 
 def parse(text: str) -> PaceSpec:
-    """Read a pace; UsageError says in one line what is wrong with it and what would be right.
+    """Return the pace of a text; UsageError: what is wrong, and what would be right.
 
     >>> parse("allreduce[update=sharded, bucket_mb=8.0]")
     PaceSpec(name='allreduce', number=None, options={'update': 'sharded', 'bucket_mb': '8'})
@@ -99,32 +103,32 @@ def parse(text: str) -> PaceSpec:
 
 
 def notice_of(text: str) -> str:
-    """Return what has to be said about the word that a pace was asked for with."""
+    """Return the notice about the word that names a pace, if there is one."""
     found = _FORM.fullmatch(text.strip())
     row = KNOWN.get(found[1].strip()) if found is not None else None
     return row.notice if row is not None else ""
 
 
 def find_problem_with_backups(pace: PaceSpec, workers: int, servers: int) -> str:
-    """Say why these workers and servers cannot have that many backups; "" if they can."""
+    """Return why these workers and servers cannot have that many backups; "" if they can."""
     if pace.name != "backup":
         return ""
     if pace.value >= workers:
         some = "1 worker" if workers == 1 else f"{workers} workers"
         return (
-            f"pace {pace}: {int(pace.value)} backups of {some} leave nobody to wait for; choose"
+            f"pace {pace}: {int(pace.value)} backups of {some} leave no worker to wait for; choose"
             f" fewer than {workers}, such as backup:{workers - 1}"
         )
     if pace.value and servers > 1:
         return (
-            f"pace {pace} and {servers} servers: who is in a round must be decided in one place;"
-            " use -s 1, or pace ps, which has use for several"
+            f"pace {pace} and {servers} servers: one server must decide which workers are in a"
+            " round; use -s 1, or pace ps, which can use several"
         )
     return ""
 
 
 def find_problem_with_codec(pace: PaceSpec, options: Mapping[str, str]) -> str:
-    """Say why servers cannot take what a codec makes of a pace's pushes; "" if they can."""
+    """Return why servers cannot use a codec for a pace's pushes; "" if they can."""
     codec = parse_codec(options.get("compress", "none"))
     if not codec.is_on or not pace.needs_servers:
         return ""
@@ -136,7 +140,7 @@ def find_problem_with_codec(pace: PaceSpec, options: Mapping[str, str]) -> str:
     if push != "grad":
         return (
             f"pace {pace.name}, compress={codec} and push={push}: what a codec leaves out is added"
-            " to the next gradient, and of values and differences nobody would send it later; use"
+            " to the next gradient, but of values and differences it would never be sent; use"
             " push=grad"
         )
     return ""
@@ -163,7 +167,7 @@ def _read_number(text: str, name: str, known: Pace, number: str) -> float | str:
 
 
 def _read_options(text: str, name: str, known: Pace, options: str) -> dict[str, str]:
-    """Read what is between the brackets; spaces around keys and values do not count."""
+    """Parse the text between the brackets; spaces around keys and values do not count."""
     return read_options(_COMMA.split(options), name, known.options, partial(_wrong, text))
 
 
@@ -175,3 +179,107 @@ def _unknown(name: str) -> str:
 def _wrong(text: str, why: str) -> UsageError:
     shown = text if len(text) <= 80 else text[:77] + "..."
     return UsageError(f"pace {shown!r}: {why}")
+
+
+# -- schedules ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A pace, and the step after which it begins."""
+
+    start: int
+    pace: PaceSpec
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Phases in order; the first begins at step 0. `str()` returns its canonical text."""
+
+    phases: tuple[Phase, ...]
+
+    @classmethod
+    def of(cls, pace: PaceSpec) -> Schedule:
+        """Return the schedule that never changes."""
+        return cls((Phase(0, pace),))
+
+    def __str__(self) -> str:
+        if len(self.phases) == 1:
+            return str(self.phases[0].pace)
+        return ", ".join(f"{phase.pace}@{phase.start}" for phase in self.phases)
+
+    @property
+    def first(self) -> PaceSpec:
+        """The first pace."""
+        return self.phases[0].pace
+
+    @property
+    def needs_servers(self) -> bool:
+        """Whether one of the paces needs parameter servers."""
+        return any(phase.pace.needs_servers for phase in self.phases)
+
+    @property
+    def uses_servers(self) -> bool:
+        """Whether one of the paces uses parameter servers if there are some."""
+        return any(phase.pace.uses_servers for phase in self.phases)
+
+    def find_problem(self, workers: int, servers: int) -> str:
+        """Return why so many workers and servers cannot run this schedule; "" if they can."""
+        paces = [phase.pace for phase in self.phases]
+        found = [find_problem_with_backups(pace, workers, servers) for pace in paces]
+        found += [find_problem_with_codec(pace, pace.options) for pace in paces]
+        return next((problem for problem in found if problem), "")
+
+    @property
+    def why_no_servers(self) -> str:
+        """Why the first pace cannot use parameter servers, if there is a reason to report."""
+        return self.first.why_no_servers
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Return the schedule of a text, or of a single pace; UsageError: what is wrong with it.
+
+    >>> str(parse_schedule("allreduce, diloco:50@1000"))
+    'allreduce@0, diloco:50@1000'
+    """
+    if not isinstance(text, str):
+        return Schedule.of(parse(text))  # which raises the error
+    phases: list[Phase] = []
+    for number, part in enumerate(_PHASES.split(text)):
+        words, at, step = part.partition("@")
+        phases.append(Phase(_step(text, step, part) if at else 0, parse(words)))
+        if number == 0 and phases[0].start != 0:
+            raise _wrong_schedule(
+                text, f"its first pace must begin at step 0, such as allreduce@0,{part}"
+            )
+        if number and not at:
+            raise _wrong_schedule(
+                text, f"{words.strip()} needs a step, such as {words.strip()}@1000"
+            )
+        if number and phases[-1].start <= phases[-2].start:
+            raise _wrong_schedule(
+                text,
+                f"{part.strip()} does not begin after step {phases[-2].start} of"
+                f" {phases[-2].pace}; write the steps in order",
+            )
+    return Schedule(tuple(phases))
+
+
+def notices_of(text: str) -> list[str]:
+    """Return the notices about the words that name the paces."""
+    notices = [notice_of(part.partition("@")[0]) for part in _PHASES.split(text)]
+    return [notice for notice in notices if notice]
+
+
+def _step(text: str, step: str, part: str) -> int:
+    step = step.strip()
+    if not (step.isascii() and step.isdigit()) or len(step) > 15:
+        raise _wrong_schedule(
+            text, f"{part.strip()[:60]!r}: after @ a step is expected, a whole number"
+        )
+    return int(step)
+
+
+def _wrong_schedule(text: str, why: str) -> UsageError:
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    return UsageError(f"schedule {shown!r}: {why}")

@@ -1,11 +1,11 @@
-"""Partial participation: in each step a part of the workers counts, the same part for everybody.
+"""Partial participation: in each step some of the workers count, the same ones on all workers.
 
-    partial:0.5           a random half of the workers, drawn from a seed that all share: no message
+    partial:0.5           a random half of the workers, drawn from a common seed: no message
     [select=round_robin]  they take turns instead
-    [carry=yes]           what a worker computed and nobody counted is added to what it sends next
-    [skip_compute=yes]    who does not take part computes no gradients either
+    [carry=yes]           what a worker computed and was not counted is added to what it sends next
+    [skip_compute=yes]    workers that do not take part compute no gradients either
 
-All workers update: with the mean over those that took part.
+All workers update, with the mean over those that took part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.state.protocol import State
 
 
 class Partial(Method):
-    """Chooses who takes part."""
+    """Chooses which workers take part."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -39,8 +39,8 @@ class Partial(Method):
         self.carries = setting.is_on("carry")
         if self._skips and self.carries:
             raise UsageError(
-                f"pace {setting.pace}: who skips its computation (skip_compute=yes) has nothing to"
-                " carry over; choose one of the two"
+                f"pace {setting.pace}: a worker that skips computation (skip_compute=yes) has"
+                " nothing to carry over; choose one of the two"
             )
 
     def describe(self) -> str:
@@ -53,7 +53,7 @@ class Partial(Method):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who takes part in the step under way, by place in the group."""
+        """The workers that take part in the current step, by rank in the group."""
         size = self.workers.size
         if self._takes_turns:
             first = self.steps * self.count
@@ -63,7 +63,7 @@ class Partial(Method):
 
     @property
     def is_member(self) -> bool:
-        """Whether this worker takes part in the step under way."""
+        """Whether this worker takes part in the current step."""
         return self.workers.rank in self.members
 
     @property
@@ -71,7 +71,7 @@ class Partial(Method):
         return self._skips and not self.is_member
 
     def exchange(self) -> Exchange:
-        return _Chosen(self)
+        return _PartialAllReduce(self)
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         super().take(buckets)
@@ -79,7 +79,7 @@ class Partial(Method):
             self.carried += [torch.zeros_like(bucket.grads) for bucket in buckets]
 
     def before_step(self) -> None:
-        """Decide what is carried over: here the step counts, so it is not done twice."""
+        """Update what is carried over: here the step counts, so it happens once."""
         if not self.carries:
             return
         for bucket, carried in zip(self.buckets, self.carried, strict=True):
@@ -89,14 +89,14 @@ class Partial(Method):
                 carried.add_(bucket.grads)
 
     def state(self) -> State:
-        """What is carried over is each worker's own: a newcomer begins with nothing."""
+        """Return what is carried over, each worker's own: a newcomer starts with nothing."""
         return State(own={str(number): tensor for number, tensor in enumerate(self.carried)})
 
 
-class _Chosen(AllReduce):
-    """Averages over those that take part."""
+class _PartialAllReduce(AllReduce):
+    """Averages over the workers that take part."""
 
-    # Hidden are those of workers that do not take part; what they computed may be carried over.
+    # Hidden are those of workers that do not take part; their gradients may be carried over.
     traits = replace(COMPOUND, hides_nonfinite=True)
 
     def __init__(self, method: Partial) -> None:

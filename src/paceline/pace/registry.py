@@ -1,9 +1,9 @@
-"""The paces that there are: their words, what may follow them, and what runs them.
+"""The table of paces: their words, numbers and options, and what runs them.
 
-A row for each; `paceline run --pace`, PACELINE_PACE and `pl.distribute(pace=...)` are checked
-against it. A pace from outside the package adds its row with `register`, or names it in an entry
-point of the group `paceline.paces`, where it is found when its word is first asked for. No torch:
-the command line imports this; what runs a pace is imported by `distribute` only.
+One row for each; `paceline run --pace`, PACELINE_PACE and `pl.distribute(pace=...)` are checked
+against it. A pace of another package adds its row with `register`, or names it in an entry point of
+the group `paceline.paces`, where it is found when its word is first used. No torch: the command
+line imports this; only `distribute` imports what runs a pace.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ ENTRY_POINTS = "paceline.paces"
 
 @dataclass(frozen=True)
 class Pace:
-    """What may follow the word of a pace, and what it is."""
+    """What a pace is, and what may follow its word."""
 
     options: tuple[Option, ...] = ()
-    number: str = ""  # what comes after the colon, if something may
-    kind: Number | tuple[str, ...] = COUNT  # of that number; or the words that may stand there
-    default: str = ""  # what it is if it is left out
+    number: str = ""  # the meaning of the number after the colon, if one is allowed
+    kind: Number | tuple[str, ...] = COUNT  # of that number; or the allowed words
+    default: str = ""  # its default
     needs_servers: bool = False
     is_free_running: bool = False  # workers do not take the same steps together
     on_one_host: bool = False  # its workers share memory
     needs_servers_with: Mapping[str, str] = field(default_factory=dict)  # options that need them
-    uses_servers: bool = False  # if the job has some, it goes through them
-    no_servers: str = ""  # why it cannot
-    # A class of pace/method.py, or where it is: "module:Class"; "": in data_parallel itself.
+    uses_servers: bool = False  # if the job has some
+    no_servers: str = ""  # why it cannot use them
+    # A class of pace/method.py, or its location, "module:Class"; "": data_parallel itself.
     method: str | type = ""
-    stands_for: str = ""  # the pace whose other name this is
-    notice: str = ""  # what is said once, when it is asked for
+    stands_for: str = ""  # the pace of which this is another name
+    notice: str = ""  # shown once, when it is used
 
     @property
     def has_words(self) -> bool:
-        """Whether a word, not a number, stands after the colon."""
+        """Whether a word, not a number, follows the colon."""
         return bool(self.number) and isinstance(self.kind, tuple)
 
     def option(self, name: str) -> Option | None:
-        """Return an option; None: it has none of that name."""
+        """Return an option, or None."""
         return next((option for option in self.options if option.name == name), None)
 
 
@@ -53,22 +53,21 @@ _OUTER = (
     Option(
         "fragments",
         WHOLE,
-        "bring the model together in so many parts, one after the other: H must be a multiple of"
-        " it",
+        "average the model in so many parts, one after the other: H must be a multiple of it",
         1,
     ),
     Option(
         "delay",
         COUNT,
-        "put a mean to use so many steps after it was sent; it travels while they compute",
+        "apply a mean so many steps after it was sent; it is in transit while they compute",
         0,
     ),
     Option("merge", FROM_0, "how much of its own value a worker then keeps, 0 to 1", 0),
     Option(
         "late",
         ("replace", "shift"),
-        "`shift`: keep all steps that were taken during the delay: the worker moves by what the"
-        " others have brought",
+        "`shift`: keep all steps that were taken during the delay: the worker moves by the change"
+        " of the others",
     ),
 )
 _KEPT = "what is kept of the last change"
@@ -79,18 +78,18 @@ _ELASTIC = (
     Option(
         "alpha",
         FROM_0,
-        "how far a worker moves towards the centre; 0: the workers go alone",
+        "how far a worker moves towards the centre; 0: the workers are independent",
         otherwise="`beta` / number of workers, at least 2",
     ),
     Option("beta", ABOVE_0, "how far the centre moves towards the mean of all workers", 0.9),
     Option(
         "mode",
         ("sync", "async"),
-        "`async`: each worker by itself, and nobody waits (it needs servers)",
+        "`async`: each worker by itself, without waiting (it needs servers)",
     ),
 )
 _COINS = Option("seed", COUNT, "of the coins", 0)
-_DRAWN = Option("seed", COUNT, "of what is drawn by chance, the same on all workers", 0)
+_DRAWN = Option("seed", COUNT, "of random choices, the same on all workers", 0)
 _STEPS = "the number of local steps"
 _FREE = {"mode": "async"}
 
@@ -125,8 +124,8 @@ _ROWS = {
             Option(
                 "compat",
                 ("paper", "fairseq"),
-                "`fairseq`: as fairseq has it: G counts (1 - momentum) times, and the look-ahead"
-                " stays in the point at which the next block begins",
+                "`fairseq`: as in fairseq: G counts (1 - momentum) times, and the look-ahead stays"
+                " in the values at which the next block begins",
             ),
             *_OUTER,
         ),
@@ -181,7 +180,7 @@ _ROWS = {
             Option(
                 "carry",
                 ("no", "yes"),
-                "`yes`: what a worker computed and nobody counted is added to what it sends next",
+                "`yes`: what a worker computed and was not counted is added to what it sends next",
             ),
             _DRAWN,
         ),
@@ -226,11 +225,11 @@ _ROWS = {
     ),
     "gossip": Pace(
         (_DRAWN,),
-        number="who speaks with whom",
+        number="the topology",
         kind=("ring", "exponential", "random"),
         default="ring",
         method="paceline.pace.gossip:Gossip",
-        no_servers="its workers speak with their neighbours only, so there is no centre",
+        no_servers="its workers exchange with their neighbours only, so there is no centre",
     ),
     "hogwild": Pace(
         (
@@ -252,7 +251,7 @@ KNOWN = {
 
 
 def find(name: str) -> Pace | None:
-    """Return the row of a pace, perhaps of one from another package; None: there is none."""
+    """Return the row of a pace, also of another package, or None."""
     if name not in KNOWN:
         for point in entry_points(group=ENTRY_POINTS, name=name):
             register(name, point.load())
@@ -271,12 +270,12 @@ def register(name: str, pace: Pace) -> None:
         raise UsageError(f"pace {name}: expected a Pace with a method, 'module:Class'")
     pace = replace(pace, options=(*pace.options, PRECISION))
     if name in KNOWN and KNOWN[name] != pace:
-        raise UsageError(f"there is a pace {name} already; choose another word")
+        raise UsageError(f"a pace {name} exists already; choose another word")
     KNOWN[name] = pace
 
 
 def needs_servers(name: str) -> bool:
-    """Say whether a pace exists only with parameter servers, which run the optimizer."""
+    """Return whether a pace exists only with parameter servers, which run the optimizer."""
     row = find(name)
     return row is not None and row.needs_servers
 

@@ -1,9 +1,9 @@
-"""Through parameter servers: lockstep, free-running, or bounded in between.
+"""Exchange through parameter servers: lockstep, free-running, or bounded in between.
 
 Buckets are pushed while backward still runs and stay provisional until the worker commits its step;
-the servers then run the optimizer and fresh parameters come back. Which of `ps`, `backup`, `async`
-and `ssp` it is shows only in the rule that the servers are given; here the first two differ in one
-thing: when backward returns, gradients have been averaged, and the average is what the script sees.
+the servers then run the optimizer, and fresh parameters come back. `ps`, `backup`, `async` and
+`ssp` differ in the rule that the servers get. Here the first two differ in one point: when backward
+returns, gradients have been averaged, and the script sees the average.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ class ServerExchange(Exchange):
 
     def __init__(self, rule: Rule, packing: Packing | None = None) -> None:
         self._rule = rule
-        # A free-running step is packed once, with what the script has made of its gradients.
+        # A free-running step is compressed once, with the script's changes to its gradients.
         self.pushes_late = packing is not None and not rule.aggregate
         keeps = packing is not None and not self.pushes_late and packing.codec.has_feedback
         self.traits = ExchangeTraits(verb="push", keeps_residual=keeps, work_is_whole=True)
         self.tables: list[RemoteTable] = []
-        self._place: dict[int, tuple[RemoteTable, int]] = {}  # by bucket: its table, its number
-        self._first: dict[int, int] = {}  # by bucket: number of its first parameter in the roll
+        self._location: dict[int, tuple[RemoteTable, int]] = {}  # by bucket: its table, its number
+        self._first: dict[int, int] = {}  # by bucket: number of its first parameter in the mask
         self._num_params = 0
         self._pushed: list[tuple[Bucket, Work[Any]]] = []
-        self.speakers = {0}  # lockstep: the workers that tell how all have changed the averages
-        self.verdict = ""  # why the last averages must not be applied, in lockstep
+        self.speakers = {0}  # lockstep: the workers that send changes to the averages for all
+        self.nonfinite = ""  # why the last averages must not be applied, in lockstep
 
     def add(self, buckets: Sequence[Bucket], table: RemoteTable) -> None:
-        """Exchange these buckets through that table, whose items they are."""
+        """Exchange these buckets through that table, of which they are the items."""
         self.tables.append(table)
         for number, bucket in enumerate(buckets):
-            self._place[bucket.index] = (table, number)
+            self._location[bucket.index] = (table, number)
             self._first[bucket.index] = self._num_params
             self._num_params += len(table.items[number].held)
 
@@ -59,25 +59,25 @@ class ServerExchange(Exchange):
         pushed, self._pushed = self._pushed, []
         if not self._rule.aggregate:
             return here
-        had, verdicts, speakers = torch.ones_like(here), set[str](), set[int]()
+        had, notices, speakers = torch.ones_like(here), set[str](), set[int]()
         for bucket, work in pushed:
             first = self._first[bucket.index]
             for reply in work.wait():
-                verdicts.add(reply.notice)
+                notices.add(reply.notice)
                 speakers.add(reply.speaker)
                 had[[first + number for number in reply.absent]] = 0.0
-        self.verdict = "; ".join(sorted(verdicts - {""}))
+        self.nonfinite = "; ".join(sorted(notices - {""}))
         self.speakers = speakers or self.speakers
         return had
 
     def push(self, bucket: Bucket, absent: Sequence[int], key: int | None = None) -> Work[Any]:
-        """Hand over a bucket, perhaps again; the newest one counts. See RemoteTable for `key`."""
-        table, number = self._place[bucket.index]
+        """Push a bucket, perhaps again; the newest one counts. See RemoteTable for `key`."""
+        table, number = self._location[bucket.index]
         return table.push(number, absent, key)
 
     def left_out(self, bucket: Bucket) -> torch.Tensor | None:
-        """Return what of a bucket's gradients has not been sent yet; None: nothing."""
-        table, number = self._place[bucket.index]
+        """Return the part of a bucket's gradients that has not been sent yet, or None."""
+        table, number = self._location[bucket.index]
         return table.left_out(number)
 
     @property
@@ -86,17 +86,17 @@ class ServerExchange(Exchange):
 
     def outbox(self, bucket: Bucket) -> torch.Tensor:
         """Return the memory from which a bucket is pushed."""
-        table, number = self._place[bucket.index]
+        table, number = self._location[bucket.index]
         return table.items[number].grads
 
     def replace(self, bucket: Bucket, absent: Sequence[int]) -> None:
-        """Tell the servers that the script has changed the averaged gradients of a bucket."""
-        table, number = self._place[bucket.index]
+        """Send the servers the script's changes to the averaged gradients of a bucket."""
+        table, number = self._location[bucket.index]
         table.replace(number, absent)
 
     def assign(self, bucket: Bucket, numbers: Sequence[int]) -> None:
-        """Tell the servers that the script has changed parameters of a bucket."""
-        table, number = self._place[bucket.index]
+        """Send the servers the script's changes to parameters of a bucket."""
+        table, number = self._location[bucket.index]
         table.assign(number, numbers)
 
     def commit(
@@ -113,7 +113,7 @@ class ServerExchange(Exchange):
 
     def table_of(self, bucket: Bucket) -> RemoteTable:
         """Return the table that a bucket is exchanged through."""
-        return self._place[bucket.index][0]
+        return self._location[bucket.index][0]
 
     def pull(self, *, in_turn: bool = False) -> Work[list[list[m.Reply]]]:
         """Read the newest values into the buckets' `params`, without a step."""

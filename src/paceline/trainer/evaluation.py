@@ -24,7 +24,7 @@ from torch import nn
 
 from paceline.data.shard import shard
 from paceline.data.sources.samples import samples_in
-from paceline.data_parallel.pace_switch.switcher import Succession
+from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.errors import UsageError
 from paceline.runtime.job import Job
 from paceline.trainer.stepping import Measured, Objective
@@ -97,18 +97,18 @@ class Evaluation:
         self,
         job: Job,
         model: nn.Module,
-        succession: Succession,
+        switcher: PaceSwitcher,
         meeting: Meeting,
         objective: Objective,
         metrics: Mapping[str, Metric],
     ) -> None:
-        self._job, self._model, self._succession = job, model, succession
+        self._job, self._model, self._switcher = job, model, switcher
         self._meeting, self._objective, self._metrics = meeting, objective, metrics
 
     @property
     def is_each_alone(self) -> bool:
         """Whether nobody waits for anybody, not even here."""
-        return self._job.elastic.is_on and self._succession.training.is_free
+        return self._job.elastic.is_on and self._switcher.training.is_free
 
     def run(self, loader: Any, *, is_over: bool = False) -> dict[str, float]:
         """Return loss and metrics: means over all samples. `is_over`: the others have this behind
@@ -153,7 +153,7 @@ class Evaluation:
     @contextmanager
     def _standing_for_all(self) -> Iterator[None]:
         """Let the model have the values that stand for all workers."""
-        model, training = self._model, self._succession.training
+        model, training = self._model, self._switcher.training
         if self.is_each_alone:
             model.pull()  # type: ignore[operator]
             yield

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.data_parallel.pace_switch.switcher import Succession
+from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.errors import UsageError
 from paceline.runtime.job import Job
 from paceline.state.checkpoint.checkpoint import Checkpoint
@@ -98,12 +98,12 @@ class Saving:
     def __init__(
         self,
         job: Job,
-        succession: Succession,
+        switcher: PaceSwitcher,
         model: nn.Module,
         objects: Mapping[str, Any],
         arguments: dict[str, Any] | None,
     ) -> None:
-        self._job, self._succession = job, succession
+        self._job, self._switcher = job, switcher
         self._model, self._objects, self._arguments = model, objects, arguments
         self._checkpoint: Checkpoint | None = None
         self._is_owed = False  # the end of an epoch found values on their way between workers
@@ -145,7 +145,7 @@ class Saving:
         return self._is_news(self._checkpoint)
 
     def _save(self, checkpoint: Checkpoint) -> None:
-        training = self._succession.training
+        training = self._switcher.training
         self._is_owed = training.is_busy  # alike on all workers: in one of the next steps then
         is_elsewhere = training.is_free and self._job.elastic.is_on and self._job.world.rank != 0
         if not (self._is_owed or is_elsewhere):  # the first worker calls the others to a save

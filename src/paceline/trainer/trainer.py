@@ -17,7 +17,7 @@ from paceline.data.sources.samples import samples_in
 from paceline.data.workers.source import ServedLoader
 from paceline.data_parallel.amp.grad_scaler import GradScaler
 from paceline.data_parallel.distribute import distributed
-from paceline.data_parallel.pace_switch.switcher import Succession
+from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.model_parallel.distribute import distribute
 from paceline.model_parallel.registry import meshed
 from paceline.runtime.job import Job, carry, init, report
@@ -105,13 +105,13 @@ class Trainer:
         if self._job.env.is_data_worker:  # it makes batches, and trains nothing
             return
         number = _number_of(self._job)
-        self._succession = _succession_of(model)
+        self._switcher = _succession_of(model)
         self._meeting = Meeting(self._job, f"trainer {number}")
         self._evaluation = Evaluation(
-            self._job, model, self._succession, self._meeting, objective, measured
+            self._job, model, self._switcher, self._meeting, objective, measured
         )
         mesh_used = self._job.mesh or Mesh()
-        is_fp16 = self._succession.training.options.precision == "fp16"
+        is_fp16 = self._switcher.training.options.precision == "fp16"
         scaler = GradScaler() if is_fp16 and mesh_used.pp * mesh_used.fsdp == 1 else None
         self._stepping = Stepping(
             model,
@@ -125,7 +125,7 @@ class Trainer:
         if self._job.elastic.is_on:
             ending = f"_{number}" if number else ""
             carry(**{name + ending: thing for name, thing in objects.items()})
-        self._saving = Saving(self._job, self._succession, model, objects, arguments)
+        self._saving = Saving(self._job, self._switcher, model, objects, arguments)
         self._averages = Averages(["loss"])
 
     def _objects(self, scaler: GradScaler | None) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Trainer:
     @property
     def step(self) -> int:
         """How many steps the optimizer has done, those of earlier runs among them."""
-        return 0 if self._job.env.is_data_worker else self._succession.steps
+        return 0 if self._job.env.is_data_worker else self._switcher.steps
 
     @property
     def history(self) -> list[dict[str, float]]:
@@ -258,7 +258,7 @@ class Trainer:
         own they agree at the end of the epoch."""
         if self._meeting.is_alone:
             return self.should_stop
-        training = self._succession.training
+        training = self._switcher.training
         is_apart = training.is_free or training.is_apart
         if is_apart or not self._callbacks.all or self.step % _AGREE_EVERY:
             return False
@@ -312,10 +312,10 @@ class Trainer:
         return self._evaluation.run(loader, is_over=self._progress.fit > self._fits)
 
 
-def _succession_of(model: nn.Module) -> Succession:
+def _succession_of(model: nn.Module) -> PaceSwitcher:
     """Return what a model was bound to by pl.distribute."""
     if model in meshed:
-        return meshed[model].succession
+        return meshed[model].switcher
     return next(one for known, one in distributed() if known is model)
 
 

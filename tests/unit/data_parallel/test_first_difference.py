@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.data_parallel.checks.consistency import find_difference
+from paceline.data_parallel.checks.model import find_difference
 
 A, B, C = ("a", "float32[2]", "01"), ("b", "float32[3]", "02"), ("c", "int64[]", "03")
 OTHER_B = ("b", "float32[3]", "99")

@@ -1,4 +1,4 @@
-"""Buckets and places: pure functions of the parameters, the same on every worker."""
+"""Buckets and segments: pure functions of the parameters, the same on every worker."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data_parallel.bucket import Named, is_dense, place, plan_buckets
+from paceline.data_parallel.bucket import NamedParameter, is_dense, lay_out, plan_buckets
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-def make(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> list[Named]:
+def make(shapes: list[tuple[int, ...]], dtypes: list[torch.dtype]) -> list[NamedParameter]:
     return [
-        Named(f"p{i}", torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
+        NamedParameter(f"p{i}", torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
     ]
 
@@ -25,7 +25,7 @@ parameters = st.lists(
 ).map(lambda pairs: make([s for s, _ in pairs], [d for _, d in pairs]))
 
 
-def num_bytes(named: Named) -> int:
+def num_bytes(named: NamedParameter) -> int:
     return named.param.numel() * named.param.element_size()
 
 
@@ -49,9 +49,9 @@ def test_buckets_keep_the_reverse_order_within_a_dtype(params, limit):
 @given(parameters)
 def test_places_start_on_cache_lines_and_do_not_overlap(params):
     same = [named for named in params if named.param.dtype is params[0].param.dtype]
-    places, size = place(same)
+    segments, size = lay_out(same)
     end = 0
-    for where in places:
+    for where in segments:
         assert where.start >= end
         assert where.start * where.named.param.element_size() % 64 == 0
         end = where.start + where.count
@@ -60,7 +60,7 @@ def test_places_start_on_cache_lines_and_do_not_overlap(params):
 
 def test_a_place_keeps_the_strides_of_a_channels_last_parameter():
     weight = torch.nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
-    (where,), size = place([Named("weight", weight)])
+    (where,), size = lay_out([NamedParameter("weight", weight)])
     flat = torch.zeros(size)
     view = where.view(flat)
     view.copy_(weight.detach())

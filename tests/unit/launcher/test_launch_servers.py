@@ -18,7 +18,7 @@ from paceline.launcher.processes.table import ProcessResult, first_cause
 from paceline.launcher.spec import RunSpec
 from paceline.observe.display.board import Board
 from paceline.observe.telemetry.events import Progress
-from paceline.pace.schedule import parse_schedule
+from paceline.pace.parse import parse_schedule
 from paceline.runtime.config import job_env
 from paceline.runtime.machine import Memory, OomCount
 from paceline.runtime.process_names import counted, names, process_names

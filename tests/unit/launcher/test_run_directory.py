@@ -14,7 +14,7 @@ from paceline.launcher.job_size import ElasticPlan
 from paceline.launcher.run_configuration import configuration, encode, git_commit
 from paceline.launcher.run_directory import run_directory
 from paceline.launcher.spec import RunSpec
-from paceline.pace.schedule import parse_schedule
+from paceline.pace.parse import parse_schedule
 
 JOB_ID = "3f2a00112233"
 

@@ -6,8 +6,7 @@ import pytest
 
 from paceline.compress import registry as known
 from paceline.compress.registry import parse_codec
-from paceline.pace.parse import find_problem_with_codec, parse
-from paceline.pace.schedule import parse_schedule
+from paceline.pace.parse import find_problem_with_codec, parse, parse_schedule
 
 REFUSED = {
     "ps[compress=randomk:0.1]": "same indices",
@@ -21,7 +20,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("pace", REFUSED)
 def test_what_servers_cannot_do_is_refused(pace: str) -> None:
-    assert REFUSED[pace] in parse_schedule(pace).problem_with(2, 1)
+    assert REFUSED[pace] in parse_schedule(pace).find_problem(2, 1)
 
 
 @pytest.mark.parametrize("pace", ["ps", "backup:1", "async", "ssp:3"])
@@ -33,7 +32,7 @@ def test_what_they_can_do_is_not(pace: str, codec: str) -> None:
 
 
 def test_randomk_is_a_matter_of_the_workers_where_there_are_no_servers() -> None:
-    assert parse_schedule("allreduce[compress=randomk:0.1]").problem_with(2, 0) == ""
+    assert parse_schedule("allreduce[compress=randomk:0.1]").find_problem(2, 0) == ""
 
 
 def test_servers_do_not_know_codecs_of_a_script() -> None:

@@ -157,8 +157,8 @@ def test_a_pace_can_be_added_once() -> None:
         known.register("mine", mine)
         assert parse("mine:5") == PaceSpec("mine", 5.0) and parse("mine").value == 4
         for name, row, words in (
-            ("mine", Pace(method="other:Method"), "there is a pace mine already"),
-            ("local", mine, "there is a pace local already"),
+            ("mine", Pace(method="other:Method"), "a pace mine exists already"),
+            ("local", mine, "a pace local exists already"),
             ("a b", mine, "one word"),
             ("other", Pace(), "with a method"),
         ):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.pace.schedule import notices_of, parse_schedule
+from paceline.pace.parse import notices_of, parse_schedule
 
 
 def test_a_schedule_is_read_and_written_in_one_form() -> None:
@@ -31,9 +31,9 @@ def test_a_pace_alone_is_a_schedule() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("allreduce@5", "from step 0 on"),
+        ("allreduce@5", "must begin at step 0"),
         ("allreduce, ps", "ps needs a step, such as ps@1000"),
-        ("allreduce, ps@0", "does not come behind step 0 of allreduce"),
+        ("allreduce, ps@0", "does not begin after step 0 of allreduce"),
         ("allreduce, ps@9, local@9", "write the steps in order"),
         ("allreduce, ps@-3", "a whole number"),
         ("allreduce, ps@1e3", "a whole number"),

@@ -1,30 +1,30 @@
 """pl.GradScaler: torch's GradScaler, in every pace.
 
-It is used as torch's own. Three things differ for an optimizer whose model is distributed:
+It is used like torch's own. Three things differ for an optimizer whose model is distributed:
 
-    the scale    is taken off gradients as they arrive at their parameters, during backward, and not
-                 in `unscale_`: what travels, what servers apply and what a pace keeps (momentum of
-                 signs, gradients carried over) has no scale in it
-    `unscale_`   only looks whether gradients are finite; so an optimizer that unscales in its own
+    the scale    is removed from gradients as they arrive at their parameters, during backward, and
+                 not in `unscale_`: what is sent, what servers apply and what a pace keeps (momentum
+                 of signs, gradients carried over) is unscaled
+    `unscale_`   only checks whether gradients are finite; so an optimizer that unscales in its own
                  kernel (fused=True) has nothing to do either
     skipping     is decided by all workers together
 
-TorchScaler is what becomes of torch's own, where servers or a method run the step.
+TorchScaler handles torch's own GradScaler where servers or a method run the step.
 
 SKIPPING. How workers come to the same decision about a step depends on what they have in common at
 the end of backward:
 
-    averages      all have the same ones, to the bit, and so see the same; where an exchange hides
-                  infinities (a vote on signs has none), the roll call has told of them
-    ASKED         each has gradients of its own, but all take the same steps (local steps, gossip):
-                  one number for each step says whether anybody found something
-    nothing       nobody waits for anybody (async, ssp, hogwild), rounds have other members each
-                  time (backup), or members come and go between local steps: there is no step that
-                  all take. Each worker decides about its own update, for all servers at once; and
-                  an update that is left out still COUNTS, as a step in which nothing changes, so
-                  that clocks and meetings stay where the others expect them.
+    averages      all have the same ones, to the bit, and so decide alike; where an exchange hides
+                  infinities (a vote on signs has none), the used-parameter mask reports them
+    same steps    each has gradients of its own, but all take the same steps (local steps, gossip):
+                  they exchange one number for each step
+    nothing       workers do not wait for each other (async, ssp, hogwild), rounds have other
+                  members each time (backup), or members change between local steps: there is no
+                  common step. Each worker decides about its own update, for all servers at once. A
+                  skipped update still COUNTS, as a step in which nothing changes, so that clocks
+                  and rounds stay where the others expect them.
 
-Gradients carry no scale by then (weighting.py), so that workers may differ in it without harm.
+Gradients are unscaled by then (weighting.py), so that workers may have different scales.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from paceline.comm.group import Group
-from paceline.data_parallel.checks.non_finite import all_finite
+from paceline.data_parallel.checks.gradients import all_finite
 from paceline.data_parallel.reducer import Reducer
-from paceline.data_parallel.setup import Groundwork
+from paceline.data_parallel.setup import TrainingSetup
 from paceline.data_parallel.weighting import expect_scaled_losses, scaled
 from paceline.errors import UsageError
 
 
 class Bound(Protocol):
-    """What an optimizer is bound to."""
+    """What an optimizer is bound to: the pace switcher of its model."""
 
     @property
     def skipping(self) -> Skipping: ...
@@ -55,16 +55,16 @@ _bound: weakref.WeakKeyDictionary[torch.optim.Optimizer, Bound] = weakref.WeakKe
 
 
 def bind(optimizer: torch.optim.Optimizer, to: Bound) -> None:
-    """Let scalers find what an optimizer belongs to."""
+    """Register the pace switcher of an optimizer, for scalers."""
     _bound[optimizer] = to
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Scale the loss so that gradients do not vanish in float16; leave out steps that overflow.
+    """Scale the loss so that gradients do not vanish in float16; skip steps that overflow.
 
-    Used as torch.amp.GradScaler, whose arguments it takes; right in every pace. All workers call
+    Used like torch.amp.GradScaler, with the same arguments; correct at every pace. All workers call
     `step`. With local steps they exchange one number for it; where gradients are averaged, or where
-    nobody waits for anybody, nothing.
+    workers do not wait for each other, nothing.
 
     >>> scaler = pl.GradScaler()
     >>> scaler.scale(torch.ones(1, requires_grad=True).sum()).item()
@@ -105,7 +105,7 @@ class GradScaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
     def step(self, optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
-        """Take the optimizer's step, or leave it out on all workers."""
+        """Take the optimizer's step, or skip it on all workers."""
         bound = _bound.get(optimizer)
         if bound is None or not self.is_enabled():
             return super().step(optimizer, *arguments, **options)
@@ -123,10 +123,10 @@ class GradScaler(torch.amp.GradScaler):
 
 
 class TorchScaler:
-    """Notices a GradScaler of torch's at work on an optimizer, and does its part or refuses it.
+    """Detects a GradScaler of torch's on an optimizer, and unscales for it or raises an error.
 
-    torch asks an optimizer whether it unscales by itself. One that says so has its step called
-    always, and finds the scale and whether anything was infinite in its attributes.
+    torch asks an optimizer whether it unscales by itself. Of one that does, torch always calls the
+    step, and puts the scale and whether anything was infinite into its attributes.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, why_not: str) -> None:
@@ -136,13 +136,13 @@ class TorchScaler:
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Leave the optimizer as it was."""
+        """Restore the optimizer."""
         optimizer = self._optimizer()
         if self._is_ours and optimizer is not None:
             del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
 
     def finds_nothing(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Unscale gradients if a scaler asks for it; false if it found infinite ones."""
+        """Unscale gradients if a scaler requests it; return False if some are infinite."""
         found = getattr(optimizer, "found_inf", None)
         if found is None:
             return True
@@ -165,25 +165,25 @@ def _grads_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def choose_skipping(
-    ground: Groundwork, reducer: Reducer, optimizer: torch.optim.Optimizer
+    setup: TrainingSetup, reducer: Reducer, optimizer: torch.optim.Optimizer
 ) -> tuple[Skipping, TorchScaler | None]:
-    """Choose how the workers agree about steps that a GradScaler leaves out, and what becomes of
-    torch's own; None: all do what torch does, to the same averages."""
-    traits = ground.exchange.traits
-    rule = ground.serving.rule if ground.serving is not None else None
+    """Return how the workers agree about skipped steps, and what handles torch's own GradScaler:
+    None if torch's decisions, from the same averages, are the same everywhere."""
+    traits = setup.exchange.traits
+    rule = setup.serving.rule if setup.serving is not None else None
     rounds = rule is not None and rule.backup > 0
-    narrows = rule is not None and rule.aggregate and ground.options.wire == "fp16"
-    # In an elastic job a worker may come between two numbers that the others exchange.
-    comes_and_goes = ground.job.elastic.is_on and (traits.may_be_local or narrows)
-    is_free = ground.is_free or ground.is_common or rounds or comes_and_goes
-    skipping = Skipping(ground.group, reducer, ground.job.ask_unit, is_free=is_free, asks=narrows)
+    narrows = rule is not None and rule.aggregate and setup.options.wire == "fp16"
+    # In an elastic job a worker may join between two numbers that the others exchange.
+    comes_and_goes = setup.job.elastic.is_on and (traits.may_be_local or narrows)
+    is_free = setup.is_free or setup.is_common or rounds or comes_and_goes
+    skipping = Skipping(setup.group, reducer, setup.job.ask_unit, is_free=is_free, asks=narrows)
     why_not = ""
-    if ground.method is not None:
-        why_not = "workers have gradients of their own, and would not leave out the same steps"
+    if setup.method is not None:
+        why_not = "workers have gradients of their own, and would not skip the same steps"
     elif rounds or narrows:
-        why_not = "not all workers see the same averages, so that their scales would part"
-    elif ground.job.place:
-        why_not = "each process sees the gradients of a part of the model only"
+        why_not = "not all workers see the same averages, so that their scales would diverge"
+    elif setup.job.place:
+        why_not = "each process sees the gradients of its local shards only"
     elif traits.keeps_residual:
         why_not = "what a codec leaves out would be sent with the scale of another step"
     elif rule is None:
@@ -192,7 +192,7 @@ def choose_skipping(
 
 
 class Skipping:
-    """Decides about the steps of one training."""
+    """Decides which steps of one training are skipped."""
 
     def __init__(
         self,
@@ -206,24 +206,24 @@ class Skipping:
         self._group = group
         self._reducer = reducer
         self._ask_unit = ask_unit
-        self._is_free = is_free  # nothing in common
-        self._asks = asks  # averages may differ: they were rounded on the way to some
+        self._is_free = is_free  # the workers have nothing in common
+        self._asks = asks  # averages may differ: some workers received rounded ones
         self._found = torch.zeros(1)
 
     @property
     def counts(self) -> bool:
-        """Whether a step that is left out is one, as far as the pace is concerned."""
+        """Whether a skipped step counts as a step of the pace."""
         return self._is_free
 
     def is_due(self, found: bool) -> bool:
-        """Say whether the step is left out, given what this worker found. Perhaps collective."""
+        """Return whether to skip the step, given what this worker found. May be collective."""
         if self._reducer.weighting.is_in_loss:
             raise UsageError(
-                f"rank {self._group.ranks[self._group.rank]}: GradScaler takes the scale off"
-                " gradients as they arrive at their parameters, which those of stages (pp) and"
-                " shards (fsdp) do not; compute in bf16, which needs no scale"
+                f"rank {self._group.ranks[self._group.rank]}: GradScaler unscales gradients as they"
+                " arrive at their parameters, which is not possible for stages (pp) and shards"
+                " (fsdp); compute in bf16, which needs no scale"
             )
-        # All parts of a model leave out the same steps.
+        # All processes of a unit skip the same steps.
         return any(self._ask_unit([self._is_due_here(found)]))
 
     def _is_due_here(self, found: bool) -> bool:
@@ -238,7 +238,7 @@ class Skipping:
 
 
 def step_with_nothing(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step in which no parameter has a gradient; afterwards they are as they were."""
+    """Take a step in which no parameter has a gradient; restore the gradients afterwards."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     grads = [param.grad for param in params]
     for param in params:

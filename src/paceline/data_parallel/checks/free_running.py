@@ -1,8 +1,8 @@
-"""What a person is told about a free-running pace: what one update is, and that the loss rises.
+"""Notices about a free-running pace: what one update is, and a warning when the loss rises.
 
 At `async` and `ssp` each gradient is applied by itself and late, so that a learning rate at which
-`allreduce` trains well may be too high. That is said at the start; and once more, when the loss
-that the script reports shows it.
+`allreduce` trains well may be too high. One worker logs that at the start, and warns once if the
+loss that the script reports shows it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from paceline.ps.spec import Rule
 
 WINDOW = 20  # reports whose mean is compared
-WINDOWS_ABOVE = 3  # in a row, until it is said
-MARGIN = 0.2  # of the first window's mean: losses that stay where they are also vary
+WINDOWS_ABOVE = 3  # in a row, before the warning
+MARGIN = 0.2  # of the first window's mean: constant losses vary too
 
 
 def remedies(rule: Rule, workers: int) -> str:
-    """Return what helps against updates that are too large or too late, in the words of options."""
+    """Return what helps against updates that are too large or too late, as options."""
     found = [f"a lower learning rate (1/{workers} of it is a beginning)"]
     if rule.lr == "plain":
         found.append("lr=staleness")
@@ -29,7 +29,7 @@ def remedies(rule: Rule, workers: int) -> str:
 
 
 def update_notice(rule: Rule, workers: int, groups: Iterable[Mapping[str, Any]]) -> str:
-    """Return what one update is, with an optimizer of these groups; "": as in lockstep."""
+    """Return what one update is, with an optimizer of these groups; "" if it is as in lockstep."""
     pooled = max(1, workers // rule.softsync) if rule.softsync else 1
     if rule.aggregate or workers < 2 or pooled >= workers:
         return ""
@@ -54,7 +54,7 @@ def _about_momentum(groups: Iterable[Mapping[str, Any]]) -> str:
 
 
 class LossWatch:
-    """Looks at each loss that the script reports, and says once that it rises or is not finite."""
+    """Watches the losses that the script reports; warns once if one rises or is not finite."""
 
     def __init__(self, warn: Callable[[str], None], advice: str) -> None:
         self._warn: Callable[[str], None] | None = warn
@@ -64,14 +64,14 @@ class LossWatch:
         self._above: dict[str, int] = {}
 
     def __call__(self, values: Mapping[str, float]) -> None:
-        """Take in what is reported; other values than losses do not matter."""
+        """Process reported values; only losses matter."""
         for name, value in values.items():
             if self._warn is not None and (name == "loss" or name == "train_loss"):
                 self._look(name, value)
 
     def _look(self, name: str, value: float) -> None:
         if not math.isfinite(value):
-            self._say(f"the reported {name} is not finite ({value})")
+            self._warn_once(f"the reported {name} is not finite ({value})")
             return
         window = self._seen.setdefault(name, [])
         window.append(value)
@@ -83,9 +83,9 @@ class LossWatch:
         is_above = mean > first + MARGIN * abs(first)
         self._above[name] = self._above.get(name, 0) + 1 if is_above else 0
         if self._above[name] >= WINDOWS_ABOVE:
-            self._say(f"the reported {name} has risen from {first:.4g} to {mean:.4g}")
+            self._warn_once(f"the reported {name} has risen from {first:.4g} to {mean:.4g}")
 
-    def _say(self, what: str) -> None:
+    def _warn_once(self, what: str) -> None:
         assert self._warn is not None
         self._warn(f"{what}: {self._advice}")
         self._warn = None

@@ -1,4 +1,4 @@
-"""State of a model beside its parameters: buffers, batch norm statistics, and who receives it.
+"""State of a model beside its parameters: buffers, batch norm statistics, and transfers of state.
 
-Start with parts.py (what a newcomer receives) and checkpoint.py (what a checkpoint holds).
+Start with elastic_state.py (what a newcomer receives) and checkpoint.py (what a checkpoint holds).
 """

@@ -1,14 +1,14 @@
 """Batch normalisation with the statistics of the global batch.
 
 A plain BatchNorm normalises with the mean and variance of the batch that its own worker sees. Here
-the workers put theirs together, so that w workers compute what one process would with all samples.
+the workers combine theirs, so that w workers compute what one process would with all samples.
 
 Only `forward` of each module is replaced, in the instance: object, class, parameters, buffers and
 state_dict stay. Copies (deepcopy, pickle) get their class's forward back, so that a copy that one
 rank evaluates or trains alone never waits for the others. In eval mode nothing is communicated.
 
 The collectives are blocking and happen inside forward and backward: give them a Group of their own,
-or they queue behind the gradients that are on their way.
+or they queue after gradients that are being exchanged.
 
     forward    every rank gathers (count, mean, M2) of all ranks, where M2 is the sum of squared
                distances from the mean, and merges them (Chan et al.): no difference of large sums
@@ -59,7 +59,7 @@ def use_global_statistics(model: nn.Module, group: Group) -> int:
 
 
 def use_own_statistics(model: nn.Module) -> None:
-    """Give every BatchNorm its own `forward` back."""
+    """Restore the own `forward` of every BatchNorm."""
     for module in model.modules():
         if isinstance(vars(module).get("forward"), _GlobalForward):
             del vars(module)["forward"]
@@ -73,7 +73,7 @@ def _reason_against(module: _BatchNorm) -> str:
         )
     if isinstance(module, _LazyNormBase):
         return "whose size is not known yet; pass one batch through the model first"
-    # An instance has a forward of its own after this function, and a copy of it its class's.
+    # After this function an instance has a forward of its own; a copy of it has its class's.
     here = vars(module).get("forward", type(module).forward)
     is_plain = getattr(here, "__func__", here) is _BatchNorm.forward
     if type(module).forward is not _BatchNorm.forward or not (
@@ -87,11 +87,11 @@ class _GlobalForward(StandIn):
     """Stands in for the `forward` of one module."""
 
     def __init__(self, module: _BatchNorm, group: Group) -> None:
-        # Weak, so that the module does not hold itself and goes away like any other.
+        # Weak, so that the module does not hold itself and is freed like any other.
         self._module = weakref.ref(module)
         self._group = group
-        # torch.compile must not look inside: it cannot trace a collective of the engine. Told only
-        # here, because it imports the compiler (as every optimizer does when it is made).
+        # torch.compile must not look inside: it cannot trace a collective of the engine. Disabled
+        # only here, because that imports the compiler (as the first optimizer does).
         self._train: Callable[..., Tensor] = torch.compiler.disable(_train)
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -165,8 +165,10 @@ def global_statistics(x: Tensor, group: Group) -> Statistics:
 
 
 def merge(gathered: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return count, mean and biased variance of all values from rows of (count, means..., M2s...),
-    which may count nothing."""
+    """Return count, mean and biased variance of all values from rows of (count, means..., M2s...).
+
+    A row's count may be 0.
+    """
     counts, of_channels = gathered[:, :1], gathered[:, 1:]
     means, squares = of_channels.chunk(2, dim=1)
     total = int(counts.sum())
@@ -233,8 +235,8 @@ def _affine(
 def _local_sums(
     dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return sum(dy * z) and sum(dy) of this rank: what eval mode has as weight's and bias's
-    gradient, because there mean and variance are constants."""
+    """Return sum(dy * z) and sum(dy) of this rank: in eval mode the gradients of weight and bias,
+    because there mean and variance are constants."""
     if x.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
     _, sum_dy_z, sum_dy = torch.ops.aten.native_batch_norm_backward(
@@ -253,7 +255,7 @@ def _global_sums(sum_dy_z: Tensor, sum_dy: Tensor, group: Group) -> Tensor:
     """Add up the sums of all ranks by their contributions, in units of this rank's. Collective."""
     contribution = job.current().contribution.weight
     sums = torch.stack([sum_dy_z, sum_dy]).double()
-    if not contribution:  # what these become will be dropped, but must not be infinite
+    if not contribution:  # the result will be dropped, but must not be infinite
         sums.zero_()
     group.all_reduce(sums.mul_(contribution))
     return sums / (contribution or 1.0)

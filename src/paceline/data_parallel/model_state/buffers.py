@@ -1,6 +1,6 @@
-"""Buffers of the model (running statistics, counters, caches) kept in step between workers.
+"""Buffers of the model (running statistics, counters, caches), synchronised between workers.
 
-All buffers lie one after the other in one piece of engine memory, and the model's tensors are views
+All buffers lie one after the other in one block of engine memory, and the model's tensors are views
 of it, so that synchronising hundreds of small tensors takes one collective and no copy:
 
     [ float32 ... | float64 ... | other dtypes ... ]     a section for each dtype
@@ -8,14 +8,14 @@ of it, so that synchronising hundreds of small tensors takes one collective and 
 
 The policies, applied after every optimizer step:
 
-    broadcast   everybody takes rank 0's: the whole memory travels as bytes, whatever the dtypes
+    broadcast   all take rank 0's: the memory is sent as bytes, whatever the dtypes
     average     floating-point and complex sections become the mean of all ranks; others rank 0's
     local       every rank keeps its own
 
 A tensor moves into the memory with its strides, and stays the same object. A loose buffer (a view
-of something else, a tensor that the script assigned later) is copied in before and back after. When
-buffers come, go or change their shape, the next step finds a new layout. Submodules that are added
-later are not seen.
+of another tensor, a tensor that the script assigned later) is copied in before and back after. When
+buffers are added, removed or reshaped, the next step makes a new layout. Submodules that are added
+later are not included.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from torch.nn.parameter import is_lazy
 from paceline import _core
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
-from paceline.data_parallel.hooks import keep_tensor_plain
+from paceline.data_parallel.hooks import make_tensor_copies_plain
 from paceline.errors import PeerError, PeerLost, UnsupportedTensor, UsageError
 from paceline.runtime.work import Work
 
 POLICIES = ("broadcast", "average", "local")
 _ALIGNMENT = 64  # bytes: a section starts on a cache line
-# What a mean is computed in; sections of other dtypes travel as bytes.
+# The dtype of a mean; sections of other dtypes are sent as bytes.
 _REAL = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
@@ -53,12 +53,12 @@ _REAL = {
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """The place of one buffer."""
+class _BufferSlot:
+    """The memory of one buffer."""
 
     buffer: Tensor
     view: Tensor  # of the memory
-    address: int  # of the buffer when it was placed; if it is another one now, it was moved
+    address: int  # of the buffer when it was placed; another address means that it was moved
 
     @property
     def is_loose(self) -> bool:
@@ -68,12 +68,11 @@ class _Slot:
 class Buffers:
     """The buffers of one model on one rank. Main thread only.
 
-    `start()` and `finish()` enclose the optimizer's work, during which nobody changes buffers. If
-    training goes on without a worker that is lost, so does this: each rank's buffers are then its
-    own.
+    `start()` and `finish()` enclose the optimizer's work, during which buffers must not change. If
+    training continues after a worker is lost, each rank's buffers are its own from then on.
 
-    In an elastic job `synchronise()` takes their place, and can be repeated: what all agreed on
-    last is kept, because a newcomer, or a replacement that computes a step again, begins with it.
+    In an elastic job `synchronise()` is used instead, and can be repeated: the last values that all
+    agreed on are kept, because a newcomer, or a replacement that repeats a step, starts with them.
     """
 
     def __init__(
@@ -83,23 +82,23 @@ class Buffers:
         engine: _core.Engine,
         policy: str = "broadcast",
         *,
-        goes_on: bool = False,
+        survives_loss: bool = False,
     ) -> None:
         if policy not in POLICIES:
             raise UsageError(f"buffers={policy!r}: choose one of {', '.join(POLICIES)}")
         self._group, self._engine, self._policy = group, engine, policy
-        self._goes_on = goes_on
+        self._survives_loss = survives_loss
         self._modules = dict(model.named_modules())
-        self._slots: list[_Slot] = []
-        self.num_placed = 0  # buffers, when they were last looked at
-        self._loose: list[_Slot] = []
+        self._slots: list[_BufferSlot] = []
+        self.num_placed = 0  # number of buffers, when last seen
+        self._loose: list[_BufferSlot] = []
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._sections: dict[torch.dtype, Tensor] = {}
         self._under_way: list[Work[Any]] = []
         self.agreed = torch.empty(0, dtype=torch.uint8)  # elastic jobs: after the last agreement
 
     def synchronise(self) -> None:
-        """Bring the buffers of all workers together, as the policy says. Collective, repeatable."""
+        """Synchronise the buffers of all workers, by the policy. Collective, repeatable."""
         self._copy_in()
         if self._policy != "local" and self._memory.numel():
             mine = self._memory.clone()
@@ -108,15 +107,15 @@ class Buffers:
                 for work in self._under_way:
                     work.wait()
             except PeerError:
-                self._memory.copy_(mine)  # half of it may be somebody else's
+                self._memory.copy_(mine)  # half of it may be another worker's
                 raise
             finally:
                 self._under_way = []
             self._copy_back()
         self.agreed = self._memory.clone()
 
-    def adopt(self, agreed: Tensor) -> None:
-        """Take over what a peer's workers agreed on last."""
+    def load_agreed(self, agreed: Tensor) -> None:
+        """Load the buffers that a peer's workers agreed on last."""
         self._copy_in()
         if agreed.numel() != self._memory.numel():
             raise UsageError(
@@ -135,8 +134,8 @@ class Buffers:
         self._copy_back()
 
     def start(self) -> None:
-        """Begin to synchronise; nobody may change a buffer before `finish()`."""
-        self.finish()  # of a step that an error interrupted
+        """Start to synchronise; no buffer may change before `finish()`."""
+        self.finish()  # of a step that failed
         if self._policy == "local":
             return
         self._copy_in()
@@ -157,7 +156,7 @@ class Buffers:
             self._under_way.append(work)  # type: ignore[arg-type]
 
     def finish(self) -> None:
-        """Wait for what `start()` began; then every buffer has its new value."""
+        """Wait for what `start()` started; then every buffer has its new value."""
         works, self._under_way = self._under_way, []
         with self._without_lost_workers():
             for work in works:
@@ -170,7 +169,7 @@ class Buffers:
         try:
             yield
         except PeerLost as error:
-            if not self._goes_on:
+            if not self._survives_loss:
                 raise
             warnings.warn(
                 f"rank {self._group.rank}: buffers={self._policy} ends, because a worker is lost:"
@@ -182,7 +181,7 @@ class Buffers:
     # -- copies -------------------------------------------------------------------------------
 
     def _copy_in(self) -> None:
-        """Bring the memory up to date with the buffers that the model has now."""
+        """Update the memory from the buffers that the model has now."""
         found = self._current()
         if len(found) != len(self._slots) or any(
             buffer is not slot.buffer or buffer.data_ptr() != slot.address
@@ -207,7 +206,7 @@ class Buffers:
         return [buffer for buffer in dict.fromkeys(buffers) if not is_lazy(buffer)]
 
     def _place(self, found: list[Tensor]) -> None:
-        """Give every buffer its place: in the same memory if nothing but tensors was exchanged."""
+        """Assign memory to every buffer: the same if only tensor objects were exchanged."""
         for buffer in found:
             self._require_movable(buffer)
         views = [slot.view for slot in self._slots]
@@ -219,13 +218,13 @@ class Buffers:
                 is_alone = sharers[buffer.untyped_storage().data_ptr()] == 1
                 if buffer in placed or (is_alone and _owns_its_memory(buffer)):
                     buffer.data = view.copy_(buffer.detach())
-                    keep_tensor_plain(buffer)
-        self._slots = [_Slot(b, v, b.data_ptr()) for b, v in zip(found, views, strict=True)]
+                    make_tensor_copies_plain(buffer)
+        self._slots = [_BufferSlot(b, v, b.data_ptr()) for b, v in zip(found, views, strict=True)]
         self._loose = [slot for slot in self._slots if slot.is_loose]
         self.num_placed = len(self._slots)
 
     def _has_strayed(self, found: list[Tensor]) -> bool:
-        """Say whether a buffer lies in another's place, where copying in would overwrite it."""
+        """Return whether a buffer lies in the memory of another, which copying in would change."""
         start = self._memory.data_ptr()
         return any(
             start <= buffer.data_ptr() < start + self._memory.numel()
@@ -243,7 +242,7 @@ class Buffers:
         ends = [0, *accumulate(_room(dtype, count) for dtype, count in counts.items())]
         self._memory = allocate(self._engine, (ends[-1],), torch.uint8).zero_()
         spans = dict(zip(counts, pairwise(ends), strict=True))
-        # To torch, every section is a memory of its own: torch.save refuses one with two dtypes.
+        # Separate memory for torch: torch.save refuses one with two dtypes.
         self._sections = {
             d: torch.from_numpy(self._memory[a:b].numpy()) for d, (a, b) in spans.items() if a != b
         }
@@ -287,6 +286,6 @@ def _room(dtype: torch.dtype, count: int) -> int:
 
 
 def _owns_its_memory(buffer: Tensor) -> bool:
-    """Say whether nothing else can be seen to use the buffer's memory, so that it may move."""
+    """Return whether the buffer is the only user of its memory, so that it may move."""
     is_whole = buffer.untyped_storage().nbytes() == buffer.numel() * buffer.itemsize
     return is_whole and type(buffer) is Tensor and not buffer.requires_grad

@@ -1,22 +1,21 @@
-"""What a checkpoint has of one distributed model, however its pace has spread it.
+"""The state of one distributed model in a checkpoint, however its pace has spread it.
 
-    common   the same whoever asks: what stands for all workers. Parameters and buffers under the
+    common   the same on every worker: what the workers agree on. Parameters and buffers under the
              names of `state_dict()`, the optimizer's state by the parameter's name, what a method
              keeps for all
-    own      this worker's alone, of use only to a job with as many workers at the same pace: values
-             that have gone apart from the others', what a codec or a method has not sent yet
+    own      this worker's alone, useful only to a job with as many workers at the same pace: values
+             that have diverged from the others', what a codec or a method has not sent yet
 
     model/layer.weight   optimizer/layer.weight/exp_avg   pace/begin.0   codec/0
 
-To take a picture is collective and changes nothing; the tensors in it are live, to be copied
-before the next step.
+Taking a snapshot is collective and changes nothing; the tensors in it are live, to be copied before
+the next step.
 
-To restore one works at whatever pace and with however many workers. What stands for all workers is
-loaded everywhere. With as many workers as there were, at the same pace, each also gets its own back
-and goes on to the bit. Otherwise what was each worker's own is brought to what all can begin with:
-optimizers that had gone apart become their mean, residuals the mean of the residuals (so that what
-was left out still comes, and as much of it), and a pace begins anew at the values that stand for
-all. What was done is returned in words.
+A snapshot can be loaded at any pace and with any number of workers. The common state is loaded
+everywhere. With as many workers as there were, at the same pace, each also gets its own state back
+and resumes bit for bit. Otherwise the workers' own states are combined: diverged optimizers become
+their mean, residuals the mean of the residuals (so that what was left out is still sent, and as
+much of it), and a pace restarts from the common values. The loader returns notices of that.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import torch
 from msgspec import structs
 from torch import nn
 
-from paceline.data_parallel.model_state.parts import numbered_groups, settings_of
+from paceline.data_parallel.model_state.elastic_state import group_settings, numbered_groups
 from paceline.data_parallel.pace_switch.handover import mean_state, params_of
 from paceline.data_parallel.training import Training
 from paceline.errors import CheckpointMismatch
@@ -41,19 +40,21 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
-class Picture:
-    """A distributed model at one moment, as one worker has it."""
+class ModelSnapshot:
+    """A distributed model at one moment, as one worker sees it."""
 
     common: Tensors = field(default_factory=dict)  # every worker has all of it, or the first alone
-    first: Tensors = field(default_factory=dict)  # common too, but only the first worker has it
+    first: Tensors = field(default_factory=dict)  # common too, on the first worker only
     own: Tensors = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)  # common
     own_plain: dict[str, Any] = field(default_factory=dict)
 
 
-def take_picture(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer) -> Picture:
-    """Return what a checkpoint has of a model. Collective where workers have gone apart."""
-    picture = Picture()
+def take_snapshot(
+    training: Training, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> ModelSnapshot:
+    """Return the state of a model for a checkpoint. Collective where workers have diverged."""
+    snapshot = ModelSnapshot()
     serving, apart = training.serving, training.is_apart
     is_first = training.is_first
     if serving is not None:
@@ -62,8 +63,8 @@ def take_picture(training: Training, model: nn.Module, optimizer: torch.optim.Op
             serving.update.pull()
     agreed = training.agreed_values()
     is_shared = serving is None
-    groups = _groups(model, optimizer, picture.common)
-    picture.plain = {
+    groups = _groups(model, optimizer, snapshot.common)
+    snapshot.plain = {
         "pace": str(training.pace),
         "options": {k: str(value) for k, value in structs.asdict(training.options).items()},
         "optimizer": {"class": type(optimizer).__name__, "groups": groups},
@@ -73,58 +74,58 @@ def take_picture(training: Training, model: nn.Module, optimizer: torch.optim.Op
     params = dict(model.named_parameters(remove_duplicate=False))  # tied ones have several names
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
-            picture.common[f"model/{name}"] = agreed.get(params.get(name), value.detach())
+            snapshot.common[f"model/{name}"] = agreed.get(params.get(name), value.detach())
         else:
-            written = write_down(value, f"extra/{name}", picture.common)
-            picture.plain.setdefault("extra", {})[name] = written
+            written = write_down(value, f"extra/{name}", snapshot.common)
+            snapshot.plain.setdefault("extra", {})[name] = written
     own_optimizer = apart or (serving is not None and serving.optimizer_state is None)
     if own_optimizer:
-        picture.own.update(_optimizer_state(model, optimizer, picture.own_plain))
+        snapshot.own.update(_optimizer_state(model, optimizer, snapshot.own_plain))
     elif is_first or is_shared:
-        picture.common.update(_optimizer_state(model, optimizer, picture.plain))
+        snapshot.common.update(_optimizer_state(model, optimizer, snapshot.plain))
     if apart:
-        # By all of their names, as the common ones: the last that is loaded counts.
-        picture.own.update({f"model/{name}": p.detach() for name, p in params.items()})
+        # Under all of their names, like the common ones: the last that is loaded counts.
+        snapshot.own.update({f"model/{name}": p.detach() for name, p in params.items()})
     if apart or training.buffers_are_local:
         named = {name for name, _ in model.named_buffers()}
         own = {f"model/{name}": value for name, value in state.items() if name in named}
-        picture.own.update(own)
-    _add_pace(picture, training, is_first=is_first)
+        snapshot.own.update(own)
+    _add_pace(snapshot, training, is_first=is_first)
     if not is_shared:
-        picture.first, picture.common = (
-            ({**picture.first, **picture.common} if is_first else {}),
+        snapshot.first, snapshot.common = (
+            ({**snapshot.first, **snapshot.common} if is_first else {}),
             {},
         )
-    return picture
+    return snapshot
 
 
 def layout_of(training: Training) -> list[list[Any]]:
-    """Say how parameters lie in buckets: flat tensors fit only where this is the same."""
+    """Return how parameters lie in buckets: flat tensors fit only where this is the same."""
     return [
-        [[slot.name, slot.place.start, slot.place.count] for slot in bucket.slots]
+        [[slot.name, slot.segment.start, slot.segment.count] for slot in bucket.slots]
         for bucket in training.reducer.buckets
     ]
 
 
-def codec_of(training: Training) -> Part | None:
-    """Return what keeps the residuals of gradients at this pace; None: nothing does."""
+def residuals_of(training: Training) -> Part | None:
+    """Return what keeps the residuals of gradients at this pace, or None."""
     return training.exchange.residuals
 
 
-def _add_pace(picture: Picture, training: Training, *, is_first: bool) -> None:
-    """Add what the pace and the codec have: what is kept for all is written by the first worker."""
+def _add_pace(snapshot: ModelSnapshot, training: Training, *, is_first: bool) -> None:
+    """Add the state of pace and codec; the first worker adds what is kept for all."""
     if training.method is not None:
         state = PaceState(training.method).state()
-        picture.own_plain["method"] = picture.plain["method"] = state.counts
-        picture.own.update(_named("pace", {**state.copied, **state.own}))
+        snapshot.own_plain["method"] = snapshot.plain["method"] = state.counts
+        snapshot.own.update(_named("pace", {**state.copied, **state.own}))
         if is_first:
             fetched = {name: fetch() for name, fetch in state.served.items()}
-            picture.first.update(_named("pace", {**state.shared, **fetched}))
-    codec = codec_of(training)
+            snapshot.first.update(_named("pace", {**state.shared, **fetched}))
+    codec = residuals_of(training)
     if codec is not None:
         state = codec.state()
-        picture.own_plain["codec"] = state.counts
-        picture.own.update(_named("codec", {**state.copied, **state.own}))
+        snapshot.own_plain["codec"] = state.counts
+        snapshot.own.update(_named("codec", {**state.copied, **state.own}))
 
 
 def _named(kind: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -140,7 +141,7 @@ def _groups(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors
 ) -> list[dict[str, Any]]:
     names, groups = names_of(model), []
-    pairs = zip(optimizer.param_groups, settings_of(optimizer), strict=True)
+    pairs = zip(optimizer.param_groups, group_settings(optimizer), strict=True)
     for number, (group, settings) in enumerate(pairs):
         written = write_down(settings, f"optimizer-group-{number}", tensors)
         groups.append({"params": [names[p] for p in group["params"]], "settings": written})
@@ -170,12 +171,12 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What a checkpoint has of one model (checkpoint.py)."""
+    """The state of one model in a checkpoint that was saved."""
 
     common: Mapping[str, torch.Tensor]
     plain: Mapping[str, Any]
     owns: Sequence[Callable[[], Tensors]]  # by worker; read when they are needed
-    own_plains: Sequence[Mapping[str, Any] | None]  # None: it had left
+    own_plains: Sequence[Mapping[str, Any] | None]  # None: the worker had left
 
     @property
     def num_workers(self) -> int:
@@ -183,14 +184,14 @@ class SavedModel:
         return len(self.owns)
 
     @property
-    def those_there(self) -> list[tuple[Tensors, Mapping[str, Any]]]:
-        """What each of those had who had not left."""
+    def present(self) -> list[tuple[Tensors, Mapping[str, Any]]]:
+        """The own states of the workers that had not left."""
         pairs = zip(self.owns, self.own_plains, strict=True)
         return [(read(), plain) for read, plain in pairs if plain is not None]
 
 
-class Restoring:
-    """Puts one model to where a checkpoint has it. Collective, on the main thread."""
+class ModelLoader:
+    """Loads one model from a checkpoint. Collective, on the main thread."""
 
     def __init__(
         self, training: Training, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -199,24 +200,24 @@ class Restoring:
         self.notices: list[str] = []
 
     def run(self, saved: SavedModel, rank: int, world_size: int) -> None:
-        """Load everything; `rank` is this worker's place among `world_size`."""
+        """Load everything; `rank` is this worker's index among `world_size`."""
         training = self._training
         fits = saved.plain["layout"] == layout_of(training)
         is_same_pace = saved.plain["pace"] == str(training.pace) and fits
         is_same_world = saved.num_workers == world_size and None not in saved.own_plains
         own: Tensors = {}
-        goes_on = is_same_pace and is_same_world
-        if goes_on:
+        resumes = is_same_pace and is_same_world
+        if resumes:
             own = saved.owns[rank]()
         elif saved.plain["pace"] != str(training.pace):
-            self._say(f"pace {training.pace} instead of {saved.plain['pace']}")
+            self._notice(f"pace {training.pace} instead of {saved.plain['pace']}")
         elif not fits and training.method is not None:
-            self._say(f"what pace {training.pace} keeps begins anew: parameters lie otherwise")
+            self._notice(f"what pace {training.pace} keeps starts afresh: other buckets")
         self.load_values(saved)
-        self._load_optimizer(saved, rank, own if goes_on else None)
-        self._load_method(saved, rank, own, is_same_pace=is_same_pace, goes_on=goes_on)
-        self._load_codec(saved, rank, own, fits=fits, goes_on=goes_on)
-        if goes_on:
+        self._load_optimizer(saved, rank, own if resumes else None)
+        self._load_method(saved, rank, own, is_same_pace=is_same_pace, resumes=resumes)
+        self._load_codec(saved, rank, own, fits=fits, resumes=resumes)
+        if resumes:
             self._load_model(saved, own)
 
     def load_values(self, saved: SavedModel) -> None:
@@ -226,14 +227,14 @@ class Restoring:
         if self._training.method is not None:
             self._training.method.begin()
 
-    def _say(self, text: str) -> None:
+    def _notice(self, text: str) -> None:
         if text not in self.notices:
             self.notices.append(text)
 
     # -- values -------------------------------------------------------------------------------
 
     def _load_model(self, saved: SavedModel, own: Mapping[str, torch.Tensor]) -> None:
-        """Load what stands for all, or with `own` what this worker had in its place."""
+        """Load the common values, or with `own` those that this worker had instead."""
         source = {**saved.common, **own} if own else saved.common
         found = _under("model/", source)
         extra = saved.plain.get("extra", {})
@@ -283,8 +284,8 @@ class Restoring:
         if own is not None:
             return _entries_of(own, _own(saved, rank)["optimizer values"])
         if saved.num_workers > 1:
-            self._say("the optimizers of the workers, which had gone apart, became their mean")
-        states = [_entries_of(own, plain["optimizer values"]) for own, plain in saved.those_there]
+            self._notice("the diverged optimizers of the workers became their mean")
+        states = [_entries_of(own, plain["optimizer values"]) for own, plain in saved.present]
         return mean_state(states)
 
     def _groups(self, saved: SavedModel, told: Sequence[Any]) -> list[dict[str, Any]]:
@@ -297,23 +298,23 @@ class Restoring:
         settings = [read_back(theirs["settings"], saved.common) for theirs in told]
         return numbered_groups(self._optimizer, settings)
 
-    # -- what a pace and a codec keep ---------------------------------------------------------
+    # -- pace and codec -----------------------------------------------------------------------
 
     def _load_method(
-        self, saved: SavedModel, rank: int, own: Tensors, *, is_same_pace: bool, goes_on: bool
+        self, saved: SavedModel, rank: int, own: Tensors, *, is_same_pace: bool, resumes: bool
     ) -> None:
         method = self._training.method
         if method is None or not is_same_pace or "method" not in saved.plain:
-            return  # it has begun at the values that were loaded
-        counts = _own(saved, rank)["method"] if goes_on else saved.plain["method"]
+            return  # it has started from the values that were loaded
+        counts = _own(saved, rank)["method"] if resumes else saved.plain["method"]
         shared = _under("pace/", saved.common)
         PaceState(method).load(State(counts, shared, own=_under("pace/", own)), None)
 
     def _load_codec(
-        self, saved: SavedModel, rank: int, own: Tensors, *, fits: bool, goes_on: bool
+        self, saved: SavedModel, rank: int, own: Tensors, *, fits: bool, resumes: bool
     ) -> None:
-        codec = codec_of(self._training)
-        (_, first), *_ = saved.those_there
+        codec = residuals_of(self._training)
+        (_, first), *_ = saved.present
         if codec is None or "codec" not in first:
             return
         state = codec.state()
@@ -324,19 +325,19 @@ class Restoring:
             self._training.options.compress
         )
         if not fits or not is_same_codec:
-            self._say("what the codec had left out of gradients was dropped")
-        elif goes_on:
+            self._notice("what the codec had left out of gradients was dropped")
+        elif resumes:
             codec.load(State(_own(saved, rank)["codec"], own=_under("codec/", own)), None)
         else:
-            self._say("of what the codecs of the workers had left out, each begins with the mean")
-            theirs = [_under("codec/", own) for own, _ in saved.those_there]
+            self._notice("each worker starts with the mean of what the codecs had left out")
+            theirs = [_under("codec/", own) for own, _ in saved.present]
             codec.load(State(first["codec"], own=_means_of(kept, theirs)), None)
 
 
 def _means_of(
     mine: Mapping[str, torch.Tensor], theirs: Sequence[Mapping[str, torch.Tensor]]
 ) -> Tensors:
-    """Return the mean of what the workers had, as far as it has the shape that it has here."""
+    """Return the means of the workers' tensors, as far as their shapes fit here."""
     means = Tensors()
     for name, tensor in mine.items():
         found = [one[name] for one in theirs if name in one]
@@ -347,7 +348,7 @@ def _means_of(
 
 def _own(saved: SavedModel, rank: int) -> Mapping[str, Any]:
     plain = saved.own_plains[rank]
-    assert plain is not None, "who goes on was there"
+    assert plain is not None, "a worker that resumes had not left"
     return plain
 
 

@@ -1,8 +1,8 @@
-"""Which paces a model is trained at: the script's words, and what wins over them.
+"""Which paces a model is trained at: the script's choice, and what overrides it.
 
-The command line (PACELINE_PACE, PACELINE_PRECISION) wins over the script, and what a person wishes
-while the job runs wins over both. What the script gives as keywords, or in brackets, counts at
-every pace that has such an option.
+The command line (PACELINE_PACE, PACELINE_PRECISION) overrides the script, and a request of an
+operator while the job runs overrides both. Options that the script gives as keywords, or in
+brackets, count at every pace that has such an option.
 """
 
 from __future__ import annotations
@@ -21,25 +21,32 @@ from paceline.data_parallel.checks.model import find_problem_with_servers
 from paceline.errors import UsageError
 from paceline.options.grammar import Text, number_text
 from paceline.options.table import Options, wire_dtype
-from paceline.pace.parse import PaceSpec, find_problem_with_backups, find_problem_with_codec
+from paceline.pace.parse import (
+    PaceSpec,
+    Phase,
+    Schedule,
+    find_problem_with_backups,
+    find_problem_with_codec,
+    notices_of,
+    parse_schedule,
+)
 from paceline.pace.registry import KNOWN, Pace, find, needs_servers
-from paceline.pace.schedule import Phase, Schedule, notices_of, parse_schedule
 from paceline.runtime.config import requested_pace, requested_precision
 from paceline.runtime.console import say
 from paceline.runtime.job import Job
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """One phase: behind which step it begins, the pace, and its options."""
+class PhaseOptions:
+    """One phase: the step after which it begins, the pace, and its options."""
 
     start: int
     pace: PaceSpec
     options: Options
 
 
-class Choice:
-    """Chooses for one call of `distribute`, then and later."""
+class PaceChoice:
+    """Chooses for one call of `distribute`, at its start and later."""
 
     def __init__(self, job: Job, given: Mapping[str, str | float]) -> None:
         self._job = job
@@ -48,8 +55,8 @@ class Choice:
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._mine = self._asked = Schedule.of(PaceSpec("allreduce"))
 
-    def at_start(self, pace: str) -> list[Chosen]:
-        """Combine the script's pace and arguments with what the command line says, which wins."""
+    def at_start(self, pace: str) -> list[PhaseOptions]:
+        """Combine the script's pace and arguments with those of the command line, which win."""
         self._mine, told = parse_schedule(pace), requested_pace()
         asked = self._asked = self._mine if told is None else parse_schedule(told)
         is_first = self._job.env.rank == 0
@@ -70,16 +77,16 @@ class Choice:
         return phases
 
     def find_problem(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, phases: Sequence[Chosen]
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, phases: Sequence[PhaseOptions]
     ) -> str | None:
-        """Say why these two cannot be trained at one of the paces; None: they can. From now on
+        """Return why these two cannot be trained at one of the paces, or None. From now on
         `while_running` is about them."""
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         found = (self._problem_with(phase.pace, phase.options) for phase in phases)
         return next((problem for problem in found if problem is not None), None)
 
-    def while_running(self, pace: str) -> Chosen:
-        """Say what another pace comes to; UsageError when it cannot be."""
+    def while_running(self, pace: str) -> PhaseOptions:
+        """Return what another pace means for this model; UsageError if it cannot be used."""
         asked = parse_schedule(pace)
         if len(asked.phases) > 1:
             raise UsageError(
@@ -95,16 +102,16 @@ class Choice:
             raise UsageError(problem)
         return chosen
 
-    def _choose(self, phase: Phase, asked: Schedule) -> Chosen:
+    def _choose(self, phase: Phase, asked: Schedule) -> PhaseOptions:
         full, given = self._complete(phase.pace, asked)
-        chosen = Chosen(phase.start, phase.pace, options_of(full, given))
+        chosen = PhaseOptions(phase.start, phase.pace, options_of(full, given))
         self._check(full, chosen.options)
         return chosen
 
     def _complete(
         self, pace: PaceSpec, asked: Schedule
     ) -> tuple[PaceSpec, Mapping[str, str | float]]:
-        """Return a pace with the options that the script wrote, and its keywords that count."""
+        """Return a pace with the options that the script wrote, and the keywords that apply."""
         mine, given = self._mine, self._given
         same = [phase.pace for phase in mine.phases if phase.pace.name == pace.name]
         written = (same[0] if same else mine.first).options
@@ -112,7 +119,7 @@ class Choice:
             given = {key: value for key, value in given.items() if _fits(pace, key, value)}
             written = {key: value for key, value in written.items() if _fits(pace, key, value)}
         told = requested_precision()
-        if told is not None:  # wherever else it may stand
+        if told is not None:  # it overrides the option, wherever that was given
             given = {**given, "precision": told}
             written = {key: value for key, value in written.items() if key != "precision"}
             options = {key: value for key, value in pace.options.items() if key != "precision"}
@@ -144,8 +151,8 @@ class Choice:
 
     @property
     def _numbers(self) -> tuple[int, int]:
-        """Return how many workers and servers there are; in an elastic job, where both come and go
-        and a table may lie on one of its parts: at the start, and one."""
+        """Return the number of workers and servers; in an elastic job, where both change and a
+        table may lie on one partition: the workers at the start, and one server."""
         job = self._job
         if job.elastic.is_on:
             return job.env.world_size, min(len(job.servers), 1)
@@ -171,7 +178,7 @@ class Choice:
 
 
 def options_of(pace: PaceSpec, given: Mapping[str, object]) -> Options:
-    """Return what the keywords of a script and the text of a pace, which wins, choose together."""
+    """Return the options from the keywords of a script and the text of a pace, which wins."""
     row = _row(pace)
     written = {**{name: _checked(row, pace, name, given[name]) for name in given}, **pace.options}
     chosen = {one.name: one.default_text for one in row.options} | written
@@ -180,7 +187,7 @@ def options_of(pace: PaceSpec, given: Mapping[str, object]) -> Options:
     texts = {name: text for name, text in chosen.items() if text is not None}
     fields = set(Options.__struct_fields__) - {"own"}
     values = {one.name: one.value_of(texts[one.name]) for one in row.options if one.name in texts}
-    # A method has its own, also where another pace has an option of the same name.
+    # A method gets its own options, even if another pace has an option of the same name.
     own = {name: text for name, text in texts.items() if row.method or name not in fields}
     return Options(
         own=own,
@@ -190,12 +197,12 @@ def options_of(pace: PaceSpec, given: Mapping[str, object]) -> Options:
 
 def _row(pace: PaceSpec) -> Pace:
     row = find(pace.name)
-    assert row is not None, "a pace that was read is known"
+    assert row is not None, "a parsed pace is known"
     return row
 
 
 def _checked(row: Pace, pace: PaceSpec, name: str, value: object) -> str:
-    """Return a keyword's value as text; UsageError for one that the pace does not have."""
+    """Return a keyword's value as text; UsageError for an option that the pace does not have."""
     option = row.option(name)
     if option is None:
         others = [other for other, one in KNOWN.items() if one.option(name)]
@@ -227,7 +234,7 @@ def _refuse_free_running(asked: Schedule) -> None:
 
 
 def _refuse_apart(job: Job, pace: PaceSpec) -> None:
-    """Refuse a pace of one host where its workers could not share memory."""
+    """Raise for a pace that shares memory if the workers are on several hosts."""
     row = find(pace.name)
     if row is None or not row.on_one_host:
         return
@@ -245,18 +252,18 @@ def _refuse_apart(job: Job, pace: PaceSpec) -> None:
 
 
 def _refuse_in_units(pace: PaceSpec) -> None:
-    """Refuse paces at which the parts of a newcomer's model would be of different steps."""
+    """Raise for paces at which a newcomer's shards would be of different steps."""
     if pace.is_free_running or pace.name == "backup":
         raise UsageError(
-            f"pace {pace} in an elastic job whose model is in parts: workers take different numbers"
-            " of steps, and a replacement would get parts that do not belong together; use a pace"
+            f"pace {pace} in an elastic job with a sharded model: workers take different numbers of"
+            " steps, and a replacement would get shards that do not belong together; use a pace"
             " in lockstep (allreduce, ps, local, diloco ...), or start the job without --min, --max"
             " and --on-loss"
         )
 
 
 def _refuse_in_elastic_jobs(options: Options) -> None:
-    """Refuse what cannot go on when a worker is lost."""
+    """Raise for options that cannot continue after a worker is lost."""
     if options.batchnorm == "global":
         raise UsageError(
             "batchnorm=global cannot be used in an elastic job: its exchange is in the middle of"
@@ -265,14 +272,14 @@ def _refuse_in_elastic_jobs(options: Options) -> None:
         )
     if options.update == "sharded":
         raise UsageError(
-            "update=sharded cannot be used in an elastic job: with a worker its part of the"
-            " optimizer's state would be lost; use update=replicated (or auto), or start the job"
+            "update=sharded cannot be used in an elastic job: a lost worker would take its shard of"
+            " the optimizer's state with it; use update=replicated (or auto), or start the job"
             " without --min, --max and --on-loss"
         )
 
 
 def _do_without_servers(job: Job, asked: PaceSpec) -> None:
-    """Alone there is nobody to agree with, so a plain step is what any pace comes to."""
+    """Allow a single worker to train without servers: any pace is then a plain step."""
     if job.world.size > 1:
         raise UsageError(
             f"pace {asked} needs parameter servers, and this job has none: start it with"

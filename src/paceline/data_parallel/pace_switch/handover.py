@@ -1,9 +1,9 @@
-"""What is handed over from one pace to the next: a plain model, and a plain optimizer's state.
+"""The state between two paces: a plain model, and the full state of a plain optimizer.
 
-However parameters and optimizer were spread (parts on each worker of a host, shards on servers,
-copies that went apart for some steps), behind the last step at a pace every worker has all of it,
-the same as all others. The next pace spreads it again. Only what a codec has left out of gradients
-is each worker's own; it is added to the first ones at the next pace.
+However a pace has spread parameters and optimizer state (shards on each worker of a host, shards on
+servers, copies that diverged for some steps), after its last step every worker has all of it, the
+same as the others. The next pace spreads it again. Only what a codec has left out of gradients is
+each worker's own; it is added to the first gradients at the next pace.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ OptimizerState = dict[torch.Tensor, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """What stands for all workers behind the last step at a pace."""
+class GatheredState:
+    """The state that all workers agree on after the last step at a pace."""
 
     state: OptimizerState  # of the optimizer
-    values: Sequence[torch.Tensor] = ()  # of the buckets, where parameters went apart
+    values: Sequence[torch.Tensor] = ()  # of the buckets, if parameters have diverged
 
 
-def whole_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Return a copy of all of an optimizer's state, by parameter, wherever it is kept."""
+def full_optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """Return a copy of the full state of an optimizer, by parameter, wherever it is kept."""
     params = params_of(optimizer)
     told = optimizer.state_dict()["state"]
     return {
@@ -41,8 +41,8 @@ def whole_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
     }
 
 
-def give_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Let an optimizer have this state, and no other."""
+def set_optimizer_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+    """Replace the state of an optimizer."""
     optimizer.state = defaultdict(dict, state)
 
 
@@ -51,14 +51,14 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-# -- the mean of what several optimizers remember ---------------------------------------------
+# -- the mean of several optimizers' states ---------------------------------------------------
 #
-# Counts (a number, or a tensor with one value, such as Adam's step) are the largest of them. What
+# Of counts (a number, or a tensor with one value, such as Adam's step) the largest counts. What
 # only some workers have, because the others never had a gradient there, is zero on the others.
 
 
 def average_state(optimizer: torch.optim.Optimizer, state: OptimizerState, group: Group) -> None:
-    """Let all workers have the mean of what their optimizers remember: in `state`. Collective."""
+    """Replace `state` by the mean of all workers' states. Collective."""
     params = params_of(optimizer)
     here = [
         [number, key, str(value.dtype).removeprefix("torch."), list(value.shape)]
@@ -80,11 +80,11 @@ def average_state(optimizer: torch.optim.Optimizer, state: OptimizerState, group
             value.copy_(flat)
 
 
-Named = Mapping[str, Mapping[str, Any]]  # an optimizer's state, by the names of parameters
+StateByName = Mapping[str, Mapping[str, Any]]  # an optimizer's state, by the names of parameters
 
 
-def mean_state(states: Sequence[Named]) -> dict[str, dict[str, Any]]:
-    """Return the mean of what several optimizers remembered."""
+def mean_state(states: Sequence[StateByName]) -> dict[str, dict[str, Any]]:
+    """Return the mean of the states of several optimizers."""
     pairs = ((param, key) for state in states for param, its in state.items() for key in its)
     mean: dict[str, dict[str, Any]] = {}
     for param, key in dict.fromkeys(pairs):
@@ -106,7 +106,7 @@ def _is_count(value: torch.Tensor) -> bool:
 
 
 def make_plain(model: nn.Module) -> None:
-    """Move parameters and gradients out of memory that others share, or will not have any more."""
+    """Move parameters and gradients out of shared memory, and out of memory that will be freed."""
     with torch.no_grad():
         for param in model.parameters():
             grad = param.grad
@@ -117,7 +117,7 @@ def make_plain(model: nn.Module) -> None:
 
 
 def add_once(left: Mapping[nn.Parameter, torch.Tensor]) -> None:
-    """Let the next gradient of each parameter have this added to it: a codec has left it out."""
+    """Add this to the next gradient of each parameter: a codec has left it out."""
     for param, tensor in left.items():
         if param.requires_grad:
             _AddOnce(param, tensor)
@@ -126,8 +126,8 @@ def add_once(left: Mapping[nn.Parameter, torch.Tensor]) -> None:
 class _AddOnce:
     """A hook that removes itself.
 
-    It runs when a gradient has been accumulated: weights and scales, which what was left out has no
-    part in, have been applied by then.
+    It runs after a gradient has been accumulated: weights and scales have been applied by then,
+    and must not apply to what was left out.
     """
 
     def __init__(self, param: nn.Parameter, tensor: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
-"""Wishes for another pace while the job runs (`paceline set pace=...`), as a worker hears them.
+"""Requests for another pace while the job runs (`paceline set pace=...`), on a worker.
 
-The control thread answers at once, with a step that this worker will not pass before the wish is
-settled (control/coordinator/pace_change.py); so the main thread waits, if at all, for a message.
-The step is far enough away for workers that run ahead of each other: whoever waits for a slower one
-in the middle of a step must be able to end it.
+The control thread replies at once, with a step that this worker will not pass before the change is
+agreed on (control/coordinator/pace_change.py); so the main thread waits, if at all, for a message.
+The step is far enough ahead for workers of different speed: a worker that waits for a slower one in
+the middle of a step must be able to finish that step.
 
 Threads: `_on_news` runs in the control thread; all else on the main thread.
 """
@@ -28,45 +28,45 @@ class Steerable(Protocol):
 
     @property
     def limit(self) -> int:
-        """A step that it can be asked to stop behind, whatever it does at the moment."""
+        """A step that it can be asked to stop after, whatever it does at the moment."""
 
-    def problem_with(self, pace: str) -> str:
-        """Say why it cannot change to a pace; empty: it can. Only looks."""
+    def find_pace_problem(self, pace: str) -> str:
+        """Return why it cannot change to a pace; "" if it can. Changes nothing."""
 
 
 @dataclass(frozen=True)
-class Settled:
-    """Behind a step the pace is another one."""
+class AgreedPaceChange:
+    """After this step the pace is another one."""
 
     pace: str
     step: int
 
 
-class Wishes:
-    """What one worker has heard. One for each job."""
+class PaceRequests:
+    """The requests that one worker has received. One for each job."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self._models: list[Callable[[], Steerable | None]] = []
         self._news = threading.Condition()
-        self._number = 0  # of the newest wish
-        self._limit: int | None = None  # while it is not settled
-        self._settled: list[Settled] = []
+        self._number = 0  # of the newest request
+        self._limit: int | None = None  # while it is not agreed on
+        self._agreed: list[AgreedPaceChange] = []
         agent = job.rendezvous.agent
-        if isinstance(agent, Agent):  # alone nobody has wishes
+        if isinstance(agent, Agent):  # a process without a launcher gets no requests
             agent.thread.post(self._begin, agent)
 
     def add(self, model: Callable[[], Steerable | None]) -> None:
-        """Let one more model follow; before its first step."""
+        """Include one more model; before its first step."""
         with self._news:
             self._models.append(model)
 
-    def heard(self, after: int, step: int) -> list[Settled]:
-        """Return what was settled since the last `after` news, for a model that has done `step`.
+    def wait_for_agreed(self, after: int, step: int) -> list[AgreedPaceChange]:
+        """Return what was agreed on after the first `after` changes, for a model at `step`.
 
-        Waits if it must not go on before more is known.
+        Waits if the model must not continue before a change is agreed on.
         """
-        if self._limit is None and len(self._settled) == after:  # nothing is new, as a rule
+        if self._limit is None and len(self._agreed) == after:  # as a rule
             return []
         notice = WaitNotice(f"rank {self.job.env.rank} waits for the others to agree on a pace")
         with self._news:
@@ -75,12 +75,12 @@ class Wishes:
                     raise self.job.rendezvous.agent.ending
                 self._news.wait(_SLICE_S)
                 notice.check()
-            return self._settled[after:]
+            return self._agreed[after:]
 
     @property
-    def num_settled(self) -> int:
-        """How many wishes were settled so far."""
-        return len(self._settled)
+    def num_agreed(self) -> int:
+        """How many changes have been agreed on so far."""
+        return len(self._agreed)
 
     # -- in the control thread ----------------------------------------------------------------
 
@@ -102,7 +102,9 @@ class Wishes:
         agent = self.job.rendezvous.agent
         assert isinstance(agent, Agent)
         models = [model for model in (each() for each in self._models) if model is not None]
-        problems = [problem for problem in (m.problem_with(wanted.pace) for m in models) if problem]
+        problems = [
+            problem for problem in (m.find_pace_problem(wanted.pace) for m in models) if problem
+        ]
         if problems or not models:
             nothing = f"rank {self.job.env.rank} has no distributed model yet; try again later"
             answer = PaceAnswer(wanted.number, -1, problems[0] if problems else nothing)
@@ -116,15 +118,15 @@ class Wishes:
     def _settle(self, news: PaceSettled) -> None:
         self._number, self._limit = news.number, None
         if news.step >= 0:
-            self._settled.append(Settled(news.pace, news.step))
+            self._agreed.append(AgreedPaceChange(news.pace, news.step))
 
 
-_wishes: Wishes | None = None
+_requests: PaceRequests | None = None
 
 
-def wishes_of(job: Job) -> Wishes:
-    """Return the one of this process's job."""
-    global _wishes
-    if _wishes is None or _wishes.job is not job:
-        _wishes = Wishes(job)
-    return _wishes
+def pace_requests_of(job: Job) -> PaceRequests:
+    """Return the requests of this process's job."""
+    global _requests
+    if _requests is None or _requests.job is not job:
+        _requests = PaceRequests(job)
+    return _requests

@@ -1,23 +1,24 @@
-"""The trainings of one model, one pace after the other.
+"""PaceSwitcher: the trainings of one model, one pace after the other.
 
-A schedule says behind which step another pace begins; so may a person while the job runs (`paceline
-set pace=...`). All workers change behind the same step: the training that ends leaves a plain model
-and optimizer, the same on all of them (handover.py), and the next one is set up as at the start.
-The script's objects stay the same, and with them schedulers, hooks and references to parameters.
+A schedule sets the step after which another pace begins; so can an operator while the job runs
+(`paceline set pace=...`). All workers change after the same step: the training that ends leaves a
+plain model and optimizer, the same on all of them (handover.py), and the next one is set up as at
+the start. The script's objects stay the same, and with them schedulers, hooks and references to
+parameters.
 
-A newcomer of an elastic job must be at the pace that the others are at when it comes in. It asks
-which that is before it sets up its model; if they change pace before it is in, it ends, and another
-one is started.
+A newcomer of an elastic job must be at the pace of the others when it joins. It asks for that pace
+before it sets up its model; if the others change pace before it is admitted, it exits so that a
+replacement can start.
 
-A worker may be lost at any moment of a change. There are two points in it
+A worker may be lost at any moment of a change. The change has two retryable steps
 (runtime/elastic/session.py):
 
-    gather    what a plain script would have, while the old training stands: it can be repeated
-    set up    the next training, all of it; whoever is cut off takes it down and begins again, under
-              another name, from the plain model
+    gather    the state of a plain script, while the old training still exists: can be repeated
+    set up    the complete next training; a worker that is interrupted takes it down and starts
+              again, under another name, from the plain model
 
-Between the two a change is UNDER WAY: then there is no training, and who comes in, or is behind,
-gets the plain model and goes on from there.
+Between the two a change is PENDING: there is no training, and a worker that joins or lags gets the
+plain model and continues from there.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from paceline.comm.group import Group
 from paceline.data_parallel.amp.grad_scaler import Skipping, bind
 from paceline.data_parallel.hooks import attach
 from paceline.data_parallel.model_state.checkpoint import (
-    Picture,
-    Restoring,
+    ModelLoader,
+    ModelSnapshot,
     SavedModel,
-    take_picture,
+    take_snapshot,
 )
-from paceline.data_parallel.model_state.parts import give_settings, settings_of
-from paceline.data_parallel.pace_switch.choice import Chosen
+from paceline.data_parallel.model_state.elastic_state import group_settings, set_group_settings
+from paceline.data_parallel.pace_switch.choice import PhaseOptions
 from paceline.data_parallel.pace_switch.handover import (
-    Gathered,
+    GatheredState,
     OptimizerState,
-    give_state,
     params_of,
+    set_optimizer_state,
 )
-from paceline.data_parallel.pace_switch.requests import Wishes
+from paceline.data_parallel.pace_switch.requests import PaceRequests
 from paceline.data_parallel.training import Training
 from paceline.data_parallel.update.step import bind_step
 from paceline.errors import PacelineError, PeerError
@@ -60,11 +61,11 @@ from paceline.runtime.console import say
 from paceline.runtime.job import Job
 from paceline.state.protocol import Change, Part, State
 
-Choose = Callable[[str], Chosen]  # what a pace comes to for this script; raises why it cannot be
+Choose = Callable[[str], PhaseOptions]  # what a pace means for this script; raises if it cannot be
 
 
-class _Now(msgspec.Struct, frozen=True):
-    """Where a model is in its phases, for newcomers."""
+class _CurrentPace(msgspec.Struct, frozen=True):
+    """The current pace of a model, for newcomers."""
 
     changes: int
     pace: str
@@ -73,20 +74,20 @@ class _Now(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class _UnderWay:
-    """A change whose next training does not stand yet on all workers."""
+class _PendingChange:
+    """A change whose next training does not exist on all workers yet."""
 
-    chosen: Chosen
+    chosen: PhaseOptions
     before: PaceSpec
     state: OptimizerState  # of the plain optimizer
     values: list[torch.Tensor]  # of the plain model's parameters, in order
-    is_made: bool = False  # here the next training stands
+    is_made: bool = False  # the next training exists on this worker
 
 
-class Succession(Part):
-    """What a distributed model and its optimizer are bound to for good.
+class PaceSwitcher(Part):
+    """What a distributed model and its optimizer are bound to, at every pace.
 
-    It is a part (state/protocol.py): a newcomer must be at the others' pace.
+    It is a part of the job's state (state/protocol.py): a newcomer must be at the others' pace.
     """
 
     def __init__(
@@ -95,23 +96,23 @@ class Succession(Part):
         group: Group,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        phases: Sequence[Chosen],
+        phases: Sequence[PhaseOptions],
         choose: Choose,
-        wishes: Wishes,
-        number: int,  # of the model, alike on all workers
+        requests: PaceRequests,
+        number: int,  # of the model, the same on all workers
     ) -> None:
         self._job = job
         self._group = group
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
         self._choose = choose
-        self._wishes = wishes
-        self._num_heard = wishes.num_settled
+        self._requests = requests
+        self._num_seen = requests.num_agreed
         self._number = number
         self._changes = 0  # of the pace, so far
         self._generation = 0  # in which this training was set up, if it is not the first
-        self._under_way: _UnderWay | None = None
-        self._heeds_after = -1  # wishes about later steps than this
+        self._pending: _PendingChange | None = None
+        self._ignores_until = -1  # requests about steps up to this one
         self._is_in = not job.elastic.is_candidate
         self._steps_before = 0  # at earlier paces
         first, *later = phases
@@ -124,12 +125,12 @@ class Succession(Part):
         self.pace = first.pace
         self.training = self._make(first)
         job.elastic.register(f"pace of {number}", self)
-        self._bound = bind_step(optimizer, self.training.around_step, self._heed)
+        self._bound = bind_step(optimizer, self.training.around_step, self._change_if_due)
         bind(optimizer, self)
         attach(model, self)
-        wishes.add(weakref.ref(self))
+        requests.add(weakref.ref(self))
 
-    def _make(self, chosen: Chosen) -> Training:
+    def _make(self, chosen: PhaseOptions) -> Training:
         model, optimizer = self._own()
         label = f"{self._number}{self._job.place}"
         if self._changes:
@@ -150,32 +151,32 @@ class Succession(Part):
 
     @property
     def steps(self) -> int:
-        """How many steps this model's optimizer has done."""
-        return self._steps_before + (0 if self._under_way else self.training.steps)
+        """How many steps this model's optimizer has taken."""
+        return self._steps_before + (0 if self._pending else self.training.steps)
 
     @property
     def skipping(self) -> Skipping:
-        """How the workers agree about steps that are left out, at this pace."""
+        """How the workers agree about skipped steps, at this pace."""
         return self.training.skipping
 
     # -- changing the pace --------------------------------------------------------------------
 
-    def _heed(self) -> None:
-        """Behind a step: change the pace if it is time."""
-        if self._under_way is not None:  # this worker has come into the middle of it
-            self._set_up(self._under_way)
-        for settled in self._wishes.heard(self._num_heard, self.steps):
-            self._num_heard += 1
-            # Else a newcomer hears what was before its time.
-            if settled.step >= self.steps and settled.step > self._heeds_after:
-                kept = [chosen for chosen in self._later if chosen.start < settled.step]
-                wished = self._choose(settled.pace)
-                self._later = [*kept, Chosen(settled.step, wished.pace, wished.options)]
+    def _change_if_due(self) -> None:
+        """Change the pace if it is time; called after a step."""
+        if self._pending is not None:  # this worker joined during a change
+            self._set_up(self._pending)
+        for agreed in self._requests.wait_for_agreed(self._num_seen, self.steps):
+            self._num_seen += 1
+            # A newcomer also receives changes from before it joined.
+            if agreed.step >= self.steps and agreed.step > self._ignores_until:
+                kept = [chosen for chosen in self._later if chosen.start < agreed.step]
+                chosen = self._choose(agreed.pace)
+                self._later = [*kept, PhaseOptions(agreed.step, chosen.pace, chosen.options)]
         while self._later and self._later[0].start <= self.steps:
             self._change(self._later.pop(0))
 
-    def _change(self, chosen: Chosen) -> None:
-        elastic, gathered = self._job.elastic, list[Gathered]()
+    def _change(self, chosen: PhaseOptions) -> None:
+        elastic, gathered = self._job.elastic, list[GatheredState]()
         self.training.finish()
 
         def gather() -> None:
@@ -183,21 +184,21 @@ class Succession(Part):
                 gathered[:] = [self.training.gather()]
 
         elastic.point(gather)
-        if self._under_way is None:  # else the others were through, and have told
+        if self._pending is None:  # else the others finished this, and sent the result
             steps = self.steps
             self.training.end(gathered[0])
             self._begin(chosen, gathered[0].state, steps, self._changes + 1)
-        assert self._under_way is not None
-        self._set_up(self._under_way)
+        assert self._pending is not None
+        self._set_up(self._pending)
 
-    def _begin(self, chosen: Chosen, state: OptimizerState, steps: int, changes: int) -> None:
-        """Note that a change is under way; the model is plain."""
+    def _begin(self, chosen: PhaseOptions, state: OptimizerState, steps: int, changes: int) -> None:
+        """Start a change; the model is plain."""
         model, _ = self._own()
         values = [param.data for param in model.parameters()]
-        self._under_way = _UnderWay(chosen, self.pace, state, values)
+        self._pending = _PendingChange(chosen, self.pace, state, values)
         self.pace, self._steps_before, self._changes = chosen.pace, steps, changes
 
-    def _set_up(self, change: _UnderWay) -> None:
+    def _set_up(self, change: _PendingChange) -> None:
         elastic = self._job.elastic
 
         def attempt() -> None:
@@ -208,15 +209,15 @@ class Succession(Part):
 
         elastic.point(attempt)
         elastic.parts.unstage()
-        self._under_way = None
+        self._pending = None
         if self._job.speaks:
             say(
-                f"behind step {self._steps_before}: pace {self.pace} instead of {change.before}:"
+                f"after step {self._steps_before}: pace {self.pace} instead of {change.before}:"
                 f" {self.training.describe()}"
             )
 
-    def _attempt(self, change: _UnderWay) -> None:
-        """Set up the next training; all have it when this returns on any worker."""
+    def _attempt(self, change: _PendingChange) -> None:
+        """Set up the next training; when this returns on any worker, all have it."""
         self._generation = self._job.fabric.membership.workers_since
         try:
             self.training = self._make(change.chosen)
@@ -226,58 +227,58 @@ class Succession(Part):
             raise
         change.is_made = True
         if self._job.elastic.is_on and self._job.world.rank == 0:
-            now = _Now(self._changes, str(self.pace), self._steps_before, self._generation)
+            now = _CurrentPace(self._changes, str(self.pace), self._steps_before, self._generation)
             self._job.rendezvous.agent.store_set(self._key, msgspec.msgpack.encode(now))
         self._group.barrier()
 
-    def _begin_again(self, change: _UnderWay) -> None:
-        if change.is_made:  # but not on all
+    def _begin_again(self, change: _PendingChange) -> None:
+        if change.is_made:  # but not on all workers
             change.is_made = False
-            self.training.end(Gathered(change.state))
+            self.training.end(GatheredState(change.state))
             self._make_plain(change)
 
-    def _make_plain(self, change: _UnderWay) -> None:
-        """Let model and optimizer be as they were; memory that others share may never have been
-        written to."""
+    def _make_plain(self, change: _PendingChange) -> None:
+        """Restore model and optimizer; shared memory may never have been written to."""
         model, optimizer = self._own()
         for param, value in zip(model.parameters(), change.values, strict=True):
             param.data = value
-        give_state(optimizer, change.state)
+        set_optimizer_state(optimizer, change.state)
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def take_picture(self) -> Picture:
-        """Return what a checkpoint has of this model. Collective."""
-        return take_picture(self.training, *self._own())
+    def take_snapshot(self) -> ModelSnapshot:
+        """Return the state of this model for a checkpoint. Collective."""
+        return take_snapshot(self.training, *self._own())
 
     def restore(self, saved: SavedModel, steps: int) -> list[str]:
-        """Put the model to where a checkpoint has it, behind so many steps; say what was mapped.
+        """Load the state of a checkpoint, of that step; return what was remapped.
 
-        Collective, before the first step. If the schedule has another pace there, that is set up.
+        Collective, before the first step. If the schedule has another pace at that step, the model
+        changes to it.
         """
         self._steps_before = steps - self.training.steps
         due = [chosen for chosen in self._later if chosen.start <= steps]
         if due:
             self._later = [chosen for chosen in self._later if chosen.start > steps]
             self._change(due[-1])
-        restoring = Restoring(self.training, *self._own())
+        restoring = ModelLoader(self.training, *self._own())
         restoring.run(saved, self._group.rank, self._group.size)
         return restoring.notices
 
     def restore_values(self, saved: SavedModel) -> None:
         """Load a checkpoint's parameters and buffers only. Collective, before the first step."""
-        Restoring(self.training, *self._own()).load_values(saved)
+        ModelLoader(self.training, *self._own()).load_values(saved)
 
-    # -- wishes (from the control thread) -----------------------------------------------------
+    # -- requests (from the control thread) -----------------------------------------------------
 
     @property
     def limit(self) -> int:
-        """A step that all can stop behind: ahead of whatever this worker does at the moment."""
+        """A step that all workers can stop after: ahead of whatever this one does at the moment."""
         ahead = int(self.pace.value) * self._job.world.size if self.pace.name == "ssp" else 0
         return self.steps + ahead + 2
 
-    def problem_with(self, pace: str) -> str:
-        """Say why this model cannot be trained at a pace; empty: it can."""
+    def find_pace_problem(self, pace: str) -> str:
+        """Return why this model cannot be trained at a pace; "" if it can."""
         try:
             self._choose(pace)
         except PacelineError as error:
@@ -290,15 +291,15 @@ class Succession(Part):
     def _key(self) -> str:
         return f"paceline/pace of model {self._number}{self._job.place}"
 
-    def _ask_others(self) -> _Now | None:
+    def _ask_others(self) -> _CurrentPace | None:
         agent = self._job.rendezvous.agent
         if not agent.store_check([self._key]):
             return None
-        return msgspec.msgpack.decode(agent.store_get(self._key), type=_Now)
+        return msgspec.msgpack.decode(agent.store_get(self._key), type=_CurrentPace)
 
     def state(self) -> State:
-        """Return where the model is in its phases; in the middle of a change, the plain model."""
-        counts, change = [self._changes, self._generation, self.steps], self._under_way
+        """Return the current pace and step; during a change, also the plain model."""
+        counts, change = [self._changes, self._generation, self.steps], self._pending
         if change is None:
             return State(counts)
         _, optimizer = self._own()
@@ -306,7 +307,7 @@ class Succession(Part):
             "pace": str(self.pace),
             "later": [[chosen.start, str(chosen.pace)] for chosen in self._later],
             "steps done": self._job.steps_done,
-            "settings": settings_of(optimizer),
+            "settings": group_settings(optimizer),
             "optimizer": {
                 number: change.state[param]
                 for number, param in enumerate(params_of(optimizer))
@@ -320,39 +321,39 @@ class Succession(Part):
     def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
         changes, generation, steps = state.counts
         if "plain" in state.passing:
-            self._come_into(changes, steps, state.passing["plain"])
+            self._join_pending_change(changes, steps, state.passing["plain"])
             return
         if (changes, generation) != (self._changes, self._generation):
-            self._job.elastic.give_way("the others have changed to another pace meanwhile")
+            self._job.elastic.give_way("the other workers have changed to another pace meanwhile")
         self._steps_before = steps - self.training.steps
 
-    def _come_into(self, changes: int, steps: int, plain: Mapping[str, Any]) -> None:
-        """Take over a plain model: the others are in the middle of a change."""
-        if self._under_way is not None:
-            return  # so is this worker, with the same
+    def _join_pending_change(self, changes: int, steps: int, plain: Mapping[str, Any]) -> None:
+        """Load a plain model: the other workers are in the middle of a change."""
+        if self._pending is not None:
+            return  # so is this worker, with the same state
         model, optimizer = self._own()
-        give_settings(optimizer, plain["settings"])
+        set_group_settings(optimizer, plain["settings"])
         params = params_of(optimizer)
         state = {params[number]: entries for number, entries in plain["optimizer"].items()}
-        self.training.end(Gathered(state))
+        self.training.end(GatheredState(state))
         with torch.no_grad():
             for param, value in zip(model.parameters(), plain["values"], strict=True):
                 param.copy_(value)
         self._begin(self._choose(plain["pace"]), state, steps, changes)
-        self._later = [Chosen(start, *self._wished(name)) for start, name in plain["later"]]
-        self._heeds_after, self._job.reporter.steps_done = steps, plain["steps done"]
+        self._later = [PhaseOptions(start, *self._chosen(name)) for start, name in plain["later"]]
+        self._ignores_until, self._job.reporter.steps_done = steps, plain["steps done"]
 
-    def _wished(self, pace: str) -> tuple[PaceSpec, Options]:
+    def _chosen(self, pace: str) -> tuple[PaceSpec, Options]:
         chosen = self._choose(pace)
         return chosen.pace, chosen.options
 
-    # -- what the model is bound to (hooks.py) ------------------------------------------------
+    # -- ForwardObserver (hooks.py) -----------------------------------------------------------
 
     def before_forward(self) -> None:
         self.training.before_forward()
         if not self._is_in and not self._job.elastic.is_candidate:
             self._is_in = True
-            self._heed()  # they may change behind the step at which this worker came in
+            self._change_if_due()  # a change may be due after the step at which this worker joined
 
     def after_forward(self, output: Any) -> Any:
         return self.training.after_forward(output)

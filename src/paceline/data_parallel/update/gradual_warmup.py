@@ -1,11 +1,11 @@
 """Learning rates for large batches: scaled with the number of workers, and reached gradually.
 
-With w workers that keep their batch size the global batch is w times as large, and so may be the
-step (Goyal et al. 2017); at the beginning such a step is too long. The rate therefore starts at
-that of one worker and grows linearly to the scaled one.
+With w workers that keep their batch size the global batch is w × as large, and so may be the step
+(Goyal et al. 2017); at the beginning such a step is too long. The rate therefore starts at that of
+one worker and grows linearly to the scaled one.
 
-The scaled rate becomes the optimizer's initial one, so that schedulers made afterwards go from
-there: torch's own LinearLR does the rest, and composes with all of torch's schedulers.
+The scaled rate becomes the optimizer's initial one, so that schedulers created afterwards start
+from it: torch's own LinearLR does the rest, and composes with all of torch's schedulers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _RULES = ("linear", "sqrt")
 
 
 class GradualWarmup(LinearLR):
-    """A torch scheduler: the optimizer's rates, which are meant for one worker, grow over
-    `warmup_steps` calls of `step()` to those for all workers: times their number (rule "linear") or
-    its square root ("sqrt"). `workers`: the number, by default that which the job was started with.
-    With `warmup_steps=0` the rates are scaled at once.
+    """A torch scheduler for the learning rates of one worker: they grow over `warmup_steps` calls
+    of `step()` to those for all workers. The factor is the number of workers (rule "linear") or its
+    square root ("sqrt"). `workers`: that number, by default the one that the job started with. With
+    `warmup_steps=0` the rates are scaled at once.
 
-    Make it before other schedulers of the same optimizer, which then go from the scaled rate:
+    Create it before other schedulers of the same optimizer, which then start from the scaled rate:
     SequentialLR([GradualWarmup(...), CosineAnnealingLR(...)], milestones=[warmup_steps]).
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
@@ -77,9 +77,9 @@ class GradualWarmup(LinearLR):
 
 
 def _scale(group: dict[str, Any], factor: float) -> None:
-    """Let a group begin from the scaled rate."""
+    """Set a group to the scaled rate."""
     rate = group["lr"]
-    if isinstance(rate, torch.Tensor):  # others may hold this very tensor
+    if isinstance(rate, torch.Tensor):  # other objects may hold this tensor
         rate.mul_(factor)
         group["initial_lr"] = rate.clone()
     else:

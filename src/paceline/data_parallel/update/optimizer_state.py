@@ -1,16 +1,17 @@
-"""The optimizer's state where it is not all on this worker: to the script it looks whole and local.
+"""Optimizer state that is not all on this worker: to the script it looks complete and local.
 
-`state_dict()` gives every parameter's state in the parameter's shape, `load_state_dict()` takes it.
+`state_dict()` returns every parameter's state in the parameter's shape; `load_state_dict()` loads
+such a state.
 
-HostState: the parameters are shared out among the workers of a host, and each worker holds the
-state of its own pieces. One worker alone may call, when the others are not asked. So state tensors
-lie in engine memory, which all workers of the host can read; whenever new ones appear (as a rule in
-the first step), their owners tell the others where. Nobody changes them outside of `step()`, which
-no worker enters alone.
+HostState: the workers of a host have shared out the parameters, and each holds the state of its own
+shards. `state_dict()` may be called on one worker alone, without the others. So state tensors lie
+in engine memory, which all workers of the host can read; whenever new ones appear (as a rule in the
+first step), their owners send their locations to the others. Only `step()`, which all workers call
+together, changes them.
 
-ServedState: servers run the optimizer. `state_dict()` fetches it from them; any one worker may call
-it, whenever it likes. `load_state_dict()` sends it to them: call it on all workers, or on one while
-the others wait.
+ServedState: servers run the optimizer. `state_dict()` fetches the state from them; any one worker
+may call it at any time. `load_state_dict()` sends it to them: call it on all workers, or on one
+while the others wait.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ import torch
 from paceline import _core
 from paceline.comm.group import Group
 from paceline.comm.object_collectives import all_gather_object
-from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.bucket import Bucket, ParamSlot
 from paceline.data_parallel.hooks import replace_method, restore_method
-from paceline.data_parallel.update.ownership import Range
+from paceline.data_parallel.update.ownership import ShardRange
 from paceline.ps import state_wire
 from paceline.ps.client.remote_table import RemoteTable
 from paceline.ps.placement import Part
@@ -37,11 +38,11 @@ from paceline.ps.spec import Piece, ShardSpec
 
 _ALIGNMENT = 64
 
-Pieces = Sequence[tuple[torch.nn.Parameter, Range, torch.nn.Parameter]]
+Shards = Sequence[tuple[torch.nn.Parameter, ShardRange, torch.nn.Parameter]]
 
 
-class WholeState:
-    """Lets an optimizer show all of its state, wherever that is, and take it over again."""
+class FullState:
+    """Makes `state_dict()` of an optimizer return all of its state, and loads such a state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -52,7 +53,7 @@ class WholeState:
         self._replaced = {"state_dict": inner, "load_state_dict": load}
 
     def close(self) -> None:
-        """Let the optimizer have its own methods again."""
+        """Restore the optimizer's own methods."""
         for name, old in self._replaced.items():
             restore_method(self._opt, name, old)
 
@@ -65,7 +66,7 @@ class WholeState:
     def _state_dict(self, state_dict: Any) -> dict[str, Any]:
         optimizer = self._opt
         mine = optimizer.state
-        optimizer.state = self._whole(mine)
+        optimizer.state = self._full(mine)
         try:
             return state_dict()  # type: ignore[no-any-return]
         finally:
@@ -74,38 +75,39 @@ class WholeState:
     def _load_state_dict(self, load_state_dict: Any, state_dict: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _whole(self, mine: dict[Any, Any]) -> defaultdict[torch.Tensor, Any]:
-        """Return every parameter's state in its own shape; `mine` is what the optimizer has."""
+    def _full(self, mine: dict[Any, Any]) -> defaultdict[torch.Tensor, Any]:
+        """Return every parameter's state in its own shape; `mine` is the optimizer's own state."""
         raise NotImplementedError
 
 
-class HostState(WholeState):
-    """All workers' optimizer state on this host, as seen by one of them."""
+class HostState(FullState):
+    """The optimizer state of all workers of this host, as one of them sees it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, host: Group, engine: _core.Engine) -> None:
         super().__init__(optimizer)
         self._host = host
         self._engine = engine
-        self._pieces: list[tuple[torch.nn.Parameter, Range, torch.nn.Parameter]] = []
-        self._told: dict[int, dict[str, Any]] = defaultdict(dict)  # by the owner of piece i, by key
+        self._shards: list[tuple[torch.nn.Parameter, ShardRange, torch.nn.Parameter]] = []
+        self._remote: dict[int, dict[str, Any]] = defaultdict(dict)  # of other shards, by key
         self._shared: dict[tuple[int, str], torch.Tensor] = {}  # own tensors in engine memory
-        self._values: dict[tuple[int, str], Any] = {}  # own entries that are not tensors, as told
+        self._values: dict[tuple[int, str], Any] = {}  # own entries that are not tensors, as sent
         self._news: list[tuple[int, str, Any]] = []
-        self._loaded: dict[torch.nn.Parameter, dict[str, Any]] = {}  # until the next step
+        self.loaded: dict[torch.nn.Parameter, dict[str, Any]] = {}  # until the next step
 
-    def add(self, pieces: Pieces) -> None:
-        """Take over the state of more parameters; what there is already is shared out."""
-        self._pieces.extend(pieces)
-        self._adopt()
+    def add(self, shards: Shards) -> None:
+        """Manage the state of more shards; existing state is shared out."""
+        self._shards.extend(shards)
+        self._keep_own()
 
-    # -- after each step ----------------------------------------------------------------------
+    # -- after a step -------------------------------------------------------------------------
 
     def move_to_engine_memory(self) -> bool:
-        """Put new state of the own pieces where the others can read it; True if there is any."""
-        self._loaded.clear()
+        """Move new state of own shards to where the others can read it; return whether there is
+        any."""
+        self.loaded.clear()
         state = self._opt.state
         new: list[tuple[int, str, torch.Tensor]] = []
-        for number, (_, part, tensor) in enumerate(self._pieces):
+        for number, (_, part, tensor) in enumerate(self._shards):
             if part.owner != self._host.rank or tensor not in state:
                 continue
             for key, value in state[tensor].items():
@@ -130,12 +132,12 @@ class HostState(WholeState):
         at = 0
         for (number, key, value), size in zip(new, sizes, strict=True):
             flat = memory[at : at + _bytes(value)]
-            if flat.numel():  # to torch a memory of its own: torch.save refuses one with two dtypes
+            if flat.numel():  # separate memory for torch: torch.save refuses one with two dtypes
                 flat = torch.from_numpy(flat.numpy())
             flat = flat.view(value.dtype)
             shared = flat.as_strided(value.size(), value.stride()).copy_(value)
             self._shared[number, key] = shared
-            self._opt.state[self._pieces[number][2]][key] = shared
+            self._opt.state[self._shards[number][2]][key] = shared
             place = {
                 "where": [segment, offset + at],
                 "dtype": str(value.dtype).removeprefix("torch."),
@@ -145,56 +147,58 @@ class HostState(WholeState):
             self._news.append((number, key, place))
             at += size
 
-    def tell_where(self) -> None:
-        """Exchange what is new. Collective on the host."""
+    def exchange_locations(self) -> None:
+        """Exchange the locations of new state. Collective on the host."""
         news, self._news = self._news, []
         for entries in all_gather_object(self._host, news):
             for number, key, entry in entries:
-                self._told[number][key] = entry
+                self._remote[number][key] = entry
 
     # -- what the script sees -----------------------------------------------------------------
 
     def _load_state_dict(self, load_state_dict: Any, state_dict: dict[str, Any]) -> None:
         load_state_dict(state_dict)
-        for known in (self._told, self._shared, self._values, self._loaded):
+        for known in (self._remote, self._shared, self._values, self.loaded):
             known.clear()
-        self._adopt()
+        self._keep_own()
 
-    def _adopt(self) -> None:
-        """Of whole parameters' state that the optimizer holds, keep what belongs to own pieces."""
+    def _keep_own(self) -> None:
+        """Keep the state of own shards, of the full state that the optimizer holds."""
         state = self._opt.state
-        for param, part, tensor in self._pieces:
-            entries = self._loaded.get(param) or state.get(param)
+        for param, part, tensor in self._shards:
+            entries = self.loaded.get(param) or state.get(param)
             if not entries:
                 continue
-            self._loaded.setdefault(param, dict(entries))
+            self.loaded.setdefault(param, dict(entries))
             if part.owner == self._host.rank:
-                state[tensor] = {key: part_of(value, param, part) for key, value in entries.items()}
-        for param, _, _ in self._pieces:
+                state[tensor] = {
+                    key: shard_value(value, param, part) for key, value in entries.items()
+                }
+        for param, _, _ in self._shards:
             state.pop(param, None)
 
-    def _whole(self, mine: dict[Any, Any]) -> defaultdict[torch.Tensor, Any]:
-        cut = {id(tensor) for _, _, tensor in self._pieces}
-        whole: defaultdict[torch.Tensor, Any] = defaultdict(
+    def _full(self, mine: dict[Any, Any]) -> defaultdict[torch.Tensor, Any]:
+        cut = {id(tensor) for _, _, tensor in self._shards}
+        full: defaultdict[torch.Tensor, Any] = defaultdict(
             dict, {key: value for key, value in mine.items() if id(key) not in cut}
         )
         parts: dict[torch.nn.Parameter, list[_Entries]] = defaultdict(list)
-        for number, (param, part, tensor) in enumerate(self._pieces):
+        for number, (param, part, tensor) in enumerate(self._shards):
             if part.owner == self._host.rank:
                 entries = dict(mine.get(tensor, {}))
             else:
-                told = self._told[number].items()
-                entries = {key: self._read(part.owner, entry) for key, entry in told}
+                remote = self._remote[number].items()
+                entries = {key: self._read(part.owner, entry) for key, entry in remote}
             parts[param].append((part, tensor.shape, entries))
-        for param, pieces in parts.items():
-            if param in self._loaded:
-                whole[param] = self._loaded[param]
-            elif pieces[0][2]:
-                whole[param] = join_parts(param, pieces)
-        return whole
+        for param, shards in parts.items():
+            if param in self.loaded:
+                full[param] = self.loaded[param]
+            elif shards[0][2]:
+                full[param] = join_shards(param, shards)
+        return full
 
     def _read(self, owner: int, entry: dict[str, Any]) -> Any:
-        """Return one entry of another worker's state; a tensor as it lies in that one's memory."""
+        """Return one entry of another worker's state; a tensor is read in that worker's memory."""
         if "where" not in entry:
             return entry["value"]
         dtype: torch.dtype = getattr(torch, entry["dtype"])
@@ -207,8 +211,8 @@ class HostState(WholeState):
         return torch.from_numpy(memory).view(dtype).as_strided(entry["shape"], entry["stride"])
 
 
-class ServedState(WholeState):
-    """The servers' optimizer state of one model, as the script sees it."""
+class ServedState(FullState):
+    """The optimizer state on the servers, as the script sees it."""
 
     def __init__(
         self,
@@ -216,11 +220,11 @@ class ServedState(WholeState):
         settle: Callable[[], None],
     ) -> None:
         super().__init__(optimizer)
-        self._settle = settle  # waits until the servers have ended the last step
+        self._settle = settle  # waits until the servers have finished the last step
         self._buckets: list[tuple[RemoteTable, Sequence[Bucket]]] = []
 
     def add(self, table: RemoteTable, buckets: Sequence[Bucket], is_first: bool) -> None:
-        """Keep the state of these buckets too; the first worker brings what there is already."""
+        """Manage the state of more buckets; the first worker sends existing state."""
         self._buckets.append((table, buckets))
         state = self._opt.state
         if is_first and any(slot.param in state for bucket in buckets for slot in bucket.slots):
@@ -235,22 +239,22 @@ class ServedState(WholeState):
             self._forget(buckets)
 
     def _forget(self, buckets: Sequence[Bucket]) -> None:
-        """Drop what the servers have now."""
+        """Drop what the servers hold now."""
         for bucket in buckets:
             for slot in bucket.slots:
                 self._opt.state.pop(slot.param, None)
 
-    def _whole(self, mine: dict[Any, Any]) -> defaultdict[torch.Tensor, Any]:
+    def _full(self, mine: dict[Any, Any]) -> defaultdict[torch.Tensor, Any]:
         self._settle()
-        parts: dict[Slot, list[tuple[Range, torch.Size, dict[str, Any]]]] = defaultdict(list)
+        parts: dict[ParamSlot, list[_Entries]] = defaultdict(list)
         for table, buckets in self._buckets:
             for part, spec, entries in state_wire.fetch(table):
                 self._collect(parts, buckets[part.item], spec, part, entries)
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict, mine)
-        for slot, pieces in parts.items():
-            pieces.sort(key=lambda piece: piece[0].start)
-            if pieces[0][2]:
-                state[slot.param] = join_parts(slot.param, pieces)
+        for slot, shards in parts.items():
+            shards.sort(key=lambda shard: shard[0].start)
+            if shards[0][2]:
+                state[slot.param] = join_shards(slot.param, shards)
         return state
 
     def _collect(
@@ -271,7 +275,9 @@ class ServedState(WholeState):
                 slot = buckets[part.item].slots[piece.param]
                 is_flat = piece.shape != tuple(slot.param.shape)
                 for key, value in self._opt.state.get(slot.param, {}).items():
-                    mine = part_of(value, slot.param, _range(slot, piece, part), is_flat=is_flat)
+                    mine = shard_value(
+                        value, slot.param, _range(slot, piece, part), is_flat=is_flat
+                    )
                     if mine is not None:
                         entries.append(StateEntry(index, key, mine))
             return entries
@@ -279,7 +285,7 @@ class ServedState(WholeState):
         state_wire.send(table, entries_of)
 
 
-_Entries = tuple[Range, torch.Size, dict[str, Any]]  # of one piece: which, its shape, its state
+_Entries = tuple[ShardRange, torch.Size, dict[str, Any]]  # of a shard: its shape and its state
 _NOTHING = object()
 
 
@@ -287,10 +293,12 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def part_of(value: Any, param: torch.nn.Parameter, part: Range, *, is_flat: bool = False) -> Any:
-    """Return the piece's share of one entry of a whole parameter's state.
+def shard_value(
+    value: Any, param: torch.nn.Parameter, part: ShardRange, *, is_flat: bool = False
+) -> Any:
+    """Return the shard's part of one entry of a parameter's state.
 
-    A piece that is all of the parameter has its shape, unless it `is_flat` all the same.
+    A shard that is the complete parameter has the parameter's shape, unless `is_flat`.
     """
     if not isinstance(value, torch.Tensor) or value.shape != param.shape:
         return value.clone() if isinstance(value, torch.Tensor) else value
@@ -300,24 +308,24 @@ def part_of(value: Any, param: torch.nn.Parameter, part: Range, *, is_flat: bool
     return dense.as_strided((param.numel(),), (1,))[part.start : part.stop].clone()
 
 
-def join_parts(param: torch.nn.Parameter, pieces: Sequence[_Entries]) -> dict[str, Any]:
-    """Put the pieces of one parameter's state together, in the parameter's shape."""
-    _, shape, first = pieces[0]
-    if len(pieces) == 1 and shape == param.shape:
+def join_shards(param: torch.nn.Parameter, shards: Sequence[_Entries]) -> dict[str, Any]:
+    """Return the full state of a parameter from that of its shards, in the parameter's shape."""
+    _, shape, first = shards[0]
+    if len(shards) == 1 and shape == param.shape:
         return first
     joined: dict[str, Any] = {}
     for key, value in first.items():
         if not isinstance(value, torch.Tensor) or value.shape != shape:
-            joined[key] = value  # what all pieces share, like the number of steps
+            joined[key] = value  # common to all shards, like the number of steps
             continue
         flat = torch.empty(param.numel(), dtype=value.dtype)
-        for part, _, entries in pieces:
+        for part, _, entries in shards:
             flat[part.start : part.stop] = entries[key]
         joined[key] = flat.as_strided(param.size(), param.stride())
     return joined
 
 
-def _range(slot: Slot, piece: Piece, part: Part) -> Range:
-    """Which elements of its parameter a piece is."""
-    start = part.start + piece.start - slot.place.start
-    return Range(slot.index, start, start + piece.count, owner=part.server)
+def _range(slot: ParamSlot, piece: Piece, part: Part) -> ShardRange:
+    """Return which elements of its parameter a server's piece is."""
+    start = part.start + piece.start - slot.segment.start
+    return ShardRange(slot.index, start, start + piece.count, owner=part.server)

@@ -1,13 +1,13 @@
-"""Serving: brings buckets of parameters to the servers, as tables.
+"""Serving: puts buckets of parameters on the servers, as tables.
 
-The first worker makes the tables and gives them its values and the state that its optimizer has;
-then the others take their seats. Where all workers and servers share one host, and the pace is
-lockstep, the parameters exist once: in memory that all of them map, which the servers update and
-the workers compute with. Otherwise, and where workers come and go, every worker has a copy of its
-own, which is refreshed after each step.
+The first worker creates the tables with its values and its optimizer's state; then the others open
+them. Where all workers and servers share one host, and the pace is lockstep, the parameters exist
+once: in memory that all of them map, which the servers update and the workers compute with.
+Otherwise, and in elastic jobs, every worker has a copy of its own, which is refreshed after each
+step.
 
-A newcomer to a job under way makes the same tables, but takes its seats only when it is let in
-(`resume`): then it reads the values, and goes on at the clock of the place that it took.
+A worker that joins a running job creates the same tables, but opens them only when it is admitted
+(`resume`): then it reads the values, and continues at the clock of its worker number.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import torch
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
 from paceline.compress.registry import parse_codec
-from paceline.data_parallel.bucket import Bucket, Slot
+from paceline.data_parallel.bucket import Bucket, ParamSlot
 from paceline.data_parallel.checks.free_running import LossWatch, remedies, update_notice
 from paceline.data_parallel.checks.model import not_in_optimizer
-from paceline.data_parallel.update.layerwise import LayerwiseUpdate
-from paceline.data_parallel.update.local_optimizer import LocalOptimizer
 from paceline.data_parallel.update.optimizer_state import ServedState
 from paceline.data_parallel.update.ownership import is_elementwise
 from paceline.data_parallel.update.served import ServedUpdate, settings_of
+from paceline.data_parallel.update.served_variants import LayerwiseUpdate, LocalOptimizer
 from paceline.errors import UsageError
 from paceline.options.table import Options
 from paceline.pace.parse import PaceSpec
@@ -48,8 +47,8 @@ from paceline.state.protocol import Change, Part, State
 class Serving(Part):
     """The servers' part in the training of one model. Its methods are collective.
 
-    It is a participant (elastic/protocol.py): newcomers need little from a peer, for values and
-    clocks are the servers'.
+    It is a part of the job's state (state/protocol.py): newcomers need little from a peer, because
+    the servers have values and clocks.
     """
 
     def __init__(
@@ -70,16 +69,16 @@ class Serving(Part):
         can_see_edits = os.access("/proc/self/pagemap", os.R_OK)  # see private_view.h
         self.shares_memory = (
             can_see_edits
-            and not job.elastic.is_on  # whoever else maps it may be lost in the middle of a write
+            and not job.elastic.is_on  # a process that maps it may be lost during a write
             and self.rule.aggregate
-            and not self.rule.backup  # who is late computes while the others update
+            and not self.rule.backup  # a late worker computes while the others update
             and _is_one_host(job)
             and _are_kept_as_they_are(optimizer, self.rule)
         )
-        # Otherwise the script sees its own memory through a private view, for the same reason; its
-        # own optimizer, with push=delta and push=params, writes to everything anyway.
+        # Otherwise the script sees its own memory through a private view, for the same reason. With
+        # push=delta and push=params the script's own optimizer writes to everything anyway.
         self.watches_edits = can_see_edits and self.rule.push == "grad" and not self.shares_memory
-        # Who is in a round is decided in one place; in an elastic job servers hold many parts.
+        # One server decides which workers are in a round; elastic servers hold many partitions.
         self._links = job.servers[:1] if self.rule.backup else job.servers
         self.packing = self._choose_packing(options)
         self.exchange = ServerExchange(self.rule, self.packing)
@@ -95,15 +94,15 @@ class Serving(Part):
         self.optimizer_state = (
             ServedState(optimizer, self.update.settle) if self.rule.push == "grad" else None
         )
-        self.committed_steps = 0  # of this worker's number, when it took its seat
-        self._seats: list[tuple[RemoteTable, Sequence[Bucket]]] = []  # to be taken by a newcomer
-        self._settled: list[int] = []  # by table: the last step before its first one
+        self.committed_steps = 0  # of this worker's number, when it opened its tables
+        self._unopened: list[tuple[RemoteTable, Sequence[Bucket]]] = []  # of a newcomer
+        self._settled: list[int] = []  # by table: the last step before a newcomer's first one
         if job.elastic.is_on:
             job.elastic.register(f"{self._name} on servers", self)
         self._watch = self._explain(pace)
 
     def _explain(self, pace: PaceSpec) -> LossWatch | None:
-        """Say on one worker what a free-running update is, and watch the loss that it reports."""
+        """Log on one worker what a free-running update is, and watch the reported loss."""
         workers = len(self._job.fabric.membership.workers)
         notice = update_notice(self.rule, workers, self._optimizer.param_groups)
         if not notice or self._workers.rank:
@@ -115,10 +114,10 @@ class Serving(Part):
 
     @property
     def averages(self) -> str:
-        """Where averaged gradients are, in the words of data_parallel/bucket_allocator.py."""
+        """Where averaged gradients are stored; bucket_allocator.py lists the words."""
         if self.rule.aggregate:
             return "host" if self.shares_memory or self.watches_edits else "own"
-        # Servers of this host read gradients at the commit, as the script has left them.
+        # Servers of this host read gradients at the commit, as the script left them.
         are_sent = not (
             self.exchange.pushes_late or all(link.is_local for link in self._job.servers)
         )
@@ -126,11 +125,11 @@ class Serving(Part):
 
     @property
     def balance(self) -> str:
-        """Say who holds how much."""
+        """How much each server holds, for the line at the start."""
         return "; ".join(table.balance for table in self.exchange.tables)
 
     def subscribe(self, after: int) -> Subscription:
-        """Only watch from now on, and be told of new versions."""
+        """Only watch from now on; return an iterable of new versions."""
         if self.rule.aggregate:
             raise UsageError(
                 "model.subscribe() is for free-running paces (async, ssp): in lockstep every worker"
@@ -141,10 +140,10 @@ class Serving(Part):
         return Subscription(table, after)
 
     def take(self, buckets: Sequence[Bucket]) -> None:
-        """Bring these buckets to the servers."""
+        """Put these buckets on the servers."""
         if not buckets:
             return
-        # Layer by layer: a table each, because a table's values come together.
+        # wait=layer: a table for each bucket, because all values of a table arrive together.
         for part in [[bucket] for bucket in buckets] if self._by_layer else [buckets]:
             self._make_table(part)
 
@@ -165,7 +164,7 @@ class Serving(Part):
         )
         is_first = self._workers.rank == 0 and not self._job.elastic.is_candidate
         if self._job.elastic.is_candidate:
-            self._seats.append((table, buckets))
+            self._unopened.append((table, buckets))
         else:
             self._set_up(table, len(buckets), is_first)
         self.exchange.add(buckets, table)
@@ -186,13 +185,13 @@ class Serving(Part):
             table.pull().wait()  # servers remember from which values each worker computes
 
     def finish(self) -> None:
-        """Leave every worker with the servers' newest values, behind its last step."""
+        """Read the servers' newest values on every worker, after its last step."""
         self.update.settle()
-        self._workers.barrier()  # everybody has seen the end of its last step
+        self._workers.barrier()  # all workers have finished their last step
         self.update.pull()
 
     def close(self) -> None:
-        """Let go of model and optimizer."""
+        """Release model and optimizer."""
         self._job.elastic.unregister(f"{self._name} on servers")
         if self._watch is not None and self._job.reporter.listener is self._watch:
             self._job.reporter.listener = None
@@ -200,12 +199,12 @@ class Serving(Part):
         if self.optimizer_state is not None:
             self.optimizer_state.close()
 
-    # -- workers that come --------------------------------------------------------------------
+    # -- newcomers ----------------------------------------------------------------------------
 
     def state(self) -> State:
-        """Return who speaks for all about changes to averages, and which steps are behind all.
+        """Return which workers send changes to averages for all, and which steps are finished.
 
-        A step that this worker has committed, but behind which not all have met yet, is not.
+        A step that this worker has committed, but after which not all have agreed yet, is not.
         """
         position = self._job.elastic.passed
         settled = [
@@ -214,30 +213,30 @@ class Serving(Part):
         return State(passing={"speakers": sorted(self.exchange.speakers), "clocks": settled})
 
     def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
-        """Take it over."""
+        """Load it from a peer."""
         self.exchange.speakers = set(state.passing["speakers"])
         self._settled = state.passing["clocks"]
 
     def resume(self, change: Change) -> None:
-        """Take the seats of a newcomer; the servers have noticed who is gone by themselves."""
-        for table, buckets in self._seats:
+        """Open a newcomer's tables; the servers have noticed lost workers by themselves."""
+        for table, buckets in self._unopened:
             table.open(self._job.fabric.membership.worker_numbers)
             table.pull().wait()
             self.update.begin_with_values(buckets)
-        tables = [table for table, _ in self._seats]
+        tables = [table for table, _ in self._unopened]
         if self.rule.is_lockstep:
-            # The first step is the one that the others are in, if they have committed it or not:
-            # servers that have ended it already only answer.
+            # The first step is the one that the others are in, whether they have committed it or
+            # not: servers that have finished it already only reply.
             for table, clock in zip(tables, self._settled, strict=False):
                 table.clock = clock
             if change.joined:
-                self._workers.barrier()  # nobody begins a step before all have their seats
+                self._workers.barrier()  # no worker begins a step before all tables are open
         if tables:
             self.committed_steps = min(table.clock for table in tables)
             self._job.elastic.committed_steps = self.committed_steps
-        self._seats.clear()
+        self._unopened.clear()
 
-    # -- what a table is made of --------------------------------------------------------------
+    # -- the contents of a table --------------------------------------------------------------
 
     def _choose_packing(self, options: Options) -> Packing | None:
         spec, fabric = parse_codec(options.compress), self._job.fabric
@@ -276,7 +275,7 @@ class Serving(Part):
             average = bucket.averaged if host is None else host.shared
         return Item(bucket.label, held, outbox, bucket.params, average)
 
-    def _held(self, slot: Slot, groups: Mapping[int, int]) -> ItemParam:
+    def _held(self, slot: ParamSlot, groups: Mapping[int, int]) -> ItemParam:
         param = slot.param
         group = groups.get(id(param))
         if group is None:  # it was thawed later
@@ -285,11 +284,11 @@ class Serving(Part):
         if not param.is_contiguous():
             if not is_elementwise(self._optimizer):
                 raise UsageError(
-                    f"{slot.name} is not contiguous, and {type(self._optimizer).__name__} looks at"
+                    f"{slot.name} is not contiguous, and {type(self._optimizer).__name__} uses its"
                     " rows and columns; make the parameter contiguous"
                 )
-            shape = (slot.place.count,)
-        return ItemParam(slot.name, group, slot.place.start, slot.place.count, shape)
+            shape = (slot.segment.count,)
+        return ItemParam(slot.name, group, slot.segment.start, slot.segment.count, shape)
 
 
 def _rule(pace: PaceSpec, options: Options, *, is_elastic: bool) -> Rule:
@@ -310,6 +309,6 @@ def _is_one_host(job: Job) -> bool:
 
 
 def _are_kept_as_they_are(optimizer: torch.optim.Optimizer, rule: Rule) -> bool:
-    """Say whether servers keep all parameters in the dtype that the workers have them in."""
+    """Return whether servers keep all parameters in the workers' dtype."""
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
     return all(kept_dtype(dtype, rule.server_dtype) is dtype for dtype in dtypes)

@@ -4,18 +4,18 @@ The optimizer stays the object that the script made: schedulers, GradScaler and 
 they know. Only its `step` is replaced, by a method that lets an UPDATE run the real one:
 
     ReplicatedUpdate    every worker updates everything, from the same averaged gradients
-    ShardedUpdate       every worker of a host updates its part of parameters that they share
+    ShardedUpdate       every worker of a host updates its shards of parameters that they share
 
-All workers of a host compute with the same parameters, which lie in memory that they share. After
-backward every worker has the averaged gradients, so it can update any part on its own; it updates
-the pieces that it owns (ownership.py) with the user's optimizer, which sees only those. One barrier
-before (nobody still reads the old values) and one behind (everybody has written the new ones), and
-the next step can begin: the gather that a sharded update needs elsewhere is a barrier here. Between
-hosts nothing is sent at all, since each host updates a copy of its own.
+All workers of a host compute with the same parameters, which lie in shared memory. After backward
+every worker has the averaged gradients, so it can update any part on its own; it updates the shards
+that it owns (ownership.py) with the user's optimizer, which sees only those. One barrier before
+(no worker still reads the old values) and one after (all have written the new ones), and the next
+step can begin: the gather that a sharded update needs elsewhere is a barrier here. Nothing is sent
+between hosts, since each host updates a copy of its own.
 
-The script sees the parameters through a private view: what it writes to them between two steps (a
+The script sees the parameters through a private view. What it writes to them between two steps (a
 constraint on the weights, an average swapped in for evaluation) only this worker sees, as if it had
-a copy of its own; at the next step the owner of each piece takes it over.
+a copy of its own; at the next step the owner of each shard applies it.
 
 The optimizer's state exists once per host as well. It is kept in engine memory, so that
 `state_dict()` on any one worker can read all of it without asking the others (optimizer_state.py).
@@ -25,20 +25,23 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import chain
+from operator import is_
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from paceline import _core
 from paceline.comm.group import Group, PreparedAllReduce
-from paceline.data_parallel.bucket import Bucket, Slot
-from paceline.data_parallel.hooks import keep_optimizer_plain, replace_method
+from paceline.data_parallel.bucket import Bucket, ParamSlot
+from paceline.data_parallel.hooks import make_optimizer_copies_plain, replace_method
 from paceline.data_parallel.update.optimizer_state import HostState
 from paceline.data_parallel.update.ownership import (
-    Range,
+    ShardRange,
     cut_anywhere,
     cut_at_borders,
     is_elementwise,
@@ -50,21 +53,24 @@ Step = Callable[[], Any]
 _BOUND = "_paceline_binds"
 
 
-class Update(Protocol):
-    """Runs the optimizer's own step on what this worker has to update."""
+class Update:
+    """Runs the optimizer's own step on what this worker has to update. Base of all updates."""
 
-    name: str
-    waited_s: float  # for other workers, in all steps so far
+    name = ""
+    waited_s = 0.0  # for other workers, in all steps so far
 
     def run(self, step: Step) -> Any:
         """Call `step`, once; afterwards the parameters are the same on all workers."""
+        raise NotImplementedError
+
+    def hook_modules(self, model: torch.nn.Module) -> None:
+        """Add hooks to the modules of the model, if this update needs any."""
 
 
-class ReplicatedUpdate:
+class ReplicatedUpdate(Update):
     """Every worker does the same to its own copy."""
 
     name = "replicated"
-    waited_s = 0.0
 
     def run(self, step: Step) -> Any:
         return step()
@@ -109,27 +115,43 @@ def bind_step(
             tracer.add("optimizer", start_s)
         return result
 
-    keep_optimizer_plain(optimizer)
+    make_optimizer_copies_plain(optimizer)
     old = replace_method(optimizer, "step", step)
-    if hasattr(old, _BOUND):  # on a mesh its step is bound twice; what is inside is recorded
+    if hasattr(old, _BOUND):  # on a mesh its step is bound twice; the inner one is recorded
         own = old
     setattr(step, _BOUND, True)
     return bound
 
 
-@dataclass
-class Piece:
+@contextmanager
+def stepping_on(
+    optimizer: torch.optim.Optimizer, params_by_group: Sequence[list[torch.nn.Parameter]]
+) -> Iterator[None]:
+    """Let the param groups hold these parameters instead of their own, for one step."""
+    groups = optimizer.param_groups
+    own = [group["params"] for group in groups]
+    try:
+        for group, params in zip(groups, params_by_group, strict=True):
+            group["params"] = params
+        yield
+    finally:
+        for group, params in zip(groups, own, strict=True):
+            group["params"] = params
+
+
+@dataclass(slots=True)
+class ParamShard:
     """What one worker updates of one parameter."""
 
-    slot: Slot
-    range: Range
+    slot: ParamSlot
+    range: ShardRange
     tensor: torch.nn.Parameter  # in shared memory: in the parameter's shape, or a flat part of it
     shown: torch.Tensor  # the same part as this worker's script sees it
     grad: torch.Tensor  # the same part of the averaged gradients
 
 
-class ShardedUpdate:
-    """Updates this worker's pieces; the other workers of the host do theirs at the same time."""
+class ShardedUpdate(Update):
+    """Updates this worker's shards; the other workers of the host do theirs at the same time."""
 
     name = "sharded"
 
@@ -138,39 +160,42 @@ class ShardedUpdate:
         optimizer: torch.optim.Optimizer,
         host: Group,
         engine: _core.Engine,
-        slot_of: Callable[[torch.nn.Parameter], Slot | None],
+        slots: Mapping[torch.nn.Parameter, ParamSlot],  # of parameters that the host shares
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._host = host
-        self._slot_of = slot_of
+        self._slots = slots
         self._cut = cut_anywhere if is_elementwise(optimizer) else cut_at_borders
-        self._pieces: dict[torch.nn.Parameter, list[Piece]] = {}  # of all workers, by parameter
-        self._buckets: dict[Bucket, list[Slot]] = {}
+        self._buckets: dict[Bucket, list[ParamSlot]] = {}  # whose parameters are cut into shards
+        self._params: list[torch.nn.Parameter] = []  # the same parameters
+        self._addresses: list[int] = []  # of the same, as the script should see them
+        self._own: dict[torch.nn.Parameter, list[ParamShard]] = {}  # this worker's shards of them
+        # As the optimizer had them in the last step, so that nothing is done for each tensor in a
+        # step like the one before it.
+        self._seen: list[torch.nn.Parameter] = []
+        self._sizes: list[int] = []
+        self._stepped: list[list[torch.nn.Parameter]] = []  # by group: what this worker updates
+        self._stepped_shards: list[ParamShard] = []  # the shards among it
+        self._known_state: list[Any] = []  # every entry of the optimizer's state of these shards
         self._news = torch.zeros(1, dtype=torch.int32)
-        self._tell_news = PreparedAllReduce(host, self._news, "max", self._news)
-        self.waited_s = 0.0
+        self._all_reduce_news = PreparedAllReduce(host, self._news, "max", self._news)
         self.state = HostState(optimizer, host, engine)
-        self._take_in_new_parameters(optimizer)
+        self._follow_parameters(optimizer)
 
     def run(self, step: Step) -> Any:
         optimizer = self._optimizer()
         assert optimizer is not None
-        self._take_in_new_parameters(optimizer)
-        self._wait(self._host.barrier)  # whoever still computes with the old values, finish
-        self._adopt_changes()
-        everything = [group["params"] for group in optimizer.param_groups]
-        try:
-            for group, params in zip(optimizer.param_groups, everything, strict=True):
-                group["params"] = self._mine(params)
+        self._follow_parameters(optimizer)
+        self._wait(self._host.barrier)  # other workers may still compute with the old values
+        self._apply_edits()
+        self._set_gradients()
+        with stepping_on(optimizer, self._stepped):
             result = step()
-        finally:
-            for group, params in zip(optimizer.param_groups, everything, strict=True):
-                group["params"] = params
-        increment_version(list(self._pieces))  # autograd must notice that the parameters changed
-        self._news[0] = self.state.move_to_engine_memory()
-        self._wait(self._tell_news.run)
+        increment_version(self._params)  # autograd must notice that the parameters changed
+        self._news[0] = self._move_new_state(optimizer)
+        self._wait(self._all_reduce_news.run)
         if self._news.item():
-            self.state.tell_where()
+            self.state.exchange_locations()
         return result
 
     def _wait(self, collective: Callable[[], object]) -> None:
@@ -180,76 +205,92 @@ class ShardedUpdate:
         if is_traced:
             tracer.add("wait", start_s, behind="barrier")
 
-    def _adopt_changes(self) -> None:
-        """Take over what the script itself did to parameters since the last step.
+    def _apply_edits(self) -> None:
+        """Apply what the script itself did to parameters since the last step.
 
         Each worker saw its own changes only. As in any data parallel training all are expected to
-        have done the same, so each piece's owner speaks for all.
+        have done the same, so the owner of each shard writes it for all.
         """
+        if [param.data_ptr() for param in self._params] != self._addresses:
+            for slots in self._buckets.values():
+                for slot in slots:
+                    slot.bring_home()
         for bucket, slots in self._buckets.items():
             assert bucket.host is not None
-            for slot in slots:
-                if slot.param.data_ptr() != slot.home.data_ptr():  # param.data = another tensor
-                    slot.home.copy_(slot.param.detach())
-                    slot.param.data = slot.home
-            if not bucket.host.is_changed():
-                continue
-            with torch.no_grad():
-                for slot in slots:
-                    for piece in self._pieces[slot.param]:
-                        if piece.range.owner == self._host.rank:
-                            piece.tensor.copy_(piece.shown)
-            bucket.host.discard()
+            if bucket.host.is_changed():
+                with torch.no_grad():
+                    for shard in chain.from_iterable(self._own[slot.param] for slot in slots):
+                        shard.tensor.copy_(shard.shown)
+                bucket.host.discard()
 
-    def _mine(self, params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """Return what this worker updates of these, with its gradients in place."""
-        mine: list[torch.nn.Parameter] = []
-        for param in params:
-            if param not in self._pieces:  # not shared: every worker updates its own copy
-                mine.append(param)
+    def _set_gradients(self) -> None:
+        for shard in self._stepped_shards:
+            grad, averaged = shard.slot.param.grad, shard.slot.averaged
+            if grad is None:
+                shard.tensor.grad = None
                 continue
-            for piece in self._pieces[param]:
-                if piece.range.owner == self._host.rank:
-                    _give_gradient(piece)
-                    mine.append(piece.tensor)
-        return mine
+            # The same object, as a rule; else the script put another tensor there.
+            if grad is not averaged and grad.data_ptr() != averaged.data_ptr():
+                averaged.copy_(grad)
+            if shard.tensor.grad is not shard.grad:
+                shard.tensor.grad = shard.grad
 
-    def _take_in_new_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Share out the parameters that were not there before (first call: all)."""
-        slots: list[Slot] = []
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                slot = self._slot_of(param)
-                if param not in self._pieces and slot is not None:
-                    slots.append(slot)
-        if not slots:
+    def _move_new_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Move state that the optimizer has made or replaced to where the other workers can read
+        it; return whether they have to be told. As a rule that is after the first step only."""
+        found, known = self._find_state(optimizer), self._known_state
+        is_known = len(found) == len(known) and all(map(is_, found, known))
+        if is_known and not self.state.loaded:
+            return False
+        has_news = self.state.move_to_engine_memory()
+        self._known_state = self._find_state(optimizer)
+        return has_news
+
+    def _find_state(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        found = [optimizer.state.get(shard.tensor) for shard in self._stepped_shards]
+        return [*chain.from_iterable(entries.values() for entries in found if entries)]
+
+    def _follow_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow what the optimizer has, and what has joined the shared parameters, since then."""
+        by_group = [group["params"] for group in optimizer.param_groups]
+        params = [*chain.from_iterable(by_group)]
+        sizes = [len(self._slots), *map(len, by_group)]
+        if sizes == self._sizes and all(map(is_, params, self._seen)):
             return
-        slots.sort(key=lambda slot: slot.index)
-        pieces: list[Piece] = []
-        for part in self._cut([slot.place.count for slot in slots], self._host.size):
-            slot = slots[part.index]
-            pieces.append(_piece(slot, part))
-            self._pieces.setdefault(slot.param, []).append(pieces[-1])
+        self._seen, self._sizes = params, sizes
+        self._cut_new([p for p in params if p in self._slots and p not in self._own])
+        self._stepped_shards = [shard for p in params for shard in self._own.get(p, ())]
+        self._stepped = [
+            [
+                tensor
+                for p in group  # every worker updates its own copy of what is not shared
+                for tensor in ([s.tensor for s in self._own[p]] if p in self._own else [p])
+            ]
+            for group in by_group
+        ]
+
+    def _cut_new(self, params: Sequence[torch.nn.Parameter]) -> None:
+        if not params:
+            return
+        slots = sorted((self._slots[param] for param in params), key=lambda slot: slot.index)
+        shards: list[ParamShard] = []
+        for part in self._cut([slot.segment.count for slot in slots], self._host.size):
+            shards.append(_shard(slots[part.index], part))
+            own = self._own.setdefault(shards[-1].slot.param, [])
+            if part.owner == self._host.rank:
+                own.append(shards[-1])
         for slot in slots:
             self._buckets.setdefault(slot.bucket, []).append(slot)
-        self.state.add([(piece.slot.param, piece.range, piece.tensor) for piece in pieces])
+            self._params.append(slot.param)
+            self._addresses.append(slot.shown.data_ptr())
+        self.state.add([(shard.slot.param, shard.range, shard.tensor) for shard in shards])
 
 
-def _piece(slot: Slot, part: Range) -> Piece:
+def _shard(slot: ParamSlot, part: ShardRange) -> ParamShard:
     flats = (slot.bucket.params, slot.bucket.shown, slot.bucket.averaged)
-    if part.stop - part.start == slot.place.count:
-        tensor, shown, grad = (slot.place.view(flat) for flat in flats)
+    if part.stop - part.start == slot.segment.count:
+        tensor, shown, grad = (slot.segment.view(flat) for flat in flats)
     else:
-        start, stop = slot.place.start + part.start, slot.place.start + part.stop
+        start, stop = slot.segment.start + part.start, slot.segment.start + part.stop
         tensor, shown, grad = (flat[start:stop] for flat in flats)
-    return Piece(slot, part, torch.nn.Parameter(tensor), shown, grad)
-
-
-def _give_gradient(piece: Piece) -> None:
-    grad, averaged = piece.slot.param.grad, piece.slot.averaged
-    if grad is None:
-        piece.tensor.grad = None
-        return
-    if grad.data_ptr() != averaged.data_ptr():  # the script put another tensor there
-        averaged.copy_(grad)
-    piece.tensor.grad = piece.grad
+    return ParamShard(slot, part, torch.nn.Parameter(tensor), shown, grad)

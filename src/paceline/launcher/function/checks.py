@@ -14,7 +14,7 @@ from paceline.errors import ConfigError, UsageError
 from paceline.launcher.function.forked import fork_quietly
 from paceline.launcher.job_size import MAX_DATA_WORKERS, MAX_SERVERS, MAX_WORKERS, check_pace
 from paceline.launcher.spec import RESERVED
-from paceline.pace.schedule import Schedule, parse_schedule
+from paceline.pace.parse import Schedule, parse_schedule
 from paceline.runtime.config import inherited_environ, requested_mesh, requested_pace
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.process_names import ProcessName, process_names
@@ -157,7 +157,7 @@ def _pace(pace: str | None, env: Mapping[str, str], workers: int, servers: int) 
         return None
     spec = parse_schedule(text)
     check_pace(spec, servers, add="servers=1", given=f"servers={servers}")
-    problem = spec.problem_with(workers, servers)
+    problem = spec.find_problem(workers, servers)
     if problem:
         raise ConfigError(problem)
     return spec

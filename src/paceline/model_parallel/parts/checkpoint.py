@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from paceline.comm.object_collectives import all_gather_object
-from paceline.data_parallel.model_state.checkpoint import Picture, SavedModel
+from paceline.data_parallel.model_state.checkpoint import ModelSnapshot, SavedModel
 from paceline.model_parallel.mesh_model import Meshed
 from paceline.model_parallel.parts.gather import Piece, Tensors, assemble, spread
 from paceline.model_parallel.parts.layout import Held, Part, Slice
@@ -31,14 +31,14 @@ from paceline.runtime.mesh import Mesh
 _BY_PLACE = ("layout", "method")  # what is of one part of the model only
 
 
-def whole_picture(meshed: Meshed) -> Picture:
+def whole_picture(meshed: Meshed) -> ModelSnapshot:
     """Take a picture of the whole model; in the units behind the first one only what is each
     worker's own. Collective among all workers."""
-    mine = meshed.succession.take_picture()
+    mine = meshed.switcher.take_snapshot()
     if meshed.cut.pipeline is not None:
         mine.own["stage/random"] = meshed.cut.pipeline.random_state
-    if not meshed.succession.training.is_first:
-        return Picture(own=mine.own, plain=mine.plain, own_plain=mine.own_plain)
+    if not meshed.switcher.training.is_first:
+        return ModelSnapshot(own=mine.own, plain=mine.plain, own_plain=mine.own_plain)
     place, group = meshed.unit.rank, meshed.unit.group
     pieces, kept = dict[str, Piece](), Tensors()
     for name, tensor in {**mine.common, **mine.first}.items():
@@ -50,7 +50,9 @@ def whole_picture(meshed: Meshed) -> Picture:
     told = all_gather_object(group, [mine.plain, _written_parts(meshed)])
     plain = _merged(meshed, [one for one, _ in told])
     plain["parts"] = [parts for _, parts in told]
-    return Picture(first={**found, **kept}, own=mine.own, plain=plain, own_plain=mine.own_plain)
+    return ModelSnapshot(
+        first={**found, **kept}, own=mine.own, plain=plain, own_plain=mine.own_plain
+    )
 
 
 def _piece(meshed: Meshed, name: str, tensor: torch.Tensor) -> Piece:

@@ -10,10 +10,10 @@ All workers step with what most of them voted for, +1 or -1 for each parameter, 
 multiplies with its learning rate; with feedback plus or minus the mean of all s. Momentum and
 error are each worker's own, and a newcomer begins with none.
 
-A value that is zero or not finite has no sign, and where as many voted for plus as for minus there
+A value that is zero or not finite has no sign, and with as many votes for plus as for minus there
 is no majority: a coin decides (compress/sign_bits.py), in the first case one of the worker's own,
-in the second one that all know without a message. After an even number of steps without any sign
-a parameter is where it was.
+in the second one that all workers compute alike. After an even number of steps in which no worker
+had a sign, a parameter has its old value.
 
 Bernstein et al. 2018, arXiv 1802.04434 and 1810.05291; error feedback as Karimireddy et al. 2019,
 arXiv 1901.09847, has it.
@@ -32,9 +32,8 @@ from paceline.comm.shared_memory import zeros_in_large_pages
 from paceline.compress.kernels import Draw
 from paceline.compress.sign_bits import Momentum, pack_corrected, pack_signs, pack_tracked
 from paceline.errors import UsageError
-from paceline.pace.allreduce import COMPOUND, AllReduce, RollCall
-from paceline.pace.bitmap.server_vote import BallotBox, ServedBallot, mean_scales
-from paceline.pace.bitmap.vote import Ballot
+from paceline.pace.allreduce import COMPOUND, AllReduce, MaskAverage
+from paceline.pace.bitmap.vote import BucketVote, ServedBucketVote, VoteTable, mean_scales
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
 from paceline.pace.method import Method, Setting
 from paceline.runtime.work import Work
@@ -63,10 +62,10 @@ class Voter:
         self._last_pass = -1  # the one whose gradients were the last to come in
         self.bucket = bucket
         allocate, on_servers = method.setting.allocate, method.setting.centre is not None
-        self.ballot: Ballot | ServedBallot = (
-            ServedBallot(bucket.label, size, allocate, first)
+        self.ballot: BucketVote | ServedBucketVote = (
+            ServedBucketVote(bucket.label, size, allocate, first)
             if on_servers
-            else Ballot(size, allocate, has_scale=method.has_feedback)
+            else BucketVote(size, allocate, has_scale=method.has_feedback)
         )
 
     @property
@@ -113,7 +112,7 @@ class Bitmap(Method):
         self.has_feedback = setting.is_on("feedback")
         self.seed = int(setting.number("seed"))
         self.voters: dict[int, Voter] = {}  # by the number of the bucket
-        self.boxes: dict[int, tuple[BallotBox, int]] = {}  # the same: on servers, and its place
+        self.boxes: dict[int, tuple[VoteTable, int]] = {}  # the same: on servers, and its place
         self._num_elements = 0
         self._ending: list[bool] = []  # by box, as a peer has told
         if self.momentum >= 1:
@@ -137,8 +136,8 @@ class Bitmap(Method):
             self._num_elements += bucket.grads.numel()
         if self.setting.centre is not None and buckets:
             served = [self.voters[bucket.index].ballot for bucket in buckets]
-            ballots = [ballot for ballot in served if isinstance(ballot, ServedBallot)]
-            box = BallotBox(self.setting.centre, ballots, self.seed)
+            ballots = [ballot for ballot in served if isinstance(ballot, ServedBucketVote)]
+            box = VoteTable(self.setting.centre, ballots, self.seed)
             for number, bucket in enumerate(buckets):
                 self.boxes[bucket.index] = (box, number)
 
@@ -146,7 +145,7 @@ class Bitmap(Method):
         for box in self._all_boxes():
             box.end_step()
 
-    def _all_boxes(self) -> list[BallotBox]:
+    def _all_boxes(self) -> list[VoteTable]:
         return list(dict.fromkeys(box for box, _ in self.boxes.values()))
 
     def agreed(self, bucket: Bucket) -> torch.Tensor:
@@ -203,7 +202,7 @@ class Vote(AllReduce):
         assert method.setting.another is not None, "training gives a way to other groups"
         self._method = method
         self._tellers = method.setting.another("told")
-        self._uncounted: deque[Ballot] = deque()
+        self._uncounted: deque[BucketVote] = deque()
         self._last = -1
         self.sent_bytes = 0  # handed to others so far
 
@@ -213,7 +212,7 @@ class Vote(AllReduce):
         self._last = bucket.index
         voter = self._method.voters[bucket.index]
         voter.vote(step)
-        assert isinstance(voter.ballot, Ballot)
+        assert isinstance(voter.ballot, BucketVote)
         work = voter.ballot.cast(self._method.workers, voter.coin)
         self.sent_bytes += voter.ballot.sent_bytes
         self._uncounted.append(voter.ballot)
@@ -231,7 +230,7 @@ class Vote(AllReduce):
 
     def _finish(self, voter: Voter) -> None:
         self._count_all()
-        assert isinstance(voter.ballot, Ballot)
+        assert isinstance(voter.ballot, BucketVote)
         voter.ballot.read(voter.bucket.averaged)
 
 
@@ -240,7 +239,7 @@ class ServedVote(Exchange):
 
     def __init__(self, method: Bitmap) -> None:
         self.traits = _traits_of(method)
-        self._roll = RollCall(method.workers)
+        self._mask = MaskAverage(method.workers)
         self._method = method
         self._step = -1
         self._cast: dict[int, Work[Any]] = {}  # in this step, by the number of the bucket
@@ -272,9 +271,9 @@ class ServedVote(Exchange):
             scales = [voters[index].ballot.scale for index in self._cast]
             means = mean_scales(self._method.workers, scales)
             self.scales = dict(zip(self._cast, means, strict=True))
-        return self._roll.call(here)
+        return self._mask.average(here)
 
     def _finish(self, voter: Voter) -> None:
-        assert isinstance(voter.ballot, ServedBallot)
+        assert isinstance(voter.ballot, ServedBucketVote)
         scale = self.scales.get(voter.bucket.index, 1.0)
         voter.ballot.read(voter.bucket.averaged, scale)

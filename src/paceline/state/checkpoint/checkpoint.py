@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.data_parallel.pace_switch.switcher import Succession
+from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.errors import UsageError
 from paceline.runtime.job import current
 from paceline.runtime.preemption import PREEMPTED
@@ -84,7 +84,7 @@ class Checkpoint:
         self._keep, self._root = keep, Path(directory).absolute()
         self._calls = 0  # of step(), where no model is distributed
         self.path: Path | None = None  # what this run went on from
-        self._models: list[Succession] = []
+        self._models: list[PaceSwitcher] = []
         if not self._job.env.is_data_worker:  # which has nothing to save, and serves in the loop
             self._set_up(resume, objects)
 
@@ -158,7 +158,7 @@ class Checkpoint:
 
     @property
     def _is_busy(self) -> bool:
-        return any(succession.training.is_busy for succession in self._models)
+        return any(switcher.training.is_busy for switcher in self._models)
 
     def _save_together(self) -> None:
         """Save behind a step that all have done."""
@@ -222,7 +222,7 @@ class Checkpoint:
 
     @property
     def _is_bound(self) -> bool:
-        return any(succession.training.is_bound for succession in self._models)
+        return any(switcher.training.is_bound for switcher in self._models)
 
     @property
     def _reachable(self) -> int:

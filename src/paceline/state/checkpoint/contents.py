@@ -21,8 +21,8 @@ import torch
 
 from paceline.data.cursor.resumption import data_state, resume_data
 from paceline.data_parallel.distribute import distributed
-from paceline.data_parallel.model_state.checkpoint import Picture, SavedModel
-from paceline.data_parallel.pace_switch.switcher import Succession
+from paceline.data_parallel.model_state.checkpoint import ModelSnapshot, SavedModel
+from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.errors import CheckpointMismatch, UsageError
 from paceline.model_parallel.registry import meshed, meshed_by
 from paceline.runtime.job import Job
@@ -66,13 +66,13 @@ def set_random_state(plain: Any, tensors: dict[str, torch.Tensor]) -> None:
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def _distributed() -> list[tuple[Any, Succession]]:
+def _distributed() -> list[tuple[Any, PaceSwitcher]]:
     """Return the script's models, whole or in parts, in order."""
-    in_parts = {id(made.succession): model for model, made in meshed.items()}
+    in_parts = {id(made.switcher): model for model, made in meshed.items()}
     return [(in_parts.get(id(one), model), one) for model, one in distributed()]
 
 
-def saved_models(given: Mapping[str, Any]) -> list[Succession]:
+def saved_models(given: Mapping[str, Any]) -> list[PaceSwitcher]:
     """Return the distributed models that are saved: those given by name, or all there are."""
     known = _distributed()
     chosen = [one for model, one in known if any(thing is model for thing in given.values())]
@@ -107,19 +107,19 @@ class Said:
 
 
 def gather(
-    job: Job, saved: Sequence[Succession], objects: Mapping[str, Carried], steps: int
+    job: Job, saved: Sequence[PaceSwitcher], objects: Mapping[str, Carried], steps: int
 ) -> Said:
     """Return everything that a checkpoint has of this worker. Collective."""
     shared, mine, models = Tensors(), Tensors(), list[dict[str, Any]]()
     rank, size = job.world.rank, job.world.size
     own: dict[str, Any] = {"models": [], "steps": steps}
-    for number, succession in enumerate(saved):
-        picture = _picture(succession)
+    for number, switcher in enumerate(saved):
+        picture = _picture(switcher)
         shared.update(_prefixed(picture.common, number))
         mine.update(_prefixed(picture.first, number))
         mine.update({f"rank.{rank}/{n}": t for n, t in _prefixed(picture.own, number).items()})
-        models.append({**picture.plain, "steps": succession.steps})
-        own["models"].append({**picture.own_plain, "steps": succession.steps})
+        models.append({**picture.plain, "steps": switcher.steps})
+        own["models"].append({**picture.own_plain, "steps": switcher.steps})
     written, found = {}, Tensors()
     for name, part in objects.items():
         written[name] = write_down(part.state().shared["state"], f"object/{name}", found)
@@ -140,18 +140,18 @@ def gather(
     return Said({**mine, **_share(shared, size, rank)}, own, common)
 
 
-def _picture(succession: Succession) -> Picture:
-    made = meshed_by(succession)
+def _picture(switcher: PaceSwitcher) -> ModelSnapshot:
+    made = meshed_by(switcher)
     if made is None:
-        return succession.take_picture()
+        return switcher.take_snapshot()
     from paceline.model_parallel.parts.checkpoint import whole_picture
 
     return whole_picture(made)
 
 
-def _mapped(saved: SavedModel, succession: Succession) -> SavedModel:
+def _mapped(saved: SavedModel, switcher: PaceSwitcher) -> SavedModel:
     """Return what this worker needs of a model, whatever the mesh on which it was saved."""
-    made = meshed_by(succession)
+    made = meshed_by(switcher)
     if made is None and "mesh" not in saved.plain:
         return saved
     from paceline.model_parallel.parts.checkpoint import as_part, as_whole
@@ -175,19 +175,19 @@ def _own_or_common(content: Any, rank: int) -> Any:
     return common if own is None or common["is_lockstep"] else own
 
 
-def is_lockstep(saved: Sequence[Succession]) -> bool:
+def is_lockstep(saved: Sequence[PaceSwitcher]) -> bool:
     """Whether all workers are behind the same step at the same time."""
-    return not any(succession.training.is_free for succession in saved)
+    return not any(switcher.training.is_free for switcher in saved)
 
 
-def farewell(job: Job, saved: Sequence[Succession], steps: int) -> dict[str, Any]:
+def farewell(job: Job, saved: Sequence[PaceSwitcher], steps: int) -> dict[str, Any]:
     """Return what there is to say of a worker that leaves before the others: how far it is."""
-    counts = [{"steps": succession.steps} for succession in saved]
+    counts = [{"steps": switcher.steps} for switcher in saved]
     return {"has_left": True, "steps": steps, "models": counts, "data": data_state(job.sharers)}
 
 
 def restore(
-    job: Job, loaded: Loaded, models: Sequence[Succession], objects: Mapping[str, Carried]
+    job: Job, loaded: Loaded, models: Sequence[PaceSwitcher], objects: Mapping[str, Carried]
 ) -> list[str]:
     """Let everything go on from a checkpoint; return what was mapped, in words. Collective."""
     content, tensors = loaded.content, loaded.tensors
@@ -199,9 +199,9 @@ def restore(
         )
     notices, rank = list[str](), job.world.rank
     before, now = _mesh_of(content), (job.mesh or Mesh()).of_workers(job.world.size)
-    for number, succession in enumerate(models):
-        saved = _mapped(_saved_model(content, tensors, number), succession)
-        notices += succession.restore(saved, _steps_of_model(content, number, rank))
+    for number, switcher in enumerate(models):
+        saved = _mapped(_saved_model(content, tensors, number), switcher)
+        notices += switcher.restore(saved, _steps_of_model(content, number, rank))
     _restore_objects(loaded, common["objects"], objects)
     job.reporter.steps_done = common["steps_done"]
     if len(owns) != job.world.size:
@@ -227,21 +227,21 @@ def _mesh_of(content: Any) -> Mesh:
 
 
 def _set_stage_state(
-    models: Sequence[Succession], tensors: Tensors, rank: int, *, is_same: bool
+    models: Sequence[PaceSwitcher], tensors: Tensors, rank: int, *, is_same: bool
 ) -> None:
     """Let stages of a pipeline draw on where they were."""
-    for number, succession in enumerate(models):
-        made = meshed_by(succession)
+    for number, switcher in enumerate(models):
+        made = meshed_by(switcher)
         found = _unprefixed(_of_rank(tensors, rank), number).get("stage/random")
         if is_same and found is not None and made is not None and made.cut.pipeline is not None:
             made.cut.pipeline.random_state = found.clone()
 
 
-def restore_weights(loaded: Loaded, models: Sequence[Succession]) -> None:
+def restore_weights(loaded: Loaded, models: Sequence[PaceSwitcher]) -> None:
     """Load the models' values only: for a new training that begins with them."""
-    for number, succession in enumerate(models):
+    for number, switcher in enumerate(models):
         saved = _saved_model(loaded.content, loaded.tensors, number)
-        succession.restore_values(_mapped(saved, succession))
+        switcher.restore_values(_mapped(saved, switcher))
 
 
 def _was_there(own: Any) -> bool:

@@ -1,8 +1,8 @@
-"""What of a training follows workers that come and go: the parts of one model.
+"""The state of a training that elastic jobs transfer to newcomers.
 
-A worker that comes later must have parameters, the buffers that all agreed on last, the optimizer's
-state and settings, and the number of steps done. With parameter servers the first and the third are
-theirs; a newcomer reads them there.
+A newcomer needs parameters, the buffers that all agreed on last, the optimizer's state and
+settings, and the number of steps done. With parameter servers, the servers hold the parameters and
+the optimizer's state, and a newcomer reads them there.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.data_parallel.bucket_allocator import CommonMemory, Housing
+from paceline.data_parallel.bucket_allocator import BucketAllocator, CommonMemory
 from paceline.data_parallel.model_state.buffers import Buffers
 from paceline.data_parallel.reducer import Reducer
-from paceline.data_parallel.setup import Groundwork
-from paceline.data_parallel.update.elastic import ElasticStep
+from paceline.data_parallel.setup import TrainingSetup
+from paceline.data_parallel.update.coordinated_step import ElasticStep
 from paceline.errors import InconsistentRanks
 from paceline.pace.method import PaceState
 from paceline.runtime.job import Job
@@ -43,14 +43,14 @@ class TrainingState(Part):
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
         self._buffers = buffers
-        self._is_local = is_local  # parameters and optimizer are the workers' own
+        self._is_local = is_local  # parameters and optimizer state are on the workers
 
     def state(self) -> State:
         """Return everything, as it was after the last step that all agreed on."""
         model, optimizer = self._both()
         shared: dict[str, Any] = {
             "buffers": self._buffers.agreed,
-            "settings": settings_of(optimizer),
+            "settings": group_settings(optimizer),
         }
         if self._is_local:
             shared["params"] = {name: p.detach() for name, p in model.named_parameters()}
@@ -59,77 +59,81 @@ class TrainingState(Part):
         return State(counts=self._job.steps_done, shared=shared, what=what)
 
     def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
-        """Take over everything."""
+        """Load everything."""
         model, optimizer = self._both()
         if state.shared["buffers"].numel():
-            self._buffers.adopt(state.shared["buffers"])
+            self._buffers.load_agreed(state.shared["buffers"])
         if self._is_local:
             _load_params(dict(model.named_parameters()), state.shared["params"])
             groups = numbered_groups(optimizer, state.shared["settings"])
             told = {"state": state.shared["optimizer"], "param_groups": groups}
             optimizer.load_state_dict(told)
         else:
-            give_settings(optimizer, state.shared["settings"])
+            set_group_settings(optimizer, state.shared["settings"])
         self._job.reporter.steps_done = state.counts
 
     def _both(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         model, optimizer = self._model(), self._optimizer()
-        assert model is not None and optimizer is not None, "a worker that is asked is in training"
+        assert model is not None and optimizer is not None, "this worker trains, so it has both"
         return model, optimizer
 
 
-def take_part(
-    ground: Groundwork,
+def register_elastic(
+    setup: TrainingSetup,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     reducer: Reducer,
     buffers: Buffers,
-    housing: Housing,
+    allocator: BucketAllocator,
 ) -> ElasticStep | None:
-    """Be ready for workers that come and go; return how steps are taken where those are an
-    exchange of all."""
-    elastic, step = ground.job.elastic, None
-    elastic.may_part = ground.may_part
+    """Register the state of a training with an elastic job.
+
+    Returns how steps are taken where all workers exchange gradients, else None.
+    """
+    elastic, step = setup.job.elastic, None
+    elastic.may_part = setup.may_diverge
     if not elastic.is_on:
         return None
-    is_served = ground.serving is not None
-    elastic.is_lockstep = not ground.is_free
-    if ground.method is None:
+    is_served = setup.serving is not None
+    elastic.is_lockstep = not setup.is_free
+    if setup.method is None:
         step = ElasticStep(
-            ground.job,
+            setup.job,
             optimizer,
             reducer,
             buffers,
-            ground.form("flags"),
+            setup.form("flags"),
             is_served=is_served,
-            resize_lr=ground.options.resize_lr,
+            resize_lr=setup.options.resize_lr,
         )
-    kept = TrainingState(ground.job, model, optimizer, buffers, not is_served)
-    elastic.register(ground.name, kept)
-    if ground.method is not None:
-        elastic.register(f"{ground.name} pace", PaceState(ground.method))
-    # What servers keep is theirs; what workers keep follows them.
-    if ground.exchange.traits.is_collective and ground.exchange.residuals is not None:
-        elastic.register(f"{ground.name} codec", ground.exchange.residuals)
-    if ground.is_common:
-        memory = CommonMemory(ground.host, housing, is_newcomer=elastic.is_candidate)
-        elastic.register(f"{ground.name} memory", memory)
+    kept = TrainingState(setup.job, model, optimizer, buffers, not is_served)
+    elastic.register(setup.name, kept)
+    if setup.method is not None:
+        elastic.register(f"{setup.name} pace", PaceState(setup.method))
+    # The state on servers stays there; only the workers' is transferred.
+    if setup.exchange.traits.is_collective and setup.exchange.residuals is not None:
+        elastic.register(f"{setup.name} codec", setup.exchange.residuals)
+    if setup.is_common:
+        memory = CommonMemory(setup.host, allocator, is_newcomer=elastic.is_candidate)
+        elastic.register(f"{setup.name} memory", memory)
     return step
 
 
-def leave(ground: Groundwork) -> None:
-    """Take all of it back."""
+def unregister_elastic(setup: TrainingSetup) -> None:
+    """Remove all of it."""
     for use in _USES:
-        ground.job.elastic.unregister(ground.name + use)
+        setup.job.elastic.unregister(setup.name + use)
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the settings of each param group: all but its parameters."""
     return [{k: v for k, v in g.items() if k not in _NO_SETTINGS} for g in optimizer.param_groups]
 
 
-def give_settings(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Let the param groups have these settings."""
+def set_group_settings(
+    optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]
+) -> None:
+    """Set the settings of the param groups."""
     for group, mine in zip(optimizer.param_groups, settings, strict=True):
         group.update(mine)
 

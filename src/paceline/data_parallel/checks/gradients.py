@@ -1,29 +1,32 @@
-"""Gradients that are missing or not finite: the same decision on all ranks, and who caused it.
+"""Gradients that are missing, not finite, or cannot be averaged: checks and errors.
 
-Every rank sees the same averages and the same roll call, so all come to the same decision without
-a message; only when something is wrong do they tell each other whose it was.
+Every rank sees the same averages and the same used-parameter mask, so all come to the same decision
+without communication. Only when something is wrong do they exchange which rank caused it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.comm.group import Group
 from paceline.comm.object_collectives import all_gather_object
 from paceline.data_parallel.policy import PassResult
-from paceline.data_parallel.reducer import Reducer
-from paceline.errors import NonFiniteGradient, UsageError
+from paceline.errors import NonFiniteGradient, PacelineError, UsageError
 from paceline.options.table import Options
 from paceline.runtime.elastic.session import Elastic
+
+if TYPE_CHECKING:
+    from paceline.data_parallel.reducer import Reducer
 
 _SHOWN = 5
 
 
 class Health:
-    """Looks at the gradients after each exchange, as the options say."""
+    """Checks the gradients after each exchange, as the options require."""
 
     def __init__(
         self,
@@ -36,23 +39,23 @@ class Health:
         is_free: bool = False,
     ) -> None:
         self._group = group
-        self._is_free = is_free  # the others are elsewhere: this worker speaks for itself
+        self._is_free = is_free  # no exchange: this worker reports its own
         self._elastic = elastic
         self._ask_unit = ask_unit
         self._options = options
-        is_partial = options.own.get("skip_compute") == "yes"  # some compute no gradients at all
+        is_partial = options.own.get("skip_compute") == "yes"  # some workers compute no gradients
         self.expects_all = options.unused != "ignore" and not is_partial
-        self.checks_values = options.nonfinite != "ignore" and not on_servers  # else they do
-        self._named: set[str] = set()  # parameters that were named in a warning already
+        self.checks_values = options.nonfinite != "ignore" and not on_servers  # which check them
+        self._named: set[str] = set()  # parameters that a warning has named already
         self.skipped_steps = 0
 
     def look(self, reducer: Reducer, result: PassResult) -> None:
-        """Check what the exchange brought; runs at the end of backward on every rank."""
+        """Check the gradients after the exchange; runs at the end of backward on every rank."""
         if self.expects_all and not result.is_complete:
             self._unused(reducer, result)
         if self.checks_values:
             is_bad = not all_finite(list(reducer.averages()))
-            if any(self._ask_unit([is_bad])):  # all parts of a model leave out the same steps
+            if any(self._ask_unit([is_bad])):  # all processes of a unit skip the same steps
                 self._nonfinite(reducer, is_here=is_bad)
 
     def _tell(self, names: list[str]) -> list[list[str]]:
@@ -90,14 +93,14 @@ class Health:
         if self._options.unused == "error":
             raise UsageError(
                 f"{text}. Every rank must use these parameters in its loss, or freeze them with"
-                " requires_grad_(False); unused='warn' goes on (a missing gradient counts as zero)"
+                " requires_grad_(False); unused='warn' continues (a missing gradient is zero)"
             )
         self._named.update(names)
         if self._group.rank == 0:
             warnings.warn(
                 f"{text}. A gradient that is missing on all ranks stays None, one that is missing"
                 " on some counts as zero there; freeze parameters that are not used, or pass"
-                " unused='ignore'. (This is said once for each parameter.)",
+                " unused='ignore'. (This warning appears once for each parameter.)",
                 stacklevel=2,
             )
 
@@ -106,7 +109,7 @@ class Health:
         warnings.warn(
             f"step {reducer.step}: no gradient on rank {self._group.ranks[self._group.rank]} for"
             f" {_list(names)}; servers leave them as they are. Freeze parameters that are not used"
-            " with requires_grad_(False). (This is said once for each parameter.)",
+            " with requires_grad_(False). (This warning appears once for each parameter.)",
             stacklevel=2,
         )
 
@@ -135,7 +138,7 @@ class Health:
 
 
 def _bad_contributions(reducer: Reducer) -> list[str]:
-    """Name the parameters whose own gradient on this rank, before the exchange, was not finite."""
+    """Return the parameters whose own gradient on this rank, before the exchange, is not finite."""
     dense = [(slot.name, slot.grad) for bucket in reducer.buckets for slot in bucket.slots]
     sparse = [
         (name, grad.coalesce().values() if grad.is_sparse else grad)
@@ -161,3 +164,48 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
 def _list(things: Sequence[object]) -> str:
     shown = ", ".join(str(thing) for thing in things[:_SHOWN])
     return shown + (f" and {len(things) - _SHOWN} more" if len(things) > _SHOWN else "")
+
+
+# -- errors of the reducer ------------------------------------------------------------------------
+
+
+def double_backward(name: str) -> UsageError:
+    """Return the error about a gradient that has a graph of its own."""
+    return UsageError(
+        f"backward(create_graph=True): the gradient of {name} has a graph of its own, which cannot"
+        " be averaged over the workers; compute inner gradients with torch.autograd.grad(...) and"
+        " call backward() without create_graph"
+    )
+
+
+def second_gradient(rank: int, name: str) -> UsageError:
+    """Return the error about a gradient that arrives after its bucket was sent."""
+    return UsageError(
+        f"rank {rank}: {name} got another gradient after its bucket was sent; it is used in several"
+        " reentrant checkpoints: use checkpoint(..., use_reentrant=False)"
+    )
+
+
+def unfinished_pass(rank: int) -> PacelineError:
+    """Return the error about a step after a backward pass that broke off."""
+    return PacelineError(
+        f"rank {rank}: optimizer.step() after a backward pass that ended with an error (or in the"
+        " middle of one): gradients have not been averaged; drop them with zero_grad() and begin"
+        " again with a forward pass of the whole model"
+    )
+
+
+def local_gradients(rank: int) -> UsageError:
+    """Return the error about a step after a backward pass without exchange."""
+    return UsageError(
+        f"rank {rank}: optimizer.step() after a backward pass under no_sync(): its gradients have"
+        " not been averaged; leave no_sync() for the last backward pass before each step"
+    )
+
+
+def out_of_step(rank: int) -> PacelineError:
+    """Return the error about a forward pass after a backward pass that broke off too late."""
+    return PacelineError(
+        f"rank {rank}: the last backward pass ended with an error after it had sent gradients, so"
+        " the workers are out of step; start again from a checkpoint"
+    )
