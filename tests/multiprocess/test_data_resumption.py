@@ -1,26 +1,19 @@
-"""A run that goes on from a checkpoint gets the batches that the first one would have got."""
+"""A run that resumes from a checkpoint gets the batches that the first run would have got."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from resumable_scripts import SAVE_AT, SCRIPTS, Noisy, Recorder, Seeded, over, plain, seed_all
+from torch.utils.data import DataLoader
 
 import paceline as pl
 from paceline.comm.group import Group
@@ -31,211 +24,9 @@ from paceline.data.split import order
 from paceline.runtime import job
 from support import run_ranks
 
-EPOCHS = 3
-
-
-class Noisy(Dataset):
-    """Samples with augmentation: a random number of each kind of generator."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> list[float]:
-        return [float(index), float(torch.rand(())), random.random(), float(np.random.rand())]
-
-
-class NoisyStream(IterableDataset):
-    """The same as a stream, divided among DataLoader workers."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[list[float]]:
-        worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return (Noisy(self.samples)[i] for i in range(first, self.samples, step))
-
-
-class Seeded(Dataset):
-    """No noise."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: Any) -> Any:
-        return [float(index)]
-
-
-class Recorder:
-    """Notes every batch of a script; in the middle of it, what a checkpoint would keep."""
-
-    def __init__(self, save_at: int | None, steps: int = 0) -> None:
-        self.save_at, self.steps = save_at, steps
-        self.seen: list[Any] = []  # epoch, batch, weight
-        self.saved: Any = None
-
-    def evaluate(self, epoch: int, batch: Any) -> None:
-        self.seen.append([f"evaluation {epoch}", plain(batch), 1.0])
-
-    def step(self, epoch: int, *batches: Any) -> None:
-        weight = job.current().contribution.weight
-        self.seen.append([epoch, [plain(batch) for batch in batches], weight])
-        job.current().contribution.commit()
-        torch.rand(1)  # dropout
-        self.steps += 1
-        if self.steps == self.save_at:
-            self.save()
-
-    def save(self) -> None:
-        """What a checkpoint would keep."""
-        if self.save_at is not None:
-            state = json.loads(json.dumps(data_state(job.current())))
-            self.saved = state, torch.get_rng_state(), random.getstate(), np.random.get_state()
-            self.seen.append("saved")
-
-
-def plain(batch: Any) -> Any:
-    if isinstance(batch, list):
-        return torch.stack([torch.as_tensor(column) for column in batch], -1).tolist()
-    return batch.tolist()
-
-
-def over(make: Callable[[], Any], **options: Any) -> Callable[[Recorder], None]:
-    """The usual script: epochs by hand, the loader made once."""
-
-    def script(recorder: Recorder) -> None:
-        loader = make()
-        for epoch in range(EPOCHS):
-            for batch in pl.shard(loader, epoch=epoch, **options):
-                recorder.step(epoch, batch)
-
-    return script
-
-
-def with_evaluation(recorder: Recorder) -> None:
-    train, test = DataLoader(Noisy(41), 3, shuffle=True), DataLoader(Noisy(10), 3)
-    for epoch in range(EPOCHS):
-        for batch in pl.shard(train):
-            recorder.step(epoch, batch)
-            if recorder.steps % 4 == 0:
-                for one in pl.shard(test, pad=False):
-                    recorder.evaluate(epoch, one)
-        for batch in pl.shard(test, pad=False):
-            recorder.evaluate(epoch, batch)
-
-
-def in_epochs(recorder: Recorder) -> None:
-    for epoch in pl.epochs(EPOCHS):
-        before = DataLoader(Noisy(10), 3)  # a new loader in each round
-        for batch in pl.shard(before, pad=False):
-            recorder.evaluate(epoch, batch)
-        train = DataLoader(Noisy(41), 3, shuffle=True)
-        for batch in pl.shard(train, epoch=epoch):
-            recorder.step(epoch, batch)
-        for batch in pl.shard(before, pad=False):
-            recorder.evaluate(epoch, batch)
-
-
-def at_the_end_of_rounds(recorder: Recorder) -> None:
-    train, test = DataLoader(Noisy(41), 3, shuffle=True), DataLoader(Noisy(10), 3)
-    for epoch in pl.epochs(EPOCHS):
-        for batch in pl.shard(train):
-            recorder.step(epoch, batch)
-        for batch in pl.shard(test, pad=False):
-            recorder.evaluate(epoch, batch)
-        if epoch == 1:
-            recorder.save()
-
-
-def in_steps(recorder: Recorder) -> None:
-    first, second = DataLoader(Noisy(41), 3, shuffle=True), DataLoader(Noisy(17), 2)
-
-    def forever(loader: Any) -> Iterator[Any]:
-        while True:
-            yield from pl.shard(loader)
-
-    ones, twos = forever(first), forever(second)
-    for number in pl.steps(25):
-        recorder.step(number, next(ones), next(twos))
-
-
-def by_itself(recorder: Recorder) -> None:
-    """A script that knows its epoch from its own checkpoint."""
-    train, test = DataLoader(Noisy(41), 3, shuffle=True), DataLoader(Noisy(10), 3)
-    for epoch in range(0 if recorder.save_at else 1, EPOCHS):
-        for batch in pl.shard(train, epoch=epoch):
-            recorder.step(epoch, batch)
-        for batch in pl.shard(test, pad=False):
-            recorder.evaluate(epoch, batch)
-
-
-def over_generators(recorder: Recorder) -> None:
-    for epoch in range(EPOCHS):
-        for batch in pl.shard(torch.full((2,), float(i)) for i in range(21)):
-            recorder.step(epoch, batch)
-
-
-def over_lists(recorder: Recorder) -> None:
-    for epoch in range(EPOCHS):
-        for batch in pl.shard([torch.full((1 + i % 3,), float(i)) for i in range(21)]):
-            recorder.step(epoch, batch)
-
-
-def buckets() -> Any:
-    return BatchSampler(RandomSampler(range(41)), 3, False)
-
-
-def own_part() -> Any:
-    mine = range(pl.rank(), 41, pl.world_size())
-    return DataLoader(Noisy(41), 3, sampler=torch.utils.data.SubsetRandomSampler(mine))
-
-
-SCRIPTS: dict[str, Callable[[Recorder], None]] = {
-    "shuffled": over(lambda: DataLoader(Noisy(41), 3, shuffle=True)),
-    "plain": over(lambda: DataLoader(Noisy(41), 3)),
-    "global": over(lambda: DataLoader(Noisy(41), 5, shuffle=True), batch="global"),
-    "by speed": over(lambda: DataLoader(Noisy(41), 3, shuffle=True), batch="auto"),
-    "dropped": over(lambda: DataLoader(Noisy(41), 3, shuffle=True, drop_last=True)),
-    "warmed up": over(
-        lambda: DataLoader(Noisy(41), 1, shuffle=True), warmup=pl.data_warmup(0.5, epochs=2)
-    ),
-    "processes": over(lambda: DataLoader(Noisy(41), 3, shuffle=True, num_workers=2)),
-    "lasting processes": over(
-        lambda: DataLoader(Noisy(41), 3, num_workers=1, persistent_workers=True)
-    ),
-    "sampler": over(
-        lambda: DataLoader(Noisy(41), 3, sampler=WeightedRandomSampler([1.0] * 41, 41))
-    ),
-    "batch sampler": over(lambda: DataLoader(Noisy(41), batch_sampler=buckets())),
-    "items": over(lambda: DataLoader(Seeded(41), batch_size=None)),
-    "stream": over(lambda: DataLoader(NoisyStream(41), 3)),
-    "stream processes": over(lambda: DataLoader(NoisyStream(41), 3, num_workers=2)),
-    "presharded": over(own_part, presharded=True),
-    "lists": over_lists,
-    "generators": over_generators,
-    "evaluation": with_evaluation,
-    "epochs": in_epochs,
-    "rounds": at_the_end_of_rounds,
-    "steps": in_steps,
-    "by itself": by_itself,
-}
-SAVE_AT = {"rounds": 0, "items": 31, "lists": 15, "generators": 15, "global": 13, "warmed up": 17}
-
-
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-
 
 def first_run(group: Group, names: list[str]) -> dict[str, Any]:
-    """Run the scripts from beginning to end; tell what they saw and what they saved."""
+    """Run the scripts from beginning to end; return what they saw and what they saved."""
     found = {}
     order.CHUNK, progress._MANY = 10, 2  # many chunks; loaders are forgotten soon
     for name in names:
@@ -281,26 +72,26 @@ def resumed(
     return run_ranks(workers, second_run, path, timeout_s=100)
 
 
-def behind(seen: list[Any]) -> list[Any]:
+def after_save(seen: list[Any]) -> list[Any]:
     return seen[seen.index("saved") + 1 :]
 
 
 def test_the_same_workers_get_the_same_batches(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
-    names = [name for name in SCRIPTS if name != "by speed"]  # speeds are measured anew
+    names = [name for name in SCRIPTS if name != "by speed"]  # speeds are measured again
     again = resumed(2, ranks, names, tmp_path)
     for name in names:
         for rank in range(2):
-            expected = behind(ranks[rank][name][0])
-            seen, said = again[rank][name]
+            expected = after_save(ranks[rank][name][0])
+            seen, logged = again[rank][name]
             assert expected and seen == expected, name
-            assert said == []
+            assert logged == []
 
 
-NOT_CUT = ("sampler", "presharded", "steps")  # drawn with repeats, or not by epochs
+NOT_SPLIT = ("sampler", "presharded", "steps")  # drawn with repeats, or not by epochs
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_other_workers_get_what_is_left(
+def test_another_number_of_workers_gets_the_rest(
     ranks: list[dict[str, Any]], workers: int, tmp_path: Path
 ) -> None:
     names = [name for name in SCRIPTS if name != "sampler"]
@@ -309,7 +100,7 @@ def test_other_workers_get_what_is_left(
         where = "between two epochs" if name == "rounds" else "in the middle of epoch"
         assert again[0][name][1][0].startswith(f"data: 2 -> {workers} workers")
         assert where in again[0][name][1][0]
-        if name in NOT_CUT:
+        if name in NOT_SPLIT:
             continue
         whole = counted(rank[name][0] for rank in ranks)
         had = counted(rank[name][0][: rank[name][0].index("saved")] for rank in ranks)
@@ -325,7 +116,7 @@ def test_other_workers_get_what_is_left(
 
 
 def counted(ranks: Any) -> dict[Any, Counter[float]]:
-    """How often each sample was seen in each epoch, by all workers."""
+    """Return how often all workers saw each sample in each epoch."""
     found: dict[Any, Counter[float]] = {}
     for seen in ranks:
         for epoch, batches, weight in (entry for entry in seen if entry != "saved"):
@@ -344,12 +135,12 @@ class Thirds:
     facts: dict[str, Any] = {}
     length = None
 
-    def batches(self, this: Any) -> Iterator[Any]:
-        return this.track(self._made(this))  # type: ignore[no-any-return]
+    def batches(self, data_pass: Any) -> Iterator[Any]:
+        return data_pass.track(self._made(data_pass))  # type: ignore[no-any-return]
 
-    def _made(self, this: Any) -> Iterator[Any]:
-        for number in range(this.group.rank, 30, this.group.size):
-            this.announcer.set(1.0)
+    def _made(self, data_pass: Any) -> Iterator[Any]:
+        for number in range(data_pass.group.rank, 30, data_pass.group.size):
+            data_pass.announcer.set(1.0)
             yield torch.tensor([float(number), float(torch.rand(()))])[None]
 
 
@@ -370,7 +161,7 @@ def run_thirds(group: Group, path: str | None) -> Any:
     return seen, saved, said
 
 
-def test_other_ways_to_share_out_are_made_again(tmp_path: Path) -> None:
+def test_a_pass_that_only_counts_batches_skips_the_used_ones(tmp_path: Path) -> None:
     ranks = run_ranks(2, run_thirds, None)
     path = str(tmp_path / "states")
     torch.save([saved for _, saved, _ in ranks], path)
@@ -386,7 +177,7 @@ def run_apart(group: Group, path: str | None, samples: int, kind: str) -> Any:
     sampler = {"sampler": list(range(samples))[::-1]} if kind == "sampler" else {"shuffle": True}
     loader, seen, saved = DataLoader(Seeded(samples), 3, **sampler), list[Any](), None
     said: list[str] = []
-    sharded = pl.shard(loader, epoch=0, seed=4)  # before it is known that this run is resumed
+    sharded = pl.shard(loader, epoch=0, seed=4)  # before this run is known to be resumed
     if path is not None:
         said = resume_data(job.current(), torch.load(path), is_lockstep=False)
     for batch in sharded:
@@ -398,7 +189,7 @@ def run_apart(group: Group, path: str | None, samples: int, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "sampler"])
-def test_workers_that_run_free_go_on_where_each_was(kind: str, tmp_path: Path) -> None:
+def test_free_running_workers_continue_where_each_was(kind: str, tmp_path: Path) -> None:
     ranks = run_ranks(2, run_apart, None, 41, kind)
     path = str(tmp_path / "states")
     torch.save([state for _, state, _ in ranks], path)
@@ -406,7 +197,7 @@ def test_workers_that_run_free_go_on_where_each_was(kind: str, tmp_path: Path) -
     again = run_ranks(2, run_apart, path, 41, kind)
     together = had + Counter(x for seen, _, _ in again for x in seen)
     assert together == Counter(map(float, range(41))) and again[0][2] == []
-    alone = run_ranks(1, run_apart, path, 41, kind)  # from the slower one's place
+    alone = run_ranks(1, run_apart, path, 41, kind)  # from the position of the slower worker
     together = had + Counter(alone[0][0])
     assert set(together) == set(map(float, range(41))) and max(together.values()) == 2
     twice = sum(count == 2 for count in together.values())
@@ -414,7 +205,7 @@ def test_workers_that_run_free_go_on_where_each_was(kind: str, tmp_path: Path) -
 
 
 def refuse_other_data(group: Group, path: str) -> None:
-    """Go on with something else than what the checkpoint was made of."""
+    """Resume with other data than that of the checkpoint."""
     state = torch.load(path)
     wrong = {
         "the length of the dataset is 40, expected 41 as in the checkpoint": lambda: over(

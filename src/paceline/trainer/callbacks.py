@@ -1,7 +1,7 @@
-"""Callback: what a script wants to do between batches and epochs.
+"""Callback: hooks between batches and epochs of a Trainer.
 
-Hooks have Lightning's names. Those of Hugging Face's Trainer are called at the same places, for
-whoever is used to them; both get the Trainer, and nothing else that they do not need:
+Hooks have Lightning's names. The names of Hugging Face's Trainer are called at the same places. All
+hooks get the Trainer, and nothing else that they do not need:
 
     on_fit_start             on_train_begin    hook(trainer)
     on_train_epoch_start     on_epoch_begin    hook(trainer)
@@ -14,8 +14,8 @@ whoever is used to them; both get the Trainer, and nothing else that they do not
     on_fit_end               on_train_end      hook(trainer)
     on_exception                               hook(trainer, error)
 
-A step of several batches (`accumulate`) begins with the first and ends with the last of them, and
-so do on_step_begin and on_step_end.
+A step of several batches (`accumulate`) begins with the first and ends with the last of them;
+on_step_begin and on_step_end are called there.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ NAMES = [name for names in _OTHER_NAMES.items() for name in (names[0], *names[1]
 
 
 class Callback:
-    """Does something between batches and epochs of a `pl.Trainer`; subclasses define the hooks that
-    they want.
+    """Hooks between batches and epochs of a `pl.Trainer`; subclasses define the hooks that they
+    need.
 
     All workers call the hooks; to do something once, ask `pl.rank() == 0`. A hook that sets
-    `trainer.should_stop = True`, on any worker, ends the training on all of them. The averages of
-    the epoch are in `trainer.metrics`. One that has `state_dict` and `load_state_dict` is saved
-    with the trainer's checkpoints.
+    `trainer.should_stop = True`, on any worker, ends the training on all workers. The averages of
+    the epoch are in `trainer.metrics`. A callback that has `state_dict` and `load_state_dict` is
+    saved with the trainer's checkpoints.
 
     >>> class Patience(pl.Callback):
     ...     def on_validation_epoch_end(self, trainer):
@@ -60,16 +60,16 @@ class Callback:
     """
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Training begins; everything has been restored from a checkpoint, if there is one."""
+        """Training begins; a checkpoint, if there is one, has been loaded."""
 
     def on_train_epoch_start(self, trainer: Trainer) -> None:
-        """An epoch begins, or goes on in a job that was resumed."""
+        """An epoch begins, or continues in a resumed job."""
 
     def on_train_batch_start(self, trainer: Trainer, batch: Any) -> None:
         """The model is about to see a batch."""
 
     def on_train_batch_end(self, trainer: Trainer, batch: Any, loss: float) -> None:
-        """Behind the batch, and behind the optimizer's step if one was due."""
+        """A batch is done, and the optimizer's step if one was due."""
 
     def on_validation_epoch_end(self, trainer: Trainer) -> None:
         """The epoch has been evaluated; before on_train_epoch_end."""
@@ -98,7 +98,7 @@ class Callbacks:
             _require_known_hooks(callback)
 
     def call(self, name: str, *arguments: Any, at_step: bool = True) -> None:
-        """Call a hook of all; `at_step`: a step begins or ends with this batch."""
+        """Call a hook of all callbacks; `at_step`: this batch begins or ends a step."""
         names = (name, *_OTHER_NAMES[name])
         for callback in self.all:
             for one in names:
@@ -120,7 +120,7 @@ def _call(callback: Any, name: str, hook: Any, arguments: tuple[Any, ...]) -> No
 
 
 def _require_known_hooks(callback: Any) -> None:
-    """Refuse a misspelt hook, which nobody would ever call."""
+    """Raise UsageError for a misspelt hook, which would never be called."""
     kind = type(callback).__name__
     if isinstance(callback, type):
         raise UsageError(

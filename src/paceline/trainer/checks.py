@@ -1,4 +1,4 @@
-"""What a Trainer refuses before anything begins."""
+"""Checks of a Trainer's arguments, before training begins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TAKEN = ("loss", "epoch", "lr")
 
 
 def require_settings(accumulate: Any, max_norm: Any, options: Mapping[str, Any]) -> None:
-    """Refuse numbers that mean nothing, and names that are nearly right."""
+    """Raise UsageError for invalid numbers, and for misspelt names."""
     whole_number("accumulate", accumulate, least=1)
     if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
         raise UsageError(f"Trainer(max_norm={max_norm!r}): expected a number above 0, or None")
@@ -37,34 +37,34 @@ def require_settings(accumulate: Any, max_norm: Any, options: Mapping[str, Any])
 
 
 def whole_number(name: str, value: Any, *, least: int) -> int:
-    """Return a whole number that is not too small."""
+    """Return a whole number; UsageError if it is too small."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{name}={value!r}: expected a whole number, {least} or more")
     return value
 
 
 def require_plain(model: nn.Module) -> None:
-    """Refuse a model that is distributed already."""
+    """Raise UsageError for a model that is distributed already."""
     if model in meshed or any(model is one for one, _ in distributed()):
         raise UsageError(
-            "Trainer: this model has been distributed already, which the Trainer does itself: leave"
-            " out pl.distribute and pass its arguments to the Trainer, which trains on with another"
-            " fit(); or write the loop by hand"
+            "Trainer: this model has been distributed already, which the Trainer does itself; leave"
+            " out pl.distribute and pass its arguments to the Trainer (to continue training, call"
+            " fit() again), or write the loop by hand"
         )
 
 
 def require_loss_for_stages(mesh: str | None, step_fn: Any) -> None:
-    """Refuse a loss that the last stage of a pipeline could not compute."""
+    """Raise UsageError for a loss that the last stage of a pipeline cannot compute."""
     asked = requested_mesh() or mesh
     if step_fn is not None and asked is not None and Mesh.parse(asked).pp > 1:
         raise UsageError(
-            f"mesh {asked} and step_fn: with pp no process has the whole model, and the last stage"
+            f"mesh {asked} and step_fn: with pp no process has the full model, and the last stage"
             " computes the loss; pass loss_fn(outputs, targets), with batches of inputs and targets"
         )
 
 
 def require_scheduler(scheduler: Any, every: str, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a scheduler that schedules something else."""
+    """Raise UsageError for an invalid scheduler, or one of another optimizer."""
     if every not in ("step", "epoch"):
         raise UsageError(f"Trainer(scheduler_every={every!r}): expected 'step' or 'epoch'")
     if scheduler is None:
@@ -77,8 +77,8 @@ def require_scheduler(scheduler: Any, every: str, optimizer: torch.optim.Optimiz
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise UsageError(
-            f"Trainer(scheduler={type(scheduler).__name__}): it belongs to another optimizer; make"
-            " it from the one that you pass"
+            f"Trainer(scheduler={type(scheduler).__name__}): it belongs to another optimizer;"
+            " create it with the optimizer that you pass"
         )
     if every == "step" and isinstance(scheduler, ReduceLROnPlateau):
         raise UsageError(
@@ -88,7 +88,7 @@ def require_scheduler(scheduler: Any, every: str, optimizer: torch.optim.Optimiz
 
 
 def require_metrics(metrics: Any) -> dict[str, Any]:
-    """Return the metrics by name."""
+    """Return the metrics by name; UsageError if one is invalid."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):

@@ -1,15 +1,15 @@
-"""Evaluating: the model that stands for all workers, on each sample once.
+"""Evaluation: of the model that all workers agree on, with each sample once.
 
     pace                              which model is evaluated
-    allreduce, ps, partial, bitmap    all workers have the same
+    allreduce, ps, partial, bitmap    the same on all workers
     local, diloco, easgd, gossip ...  that of model.agreed(): the mean, the outer model, the centre
-    async, ssp, backup                the newest of the servers, behind everybody's last step
+    async, ssp, backup                the newest of the servers, after the last step of all workers
 
-Each worker evaluates its part of the samples, and sums are added up. In an elastic job whose
-workers run free nobody can wait for all others: there each evaluates everything by itself.
+Each worker evaluates its part of the samples, and the sums are added up. In an elastic job at a
+free-running pace no worker can wait for all others: there each worker evaluates all samples.
 
 Every value is the mean over a batch. Batches have different sizes, and workers different numbers of
-them, also none: so sums are kept, each value times its samples, and divided at the very end.
+batches, even 0. So sums are kept, each value times its samples, and divided at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.data.sources.samples import samples_in
 from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.errors import UsageError
 from paceline.runtime.job import Job
-from paceline.trainer.stepping import Measured, Objective
+from paceline.trainer.stepping import BatchResult, Objective
 
 
 class Averages:
@@ -38,7 +38,7 @@ class Averages:
         self._samples = 0.0
 
     def add(self, values: Mapping[str, float], samples: int) -> None:
-        """Take in the means over a batch of so many samples; 0: one that does not count."""
+        """Add the means over a batch of so many samples; 0 for a batch that does not count."""
         if samples:
             self._samples += samples
             for name, value in values.items():
@@ -46,7 +46,7 @@ class Averages:
 
     @property
     def numbers(self) -> list[float]:
-        """The sums, and at the end how many samples are in them: those of workers are added up."""
+        """The sums, followed by the number of samples: a list that can be summed over workers."""
         return [*self._sums.values(), self._samples]
 
     @numbers.setter
@@ -55,87 +55,88 @@ class Averages:
         self._sums = dict(zip(self._sums, sums, strict=True))
 
     def means_of(self, numbers: Sequence[float]) -> dict[str, float]:
-        """Return the means that follow from such numbers; NaN if there was no sample at all."""
+        """Return the means of such numbers; NaN if there was no sample."""
         *sums, samples = numbers
         pairs = zip(self._sums, sums, strict=True)
         return {name: total / samples if samples else math.nan for name, total in pairs}
 
 
-class Meeting:
-    """Where the workers of a Trainer tell each other numbers. All methods are collective."""
+class TrainerCollectives:
+    """Collectives between the workers of a Trainer. All methods are collective."""
 
     def __init__(self, job: Job, name: str) -> None:
         self._job, self._group = job, job.worker_group(name)
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody else, nor will be."""
+        """Whether there is one worker, and no other can join."""
         return self._group.size == 1 and not self._job.elastic.is_on
 
-    def add_up(self, numbers: Sequence[float]) -> list[float]:
-        """Add up the numbers of all workers; again among those who are left if one is lost."""
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums over all workers; if one is lost, over the remaining workers."""
 
         def attempt() -> list[float]:
-            told = torch.tensor(numbers, dtype=torch.float64)
-            self._group.all_reduce(told)
-            return told.tolist()
+            summed = torch.tensor(numbers, dtype=torch.float64)
+            self._group.all_reduce(summed)
+            return summed.tolist()
 
         return self._job.elastic.point(attempt)
 
-    def agree(self, is_wished: bool) -> bool:
-        """Say whether anybody wishes it."""
-        return self.add_up([float(is_wished)])[0] > 0
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any worker."""
+        return self.sum([float(flag)])[0] > 0
 
 
 Metric = Callable[[Any, Any], Any]
 
 
 class Evaluation:
-    """Evaluates one model. Collective, unless everybody runs free in an elastic job."""
+    """Evaluates one model. Collective, except at a free-running pace in an elastic job."""
 
     def __init__(
         self,
         job: Job,
         model: nn.Module,
         switcher: PaceSwitcher,
-        meeting: Meeting,
+        collectives: TrainerCollectives,
         objective: Objective,
         metrics: Mapping[str, Metric],
     ) -> None:
         self._job, self._model, self._switcher = job, model, switcher
-        self._meeting, self._objective, self._metrics = meeting, objective, metrics
+        self._collectives, self._objective, self._metrics = collectives, objective, metrics
 
     @property
     def is_each_alone(self) -> bool:
-        """Whether nobody waits for anybody, not even here."""
+        """Whether each worker evaluates alone, because workers never wait for each other."""
         return self._job.elastic.is_on and self._switcher.training.is_free
 
     def run(self, loader: Any, *, is_over: bool = False) -> dict[str, float]:
-        """Return loss and metrics: means over all samples. `is_over`: the others have this behind
-        them, or the run before; loaders are known by their order, so it is given all the same."""
-        # With fsdp the processes of a unit gather parameters for each batch, and need equally many.
+        """Return loss and metrics: means over all samples. `is_over`: the other workers, or the
+        resumed run, have done this evaluation. The loader is passed to pl.shard all the same,
+        because loaders are identified by their order."""
+        # With fsdp the processes of a unit gather parameters for each batch: all need as many.
         is_padded = self._job.mesh is not None and self._job.mesh.fsdp > 1
         batches = loader if self.is_each_alone else shard(loader, pad=is_padded)
         averages = Averages(["loss", *self._metrics])
         if is_over or self._job.elastic.is_candidate:
             return averages.means_of(averages.numbers)
-        with self._standing_for_all(), _evaluating(self._model), torch.no_grad():
+        with self._agreed_model(), _evaluating(self._model), torch.no_grad():
             for batch in batches:
                 values = self._values(self._objective.measure(self._model, batch))
                 counts = not is_padded or self._job.contribution.weight > 0
                 averages.add(values, samples_in(batch) if counts else 0)
         numbers = averages.numbers
-        return averages.means_of(numbers if self.is_each_alone else self._meeting.add_up(numbers))
+        return averages.means_of(numbers if self.is_each_alone else self._collectives.sum(numbers))
 
-    def _values(self, measured: Measured) -> dict[str, float]:
-        if self._metrics and not measured.has_outputs:
+    def _values(self, result: BatchResult) -> dict[str, float]:
+        if self._metrics and not result.has_outputs:
             raise UsageError(
                 f"rank {self._job.env.rank}: metrics {', '.join(self._metrics)} need outputs and"
                 " targets: let step_fn return (loss, outputs, targets)"
             )
-        found = {"loss": float(measured.loss)}
+        found = {"loss": float(result.loss)}
         for name, metric in self._metrics.items():
-            found[name] = self._number(name, metric(measured.outputs, measured.targets))
+            found[name] = self._number(name, metric(result.outputs, result.targets))
         return found
 
     def _number(self, name: str, value: Any) -> float:
@@ -151,25 +152,26 @@ class Evaluation:
             ) from None
 
     @contextmanager
-    def _standing_for_all(self) -> Iterator[None]:
-        """Let the model have the values that stand for all workers."""
+    def _agreed_model(self) -> Iterator[None]:
+        """Set the model to the values that all workers agree on."""
         model, training = self._model, self._switcher.training
         if self.is_each_alone:
             model.pull()  # type: ignore[operator]
             yield
             return
         if training.is_free:
-            self._meeting.add_up([0.0])  # all have made their last step
+            self._collectives.sum([0.0])  # wait until all workers have made their last step
         model.pull()  # type: ignore[operator]
         with ExitStack() as stack:
             if self._job.elastic.is_on and training.is_apart:
-                self._agree_again_and_again(stack)
+                self._agree_with_retries(stack)
             else:
                 stack.enter_context(model.agreed())  # type: ignore[operator]
             yield
 
-    def _agree_again_and_again(self, stack: ExitStack) -> None:
-        """Agree on a model, also if a worker is lost while others have their values already."""
+    def _agree_with_retries(self, stack: ExitStack) -> None:
+        """Agree on a model. If a worker is lost meanwhile, start again from this worker's
+        values."""
         own = [(param, param.detach().clone()) for param in self._model.parameters()]
 
         def attempt() -> None:
@@ -183,7 +185,7 @@ class Evaluation:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode; afterwards each of its modules is in the mode that it was in."""
+    """Put a model into eval mode; afterwards restore the mode of each of its modules."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

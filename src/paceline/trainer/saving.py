@@ -1,10 +1,11 @@
-"""The checkpoints of a Trainer: made when training begins, saved behind each epoch or as asked.
+"""The checkpoints of a Trainer: created when training begins, saved after each epoch or as
+configured.
 
-PROGRESS is what they have besides the model, and what newcomers are told. A newcomer of an elastic
-job, or a worker that was behind when another was lost, receives the state of a peer at any moment
-in which workers meet: inside optimizer.step(), or between it and the next batch. What belongs
-behind a step, or behind an epoch, is therefore done by comparing numbers, and not because a line of
-the loop was reached: once for each step whoever was lost when.
+FIT PROGRESS is what checkpoints have besides the model, and what newcomers receive. A newcomer of
+an elastic job, or a worker that lagged when another was lost, receives the state of a peer whenever
+workers exchange data: inside optimizer.step(), or between it and the next batch. So what has to be
+done after a step or an epoch is decided by comparing numbers, and not by reaching a line of the
+loop. It is done once for each step, whenever a worker is lost.
 """
 
 from __future__ import annotations
@@ -27,40 +28,40 @@ class FitResult:
     """What `Trainer.fit` returns."""
 
     history: Sequence[dict[str, float]]  # of each epoch: epoch, loss, and with validation val_...
-    steps: int  # of the optimizer, those of earlier fits and runs among them
-    has_stopped: bool  # before the last epoch, because a callback wished it
+    steps: int  # of the optimizer, including those of earlier fits and runs
+    has_stopped: bool  # before the last epoch, because a callback asked for it
 
 
 @dataclass
-class Progress:
-    """Numbers that are the same on all workers in lockstep. Has the state of one epoch's sums too,
+class FitProgress:
+    """Numbers that are the same on all workers in lockstep; and the sums of the epoch under way,
     which are each worker's own."""
 
-    keeps_sums: bool = True  # False in an elastic job, where the state may be a living peer's
-    fit: int = 0  # which call of fit() is under way, or was the last
-    first_epoch: int = 0  # of it
+    keeps_sums: bool = True  # False in an elastic job, where the state may be that of a live peer
+    fit: int = 0  # number of the current or last call of fit()
+    first_epoch: int = 0  # of that fit
     epochs: int = 0  # that are over
     batches: int = 0  # of the epoch under way, up to its last step
-    followed: int = 0  # steps that the scheduler has followed
-    stopped_fit: int = 0  # the last one that ended early
+    followed: int = 0  # steps after which the scheduler has stepped
+    stopped_fit: int = 0  # the last fit that stopped early
     sums: list[float] = field(default_factory=list)
     history: list[dict[str, float]] = field(default_factory=list)
 
     def begin_fit(self, number: int) -> None:
-        """Begin to count the epochs of a fit, unless it was under way in the run before."""
+        """Begin to count the epochs of a fit, unless it continues from the resumed run."""
         if self.fit < number:
             self.fit, self.first_epoch = number, self.epochs
 
     def record(self, row: dict[str, float]) -> None:
-        """Note what came out of an epoch."""
+        """Add the averages of an epoch to the history."""
         self.history = [old for old in self.history if old["epoch"] != row["epoch"]] + [row]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything, as plain data."""
+        """Return all fields as plain data."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a state."""
         own = ("keeps_sums",) if self.keeps_sums else ("keeps_sums", "sums")
         for name, value in state.items():
             if name not in own:
@@ -68,13 +69,13 @@ class Progress:
 
 
 def arguments_of(given: Any) -> dict[str, Any] | None:
-    """Return what pl.Checkpoint is called with; None: there is none."""
+    """Return the arguments of pl.Checkpoint; None if there is none."""
     if given is None:
         return None
     if isinstance(given, Checkpoint):
         raise UsageError(
-            "Trainer(checkpoint=pl.Checkpoint(...)): a Checkpoint is made behind pl.distribute,"
-            " which the Trainer calls; pass what it is made with:"
+            "Trainer(checkpoint=pl.Checkpoint(...)): a Checkpoint is created after pl.distribute,"
+            " which the Trainer calls; pass its arguments:"
             ' checkpoint={"directory": "runs/a", "every": 100}'
         )
     if isinstance(given, Mapping):
@@ -92,8 +93,8 @@ def arguments_of(given: Any) -> dict[str, Any] | None:
     )
 
 
-class Saving:
-    """Saves one Trainer."""
+class CheckpointSaver:
+    """Saves the checkpoints of one Trainer."""
 
     def __init__(
         self,
@@ -106,51 +107,53 @@ class Saving:
         self._job, self._switcher = job, switcher
         self._model, self._objects, self._arguments = model, objects, arguments
         self._checkpoint: Checkpoint | None = None
-        self._is_owed = False  # the end of an epoch found values on their way between workers
-        self._noted = 0
+        self._is_owed = False  # a save at the end of an epoch, while values were between workers
+        self._num_seen = 0
 
     @property
     def needs_weights_only(self) -> bool:
-        """Whether there is nothing to go on with but the model's values."""
+        """Whether only the weights of the model are loaded."""
         return self._arguments is not None and self._arguments.get("resume") == "weights"
 
     def open(self) -> None:
-        """Go on from the newest checkpoint; without effect the second time. Collective."""
+        """Resume from the newest checkpoint; no effect the second time. Collective."""
         if self._arguments is not None and self._checkpoint is None:
             objects = {"model": self._model, **self._objects}
             self._checkpoint = Checkpoint(**{**objects, **self._arguments})
 
     def step(self) -> bool:
-        """Save if it is time; end the process, when all have saved, if it was asked to. Return
-        whether a save has begun."""
+        """Save if it is due. If the process was asked to stop, end it when all workers have saved.
+        Return whether a save has begun."""
         if self._checkpoint is None:
             return False
         self._checkpoint.step()
         if self._is_owed:
             self._save(self._checkpoint)
-        return self._is_news(self._checkpoint)
+        return self._has_begun(self._checkpoint)
 
     def end_epoch(self) -> bool:
-        """Save behind an epoch, unless it was said when to; return whether a save has begun."""
+        """Save after an epoch, unless `every` is set; return whether a save has begun."""
         if self._checkpoint is None or (self._arguments or {}).get("every") is not None:
             return False
         self._save(self._checkpoint)
-        return self._is_news(self._checkpoint)
+        return self._has_begun(self._checkpoint)
 
     def save(self) -> bool:
         """Save now; return whether a save has begun."""
         if self._checkpoint is None:
             return False
         self._save(self._checkpoint)
-        return self._is_news(self._checkpoint)
+        return self._has_begun(self._checkpoint)
 
     def _save(self, checkpoint: Checkpoint) -> None:
         training = self._switcher.training
-        self._is_owed = training.is_busy  # alike on all workers: in one of the next steps then
+        self._is_owed = training.is_busy  # the same on all workers: saved in one of the next steps
         is_elsewhere = training.is_free and self._job.elastic.is_on and self._job.world.rank != 0
-        if not (self._is_owed or is_elsewhere):  # the first worker calls the others to a save
+        if not (
+            self._is_owed or is_elsewhere
+        ):  # the first worker requests a save of the other workers
             checkpoint.save()
 
-    def _is_news(self, checkpoint: Checkpoint) -> bool:
-        before, self._noted = self._noted, checkpoint._num_saves
-        return self._noted > before
+    def _has_begun(self, checkpoint: Checkpoint) -> bool:
+        before, self._num_seen = self._num_seen, checkpoint._num_saves
+        return self._num_seen > before

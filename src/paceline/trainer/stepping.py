@@ -1,12 +1,12 @@
-"""From a batch to a step: its loss, from `loss_fn(outputs, targets)` or a `step_fn(model, batch)`;
-gradients of `accumulate` batches add up, are clipped, and the optimizer steps.
+"""From a batch to a step: compute the loss, accumulate, clip and scale gradients, step.
 
-The loss of each batch counts 1 / accumulate. If an epoch ends with fewer batches than that, they
-make a step of their own, with the smaller sum. Which batch is an epoch's last is known from the
-loader's length. Where there is none (a stream), or where it is longer than it was (batches that
-come again because a worker was lost), it shows only when no further batch comes. What has added up
-locally is then exchanged in a backward pass that adds nothing: that of the last batch again, with
-its loss times zero.
+The loss is `loss_fn(outputs, targets)` or `step_fn(model, batch)`. The gradients of `accumulate`
+batches add up to one step, and the loss of each counts 1 / accumulate. If an epoch ends with fewer
+batches than that, they make a step of their own, with the smaller sum. The loader's length says
+which batch is the last of an epoch. A stream has no length, and an epoch may become longer when
+batches of a lost worker are used again; then the end shows only when no further batch comes. The
+accumulated gradients are exchanged then in a backward pass that adds nothing: that of the last
+batch again, with its loss times zero.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from paceline.runtime.job import current
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What came out of one batch."""
+class BatchResult:
+    """The results of one batch."""
 
     loss: torch.Tensor
     outputs: Any = None
@@ -37,7 +37,7 @@ class Measured:
 
 
 class Objective:
-    """Computes losses, and refuses what is not one."""
+    """Computes losses, and raises UsageError for values that are not a loss."""
 
     def __init__(
         self,
@@ -54,34 +54,36 @@ class Objective:
         if not callable(loss_fn or step_fn):
             raise UsageError(f"Trainer({name}={loss_fn or step_fn!r:.60}): expected a function")
         self.loss_fn, self.step_fn, self.accumulate = loss_fn, step_fn, accumulate
-        self.is_void = False  # losses count nothing at the moment: see `exchange_held`
+        self.is_void = False  # losses are multiplied by 0: see `exchange_held`
 
     def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
-        """Return this batch's part of the loss of a step: what model.forward_backward needs."""
+        """Return this batch's part of the loss of a step, for model.forward_backward."""
         assert self.loss_fn is not None
         return self.part(_required(self.loss_fn(outputs, targets), "loss_fn"))
 
     def part(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what the loss of a batch adds to that of a step."""
+        """Return the part of a batch's loss in the loss of a step."""
         if self.is_void:
             return loss * 0.0
         return loss if self.accumulate == 1 else loss / self.accumulate
 
-    def measure(self, model: nn.Module, batch: Any) -> Measured:
+    def measure(self, model: nn.Module, batch: Any) -> BatchResult:
         """Run the model on a batch."""
         if self.step_fn is None:
             assert self.loss_fn is not None
             inputs, targets = pair(batch)
             outputs = model(*as_inputs(inputs))
-            return Measured(_required(self.loss_fn(outputs, targets), "loss_fn"), outputs, targets)
+            return BatchResult(
+                _required(self.loss_fn(outputs, targets), "loss_fn"), outputs, targets
+            )
         found = self.step_fn(model, batch)
         if isinstance(found, tuple) and len(found) == 3:
-            return Measured(_required(found[0], "step_fn"), *found[1:])
-        return Measured(_required(found, "step_fn"), has_outputs=False)
+            return BatchResult(_required(found[0], "step_fn"), *found[1:])
+        return BatchResult(_required(found, "step_fn"), has_outputs=False)
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets."""
+    """Return the inputs and targets of a batch."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     found = type(batch).__name__
@@ -94,24 +96,24 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _required(loss: Any, name: str) -> torch.Tensor:
-    """Refuse what cannot be a loss."""
-    who, what = f"rank {current().env.rank}", "the mean over the batch, a tensor with one number"
+    """Return a loss; UsageError if it cannot be one."""
+    where, what = f"rank {current().env.rank}", "the mean over the batch, a tensor with one number"
     if not isinstance(loss, torch.Tensor):
-        raise UsageError(f"{who}: {name} returned a {type(loss).__name__}, expected {what}")
+        raise UsageError(f"{where}: {name} returned a {type(loss).__name__}, expected {what}")
     if loss.numel() != 1:
         raise UsageError(
-            f"{who}: {name} returned a tensor of shape {list(loss.shape)}, expected {what}:"
+            f"{where}: {name} returned a tensor of shape {list(loss.shape)}, expected {what}:"
             " take its mean() (reduction='mean')"
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UsageError(
-            f"{who}: the loss that {name} returned depends on no parameter (requires_grad=False):"
+            f"{where}: the loss that {name} returned depends on no parameter (requires_grad=False):"
             " compute it from the model's outputs, without detach(), item() or no_grad()"
         )
     return loss
 
 
-class Stepping:
+class StepRunner:
     """Trains one model, batch by batch."""
 
     def __init__(
@@ -122,33 +124,33 @@ class Stepping:
         *,
         max_norm: float | None,
         scaler: GradScaler | None,
-        has_stages: bool,  # no process has the whole model: pp
+        has_stages: bool,  # pp: no process has the full model
     ) -> None:
         self._model, self._optimizer, self._objective = model, optimizer, objective
         self._max_norm, self._scaler, self._has_stages = max_norm, scaler, has_stages
         self._length: int | None = None
         self._last: Any = None
         self.batches = 0  # of this epoch
-        self._held = 0  # batches whose gradients wait for a step
+        self._held = 0  # batches with gradients that no step has used
 
     def begin_epoch(self, done: int, length: int | None) -> None:
-        """Begin an epoch behind so many batches, of so many if that is known."""
+        """Begin an epoch after `done` batches; `length` is its number of batches, if known."""
         self.batches, self._length = done, length
 
     @property
     def begins(self) -> bool:
-        """Whether a step begins with the next batch."""
+        """Whether the next batch begins a step."""
         return self._held == 0
 
     @property
     def closes(self) -> bool:
-        """Whether a step ends with the next batch."""
+        """Whether the next batch ends a step."""
         is_full = self._held + 1 == self._objective.accumulate
         return is_full or self.batches + 1 == self._length
 
     def compute(self, batch: Any, *, closes: bool) -> float:
-        """Add the gradients of a batch, averaged with the other workers' if the step ends with it;
-        return its loss."""
+        """Add the gradients of a batch, and average them over the workers if it ends the step.
+        Return its loss."""
         if self._held == 0:
             self._optimizer.zero_grad()
         with nullcontext() if closes else self._model.no_sync():  # type: ignore[operator]
@@ -159,7 +161,7 @@ class Stepping:
         return loss
 
     def update(self) -> None:
-        """Step with what has added up."""
+        """Step with the accumulated gradients."""
         self._held = 0
         if self._scaler is None:
             self._clip()
@@ -172,7 +174,7 @@ class Stepping:
         self._scaler.update()
 
     def exchange_held(self) -> None:
-        """Average what waits for a step, when no further batch comes."""
+        """Average the accumulated gradients when no further batch comes."""
         self._objective.is_void = True
         try:
             self._backward(self._last)

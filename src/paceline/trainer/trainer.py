@@ -1,11 +1,11 @@
-"""pl.Trainer: pl.distribute, pl.epochs, pl.shard and the lines in between."""
+"""pl.Trainer: pl.distribute, pl.epochs, pl.shard and the training loop."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,31 +24,31 @@ from paceline.runtime.job import Job, carry, init, report
 from paceline.runtime.mesh import Mesh
 from paceline.trainer import checks
 from paceline.trainer.callbacks import Callbacks
-from paceline.trainer.evaluation import Averages, Evaluation, Meeting, Metric
-from paceline.trainer.saving import FitResult, Progress, Saving, arguments_of
-from paceline.trainer.stepping import Objective, Stepping
+from paceline.trainer.evaluation import Averages, Evaluation, Metric, TrainerCollectives
+from paceline.trainer.saving import CheckpointSaver, FitProgress, FitResult, arguments_of
+from paceline.trainer.stepping import Objective, StepRunner
 
-_AGREE_EVERY = 16  # steps: so often the workers ask each other whether a callback wants to stop
+_AGREE_EVERY = 16  # steps between two agreements whether a callback wants to stop
 
 
 class Trainer:
     """Train a model on all workers of the job, with the usual loop. Collective.
 
     loss_fn     `loss_fn(outputs, targets)`, the mean over a batch, for batches (inputs, targets)
-    step_fn     in its place, for any batches: `step_fn(model, batch)` returns the loss, or (loss,
-                outputs, targets) if there are metrics
+    step_fn     instead of loss_fn, for any batches: `step_fn(model, batch)` returns the loss, or
+                (loss, outputs, targets) if there are metrics
     pace, precision, mesh, options   as of `pl.distribute`, which is called here
-    scheduler   of learning rates, made from the optimizer; it steps behind every "epoch", or
+    scheduler   of learning rates, created with the optimizer; it steps after every "epoch", or
                 `scheduler_every="step"`
-    checkpoint  a directory: saved behind each epoch; or the arguments of `pl.Checkpoint`. `fit`
-                goes on from the newest one there
+    checkpoint  a directory: saved after each epoch; or the arguments of `pl.Checkpoint`. `fit`
+                resumes from the newest checkpoint there
     max_norm    clip gradients to this norm
-    accumulate  let the gradients of so many batches add up to one step
+    accumulate  number of batches whose gradients add up to one step
     metrics     for evaluation, by name: `metric(outputs, targets)`, the mean over a batch
     callbacks   objects with hooks (`pl.Callback`)
 
-    It joins the job if `pl.init()` was not called before, and computes the bits of the same loop
-    written by hand (docs/guides/trainer.md).
+    It joins the job if `pl.init()` was not called before. Results are bit-identical to the same
+    loop written by hand (docs/guides/trainer.md).
 
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,24 +96,24 @@ class Trainer:
             **options,
         )
         self.model, self.optimizer = model, optimizer
-        self.epoch = 0  # the one under way, or the last
+        self.epoch = 0  # the current or last one
         self.should_stop = False  # set by callbacks, on any worker
-        self.metrics: dict[str, float] = {}  # averages of the newest epoch, as far as it is
+        self.metrics: dict[str, float] = {}  # averages of the current epoch so far
         self._scheduler, self._every = scheduler, scheduler_every
         self._fits = 0  # calls of fit in this script
-        self._progress = Progress(keeps_sums=not self._job.elastic.is_on)
-        if self._job.env.is_data_worker:  # it makes batches, and trains nothing
+        self._progress = FitProgress(keeps_sums=not self._job.elastic.is_on)
+        if self._job.env.is_data_worker:  # it makes batches, and does not train
             return
         number = _number_of(self._job)
-        self._switcher = _succession_of(model)
-        self._meeting = Meeting(self._job, f"trainer {number}")
+        self._switcher = _switcher_of(model)
+        self._collectives = TrainerCollectives(self._job, f"trainer {number}")
         self._evaluation = Evaluation(
-            self._job, model, self._switcher, self._meeting, objective, measured
+            self._job, model, self._switcher, self._collectives, objective, measured
         )
         mesh_used = self._job.mesh or Mesh()
         is_fp16 = self._switcher.training.options.precision == "fp16"
         scaler = GradScaler() if is_fp16 and mesh_used.pp * mesh_used.fsdp == 1 else None
-        self._stepping = Stepping(
+        self._steps = StepRunner(
             model,
             optimizer,
             objective,
@@ -125,11 +125,11 @@ class Trainer:
         if self._job.elastic.is_on:
             ending = f"_{number}" if number else ""
             carry(**{name + ending: thing for name, thing in objects.items()})
-        self._saving = Saving(self._job, self._switcher, model, objects, arguments)
+        self._saver = CheckpointSaver(self._job, self._switcher, model, objects, arguments)
         self._averages = Averages(["loss"])
 
     def _objects(self, scaler: GradScaler | None) -> dict[str, Any]:
-        """Return what is saved and carried to newcomers besides model and optimizer, by name."""
+        """Return by name what is saved, and sent to newcomers, besides model and optimizer."""
         found: dict[str, Any] = {"trainer": self._progress}
         if self._scheduler is not None:
             found["scheduler"] = self._scheduler
@@ -142,7 +142,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """How many steps the optimizer has done, those of earlier runs among them."""
+        """How many steps the optimizer has done, including those of earlier runs."""
         return 0 if self._job.env.is_data_worker else self._switcher.steps
 
     @property
@@ -155,23 +155,23 @@ class Trainer:
     def fit(self, loader: Any, epochs: int = 1, val_loader: Any = None) -> FitResult:
         """Train for so many epochs; return the averages of each. Collective.
 
-        `loader` is the one of a single process, or what `pl.shard` made of it. With `val_loader`
-        each epoch is evaluated. Another fit() trains on for so many further epochs, whose numbers
-        go on. With a checkpoint, a run that is started again goes on in the fit, the epoch and the
-        batch in which it was saved.
+        `loader` is that of a single process, or the result of `pl.shard`. With `val_loader` each
+        epoch is evaluated. Another fit() trains for so many further epochs, and their numbers
+        continue. With a checkpoint, a restarted run resumes in the fit, the epoch and the batch in
+        which it was saved.
         """
         count = checks.whole_number("fit: epochs", epochs, least=0)
         self._fits += 1
         self.should_stop, progress = False, self._progress
         if self._job.env.is_data_worker:
             return self._serve(loader)
-        self._saving.open()
+        self._saver.open()
         progress.begin_fit(self._fits)
         self.model.train()
         try:
             self._callbacks.call("on_fit_start", self)
             for index in rounds(count):
-                if progress.stopped_fit == self._fits:  # in the run before this one
+                if progress.stopped_fit == self._fits:  # in the resumed run
                     break
                 self.epoch = progress.first_epoch + index
                 self._train_epoch(loader)
@@ -186,7 +186,7 @@ class Trainer:
         return FitResult(rows, self.step, progress.stopped_fit == self._fits)
 
     def _serve(self, loader: Any) -> FitResult:
-        """As a data worker: make batches, if they are to come from here; does not return then."""
+        """As a data worker, serve the loader if it has mode "pipeline"; does not return then."""
         for _ in loader if isinstance(loader, ServedLoader) else shard(loader):
             pass
         return FitResult([], 0, has_stopped=False)
@@ -197,35 +197,37 @@ class Trainer:
         batches = loader if isinstance(loader, ShardedLoader) else shard(loader, epoch=self.epoch)
         self._begin_epoch(batches)
         for batch in batches:
-            self._follow_step()
+            self._after_step()
             self._train_batch(batch)
-            if self._stepping.begins and self._wants_to_stop():
+            if self._steps.begins and self._wants_to_stop():
                 break
-        if not self._stepping.begins:
-            self._stepping.exchange_held()
+        if not self._steps.begins:
+            self._steps.exchange_held()
             self._update()
             self._save_step()
-        self._follow_step()
+        self._after_step()
 
     def _begin_epoch(self, batches: Any) -> None:
-        """Begin to count; in an epoch that was under way in the run before, or with the others when
-        this worker came, go on."""
+        """Begin to count batches and sums. Continue those of an epoch that was under way in the
+        resumed run, or on the other workers when this worker joined."""
         try:
             length = len(batches)
         except TypeError:
             length = None
         progress = self._progress
-        self._stepping.begin_epoch(progress.batches, length)
+        self._steps.begin_epoch(progress.batches, length)
         self._averages = Averages(["loss"])
         if progress.sums:
             self._averages.numbers = progress.sums
 
     def _train_batch(self, batch: Any) -> None:
-        stepping = self._stepping
-        closes = stepping.closes
-        self._callbacks.call("on_train_batch_start", self, batch, at_step=stepping.begins)
-        weight = self._job.contribution.weight  # 0: a repeat, so that all have as many batches
-        loss = stepping.compute(batch, closes=closes)
+        steps = self._steps
+        closes = steps.closes
+        self._callbacks.call("on_train_batch_start", self, batch, at_step=steps.begins)
+        weight = (
+            self._job.contribution.weight
+        )  # 0: a repeated batch, so that all workers have as many
+        loss = steps.compute(batch, closes=closes)
         self._averages.add({"loss": loss}, samples_in(batch) if weight else 0)
         report(loss=loss)
         if closes:
@@ -235,57 +237,57 @@ class Trainer:
             self._save_step()
 
     def _save_step(self) -> None:
-        """Save if it is time, behind everything that belongs to a step."""
-        if self._saving.step():
+        """Save if it is due, after everything that belongs to a step."""
+        if self._saver.step():
             self._callbacks.call("on_save_checkpoint", self)
 
     def _update(self) -> None:
-        # Before the step: workers that come in behind it are told.
-        self._progress.batches = self._stepping.batches
+        # Before the step: workers that join after it receive these numbers.
+        self._progress.batches = self._steps.batches
         self._progress.sums = self._averages.numbers
-        self._stepping.update()
-        self._follow_step()
+        self._steps.update()
+        self._after_step()
 
-    def _follow_step(self) -> None:
-        """Do what belongs behind a step, unless it is done (see `Progress`)."""
+    def _after_step(self) -> None:
+        """Step the scheduler after a step, unless that is done (see `FitProgress`)."""
         if self._progress.followed < self.step:
             self._progress.followed = self.step
             if self._scheduler is not None and self._every == "step":
                 self._scheduler.step()
 
     def _wants_to_stop(self) -> bool:
-        """Agree, now and then, whether to stop behind this step. Where workers take steps of their
-        own they agree at the end of the epoch."""
-        if self._meeting.is_alone:
+        """Agree at intervals whether to stop after this step. Workers that take steps of their own
+        agree at the end of the epoch."""
+        if self._collectives.is_alone:
             return self.should_stop
         training = self._switcher.training
         is_apart = training.is_free or training.is_apart
         if is_apart or not self._callbacks.all or self.step % _AGREE_EVERY:
             return False
-        self.should_stop = self._meeting.agree(self.should_stop)
+        self.should_stop = self._collectives.any(self.should_stop)
         return self.should_stop
 
     def _end_epoch(self, val_loader: Any) -> None:
         progress, epoch = self._progress, self.epoch
         numbers = self._averages.numbers
         if not self._evaluation.is_each_alone:
-            numbers = self._meeting.add_up(numbers)
+            numbers = self._collectives.sum(numbers)
         self.metrics = {"epoch": epoch, **self._averages.means_of(numbers)}
         if val_loader is not None:
             found = self._evaluation.run(val_loader)
             self.metrics.update({f"val_{name}": value for name, value in found.items()})
             report(None, **{name: v for name, v in self.metrics.items() if name.startswith("val_")})
             self._callbacks.call("on_validation_epoch_end", self)
-        if progress.epochs <= epoch:  # else those who were further have done so (`Progress`)
+        if progress.epochs <= epoch:  # else a peer that was ahead has done so (`FitProgress`)
             self._schedule_epoch()
             progress.record(self.metrics)
             progress.epochs, progress.batches, progress.sums = epoch + 1, 0, []
         self._callbacks.call("on_train_epoch_end", self)
         if not self._evaluation.is_each_alone:
-            self.should_stop = self._meeting.agree(self.should_stop)
+            self.should_stop = self._collectives.any(self.should_stop)
         if self.should_stop:
             progress.stopped_fit = self._fits
-        if self._saving.save() if self.should_stop else self._saving.end_epoch():
+        if self._saver.save() if self.should_stop else self._saver.end_epoch():
             self._callbacks.call("on_save_checkpoint", self)
 
     def _schedule_epoch(self) -> None:
@@ -301,31 +303,29 @@ class Trainer:
     def evaluate(self, loader: Any) -> dict[str, float]:
         """Return the loss and the metrics over all samples of a loader, the same on all workers.
 
-        Collective. The model that stands for all workers is evaluated, in eval mode and without
-        gradients; afterwards everything is as it was. In a run that goes on from a checkpoint, and
-        on a newcomer of an elastic job, evaluations that are over give NaN.
+        Collective. Evaluates the model that all workers agree on, in eval mode and without
+        gradients, and restores the model afterwards. In a resumed run, and on a newcomer of an
+        elastic job, evaluations that are over return NaN.
         """
         if self._job.env.is_data_worker:
             return {}
-        if self._saving.needs_weights_only:
-            self._saving.open()
+        if self._saver.needs_weights_only:
+            self._saver.open()
         return self._evaluation.run(loader, is_over=self._progress.fit > self._fits)
 
 
-def _succession_of(model: nn.Module) -> PaceSwitcher:
-    """Return what a model was bound to by pl.distribute."""
+def _switcher_of(model: nn.Module) -> PaceSwitcher:
+    """Return the pace switcher of a distributed model."""
     if model in meshed:
         return meshed[model].switcher
     return next(one for known, one in distributed() if known is model)
 
 
-_last: tuple[weakref.ref[Job], int] | None = None
+_counts: WeakKeyDictionary[Job, int] = WeakKeyDictionary()  # Trainers by job
 
 
 def _number_of(job: Job) -> int:
-    """Return how many Trainers the script has made in this job before; alike on all workers."""
-    global _last
-    is_first = _last is None or _last[0]() is not job
-    number = 0 if is_first or _last is None else _last[1]
-    _last = (weakref.ref(job), number + 1)
+    """Return how many Trainers the script has created in this job before."""
+    number = _counts.get(job, 0)
+    _counts[job] = number + 1
     return number

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.trainer.evaluation import Averages
-from paceline.trainer.saving import Progress
+from paceline.trainer.saving import FitProgress
 
 numbers = st.floats(-100, 100)
 
@@ -47,12 +47,12 @@ def test_sums_go_on_from_numbers():
 
 
 def test_a_fit_that_was_under_way_keeps_its_first_epoch():
-    before = Progress()
+    before = FitProgress()
     before.begin_fit(1)
     before.epochs = 4
     before.begin_fit(2)
     before.epochs = 6
-    after = Progress()
+    after = FitProgress()
     after.load_state_dict(before.state_dict())
     after.begin_fit(1)
     after.begin_fit(2)
@@ -62,17 +62,17 @@ def test_a_fit_that_was_under_way_keeps_its_first_epoch():
 
 
 def test_sums_of_a_living_peer_are_not_taken_over():
-    peer, newcomer = Progress(keeps_sums=False), Progress(keeps_sums=False)
+    peer, newcomer = FitProgress(keeps_sums=False), FitProgress(keeps_sums=False)
     peer.sums, peer.batches, peer.history = [3.0, 4.0], 7, [{"epoch": 0, "loss": 1.0}]
     newcomer.load_state_dict(peer.state_dict())
     assert newcomer.sums == [] and newcomer.batches == 7 and newcomer.history == peer.history
-    resumed = Progress()
+    resumed = FitProgress()
     resumed.load_state_dict({**peer.state_dict(), "keeps_sums": True})
     assert resumed.sums == [3.0, 4.0]
 
 
 def test_an_epoch_has_one_row():
-    progress = Progress()
+    progress = FitProgress()
     progress.record({"epoch": 0, "loss": 1.0})
     progress.record({"epoch": 1, "loss": 0.5})
     progress.record({"epoch": 1, "loss": 0.25})

@@ -57,13 +57,13 @@ def settings(group):
     others = torch.optim.SGD(other.parameters(), lr=0.1)
     refuse("is not a parameter of this model", model, others, mse)
     refuse("expected a torch.nn.Module", [], optimizer, mse)
-    refuse("with pp no process has the whole", model, optimizer, step_fn=mse, mesh="pp=2")
+    refuse("with pp no process has the full", model, optimizer, step_fn=mse, mesh="pp=2")
 
 
 def checkpoints(group, directory):
     model, optimizer = parts()
     made = pl.Checkpoint(directory)
-    words = "a Checkpoint is made behind pl.distribute"
+    words = "a Checkpoint is created after pl.distribute"
     refuse(words, model, optimizer, F.mse_loss, checkpoint=made)
 
 

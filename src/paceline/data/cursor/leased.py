@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -58,11 +58,10 @@ def cut_portions(costs: Sequence[float], workers: int) -> list[range]:
 class Batches:
     """The batches of a pass, as one process would have them."""
 
-    count: int
-    make: Callable[[int], Any]  # the indices of a batch
-    samples: Callable[[int], int]
+    parts: Sequence[Any]  # the indices of each
+    samples: Sequence[int]
     size: int  # samples of a full batch
-    cost: Callable[[int], float]
+    costs: Sequence[float]
 
 
 class LeasedCursor(Cursor):
@@ -105,8 +104,7 @@ class LeasedCursor(Cursor):
     def run(self, loader: IndexedLoader, announcer: Announcer, worker_seed: int) -> Iterator[Any]:
         """Yield batches until the pool is empty. In an elastic job, also wait until no worker
         holds a portion that a loss could return to the pool."""
-        costs = [self._batches.cost(batch) for batch in range(self._batches.count)]
-        self._portions = cut_portions(costs, self._workers)
+        self._portions = cut_portions(self._batches.costs, self._workers)
         try:
             first = self._next_portion()
             while first is not None:
@@ -125,7 +123,7 @@ class LeasedCursor(Cursor):
         if not self._again:
             return 0
         again = self._agent.pool_state(*self._pool).again
-        return sum(self._batches.samples(n) for portion in again for n in self._portions[portion])
+        return sum(self._batches.samples[n] for portion in again for n in self._portions[portion])
 
     # -- taking -------------------------------------------------------------------------------
 
@@ -137,7 +135,7 @@ class LeasedCursor(Cursor):
                 self._finish_batches()  # the script asks for more, so its batch is done
             portion, number = self._in_loader.popleft()
             self._in_use.append(portion)
-            samples = self._batches.samples(number)
+            samples = self._batches.samples[number]
             self.tally.note(self.position, samples, samples, 0)
             self.position += 1
             announcer.set(samples / self._batches.size, samples)
@@ -153,7 +151,7 @@ class LeasedCursor(Cursor):
                 if number == numbers[-1]:
                     self._request_portion()
                 self._in_loader.append((portion, number))
-                yield plain(self._batches.make(number))
+                yield plain(self._batches.parts[number])
             portion = self._next_portion()
 
     def _request_portion(self) -> None:

@@ -17,22 +17,38 @@ from paceline.data.randomness import seed_everything
 from paceline.errors import DataError
 
 
-class ErrorReportingDataset:
-    """A dataset whose errors name the sample and the process. Everything else is delegated: a
-    worker_init_fn that sets attributes of `get_worker_info().dataset` reaches the dataset."""
+class DatasetWrapper:
+    """A dataset with some methods replaced. Everything else is delegated: a worker_init_fn that
+    sets attributes of `get_worker_info().dataset` reaches the dataset."""
 
-    def __init__(self, dataset: Any, where: str) -> None:
-        object.__setattr__(self, "_named", (dataset, where))
+    def __init__(self, *arguments: Any) -> None:
+        object.__setattr__(self, "_wrapped", arguments)  # the dataset first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_wrapped")[0], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._wrapped[0], name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._wrapped
+
+
+class ErrorReportingDataset(DatasetWrapper):
+    """A dataset whose errors name the sample and the process."""
+
+    def __init__(self, dataset: Any, where: str = "this rank") -> None:
+        super().__init__(dataset, where)
 
     def __getitem__(self, index: Any) -> Any:
-        dataset, where = self._named
+        dataset, where = self._wrapped
         try:
             return dataset[index]
         except Exception as error:
             raise sample_error(f"sample {index!r:.80}", dataset, where, error) from error
 
     def __getitems__(self, indices: Iterable[Any]) -> Any:
-        dataset, where = self._named
+        dataset, where = self._wrapped
         index: Any = None
         if callable(getattr(dataset, "__getitems__", None)):
             try:
@@ -50,23 +66,11 @@ class ErrorReportingDataset:
         return made
 
     def __len__(self) -> int:
-        return len(self._named[0])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_named")[0], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._named[0], name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._named
+        return len(self._wrapped[0])
 
 
 class ReseedingDataset(ErrorReportingDataset):
     """A dataset that is indexed by (seed, indices), and seeds before it makes the samples."""
-
-    def __init__(self, dataset: Any, where: str = "this rank") -> None:
-        super().__init__(dataset, where)
 
     def __getitems__(self, request: tuple[int, Iterable[Any]]) -> Any:  # type: ignore[override]
         seed, indices = request

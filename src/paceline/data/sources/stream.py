@@ -23,15 +23,14 @@ from paceline.data.data_pass import DataPass
 from paceline.data.randomness import save_random_state, with_random_state
 from paceline.data.sources.indexed import copied, settings_of
 from paceline.data.sources.loaders import LoaderRecord
-from paceline.data.sources.samples import annotate_errors, samples_in
+from paceline.data.sources.samples import DatasetWrapper, annotate_errors, samples_in
 from paceline.data.sources.synchronized_stream import ENDED, IDLE, SynchronizedSteps, Tagged
 from paceline.data.split.weights import stride, strided_share
 from paceline.errors import UsageError
 
 
-class StridedDataset(IterableDataset[Any]):
-    """A stream reduced to this worker's samples. Everything else is delegated: a worker_init_fn
-    that sets attributes of `get_worker_info().dataset` reaches the dataset."""
+class StridedDataset(DatasetWrapper, IterableDataset[Any]):
+    """A stream reduced to this worker's samples."""
 
     def __init__(
         self,
@@ -41,10 +40,10 @@ class StridedDataset(IterableDataset[Any]):
         per_step: int,
         unread: Mapping[int, UnreadPositions] | None = None,  # by process of the loader
     ) -> None:
-        object.__setattr__(self, "_strided", (dataset, world_size, rank, per_step, unread))
+        super().__init__(dataset, world_size, rank, per_step, unread)
 
     def __iter__(self) -> Iterator[Any]:
-        dataset, *numbers, unread = self._strided
+        dataset, *numbers, unread = self._wrapped
         is_mine, where = stride(*numbers), f"worker {numbers[1]} of {numbers[0]}"
         samples = annotate_errors(dataset, "sample", where)
         if not unread:
@@ -53,15 +52,6 @@ class StridedDataset(IterableDataset[Any]):
         number_of = unread.get(0 if info is None else info.id, UnreadPositions()).numbering()
         numbered = ((number_of(position), sample) for position, sample in enumerate(samples))
         return (sample for number, sample in numbered if number is not None and is_mine(number))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_strided")[0], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._strided[0], name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StridedDataset, self._strided
 
 
 class TaggingCollate:

@@ -34,7 +34,16 @@ from paceline.data.sources.loaders import LoaderRecord
 from paceline.data.sources.sources import IndexedSource
 from paceline.data.split.order import LocalOrder, SamplerOrder
 from paceline.data.split.plan import BatchPlan, DataWarmup, length_of
-from paceline.data.split.weights import Costs, GivenCost, Units, balanced, size_of, spread, weight
+from paceline.data.split.weights import (
+    Costs,
+    GivenCost,
+    Units,
+    balanced,
+    num_steps,
+    size_of,
+    spread,
+    weight,
+)
 from paceline.errors import UsageError
 from paceline.runtime.job import Job
 
@@ -320,10 +329,9 @@ class DynamicSource(IndexedSource):
             data_pass.close(cursor)
         again = cursor.count_again()
         if again:
-            samples = sum(batches.samples(number) for number in range(batches.count))
             data_pass.log_once(
-                f"shard: epoch {data_pass.epoch}: {samples:,} samples, each at least once;"
-                f" {again:,} reassigned after a loss"
+                f"shard: epoch {data_pass.epoch}: {sum(batches.samples):,} samples, each at least"
+                f" once; {again:,} reassigned after a loss"
             )
 
     def _all_batches(self, data_pass: DataPass) -> Batches:
@@ -335,27 +343,15 @@ class DynamicSource(IndexedSource):
         if not len(units):
             self._refuse_emptiness()
         if plan.cut is not spread:  # each unit is a batch
-            costs = [float(size_of(unit)) for unit in units]
-            most = int(max(costs))
-            return Batches(
-                len(units), units.__getitem__, lambda n: int(costs[n]), most, costs.__getitem__
-            )
-        full = plan.units // size if plan.drop_short else -(-plan.units // size)
-        edges = [min(number * size, len(units)) for number in range(full + 1)]
-        if self._costs is None:
-            prices = [float(b - a) for a, b in zip(edges, edges[1:], strict=False)]
-        else:
-            prices = [
-                float(self._costs.of(units[a:b]).sum())
-                for a, b in zip(edges, edges[1:], strict=False)
-            ]
-        return Batches(
-            full,
-            lambda number: units[edges[number] : edges[number + 1]],
-            lambda number: edges[number + 1] - edges[number],
-            size,
-            prices.__getitem__,
-        )
+            samples = [size_of(unit) for unit in units]
+            return Batches(units, samples, max(samples), list(map(float, samples)))
+        full = num_steps(plan.units, size, drop_short=plan.drop_short)
+        parts = [units[number * size : (number + 1) * size] for number in range(full)]
+        costs = [
+            float(len(part) if self._costs is None else self._costs.of(part).sum())
+            for part in parts
+        ]
+        return Batches(parts, list(map(len, parts)), size, costs)
 
     def _copy(self, data_pass: DataPass) -> IndexedLoader:
         key = ("indexed", *settings_of(self._loader))

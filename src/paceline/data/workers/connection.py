@@ -51,7 +51,7 @@ def form(fabric: Fabric, worker: Member, client: Member) -> Group:
 
 
 @dataclass
-class IncomingReply:
+class IncomingBatch:
     """A reply that is awaited, and the memory for it."""
 
     seq: int
@@ -61,7 +61,7 @@ class IncomingReply:
     receiving: Work[int] | None = None
 
 
-class WorkerConnection:
+class DataWorkerConnection:
     """A client's connection to a data worker. The client is a trainer or the next stage."""
 
     def __init__(self, fabric: Fabric, member: Member, group: Group) -> None:
@@ -74,7 +74,7 @@ class WorkerConnection:
         self._released: deque[int] = deque()  # appended to when the last tensor of a slot is freed
         self._sizes: deque[int] = deque(maxlen=_REMEMBERED)
 
-    def send(self, make: Callable[[int, tuple[int, ...], int], m.BatchRequest]) -> IncomingReply:
+    def send(self, make: Callable[[int, tuple[int, ...], int], m.BatchRequest]) -> IncomingBatch:
         """Send the request that `make(seq, released, room)` returns."""
         self._seq += 1
         room = 0 if self.is_local or not self._sizes else min(self._sizes)
@@ -86,12 +86,12 @@ class WorkerConnection:
         self.outstanding += 1
         return incoming
 
-    def read(self, incoming: IncomingReply) -> tuple[m.BatchReply, torch.Tensor | None]:
+    def read(self, incoming: IncomingBatch) -> tuple[m.BatchReply, torch.Tensor | None]:
         """Return a reply whose frame has arrived, and the memory with its tensors."""
         size, rest = rest_bytes(incoming.frame), None
         if size:
             rest = np.empty(size, dtype=np.uint8)
-            self._group.recv(rest, _WORKER, tag=m.rest_tag(incoming.seq))
+            self._group.recv(rest, _WORKER, tag=m.tag_of(incoming.seq, m.REST))
         reply = m.read_reply(incoming.frame, rest)
         if reply.slot is not None:
             return reply, self._map_slot(reply.slot, reply.num_bytes)
@@ -101,12 +101,12 @@ class WorkerConnection:
         """Close the connection."""
         self._group.close()
 
-    def _expect(self, seq: int, room: int) -> IncomingReply:
+    def _expect(self, seq: int, room: int) -> IncomingBatch:
         frame = np.empty(FRAME_BYTES, dtype=np.uint8)
-        incoming = IncomingReply(seq, frame, self._get(frame, m.reply_tag(seq)))
+        incoming = IncomingBatch(seq, frame, self._get(frame, m.tag_of(seq, m.REPLY)))
         if room:
             incoming.payload = torch.empty(room, dtype=torch.uint8)
-            incoming.receiving = self._get(incoming.payload, m.payload_tag(seq))
+            incoming.receiving = self._get(incoming.payload, m.tag_of(seq, m.PAYLOAD))
         return incoming
 
     def _get(self, target: np.ndarray | torch.Tensor, tag: int) -> Work[int]:
@@ -127,7 +127,7 @@ class WorkerConnection:
         self.held -= len(released)
         return released
 
-    def _receive(self, reply: m.BatchReply, incoming: IncomingReply) -> torch.Tensor | None:
+    def _receive(self, reply: m.BatchReply, incoming: IncomingBatch) -> torch.Tensor | None:
         """Receive the bytes that follow a reply."""
         head, total = incoming.payload, reply.num_bytes
         if incoming.receiving is not None:
@@ -143,7 +143,7 @@ class WorkerConnection:
             start = head.numel()
             payload[:start] = head
         if total > start:
-            self._group.recv(payload[start:], _WORKER, tag=m.tail_tag(incoming.seq))
+            self._group.recv(payload[start:], _WORKER, tag=m.tag_of(incoming.seq, m.TAIL))
         return payload
 
 
@@ -258,9 +258,9 @@ class ClientConnection:
 
     def _send(self, reply: m.BatchReply) -> None:
         frame, rest = to_frames(reply)
-        self._group.send(frame, _CLIENT, tag=m.reply_tag(reply.seq), async_op=True)
+        self._group.send(frame, _CLIENT, tag=m.tag_of(reply.seq, m.REPLY), async_op=True)
         if rest is not None:
-            self._group.send(rest, _CLIENT, tag=m.rest_tag(reply.seq), async_op=True)
+            self._group.send(rest, _CLIENT, tag=m.tag_of(reply.seq, m.REST), async_op=True)
 
     def _log_once(self, text: str) -> None:
         if not self._has_logged:
@@ -270,7 +270,7 @@ class ClientConnection:
     def _send_payload(self, request: m.BatchRequest, memory: torch.Tensor) -> None:
         if request.room:
             head = memory[: request.room]
-            self._group.send(head, _CLIENT, tag=m.payload_tag(request.seq), async_op=True)
+            self._group.send(head, _CLIENT, tag=m.tag_of(request.seq, m.PAYLOAD), async_op=True)
         if memory.numel() > request.room:
             tail = memory[request.room :]
-            self._group.send(tail, _CLIENT, tag=m.tail_tag(request.seq), async_op=True)
+            self._group.send(tail, _CLIENT, tag=m.tag_of(request.seq, m.TAIL), async_op=True)

@@ -27,7 +27,8 @@ from paceline.errors import ProtocolError, UsageError
 from paceline.ps.connection import decode
 
 REQUEST, REQUEST_REST = 0, 1
-_REPLY, _REST, _PAYLOAD, _TAIL = range(4)
+# The kinds of messages of one reply. The payload is as many bytes as there was room for.
+REPLY, REST, PAYLOAD, TAIL = range(4)
 # What a reply may have instead of a batch.
 RAISED = "raised"  # the dataset raised an exception
 UNKNOWN = "unknown"  # the data worker has no such loader
@@ -91,24 +92,9 @@ def read_reply(frame: np.ndarray, rest: np.ndarray | None) -> BatchReply:
     return decode(_replies, frame, rest)  # type: ignore[no-any-return]
 
 
-def reply_tag(seq: int) -> int:
-    """Return the tag of the frame of a reply."""
-    return seq << 2 | _REPLY
-
-
-def rest_tag(seq: int) -> int:
-    """Return the tag of the rest of a frame."""
-    return seq << 2 | _REST
-
-
-def payload_tag(seq: int) -> int:
-    """Return the tag of the tensors' bytes, as many as there was room for."""
-    return seq << 2 | _PAYLOAD
-
-
-def tail_tag(seq: int) -> int:
-    """Return the tag of the bytes for which there was no room."""
-    return seq << 2 | _TAIL
+def tag_of(seq: int, kind: int) -> int:
+    """Return the tag of a message: REPLY, REST, PAYLOAD or TAIL of the reply to a request."""
+    return seq << 2 | kind
 
 
 # -- packed values --------------------------------------------------------------------------------

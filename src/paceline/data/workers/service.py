@@ -24,7 +24,7 @@ from paceline.data.workers import messages as m
 from paceline.data.workers.connection import ClientConnection, form
 from paceline.data.workers.messages import pack, unpack
 from paceline.data.workers.recipe import Recipe, SampleFailed, StreamEnded
-from paceline.data.workers.worker_pool import DataWorkerPool, PendingRequest, ready_key
+from paceline.data.workers.worker_pool import DataWorkerPool, PendingBatch, ready_key
 from paceline.errors import PeerError, UsageError
 from paceline.ps.replication.connector import Meetings
 from paceline.runtime.console import say
@@ -62,7 +62,7 @@ class Service:
         self._connections: list[ClientConnection] = []
         self._meetings: Meetings[Group] = Meetings()
         self._connecting: dict[int, Member] = {}
-        self._forwarded: list[tuple[ClientConnection, PendingRequest]] = []  # to the stage before
+        self._forwarded: list[tuple[ClientConnection, PendingBatch]] = []  # to the stage before
         # With the samples of the stage before, or None.
         self._ready: deque[tuple[ClientConnection, m.BatchRequest, Any]] = deque()
         for client in self._clients():
@@ -115,9 +115,8 @@ class Service:
     def _accept(self) -> None:
         for rank, formed in self._meetings.take() if self._connecting else ():
             member = self._connecting.pop(rank)  # type: ignore[call-overload]
-            if isinstance(
-                formed, Group
-            ):  # else the client is gone, or has dropped this data worker
+            # Else the client is gone, or has dropped this data worker.
+            if isinstance(formed, Group):
                 self._connections.append(ClientConnection(self._job.fabric, member, formed))
 
     def _take_requests(self, connection: ClientConnection) -> None:

@@ -38,7 +38,7 @@ from paceline.data.workers import messages as m
 from paceline.data.workers.messages import unpack
 from paceline.data.workers.recipe import Recipe, SampleFailed, Stage, StreamEnded
 from paceline.data.workers.service import log_serving, serve, stage_members
-from paceline.data.workers.worker_pool import DataWorkerPool, PendingRequest, ReceivedReply
+from paceline.data.workers.worker_pool import DataWorkerPool, PendingBatch, ReceivedReply
 from paceline.errors import DataError, UsageError
 from paceline.runtime.console import say
 from paceline.runtime.job import Job, current
@@ -218,7 +218,7 @@ class BatchFetcher:
             return
 
     def _fetch(self, requests: Iterator[m.BatchRequest]) -> Iterator[Any]:
-        under_way = deque[PendingRequest | m.BatchRequest]()
+        under_way = deque[PendingBatch | m.BatchRequest]()
         try:
             while True:
                 # All ranks are equally far ahead: they prepare the order of samples together.
@@ -231,21 +231,21 @@ class BatchFetcher:
                 yield pin_memory(batch) if self._loader.pins_memory else batch
         finally:
             for unused in under_way:
-                if isinstance(unused, PendingRequest) and self._pool is not None:
+                if isinstance(unused, PendingBatch) and self._pool is not None:
                     self._pool.abandon(unused)
 
     def _request(self, seed: int, **what: Any) -> m.BatchRequest:
         number, facts = self._loader.number, self._loader.recipe.facts
         return m.BatchRequest(0, number, facts, self._epoch, seed, **what)
 
-    def _send(self, request: m.BatchRequest) -> PendingRequest | m.BatchRequest:
+    def _send(self, request: m.BatchRequest) -> PendingBatch | m.BatchRequest:
         if self._pool is None or self._pool.is_empty or self._loader.is_unknown:
             return request
         return self._pool.send(request)
 
-    def _receive(self, request: PendingRequest | m.BatchRequest) -> Any:
+    def _receive(self, request: PendingBatch | m.BatchRequest) -> Any:
         """Wait for a batch, or make it here."""
-        if not isinstance(request, PendingRequest):
+        if not isinstance(request, PendingBatch):
             return self._make_here(request)
         assert self._pool is not None, "the request was sent"
         received = self._pool.wait(request)

@@ -27,7 +27,7 @@ from paceline.control.client.rendezvous import AnyAgent
 from paceline.control.member import Member
 from paceline.control.wait_notice import FIRST_S, WaitNotice
 from paceline.data.workers import messages as m
-from paceline.data.workers.connection import IncomingReply, WorkerConnection, form
+from paceline.data.workers.connection import DataWorkerConnection, IncomingBatch, form
 from paceline.errors import PacelineError, PeerError, PeerLost
 from paceline.runtime.console import say
 
@@ -36,12 +36,12 @@ _EVERY_S = 30.0
 
 
 @dataclass(eq=False)
-class PendingRequest:
+class PendingBatch:
     """A request under way. Without a connection: no data worker is ready yet, or none is left."""
 
     request: m.BatchRequest
-    connection: WorkerConnection | None = None
-    incoming: IncomingReply | None = None
+    connection: DataWorkerConnection | None = None
+    incoming: IncomingBatch | None = None
 
     @property
     def has_arrived(self) -> bool:
@@ -53,7 +53,7 @@ class ReceivedReply:
     """A reply, the connection that it came from, and the memory with its tensors."""
 
     reply: m.BatchReply
-    connection: WorkerConnection
+    connection: DataWorkerConnection
     memory: torch.Tensor | None
 
 
@@ -64,12 +64,12 @@ class DataWorkerPool:
         self, fabric: Fabric, agent: AnyAgent, members: Sequence[Member], *, is_first_stage: bool
     ) -> None:
         self._fabric, self._is_first_stage = fabric, is_first_stage
-        self._connections: list[WorkerConnection] = []
+        self._connections: list[DataWorkerConnection] = []
         self._agent = agent
         self._connecting = {member.rank: member for member in members}  # not ready yet
         self._next_poll_s = 0.0
-        self._pending: list[PendingRequest] = []
-        self._abandoned: list[PendingRequest] = []
+        self._pending: list[PendingBatch] = []
+        self._abandoned: list[PendingBatch] = []
         self._quiet_until_s = 0.0
         self._turn = fabric.rank  # so that clients do not all start with the same data worker
 
@@ -78,15 +78,10 @@ class DataWorkerPool:
         """Whether no data worker is left, and none will join."""
         return not self._connections and not self._connecting
 
-    @property
-    def connections(self) -> Sequence[WorkerConnection]:
-        """The data workers that are ready."""
-        return self._connections
-
-    def send(self, request: m.BatchRequest) -> PendingRequest:
+    def send(self, request: m.BatchRequest) -> PendingBatch:
         """Send a request to a data worker."""
         self.poll()
-        pending = PendingRequest(request)
+        pending = PendingBatch(request)
         self._pending.append(pending)
         self._assign(pending)
         return pending
@@ -117,9 +112,9 @@ class DataWorkerPool:
             self._log_lost(member, error)
             return
         del self._connecting[member.rank]
-        self._connections.append(WorkerConnection(self._fabric, member, group))
+        self._connections.append(DataWorkerConnection(self._fabric, member, group))
 
-    def take(self, pending: PendingRequest) -> ReceivedReply | None:
+    def take(self, pending: PendingBatch) -> ReceivedReply | None:
         """Return the reply that has arrived; None if its data worker is lost, and the request was
         sent to another."""
         connection, incoming = pending.connection, pending.incoming
@@ -134,7 +129,7 @@ class DataWorkerPool:
         self._pending.remove(pending)
         return ReceivedReply(reply, connection, memory)
 
-    def wait(self, pending: PendingRequest) -> ReceivedReply | None:
+    def wait(self, pending: PendingBatch) -> ReceivedReply | None:
         """Wait for the reply; None if no data worker is left."""
         notice = WaitNotice("", "the next batch")
         while not self.is_empty:
@@ -164,11 +159,11 @@ class DataWorkerPool:
                 " make batches for it; start more data workers, or make the dataset cheaper"
             )
 
-    def abandon(self, pending: PendingRequest) -> None:
+    def abandon(self, pending: PendingBatch) -> None:
         """Drop the reply to a request when it arrives."""
         self._abandoned.append(pending)
 
-    def _assign(self, pending: PendingRequest) -> None:
+    def _assign(self, pending: PendingBatch) -> None:
         while (connection := self._choose(pending.request)) is not None:
 
             def make(seq: int, released: tuple[int, ...], room: int) -> m.BatchRequest:
@@ -183,7 +178,7 @@ class DataWorkerPool:
             except PeerError as error:
                 self._lose(connection, error)
 
-    def _choose(self, request: m.BatchRequest) -> WorkerConnection | None:
+    def _choose(self, request: m.BatchRequest) -> DataWorkerConnection | None:
         """Return the data worker for a request; None if none is ready or left."""
         if request.stream is None or not self._is_first_stage:
             self._turn += 1
@@ -206,7 +201,7 @@ class DataWorkerPool:
             elif self.take(pending) is None:
                 self._abandoned.append(pending)
 
-    def _lose(self, connection: WorkerConnection, error: PacelineError) -> None:
+    def _lose(self, connection: DataWorkerConnection, error: PacelineError) -> None:
         """Drop a data worker, and send its open requests to others."""
         if connection not in self._connections:
             return
@@ -240,7 +235,7 @@ def ready_key(rank: int) -> str:
     return f"paceline/data worker {rank}"
 
 
-def _pause(pending: Sequence[PendingRequest]) -> None:
+def _pause(pending: Sequence[PendingBatch]) -> None:
     """Wait a little for a data worker to become ready, or for a reply."""
     if any(one.incoming is not None for one in pending):
         _wait_any(pending, _CONNECT_S)
@@ -248,7 +243,7 @@ def _pause(pending: Sequence[PendingRequest]) -> None:
         time.sleep(_CONNECT_S)
 
 
-def _wait_any(pending: Sequence[PendingRequest], timeout_s: float) -> bool:
+def _wait_any(pending: Sequence[PendingBatch], timeout_s: float) -> bool:
     """Wait for any of the replies; return whether one has arrived."""
     handles: list[Any] = [p.incoming.work.handle for p in pending if p.incoming is not None]
     return _core.wait_any(handles, timeout_s) >= 0
