@@ -22,7 +22,7 @@ from paceline.ps.client.items import Item, ItemParam
 from paceline.ps.client.remote_table import RemoteTable
 from paceline.ps.packing import Packing
 from paceline.ps.server.checks import check_table
-from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
+from paceline.ps.spec import OptimizerSpec, Rule, ShardPiece, ShardSpec, TableSpec
 from paceline.runtime import job
 from support import run_ranks
 
@@ -155,7 +155,7 @@ def test_a_mean_comes_in_a_packet_if_it_is_all_in_it() -> None:
     "codec", ["onebit", "eval", "none", "topk:0.01+int8", "int8(feedback=yes)"]
 )
 def test_a_table_whose_means_cannot_go_through_a_codec_is_not_made(codec: str) -> None:
-    shard = ShardSpec("numbers", "float32", 4, (Piece("cells", 0, 0, 0, 4, (4,)),))
+    shard = ShardSpec("numbers", "float32", 4, (ShardPiece("cells", 0, 0, 0, 4, (4,)),))
     spec = TableSpec("means", (0,), (shard,), SGD, Rule(bound=0, aggregate=True, mean_codec=codec))
     with pytest.raises(UsageError):
         check_table(spec)

@@ -50,10 +50,13 @@ def misplaced(spec: TableSpec, where: m.Where) -> Iterator[Make]:
     yield lambda seq: m.Assign(seq, 0, 0, where)
     yield lambda seq: m.Pull(seq, 0, into=(where,))
     yield lambda seq: m.Peek(seq, 0, into=(where,))
-    yield lambda seq: m.Open(seq, spec, (m.Seat(where),))
-    yield lambda seq: m.Open(seq, spec, (m.Seat(None, where),))
+    yield lambda seq: m.Open(seq, spec, (m.WorkerBuffer(where),))
+    yield lambda seq: m.Open(seq, spec, (m.WorkerBuffer(None, where),))
     yield lambda seq: m.Open(
-        seq, changed(spec, name=f"homes {where}"), (m.Seat(),), (m.Home(where, where),)
+        seq,
+        changed(spec, name=f"homes {where}"),
+        (m.WorkerBuffer(),),
+        (m.SharedMemory(where, where),),
     )
 
 
@@ -88,21 +91,23 @@ def wrong_requests(spec: TableSpec, mine: m.Where) -> Iterator[Make]:
     for table, shard in ((-1, 0), (99, 0), (1 << 63, 0), (0, -1), (0, 5)):
         yield lambda seq, t=table, s=shard: m.Assign(seq, t, s, mine)
         yield lambda seq, t=table, s=shard: m.FetchState(seq, t, s)
-        yield lambda seq, t=table, s=shard: m.LoadState(seq, t, s, (m.Entry(0, "x", 1.0),))
+        yield lambda seq, t=table, s=shard: m.LoadState(
+            seq, t, s, (m.EncodedStateEntry(0, "x", 1.0),)
+        )
     for where in places(mine):
         yield from misplaced(spec, where)
     yield lambda seq: m.Pull(seq, 0, into=(mine, mine))
     yield lambda seq: m.Open(seq, spec)
-    yield lambda seq: m.Open(seq, spec, (m.Seat(),), wire="eval")
+    yield lambda seq: m.Open(seq, spec, (m.WorkerBuffer(),), wire="eval")
     yield lambda seq: m.Replace(seq, 0, 0, mine, tuple(range(300_000)))  # nothing to replace
     for number, table in enumerate(wrong_tables(spec)):
         name = f"wrong {number}"
-        yield lambda seq, t=table, n=name: m.Open(seq, changed(t, name=n), (m.Seat(),))
+        yield lambda seq, t=table, n=name: m.Open(seq, changed(t, name=n), (m.WorkerBuffer(),))
     for entry in (
-        m.Entry(0, "x"),
-        m.Entry(9, "x", 1.0),
-        m.Entry(0, "x", None, "float32", (1 << 40,)),
-        m.Entry(0, "x", None, "eval", (2,)),
+        m.EncodedStateEntry(0, "x"),
+        m.EncodedStateEntry(9, "x", 1.0),
+        m.EncodedStateEntry(0, "x", None, "float32", (1 << 40,)),
+        m.EncodedStateEntry(0, "x", None, "eval", (2,)),
     ):
         yield lambda seq, e=entry: m.LoadState(seq, 0, 0, (e,))
     for clock in (0, 2, -1, 1 << 60):
@@ -136,7 +141,7 @@ def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 def send_raw(link, frame: bytes) -> None:
     """Send a frame as it is; it counts as a request."""
     padded = np.frombuffer(frame.ljust(framed.FRAME_BYTES, b"\0"), dtype=np.uint8)
-    with link._mu:
+    with link._lock:
         link._seq += 1
         link._fixed._pair.send(padded, framed.REQUEST).wait()
 
@@ -257,9 +262,9 @@ def test_a_state_of_another_shape_is_refused(fused: bool) -> None:
         table = remote_table("adam", 100_000, optimizer=adam)
         [link] = job.current().servers
         entries = (
-            m.Entry(0, "step", None, "float32", ()),
-            m.Entry(0, "exp_avg", None, "float64", (1,)),
-            m.Entry(0, "exp_avg_sq", None, "float64", (1,)),
+            m.EncodedStateEntry(0, "step", None, "float32", ()),
+            m.EncodedStateEntry(0, "exp_avg", None, "float64", (1,)),
+            m.EncodedStateEntry(0, "exp_avg_sq", None, "float64", (1,)),
         )
         tensors = [torch.ones(1), *torch.ones(2, 1, dtype=torch.float64)]
         with pytest.raises(UsageError, match="exp_avg"):

@@ -29,7 +29,7 @@ sys.meta_path.insert(0, Edited)
 SCRIPT = """
 import paceline as pl, torch
 from paceline.data_parallel.distribute import distributed
-from paceline.ps.rule import rule_of
+from paceline.ps.spec import rule_of
 from paceline.ps.spec import Rule
 from ps_tables import remote_table
 

@@ -74,7 +74,7 @@ def repeat_an_open(group):
     fresh = type(spec)("v", spec.shape, spec.dtype, spec.workers, spec.optimizer, spec.rule)
     (table,) = RemoteArray(session.current(), fresh).specs.values()
     link._seq += 1
-    request = m.Open(link._seq, table, (m.Seat(),))
+    request = m.Open(link._seq, table, (m.WorkerBuffer(),))
     for _ in range(2):
         send(link, request)
     first, again = answers(link, request.seq, 2)

@@ -7,7 +7,7 @@ import torch
 import paceline as pl
 from paceline.pace.server import ServerExchange
 from paceline.ps.server.server import Server
-from paceline.ps.server.table_requests import Hosted
+from paceline.ps.server.table_requests import ServedTable
 from paceline.runtime import server_main as serve
 from support.body import pack, tell
 from support.environs import job_environs
@@ -46,7 +46,7 @@ def train(_group: object) -> list[str]:
 
 
 def serve_and_tell() -> None:
-    with Passages(Server.serve, keep=Hosted.on_push) as walk:
+    with Passages(Server.serve, keep=ServedTable.on_push) as walk:
         status = serve.main()
     tell(walk.usual(USUAL))
     assert status == 0

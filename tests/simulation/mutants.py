@@ -14,7 +14,7 @@ from paceline.control.membership.leases import UNBEARABLE, Finding, Leases
 from paceline.control.membership.roster import Roster
 from paceline.control.transport.messages import LossKind
 from paceline.ps.client.failover import Content, PendingRequest, PendingRequests
-from paceline.ps.replication.chain import Entry, FillStart, Message
+from paceline.ps.replication.chain import FillStart, LogEntry, Message
 from paceline.ps.replication.replication import Replica
 from paceline.runtime.elastic.recovery_plan import Status, Verdict, judge
 from simulation.job import Cores
@@ -38,7 +38,7 @@ class AppliesAgain(Replica):
     """Takes a request that is sent again for a new one."""
 
     def submit(self, rank: int, seq: int, op: Any) -> bool:
-        self._append(Entry(self.index + 1, rank, seq, op))
+        self._append(LogEntry(self.index + 1, rank, seq, op))
         return True
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.control.member import Membership
 from paceline.ps.client.failover import Primary, primary_of
-from paceline.ps.replication.chain import Entry, Message
+from paceline.ps.replication.chain import LogEntry, Message
 from simulation.member import RETRY_S, SimMember
 from simulation.network import End
 from simulation.table import PARTS, Table
@@ -37,7 +37,7 @@ class Copy:
     def send(self, peer: int, message: Message) -> None:
         self.server.send_to(peer, (self.partition, message))
 
-    def apply(self, entry: Entry) -> None:
+    def apply(self, entry: LogEntry) -> None:
         if entry.again:
             self.server.oracle.counted["answers repeated"] += 1
             remembered = self.replica.applied.answer(entry.rank, entry.seq)

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from paceline.ps.server.table import Table
-from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
+from paceline.ps.spec import OptimizerSpec, Rule, ShardPiece, ShardSpec, TableSpec
 
 SHAPES = {"first.weight": (24, 10), "first.bias": (24,), "second.weight": (7, 24), "scale": ()}
 GROUPS = (0, 1, 0, 1)  # of each parameter
@@ -42,7 +42,7 @@ def shards(
     )
 
 
-def _pieces(start: int, stop: int) -> Sequence[Piece]:
+def _pieces(start: int, stop: int) -> Sequence[ShardPiece]:
     pieces, place = [], 0
     for param, (name, shape) in enumerate(SHAPES.items()):
         count = torch.Size(shape).numel()
@@ -50,7 +50,7 @@ def _pieces(start: int, stop: int) -> Sequence[Piece]:
         if begin < end:
             whole = end - begin == count
             own = shape if whole else (end - begin,)
-            pieces.append(Piece(name, param, GROUPS[param], begin - start, end - begin, own))
+            pieces.append(ShardPiece(name, param, GROUPS[param], begin - start, end - begin, own))
         place += count
     return pieces
 
@@ -72,7 +72,7 @@ def table(
 
 
 def matrix_table(
-    rule: Rule, optimizer: str, groups: Sequence[Mapping[str, Any]], pieces: Sequence[Piece]
+    rule: Rule, optimizer: str, groups: Sequence[Mapping[str, Any]], pieces: Sequence[ShardPiece]
 ) -> Table:
     """Make a table of whole matrices, each a shard of its own."""
     parts = tuple(

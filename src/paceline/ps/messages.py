@@ -31,14 +31,14 @@ class Where(msgspec.Struct, frozen=True, array_like=True):
     offset: Address
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True):
+class WorkerBuffer(msgspec.Struct, frozen=True, array_like=True):
     """One worker's memory for a shard; None: it is on another host, or does not want it."""
 
     params: Where | None = None  # fresh values are written there
     average: Where | None = None  # averaged gradients are written there
 
 
-class Home(msgspec.Struct, frozen=True, array_like=True):
+class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
     """Memory that all workers of the server's host share: the shard itself lives in it."""
 
     params: Where
@@ -57,12 +57,12 @@ class Request(Traced, frozen=True, tag=True, omit_defaults=True):
     seq: Number
 
 
-class Open(Request, frozen=True):
-    """Make a table, or join one that is there; the reply has its number."""
+class Open(Request, frozen=True, rename={"buffers": "seats", "shared": "homes"}):
+    """Create a table, or join one that exists; the reply has its number."""
 
     spec: TableSpec
-    seats: tuple[Seat, ...] = ()
-    homes: tuple[Home, ...] = ()  # empty: the server uses memory of its own
+    buffers: tuple[WorkerBuffer, ...] = ()  # by shard
+    shared: tuple[SharedMemory, ...] = ()  # by shard; empty: the server uses memory of its own
     wants_average: bool = False
     wire: str = ""  # dtype of payloads between hosts; "" is the shard's own
 
@@ -163,7 +163,7 @@ class FetchState(Request, frozen=True):
     shard: int
 
 
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+class EncodedStateEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """One entry of the optimizer's state: a plain value, or a tensor that follows."""
 
     piece: Count
@@ -178,7 +178,7 @@ class LoadState(Request, frozen=True):
 
     table: int
     shard: int
-    entries: tuple[Entry, ...]
+    entries: tuple[EncodedStateEntry, ...]
 
 
 class Stats(Request, frozen=True):
@@ -206,7 +206,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     codec: str = ""  # of an average: what follows is a packet that this codec reads
     speaker: int = -1  # of an average: the worker that tells how all of them have changed it
     delivers: bool = False  # tensors follow, because the worker is on another host
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[EncodedStateEntry, ...] = ()
     spec: TableSpec | None = None
     reports: tuple[Any, ...] = ()
     keys: tuple[str, ...] = ()

@@ -81,7 +81,7 @@ class Unpacking:
         self._contents: dict[tuple[int, str], PacketFormat] = {}  # by shard and codec
 
     def contents(self, number: int, spec: ShardSpec, push: m.Push) -> PacketFormat:
-        """Say what a push has in it; an error says why it cannot be."""
+        """Return what a push has in it; an error says why it cannot be."""
         found = self._contents.get((number, push.codec))
         if found is None:
             found = self._make(spec, push.codec)
@@ -138,7 +138,7 @@ def mean_codec_of(spec: CodecSpec) -> str:
 
 
 def can_send_means(text: str) -> bool:
-    """Say whether it is a text that `mean_codec_of` returns; UsageError if it is none at all."""
+    """Return whether it is a text that `mean_codec_of` returns; UsageError if it is none at all."""
     return mean_codec_of(parse_codec(text)) == text
 
 

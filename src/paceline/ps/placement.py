@@ -29,7 +29,7 @@ _WORTH_BYTES = 64 * 1024  # moving this takes about as long as a message costs b
 
 
 @dataclass(frozen=True)
-class Part:
+class Placement:
     """Elements `start` to `stop` of item number `item`, held by server number `server`."""
 
     item: int
@@ -44,7 +44,7 @@ def place(
     *,
     itemsizes: Sequence[int],
     cuts: Sequence[Sequence[int]] | None = None,
-) -> list[Part]:
+) -> list[Placement]:
     """Place items of `sizes` elements, of `itemsizes` bytes each, over the servers.
 
     `cuts`: the only positions, per item, at which it may be cut; without them, anywhere on cache
@@ -54,7 +54,7 @@ def place(
         raise UsageError(f"parameters cannot be placed on {num_servers} servers; start at least 1")
     num_bytes = [size * itemsize for size, itemsize in zip(sizes, itemsizes, strict=True)]
     loads = [0] * num_servers
-    parts: list[Part] = []
+    parts: list[Placement] = []
     for item in sorted(range(len(sizes)), key=lambda i: (-num_bytes[i], i)):
         num_parts = max(min(num_servers, num_bytes[item] // _WORTH_BYTES), 1)
         if cuts is None:
@@ -64,7 +64,7 @@ def place(
         by_size = sorted(pairwise(borders), key=lambda ends: (ends[0] - ends[1], ends[0]))
         by_load = sorted(range(num_servers), key=lambda server: (loads[server], server))
         for (start, stop), server in zip(by_size, by_load, strict=False):
-            parts.append(Part(item, start, stop, server))
+            parts.append(Placement(item, start, stop, server))
             loads[server] += (stop - start) * itemsizes[item]
     return sorted(parts, key=lambda part: (part.item, part.start))
 
@@ -84,7 +84,7 @@ def _at_cuts(size: int, num_parts: int, cuts: Sequence[int]) -> list[int]:
     return sorted(nearest) if size else [0, 0]
 
 
-def balance(parts: Sequence[Part], itemsizes: Sequence[int], num_servers: int) -> str:
+def balance(parts: Sequence[Placement], itemsizes: Sequence[int], num_servers: int) -> str:
     """Say for people how much each server holds, and how uneven that is."""
     loads, counts = [0] * num_servers, [0] * num_servers
     for part in parts:

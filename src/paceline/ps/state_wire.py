@@ -17,10 +17,10 @@ import torch
 
 from paceline.errors import ShapeMismatch, UsageError
 from paceline.ps import messages as m
-from paceline.ps.placement import Part
+from paceline.ps.placement import Placement
 from paceline.ps.server.optimizer import StateEntry
 from paceline.ps.server.table import Table
-from paceline.ps.spec import Piece, ShardSpec
+from paceline.ps.spec import ShardPiece, ShardSpec
 
 if TYPE_CHECKING:
     from paceline.ps.client.remote_table import RemoteTable
@@ -31,28 +31,34 @@ _DTYPES = {
 }
 
 
-def read_state(table: Table, shard: int) -> tuple[tuple[m.Entry, ...], list[torch.Tensor]]:
+def read_state(
+    table: Table, shard: int
+) -> tuple[tuple[m.EncodedStateEntry, ...], list[torch.Tensor]]:
     """Return a shard's state as entries and the tensors that follow."""
     entries, tensors = to_entries(table.state(shard))
     return entries, [tensor.clone() for tensor in tensors]
 
 
-def to_entries(state: Sequence[StateEntry]) -> tuple[tuple[m.Entry, ...], list[torch.Tensor]]:
+def to_entries(
+    state: Sequence[StateEntry],
+) -> tuple[tuple[m.EncodedStateEntry, ...], list[torch.Tensor]]:
     """Split state into what goes into the message and the tensors that follow."""
     entries, tensors = [], []
     for entry in state:
         if isinstance(entry.value, torch.Tensor):
             value = entry.value.detach().contiguous()
             dtype = str(value.dtype).removeprefix("torch.")
-            entries.append(m.Entry(entry.piece, entry.key, None, dtype, tuple(value.shape)))
+            entries.append(
+                m.EncodedStateEntry(entry.piece, entry.key, None, dtype, tuple(value.shape))
+            )
             tensors.append(value.reshape(-1))
         else:
-            entries.append(m.Entry(entry.piece, entry.key, entry.value))
+            entries.append(m.EncodedStateEntry(entry.piece, entry.key, entry.value))
     return tuple(entries), tensors
 
 
 def landing(
-    entries: Sequence[m.Entry], pieces: Sequence[Piece] | None = None
+    entries: Sequence[m.EncodedStateEntry], pieces: Sequence[ShardPiece] | None = None
 ) -> list[torch.Tensor]:
     """Make room for the tensors of these entries, which belong to these pieces."""
     for entry in entries:
@@ -61,7 +67,7 @@ def landing(
     return [torch.empty(math.prod(one.shape), dtype=_DTYPES[one.dtype]) for one in tensors]
 
 
-def _check(entry: m.Entry, pieces: Sequence[Piece] | None) -> None:
+def _check(entry: m.EncodedStateEntry, pieces: Sequence[ShardPiece] | None) -> None:
     found = f"optimizer state {entry.key[:40]!r} of piece {entry.piece}"
     if not entry.dtype and entry.value is None:
         raise UsageError(f"{found} has neither a value nor a tensor")
@@ -80,7 +86,7 @@ def _check(entry: m.Entry, pieces: Sequence[Piece] | None) -> None:
 
 
 def from_entries(
-    entries: Sequence[m.Entry], tensors: Sequence[torch.Tensor]
+    entries: Sequence[m.EncodedStateEntry], tensors: Sequence[torch.Tensor]
 ) -> Iterator[StateEntry]:
     """Put entries and their tensors together again."""
     following = iter(tensors)
@@ -97,7 +103,7 @@ def write_state(table: Table, request: m.LoadState, tensors: Sequence[torch.Tens
     table.load_state(request.shard, list(from_entries(request.entries, tensors)))
 
 
-def fetch(table: RemoteTable) -> Iterator[tuple[Part, ShardSpec, list[StateEntry]]]:
+def fetch(table: RemoteTable) -> Iterator[tuple[Placement, ShardSpec, list[StateEntry]]]:
     """Yield the entries of every shard."""
     for link, number, spec, part in table.shards():
         landed: list[torch.Tensor] = []
@@ -114,7 +120,7 @@ def fetch(table: RemoteTable) -> Iterator[tuple[Part, ShardSpec, list[StateEntry
         yield part, spec, list(from_entries(reply.entries, landed))
 
 
-def send(table: RemoteTable, entries: Callable[[Part, ShardSpec], list[StateEntry]]) -> None:
+def send(table: RemoteTable, entries: Callable[[Placement, ShardSpec], list[StateEntry]]) -> None:
     """Replace the entries of every shard. Blocks."""
     for link, number, spec, part in table.shards():
         told, tensors = to_entries(entries(part, spec))

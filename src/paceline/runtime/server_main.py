@@ -9,8 +9,8 @@ import torch
 
 from paceline import _core
 from paceline.errors import TooLate, UsageError
-from paceline.ps.server.cache_blocks import use_threads
-from paceline.ps.server.process import Host
+from paceline.ps.server.optimizer import use_threads
+from paceline.ps.server.process import ServerProcess
 from paceline.runtime import job
 from paceline.runtime.console import say
 
@@ -35,7 +35,7 @@ def main() -> int:
             say(f"server {mine.env.number} is not needed: {error}")
             job.shutdown()
             return 0
-    Host(mine.fabric, mine.env, mine.rendezvous.agent).run()
+    ServerProcess(mine.fabric, mine.env, mine.rendezvous.agent).run()
     job.shutdown()
     return 0
 

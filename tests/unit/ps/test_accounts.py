@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.observe.telemetry.staleness import TableReport, WorkerReport
-from paceline.ps.server.worker_clocks import Accounts
+from paceline.ps.server.worker_clocks import WorkerStatistics
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def test_updates_are_counted_by_their_staleness() -> None:
-    accounts = Accounts([0, 1])
+    accounts = WorkerStatistics([0, 1])
     for staleness in (3, 0, 3):
         accounts.updated(1, staleness)
     accounts.dropped(1)
@@ -36,7 +36,7 @@ def test_updates_are_counted_by_their_staleness() -> None:
 
 
 def test_a_report_travels() -> None:
-    accounts = Accounts([0])
+    accounts = WorkerStatistics([0])
     accounts.updated(0, 2)
     accounts.began_waiting(0, [3], 1.0)
     accounts.stopped_waiting(0, 1.5)
@@ -45,7 +45,7 @@ def test_a_report_travels() -> None:
 
 
 def test_time_is_shared_among_those_who_are_waited_for_while_they_are() -> None:
-    accounts = Accounts([0, 1, 2])
+    accounts = WorkerStatistics([0, 1, 2])
     accounts.began_waiting(0, [1, 2], 10.0)
     accounts.began_waiting(0, [2], 14.0)
     accounts.stopped_waiting(0, 15.0)
@@ -56,7 +56,7 @@ def test_time_is_shared_among_those_who_are_waited_for_while_they_are() -> None:
 
 
 def test_waiting_for_nobody_is_not_waiting() -> None:
-    accounts = Accounts([0])
+    accounts = WorkerStatistics([0])
     accounts.began_waiting(0, [1], 1.0)
     accounts.began_waiting(0, (), 3.0)
     accounts.stopped_waiting(0, 9.0)
@@ -69,7 +69,7 @@ waits = st.lists(st.tuples(st.sets(st.integers(1, 5)), st.floats(0, 100)), max_s
 @patient
 @given(waits)
 def test_shares_add_up_to_the_time_that_was_waited(waits: list[tuple[set[int], float]]) -> None:
-    accounts, now_s, waited_s = Accounts(), 0.0, 0.0
+    accounts, now_s, waited_s = WorkerStatistics(), 0.0, 0.0
     for blockers, lasts_s in waits:
         accounts.began_waiting(0, blockers, now_s)
         now_s += lasts_s

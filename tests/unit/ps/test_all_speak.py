@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from paceline.ps.server.table import Table
-from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
+from paceline.ps.spec import OptimizerSpec, Rule, ShardPiece, ShardSpec, TableSpec
 
 
 def make_table(*, all_speak: bool) -> Table:
-    shard = ShardSpec("s", "float32", 4, (Piece("p", 0, 0, 0, 4, (4,)),))
+    shard = ShardSpec("s", "float32", 4, (ShardPiece("p", 0, 0, 0, 4, (4,)),))
     optimizer = OptimizerSpec("SGD", ({"lr": 1.0},))
     rule = Rule(bound=0, aggregate=True, all_speak=all_speak)
     spec = TableSpec("t", (0, 1), (shard,), optimizer, rule)

@@ -1,4 +1,4 @@
-"""Copies of a partition in this process, with loopback lines: equal to the bit, also when filled.
+"""Copies of a partition in this process, connected by loopback: equal to the bit, also when new.
 
 Requests are made by hand; payloads follow them, as if all servers were on hosts of their own.
 """
@@ -19,8 +19,8 @@ from paceline.ps import messages as m
 from paceline.ps.replication import messages as p
 from paceline.ps.replication import snapshot
 from paceline.ps.replication.partition import Partition
-from paceline.ps.server.server import Asked
-from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
+from paceline.ps.server.server import ServerRequest
+from paceline.ps.spec import OptimizerSpec, Rule, ShardPiece, ShardSpec, TableSpec
 from paceline.runtime import job
 
 WORKERS = (0, 1)
@@ -28,7 +28,7 @@ SIZES = (300, 77)
 
 
 class House:
-    """A server process without a loop: lines to other servers are queues."""
+    """A server process without a loop: connections to other servers are queues."""
 
     is_elastic, on_loss = True, "shrink"
 
@@ -44,37 +44,37 @@ class House:
     def sees(self, _peer: int, _rank: int) -> bool:
         return False
 
-    def say(self, _text: str) -> None: ...
+    def log(self, _text: str) -> None: ...
 
     def post(self, peer: int, message: Any, tensors: Sequence[torch.Tensor]) -> None:
         frames = framed.to_frames(message)
         sent = [tensor.clone() for tensor in tensors]
-        self.net.lines.setdefault((self.rank, peer), deque()).append((frames, sent))
+        self.net.connections.setdefault((self.rank, peer), deque()).append((frames, sent))
 
     def backlog(self, _peer: int) -> int:
         return 0
 
-    def tell_in_sync(self, _partition: int, generation: int) -> None:
+    def report_in_sync(self, _partition: int, generation: int) -> None:
         self.synced.append(generation)
 
     def departed(self, _rank: int) -> None:
         return None
 
     def take(self, sender: int) -> None:
-        frames, sent = self.net.lines[sender, self.rank].popleft()
+        frames, sent = self.net.connections[sender, self.rank].popleft()
         message = p.read(*frames)
         landing = self.partition.find_peer_landing(message)
         assert [one.numel() for one in landing] == [one.numel() for one in sent]
         for target, source in zip(landing, sent, strict=True):
             target.copy_(source)
-        self.partition.hear(sender, message, landing)
+        self.partition.receive(sender, message, landing)
 
 
 class Net:
     """Some servers, and the workers' side."""
 
     def __init__(self, count: int) -> None:
-        self.lines: dict[tuple[int, int], deque[Any]] = {}
+        self.connections: dict[tuple[int, int], deque[Any]] = {}
         self.houses = {100 + number: House(self, 100 + number) for number in range(count)}
         self.generation = 0
         self.seqs = dict.fromkeys(WORKERS, 0)
@@ -90,25 +90,27 @@ class Net:
         membership = Membership(
             self.generation, tuple(members), (holders,), filling=(tuple(filling),)
         )
-        for house in self.houses.values():
-            house.partition.adopt(membership)
-        for house in self.houses.values():
-            house.partition.see(membership)
+        for context in self.houses.values():
+            context.partition.adopt(membership)
+        for context in self.houses.values():
+            context.partition.see(membership)
         self.primary = self.houses[holders[0]].partition
 
     def run(self, turns: int = 10_000) -> None:
         for _ in range(turns):
-            busy = [key for key, line in self.lines.items() if line]
+            busy = [key for key, line in self.connections.items() if line]
             for sender, target in busy:
                 self.houses[target].take(sender)
-            for house in self.houses.values():
-                house.partition.flush()
-            if not busy and not any(one.partition.is_filling for one in self.houses.values()):
+            for context in self.houses.values():
+                context.partition.flush()
+            if not busy and not any(
+                one.partition.is_sending_snapshot for one in self.houses.values()
+            ):
                 return
 
     def ask(self, worker: int, make: Any, *tensors: torch.Tensor) -> None:
         self.seqs[worker] += 1
-        asked = Asked(make(self.seqs[worker]), [tensor.clone() for tensor in tensors])
+        asked = ServerRequest(make(self.seqs[worker]), [tensor.clone() for tensor in tensors])
         self.primary.server.take(worker, asked)
 
     def answers(self, rank: int) -> dict[tuple[int, int], m.Reply]:
@@ -124,8 +126,8 @@ def spec(rule: Rule, optimizer: str, **settings: Any) -> TableSpec:
     for number, size in enumerate(SIZES):
         half = size // 3
         pieces = (
-            Piece("a", 0, 0, 0, half, (half,)),
-            Piece("b", 1, 0, half, size - half, (size - half,)),
+            ShardPiece("a", 0, 0, 0, half, (half,)),
+            ShardPiece("b", 1, 0, half, size - half, (size - half,)),
         )
         shards.append(ShardSpec(f"part {number}", "float32", size, pieces))
     chosen = OptimizerSpec(optimizer, ({"lr": 0.1, **settings},))
@@ -163,7 +165,9 @@ class Script:
 
     def open(self) -> None:
         for worker in WORKERS:
-            self.net.ask(worker, lambda seq: m.Open(seq, self.spec, (m.Seat(),) * len(SIZES)))
+            self.net.ask(
+                worker, lambda seq: m.Open(seq, self.spec, (m.WorkerBuffer(),) * len(SIZES))
+            )
         for number in range(len(SIZES)):
             values = noise(0, number)
             self.net.ask(0, lambda seq, n=number: m.Assign(seq, 0, n, None), values)
@@ -196,8 +200,8 @@ class Script:
 
 
 def state_of(partition: Partition) -> dict[str, Any]:
-    hosted = partition.server.hosted[0]
-    table = hosted.table
+    served = partition.server.tables[0]
+    table = served.table
     numbers = [
         flat.clone() for number, size in enumerate(SIZES) for flat in table.numbers(number, 0, size)
     ]
@@ -218,10 +222,10 @@ def state_of(partition: Partition) -> dict[str, Any]:
             if e.key == "step" and isinstance(e.value, torch.Tensor)
         ],
         "waits": (
-            [(one.caller.rank, one.seq) for one in hosted.readers],
+            [(one.caller.rank, one.seq) for one in served.readers],
             {
                 n: [(o.caller.rank, o.seq) for o in each]
-                for n, each in hosted.pushes.items()
+                for n, each in served.pushes.items()
                 if each
             },
         ),
@@ -253,7 +257,7 @@ def test_a_backup_is_equal_to_the_bit_after_every_request(case: str) -> None:
         net.run()
         assert_equal(net.primary, net.houses[101].partition)
     assert net.answers(100) == net.answers(101)
-    assert net.houses[101].partition.server.hosted[0].table.version > 0
+    assert net.houses[101].partition.server.tables[0].table.version > 0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -291,6 +295,6 @@ def test_a_copy_that_was_filled_in_between_is_equal(case: str, begin: int, monke
 
 def assert_equal_values(one: Partition, other: Partition) -> None:
     for number, size in enumerate(SIZES):
-        mine, theirs = (each.server.hosted[0].table.shards[number].params for each in (one, other))
+        mine, theirs = (each.server.tables[0].table.shards[number].params for each in (one, other))
         assert mine.numel() == size
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))

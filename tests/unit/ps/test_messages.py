@@ -10,18 +10,20 @@ from hypothesis import strategies as st
 from paceline.errors import BadFrame
 from paceline.ps import connection as framed
 from paceline.ps import messages as m
-from paceline.ps.spec import OptimizerSpec, Piece, Rule, ShardSpec, TableSpec
+from paceline.ps.spec import OptimizerSpec, Rule, ShardPiece, ShardSpec, TableSpec
 
 SPEC = TableSpec(
     "model",
     (0, 1),
-    (ShardSpec("bucket 0", "float32", 6, (Piece("weight", 0, 0, 0, 6, (2, 3)),)),),
+    (ShardSpec("bucket 0", "float32", 6, (ShardPiece("weight", 0, 0, 0, 6, (2, 3)),)),),
     OptimizerSpec("Adam", ({"lr": 0.1, "betas": [0.9, 0.99], "fused": None},)),
     Rule(bound=3),
 )
 WHERE = m.Where(1, 7, 64)
 REQUESTS = [
-    m.Open(1, SPEC, (m.Seat(WHERE, None),), (m.Home(WHERE, WHERE),), True, "bfloat16"),
+    m.Open(
+        1, SPEC, (m.WorkerBuffer(WHERE, None),), (m.SharedMemory(WHERE, WHERE),), True, "bfloat16"
+    ),
     m.Find(2, "key"),
     m.Assign(3, 0, 0, WHERE, (1, 2)),
     m.Push(4, 0, 0, 1, None, "float32", (0,)),
@@ -33,7 +35,15 @@ REQUESTS = [
     m.Unfollow(10, 0, 3),
     m.Keys(11),
     m.FetchState(12, 0, 0),
-    m.LoadState(13, 0, 0, (m.Entry(0, "exp_avg", None, "float32", (2, 3)), m.Entry(0, "step", 1))),
+    m.LoadState(
+        13,
+        0,
+        0,
+        (
+            m.EncodedStateEntry(0, "exp_avg", None, "float32", (2, 3)),
+            m.EncodedStateEntry(0, "step", 1),
+        ),
+    ),
     m.Stats(14),
     m.Leave(15),
 ]
@@ -106,8 +116,8 @@ def test_any_bytes_are_a_reply_or_a_bad_frame(head: bytes) -> None:
         m.Assign(1, 0, 0, m.Where(1, 0, -8)),
         m.Push(-1, 0, 0, 1, None, "float32"),
         m.Push(1 << 43, 0, 0, 1, None, "float32"),  # its tag would be another's
-        m.LoadState(1, 0, 0, (m.Entry(0, "exp_avg", None, "float32", (-1, -6)),)),
-        m.LoadState(1, 0, 0, (m.Entry(-1, "exp_avg", 1.0),)),
+        m.LoadState(1, 0, 0, (m.EncodedStateEntry(0, "exp_avg", None, "float32", (-1, -6)),)),
+        m.LoadState(1, 0, 0, (m.EncodedStateEntry(-1, "exp_avg", 1.0),)),
         m.Open(
             1, TableSpec("t", (0,), (ShardSpec("s", "float32", -1, ()),), SPEC.optimizer, SPEC.rule)
         ),

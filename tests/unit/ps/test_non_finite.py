@@ -60,10 +60,10 @@ def test_the_verdict_is_known_with_the_average():
     table = make("skip", aggregate=True)
     for worker, grad in enumerate(grads()):
         t.push(table, worker, grad)
-    assert (table.verdict(0), table.verdict(1)) == ("", NAMED)
+    assert (table.problem(0), table.problem(1)) == ("", NAMED)
     for worker, grad in enumerate(grads(None)):  # all leave the step out
         t.push(table, worker, grad)
-    assert table.verdict(1) == ""
+    assert table.problem(1) == ""
 
 
 def test_synchronous_skip_leaves_the_step_out():

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.ps.placement import Part, balance, place
+from paceline.ps.placement import Placement, balance, place
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -20,14 +20,14 @@ size = st.one_of(st.integers(0, 40), st.integers(0, 70_000), st.integers(0, 5_00
 items = st.lists(st.tuples(size, st.sampled_from([1, 2, 4, 8, 16])), max_size=12)
 
 
-def loads_of(parts: list[Part], itemsizes: list[int], num_servers: int) -> list[int]:
+def loads_of(parts: list[Placement], itemsizes: list[int], num_servers: int) -> list[int]:
     loads = [0] * num_servers
     for part in parts:
         loads[part.server] += (part.stop - part.start) * itemsizes[part.item]
     return loads
 
 
-def check_complete(parts: list[Part], sizes: list[int], num_servers: int) -> None:
+def check_complete(parts: list[Placement], sizes: list[int], num_servers: int) -> None:
     assert parts == sorted(parts, key=lambda part: (part.item, part.start))
     for item, size in enumerate(sizes):
         mine = [part for part in parts if part.item == item]
@@ -91,7 +91,7 @@ def test_a_model_is_spread_within_a_tenth_of_the_mean():
 
 def test_equal_parts_are_in_the_order_of_the_servers():
     parts = place([1_000_000], 4, itemsizes=[4])
-    assert parts == [Part(0, k * 250_000, (k + 1) * 250_000, k) for k in range(4)]
+    assert parts == [Placement(0, k * 250_000, (k + 1) * 250_000, k) for k in range(4)]
 
 
 def test_small_items_stay_whole_and_go_where_least_is():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.ps.replication.applied import EMPTY
-from paceline.ps.replication.chain import Ack, Entry, Forward, Message, Role
+from paceline.ps.replication.chain import Ack, Forward, LogEntry, Message, Role
 from paceline.ps.replication.replication import Replica
 
 CLIENT = 7
@@ -28,7 +28,7 @@ class Copy:
     def send(self, peer: int, message: Message) -> None:
         self.net.lines.setdefault((self.me, peer), deque()).append(message)
 
-    def apply(self, entry: Entry) -> None:
+    def apply(self, entry: LogEntry) -> None:
         if entry.again:
             known = self.replica.applied.answer(entry.rank, entry.seq)
             self.replica.answer(entry.rank, entry.seq, known)
@@ -300,6 +300,6 @@ def test_a_server_that_is_dropped_forgets() -> None:
     dropped.adopt(2, (0,))
     assert dropped.role is Role.NONE
     assert dropped.index == EMPTY
-    dropped.receive(0, Forward(1, Entry(1, CLIENT, 1, "a")))
+    dropped.receive(0, Forward(1, LogEntry(1, CLIENT, 1, "a")))
     dropped.receive(0, Ack(1, 5))
     assert dropped.refused == 2

@@ -9,9 +9,8 @@ import pytest
 from paceline.options.table import ServerOptions
 from paceline.pace.parse import parse
 from paceline.ps.client.remote_array import ArraySpec, RemoteArray
-from paceline.ps.placement import Part
-from paceline.ps.rule import client_rule, rule_of
-from paceline.ps.spec import OptimizerSpec
+from paceline.ps.placement import Placement
+from paceline.ps.spec import OptimizerSpec, client_rule, rule_of
 
 
 @pytest.mark.parametrize("pace", ["ps", "async", "ssp", "ssp:0", "ssp:7"])
@@ -23,7 +22,7 @@ def test_words_mean_the_same_everywhere(pace, options):
     )
 
 
-def parts_of(name: str, optimizer: str, count: int) -> list[Part]:
+def parts_of(name: str, optimizer: str, count: int) -> list[Placement]:
     chosen, rule = OptimizerSpec(optimizer, ({"lr": 0.1},)), client_rule("async", {})
     spec = ArraySpec(name, (count,), "float32", (0,), chosen, rule)
     links = [SimpleNamespace(index=index, uses_engine_memory=True) for index in range(4)]

@@ -9,7 +9,7 @@ import torch
 from paceline.errors import ShapeMismatch, UnknownKey, UsageError
 from paceline.ps.server.optimizer import StateEntry
 from paceline.ps.server.table import Table
-from paceline.ps.spec import OptimizerSpec, Piece, Rule
+from paceline.ps.spec import OptimizerSpec, Rule, ShardPiece
 from support import tables as t
 
 ASYNC, SYNC = Rule(bound=None), Rule(bound=0, aggregate=True)
@@ -170,8 +170,14 @@ def test_a_rule_must_make_sense(rule, reason):
 @pytest.mark.parametrize(
     ("piece", "reason"),
     [
-        (Piece("w", 0, 0, 200, 100, (100,)), "has 264 elements, but 'w' is said to be 100 of them"),
-        (Piece("w", 0, 0, 0, 10, (3, 3)), r"10 elements of 'w', which are not of shape \[3, 3\]"),
+        (
+            ShardPiece("w", 0, 0, 200, 100, (100,)),
+            "has 264 elements, but 'w' is said to be 100 of them",
+        ),
+        (
+            ShardPiece("w", 0, 0, 0, 10, (3, 3)),
+            r"10 elements of 'w', which are not of shape \[3, 3\]",
+        ),
     ],
 )
 def test_pieces_must_fit(piece, reason):

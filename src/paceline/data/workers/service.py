@@ -26,7 +26,7 @@ from paceline.data.workers.messages import pack, unpack
 from paceline.data.workers.recipe import Recipe, SampleFailed, StreamEnded
 from paceline.data.workers.worker_pool import DataWorkerPool, PendingBatch, ready_key
 from paceline.errors import PeerError, UsageError
-from paceline.ps.replication.connector import Meetings
+from paceline.ps.replication.connector import Connector
 from paceline.runtime.console import say
 from paceline.runtime.job import Job
 
@@ -60,7 +60,7 @@ class Service:
             is_first = self._stage == 1
             self._pool = DataWorkerPool(job.fabric, agent, members, is_first_stage=is_first)
         self._connections: list[ClientConnection] = []
-        self._meetings: Meetings[Group] = Meetings()
+        self._meetings: Connector[Group] = Connector()
         self._connecting: dict[int, Member] = {}
         self._forwarded: list[tuple[ClientConnection, PendingBatch]] = []  # to the stage before
         # With the samples of the stage before, or None.

@@ -32,9 +32,9 @@ from paceline.data_parallel.hooks import replace_method, restore_method
 from paceline.data_parallel.update.ownership import ShardRange
 from paceline.ps import state_wire
 from paceline.ps.client.remote_table import RemoteTable
-from paceline.ps.placement import Part
+from paceline.ps.placement import Placement
 from paceline.ps.server.optimizer import StateEntry
-from paceline.ps.spec import Piece, ShardSpec
+from paceline.ps.spec import ShardPiece, ShardSpec
 
 _ALIGNMENT = 64
 
@@ -258,7 +258,7 @@ class ServedState(FullState):
         return state
 
     def _collect(
-        self, parts: Any, bucket: Bucket, spec: ShardSpec, part: Part, entries: Any
+        self, parts: Any, bucket: Bucket, spec: ShardSpec, part: Placement, entries: Any
     ) -> None:
         of_piece: dict[int, dict[str, Any]] = defaultdict(dict)
         for entry in entries:
@@ -269,7 +269,7 @@ class ServedState(FullState):
             parts[slot].append((which, torch.Size(piece.shape), of_piece[number]))
 
     def _send(self, table: RemoteTable, buckets: Sequence[Bucket]) -> None:
-        def entries_of(part: Part, spec: ShardSpec) -> list[StateEntry]:
+        def entries_of(part: Placement, spec: ShardSpec) -> list[StateEntry]:
             entries: list[StateEntry] = []
             for index, piece in enumerate(spec.pieces):
                 slot = buckets[part.item].slots[piece.param]
@@ -325,7 +325,7 @@ def join_shards(param: torch.nn.Parameter, shards: Sequence[_Entries]) -> dict[s
     return joined
 
 
-def _range(slot: ParamSlot, piece: Piece, part: Part) -> ShardRange:
+def _range(slot: ParamSlot, piece: ShardPiece, part: Placement) -> ShardRange:
     """Return which elements of its parameter a server's piece is."""
     start = part.start + piece.start - slot.segment.start
     return ShardRange(slot.index, start, start + piece.count, owner=part.server)

@@ -36,9 +36,8 @@ from paceline.ps.client.items import Item, ItemParam
 from paceline.ps.client.remote_table import RemoteTable
 from paceline.ps.client.subscription import Subscription
 from paceline.ps.packing import Packing, mean_codec_of
-from paceline.ps.rule import rule_of
 from paceline.ps.server.precision import kept_dtype
-from paceline.ps.spec import OptimizerSpec, Rule
+from paceline.ps.spec import OptimizerSpec, Rule, rule_of
 from paceline.runtime.console import say, warn
 from paceline.runtime.job import Job
 from paceline.state.protocol import Change, Part, State
@@ -255,7 +254,7 @@ class Serving(Part):
         held = [self._held(slot, groups) for slot in bucket.slots]
         if self.shares_memory:
             assert bucket.host is not None and bucket.host_averaged is not None
-            home = (bucket.host.shared, bucket.host_averaged.shared)
+            shared = (bucket.host.shared, bucket.host_averaged.shared)
             is_owner = self._workers.rank == 0
             return Item(
                 bucket.label,
@@ -264,7 +263,7 @@ class Serving(Part):
                 bucket.params,
                 bucket.averaged,
                 is_shared=True,
-                home=home if is_owner else None,
+                shared_memory=shared if is_owner else None,
             )
         outbox = bucket.grads
         if self.rule.push != "grad":

@@ -30,9 +30,8 @@ from paceline.ps.client import arrays, session
 from paceline.ps.client.key import Key, Operation, Receipt
 from paceline.ps.client.remote_array import ArraySpec, RemoteArray, find, known_keys
 from paceline.ps.client.subscription import Subscription
-from paceline.ps.rule import client_rule
 from paceline.ps.server.optimizer import optimizer_class
-from paceline.ps.spec import OptimizerSpec
+from paceline.ps.spec import OptimizerSpec, client_rule
 from paceline.runtime.work import Work
 
 
@@ -187,7 +186,7 @@ class Client:
 
 @contextlib.contextmanager
 def _about(key: str) -> Iterator[None]:
-    """Name the key in what is refused."""
+    """Return the key in what is refused."""
     try:
         yield
     except UsageError as error:

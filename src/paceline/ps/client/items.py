@@ -14,8 +14,8 @@ import torch
 from paceline.compress.sign_bits import SIGNS_IN_WORD
 from paceline.ps import messages as m
 from paceline.ps.client.link import ServerLink
-from paceline.ps.placement import Part
-from paceline.ps.spec import Piece, ShardSpec
+from paceline.ps.placement import Placement
+from paceline.ps.spec import ShardPiece, ShardSpec
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Item:
     params: torch.Tensor
     average: torch.Tensor | None = None  # where averages land; None: this worker wants none
     is_shared: bool = False  # both lie in memory that all workers and servers of the host share
-    home: tuple[torch.Tensor, torch.Tensor] | None = None  # (params, average), on its owner only
+    shared_memory: tuple[torch.Tensor, torch.Tensor] | None = None  # (params, average): its owner's
     first_sign: int | None = 0  # votes: index in the model of the element of its first bit
 
 
@@ -49,41 +49,43 @@ class RemoteShard:
 
     link: ServerLink
     number: int  # among the shards of this table on that server
-    part: Part
+    part: Placement
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this part of one of the item's flat tensors."""
         return flat[self.part.start : self.part.stop]
 
 
-def seat_of(item: Item, shard: RemoteShard) -> m.Seat:
+def buffer_of(item: Item, shard: RemoteShard) -> m.WorkerBuffer:
     """Return this worker's own memory for a shard, if the server can write to it."""
     if item.is_shared or not shard.link.is_local:
-        return m.Seat()
+        return m.WorkerBuffer()
     average = None if item.average is None else shard.link.locate(shard.of(item.average))
-    return m.Seat(shard.link.locate(shard.of(item.params)), average)
+    return m.WorkerBuffer(shard.link.locate(shard.of(item.params)), average)
 
 
-def homes_of(items: Sequence[Item], shards: Sequence[RemoteShard]) -> Iterator[m.Home]:
+def shared_memory_of(
+    items: Sequence[Item], shards: Sequence[RemoteShard]
+) -> Iterator[m.SharedMemory]:
     """Return the shared memory in which shards live; nothing where they do not."""
     for shard in shards:
-        home = items[shard.part.item].home
-        if home is None:
+        shared = items[shard.part.item].shared_memory
+        if shared is None:
             return
-        params, average = (shard.link.locate(shard.of(flat)) for flat in home)
+        params, average = (shard.link.locate(shard.of(flat)) for flat in shared)
         assert params is not None and average is not None
-        yield m.Home(params, average)
+        yield m.SharedMemory(params, average)
 
 
-def spec_of(item: Item, part: Part) -> ShardSpec:
-    """Say what a part of an item is, for the server that holds it."""
+def spec_of(item: Item, part: Placement) -> ShardSpec:
+    """Return what a part of an item is, for the server that holds it."""
     pieces = []
     for number, held in enumerate(item.held):
         start, stop = max(held.start, part.start), min(held.start + held.count, part.stop)
         if start < stop or (held.count == 0 and part.start <= held.start < part.stop):
             shape = held.shape if stop - start == held.count else (stop - start,)
             pieces.append(
-                Piece(held.name, number, held.group, start - part.start, stop - start, shape)
+                ShardPiece(held.name, number, held.group, start - part.start, stop - start, shape)
             )
     label = f"{item.label}[{part.start}:{part.stop}]"
     sign = 0 if item.first_sign is None else item.first_sign + part.start * SIGNS_IN_WORD

@@ -18,12 +18,25 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.ps import messages as m
-from paceline.ps.client.items import Item, RemoteShard, dtype_name, homes_of, seat_of, spec_of
+from paceline.ps.client.items import (
+    Item,
+    RemoteShard,
+    buffer_of,
+    dtype_name,
+    shared_memory_of,
+    spec_of,
+)
 from paceline.ps.client.link import ServerLink, no_tensors
-from paceline.ps.client.transfer import Incoming, Landed, Outgoing, Packets, Staging
+from paceline.ps.client.transfer import (
+    IncomingTensors,
+    LandedWork,
+    OutgoingTensor,
+    Packets,
+    Staging,
+)
 from paceline.ps.connection import Into
 from paceline.ps.packing import Packing
-from paceline.ps.placement import Part, balance, place
+from paceline.ps.placement import Placement, balance, place
 from paceline.ps.server.non_finite import is_finite
 from paceline.ps.spec import OptimizerSpec, Rule, ShardSpec, TableSpec
 from paceline.runtime.work import Together, Work
@@ -94,7 +107,7 @@ class RemoteTable:
         parts = [replace(part, server=owners[part.server]) for part in self._parts]
         return balance(parts, self._itemsizes, max(owners) + 1)
 
-    def shards(self) -> Iterator[tuple[ServerLink, int, ShardSpec, Part]]:
+    def shards(self) -> Iterator[tuple[ServerLink, int, ShardSpec, Placement]]:
         """Yield all shards: the link to its server, its number there, its spec and its part."""
         for index, spec in self.specs.items():
             for shard in self._on[index]:
@@ -119,10 +132,10 @@ class RemoteTable:
             spec = msgspec.structs.replace(spec, workers=tuple(workers))
 
         def make(seq: int) -> m.Open:
-            seats = tuple(seat_of(self.items[shard.part.item], shard) for shard in shards)
+            buffers = tuple(buffer_of(self.items[shard.part.item], shard) for shard in shards)
             wants_average, wire = self.items[0].average is not None, self._staging.dtype
-            homes = tuple(homes_of(self.items, shards))
-            return m.Open(seq, spec, seats, homes, wants_average, wire)
+            shared = tuple(shared_memory_of(self.items, shards))
+            return m.Open(seq, spec, buffers, shared, wants_average, wire)
 
         reply = link.ask(make).wait()
         self._numbers[index] = reply.table
@@ -132,7 +145,7 @@ class RemoteTable:
     def assign(self, number: int, held: Sequence[int] = ()) -> None:
         """Set an item's values on the servers to this worker's; `held`: only of these. Blocks."""
         item = self.items[number]
-        if item.is_shared and item.home is None:
+        if item.is_shared and item.shared_memory is None:
             return  # it is another worker's memory, and the servers' own: they have the values
         works = [
             self._assign(shard, item.params, tuple(held))
@@ -147,7 +160,7 @@ class RemoteTable:
         def make(seq: int, table: int, where: m.Where | None) -> m.Assign:
             return m.Assign(seq, table, shard.number, where, held)
 
-        return self._ask(Outgoing(shard, flat), make)
+        return self._ask(OutgoingTensor(shard, flat), make)
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -174,7 +187,7 @@ class RemoteTable:
                 table: int,
                 where: m.Where | None,
                 shard: RemoteShard = shard,
-                grad: Outgoing = grad,
+                grad: OutgoingTensor = grad,
             ) -> m.Push:
                 return m.Push(
                     seq,
@@ -192,7 +205,7 @@ class RemoteTable:
                 works += self._tell(grad, make)
                 continue
             incoming = self.packets.incoming_mean(shard, item.average)
-            works.append(Landed(self._ask(grad, make, incoming), incoming))
+            works.append(LandedWork(self._ask(grad, make, incoming), incoming))
         return Together(works).work()
 
     def _push_plain(
@@ -234,7 +247,7 @@ class RemoteTable:
         """Let what is in an item's `grads` now take the place of the average. Blocks."""
         works = [
             self._ask(
-                Outgoing(shard, self.items[number].grads),
+                OutgoingTensor(shard, self.items[number].grads),
                 lambda seq, table, where, n=shard.number: m.Replace(  # type: ignore[misc]
                     seq, table, n, where, tuple(absent)
                 ),
@@ -330,7 +343,7 @@ class RemoteTable:
         return Together(works).work()
 
     def _bad_servers(self) -> set[int]:
-        """Name the servers that refuse this worker's update, because it is not finite there.
+        """Return the servers that refuse this worker's update, because it is not finite there.
 
         Each looks at its own part only; the others must leave theirs out too. In lockstep the
         answers to pushes say so before anybody commits.
@@ -342,7 +355,7 @@ class RemoteTable:
             shard.link.index
             for shard in itertools.chain(*self._shards)
             if not is_finite(
-                self.packets.told(shard, self.items[shard.part.item].grads, self.clock)
+                self.packets.pushed(shard, self.items[shard.part.item].grads, self.clock)
             )
         }
 
@@ -352,23 +365,25 @@ class RemoteTable:
             # In the order in which the server sends them: the first layers' first.
             shards = reversed(self._on[index])
             targets = [(s, s.of(self.items[s.part.item].params)) for s in shards]
-            incoming = Incoming(self._staging, "params", targets)
+            incoming = IncomingTensors(self._staging, "params", targets)
             work = self._links[index].ask(
                 lambda seq, number=number, index=index: make(seq, number, index),  # type: ignore[misc]
                 into=incoming,
             )
-            works.append(Landed(work, incoming))
+            works.append(LandedWork(work, incoming))
             if self.rule.takes_turns:
                 works[-1].wait()
         return Together(works).work()
 
-    def _ask(self, outgoing: Outgoing, make: MakeAbout, into: Into = no_tensors) -> Work[m.Reply]:
+    def _ask(
+        self, outgoing: OutgoingTensor, make: MakeAbout, into: Into = no_tensors
+    ) -> Work[m.Reply]:
         link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]
         return link.ask(
             lambda seq: make(seq, table, outgoing.locate()), payload=outgoing.payload, into=into
         )
 
-    def _tell(self, outgoing: Outgoing, make: MakeAbout) -> list[Work[None]]:
+    def _tell(self, outgoing: OutgoingTensor, make: MakeAbout) -> list[Work[None]]:
         link, table = outgoing.shard.link, self._numbers[outgoing.shard.link.index]
         return link.tell(lambda seq: make(seq, table, outgoing.locate()), payload=outgoing.payload)
 

@@ -48,7 +48,7 @@ class Staging:
         return self._memory[key]
 
 
-class Outgoing:
+class OutgoingTensor:
     """A shard's part of a flat tensor that goes out: named where it lies, or sent after."""
 
     codec = ""  # that reads it
@@ -70,7 +70,7 @@ class Outgoing:
         return () if self.shard.link.is_local else (self.tensor,)
 
 
-class Packed(Outgoing):
+class OutgoingPacket(OutgoingTensor):
     """A shard's part that goes out as a packet; on one host as well, so that results are alike."""
 
     def __init__(self, shard: RemoteShard, packet: Packet) -> None:
@@ -82,7 +82,7 @@ class Packed(Outgoing):
         return self.shard.link.hand_over(self.tensor)
 
 
-class Incoming:
+class IncomingTensors:
     """Where tensors land that follow a reply, and where they then belong."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Incoming:
             to.copy_(memory)
 
 
-class IncomingMean(Incoming):
+class IncomingAverage(IncomingTensors):
     """Where the average of one shard lands, which may come as a packet."""
 
     def __init__(
@@ -128,10 +128,10 @@ class IncomingMean(Incoming):
             contents.read(packet, self._target)
 
 
-class Landed:
+class LandedWork:
     """A Work after which tensors are brought from where they landed to where they belong."""
 
-    def __init__(self, work: Work[m.Reply], incoming: Incoming) -> None:
+    def __init__(self, work: Work[m.Reply], incoming: IncomingTensors) -> None:
         self._work, self._incoming, self._is_settled = work, incoming, False
         self.done, self.error = work.done, work.error
 
@@ -165,22 +165,22 @@ class Packets:
 
     def outgoing(
         self, shard: RemoteShard, grads: torch.Tensor, absent: Sequence[int], key: int | None
-    ) -> Outgoing:
+    ) -> OutgoingTensor:
         """Get a shard's part of gradients ready to be pushed; key None: as it is."""
         if key is None or _key(shard) not in self._by_shard:
-            return Outgoing(shard, grads, self._staging)
+            return OutgoingTensor(shard, grads, self._staging)
         spec, packet = self._by_shard[_key(shard)]
         lacking = [Span(p.start, p.count) for p in spec.pieces if p.param in absent]
         packet.fill(shard.of(grads), key, lacking)
-        return Packed(shard, packet)
+        return OutgoingPacket(shard, packet)
 
-    def incoming_mean(self, shard: RemoteShard, average: torch.Tensor | None) -> Incoming:
-        """Say where a shard's part of averages lands; None: nobody wants it."""
+    def incoming_mean(self, shard: RemoteShard, average: torch.Tensor | None) -> IncomingTensors:
+        """Return where a shard's part of averages lands; None: nobody wants it."""
         if average is None:
-            return Incoming(self._staging, "average", ())
+            return IncomingTensors(self._staging, "average", ())
         if not self._mean_codec:
-            return Incoming(self._staging, "average", [(shard, shard.of(average))])
-        return IncomingMean(self._staging, shard, shard.of(average), self._means[_key(shard)])
+            return IncomingTensors(self._staging, "average", [(shard, shard.of(average))])
+        return IncomingAverage(self._staging, shard, shard.of(average), self._means[_key(shard)])
 
     def own(self) -> Iterator[torch.Tensor]:
         """Yield what this worker keeps of each packet from step to step, for a checkpoint."""
@@ -196,15 +196,15 @@ class Packets:
         for (_, packet), count in zip(self._by_shard.values(), counts, strict=True):
             packet.num_filled = count
 
-    def told(self, shard: RemoteShard, grads: torch.Tensor, key: int) -> torch.Tensor:
-        """Return what a server was told of a shard in a step, as it sees it."""
+    def pushed(self, shard: RemoteShard, grads: torch.Tensor, key: int) -> torch.Tensor:
+        """Return what a server was pushed of a shard in a step, as it sees it."""
         packet, grad = self.of(shard), shard.of(grads)
         if packet is None:
             return grad
-        told = torch.zeros_like(grad)
+        pushed = torch.zeros_like(grad)
         if packet.key == key:  # else nothing was pushed
-            packet.contents.read(packet.payload, told)  # numbers may be too large for a codec
-        return told
+            packet.contents.read(packet.payload, pushed)  # numbers may be too large for a codec
+        return pushed
 
 
 def _key(shard: RemoteShard) -> tuple[int, int]:

@@ -1,12 +1,12 @@
 """What a copy of a partition has applied: how many entries, and which requests with which answers.
 
-EXACTLY ONCE. (rank, seq) names a request; a client numbers them upwards and sends again, in order,
-those without an answer. One that is not above the last is not applied again: its answer is here,
-and is made `again`. The newest REMEMBERED answers of a client are kept, so it must have fewer
-requests under way.
+EXACTLY ONCE. (rank, seq) names a request. A client numbers its requests upwards and sends those
+without an answer again, in order. A request whose number is not above the last is not applied
+again: its answer is here, and is made `again`. The newest REMEMBERED answers of a client are kept,
+so it must have fewer requests pending.
 
-All copies of a partition have the same of this. A server that is alone keeps these books by itself
-(ps/server/server.py); where there are several, replication.py does. Pure.
+All copies of a partition have equal records. A server without backups updates them itself
+(ps/server/server.py); otherwise replication.py does. Pure.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ Clients: TypeAlias = dict[int, tuple[int, list[tuple[int, Any]]]]  # rank: last 
 
 
 @dataclass
-class Client:
-    """What is remembered of one client."""
+class ClientRecord:
+    """The last request of one client, and its newest answers."""
 
     last: int = 0  # the newest request that was applied
     answers: OrderedDict[int, Any] = field(default_factory=OrderedDict)
 
 
 class Applied:
-    """The books of one copy."""
+    """The records of one copy."""
 
     def __init__(self) -> None:
         self.index = EMPTY  # of the newest entry
-        self.clients: dict[int, Client] = {}  # by rank
+        self.clients: dict[int, ClientRecord] = {}  # by rank
 
     def note(self, index: int, rank: int, seq: int) -> None:
-        """Count an entry of the log; seq 0: an event, which nobody asked for."""
+        """Count an entry of the log; seq 0: an event, which is no request."""
         self.index = index
         if seq:
-            client = self.clients.setdefault(rank, Client())
+            client = self.clients.setdefault(rank, ClientRecord())
             client.last = max(client.last, seq)
 
     def keep(self, rank: int, seq: int, answer: Any) -> None:
         """Remember the answer to a request."""
-        answers = self.clients.setdefault(rank, Client()).answers
+        answers = self.clients.setdefault(rank, ClientRecord()).answers
         answers[seq] = answer
         if len(answers) > REMEMBERED:
             answers.popitem(last=False)
@@ -64,7 +64,7 @@ class Applied:
         return self.clients[rank].answers[seq]
 
     def answers(self) -> dict[tuple[int, int], Any]:
-        """Return all answers that are remembered, by rank and number."""
+        """Return all remembered answers, by rank and number."""
         clients = self.clients.items()
         return {(rank, seq): one for rank, c in clients for seq, one in c.answers.items()}
 
@@ -73,19 +73,21 @@ class Applied:
         return self.clients[rank].last if rank in self.clients else 0
 
     def forget(self, rank: int) -> None:
-        """Drop what is remembered of a client that is gone; while an entry is applied."""
+        """Drop the record of a client that has left; called while an entry is applied."""
         self.clients.pop(rank, None)
 
     def clear(self) -> None:
-        """Have nothing."""
+        """Forget everything."""
         self.index = EMPTY
         self.clients.clear()
 
     def outline(self) -> Clients:
-        """Return what is remembered of all clients, for another copy."""
+        """Return the records of all clients, for another copy."""
         return {r: (c.last, list(c.answers.items())) for r, c in self.clients.items()}
 
     def restore(self, index: int, clients: Mapping[int, tuple[int, list[tuple[int, Any]]]]) -> None:
-        """Take over from another copy."""
+        """Replace the records by those of another copy."""
         self.index = index
-        self.clients = {r: Client(last, OrderedDict(one)) for r, (last, one) in clients.items()}
+        self.clients = {
+            r: ClientRecord(last, OrderedDict(one)) for r, (last, one) in clients.items()
+        }

@@ -1,6 +1,6 @@
-"""The words of replication: what copies of a partition say to each other and ask of their owner.
+"""The messages of chain replication, and what a copy of a partition asks of its owner. Pure.
 
-replication.py says what follows from each; messages.py has the form in which they travel.
+replication.py has the rules; messages.py has the form in which the messages travel.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ import msgspec
 
 from paceline.ps.replication.applied import Clients
 
-HANDOVER = "handover"  # the op of the entry after which the order is another
+HANDOVER = "handover"  # the op of the entry after which the new order is in effect
 
 
 class Role(Enum):
-    """What the membership makes of a server for a partition."""
+    """A server's role for a partition, as the membership gives it."""
 
     NONE = "none"
     PRIMARY = "primary"
     BACKUP = "backup"
     FILLING = "filling"
-    LOST = "lost"  # it has to be the first, and does not have everything: nobody has
+    LOST = "lost"  # it has to be the primary, but no server has the complete state
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """One operation, at its place in the order of all."""
+class LogEntry(msgspec.Struct, frozen=True):
+    """One operation of the replicated log."""
 
     index: int
-    rank: int  # whose
-    seq: int  # its number there; 0: an event, which is not asked and not answered
-    op: Any  # the owner's
-    again: bool = False  # it was applied before: only the answer is wanted, made anew
+    rank: int  # the client's
+    seq: int  # the client's number of it; 0: an event, which has no answer
+    op: Any  # defined by the owner
+    again: bool = False  # it was applied before: only its answer is needed, made anew
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Upstream: I pass entries on to you from now on, and am that far."""
+    """From upstream: it forwards entries from now on, and has applied up to the index."""
 
     generation: int
     index: int
 
 
 class Standing(msgspec.Struct, frozen=True, tag=True):
-    """Downstream, to Begin: I am that far; EMPTY: I have nothing."""
+    """From downstream, in reply to Begin: it has applied up to the index; EMPTY: nothing."""
 
     generation: int
     index: int
@@ -51,18 +51,18 @@ class Standing(msgspec.Struct, frozen=True, tag=True):
 
 class Forward(msgspec.Struct, frozen=True):
     generation: int
-    entry: Entry
+    entry: LogEntry
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """Downstream: this copy and all behind it have applied everything up to the index."""
+    """From downstream: this copy and all after it have applied everything up to the index."""
 
     generation: int
     index: int
 
 
 class FillStart(msgspec.Struct, frozen=True):
-    """Upstream: forget what you have; state as of the index follows, then entries behind it."""
+    """From upstream: forget your state; a snapshot as of the index follows, then later entries."""
 
     generation: int
     index: int
@@ -70,14 +70,14 @@ class FillStart(msgspec.Struct, frozen=True):
 
 
 class FillPart(msgspec.Struct, frozen=True):
-    """Upstream: a part of the state, as it is after all entries that came before this."""
+    """From upstream: a part of the snapshot, as of all entries that were sent before it."""
 
     generation: int
-    content: Any  # the owner's
+    content: Any  # defined by the owner
 
 
 class FillEnd(msgspec.Struct, frozen=True, tag=True):
-    """Upstream: you have everything, and I wait for you with every answer."""
+    """From upstream: the snapshot is complete, and every answer waits for this copy."""
 
     generation: int
 
@@ -86,22 +86,22 @@ Message: TypeAlias = Begin | Standing | Forward | Ack | FillStart | FillPart | F
 
 
 class Owner(Protocol):
-    """What a copy asks of whoever runs it."""
+    """The process around a copy."""
 
     def send(self, peer: int, message: Message) -> None:
-        """Send to another server, in order; lost if the line to it is broken."""
+        """Send to another server, in order; lost if the connection to it is broken."""
 
-    def apply(self, entry: Entry) -> None:
-        """Do it, the same on every copy; calls `answer`, for this request or parked ones."""
+    def apply(self, entry: LogEntry) -> None:
+        """Apply an entry, the same on every copy; calls `answer`, also for parked requests."""
 
     def deliver(self, rank: int, seq: int, answer: Any, extra: Any) -> None:
-        """Let an answer go to a client, if there is a line to it."""
+        """Send an answer to a client, if it is connected."""
 
     def fill(self, peer: int) -> None:
-        """Begin to send the state, with `send_part`; call `filled` when all of it was sent."""
+        """Start sending the snapshot with `send_part`; call `filled` when all of it was sent."""
 
     def restore(self, content: Any) -> None:
-        """Take a part of the state, which the upstream's owner has sent."""
+        """Apply a part of the snapshot, which the upstream's owner has sent."""
 
     def in_sync(self, generation: int) -> None:
-        """Tell the coordinator that this copy has everything since that generation."""
+        """Report to the coordinator that this copy has everything since that generation."""

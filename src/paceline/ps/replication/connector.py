@@ -1,6 +1,6 @@
-"""Forms lines to other processes in helper threads, so that a slow one does not hold up the rest.
+"""Forms connections to other processes in helper threads, so that a slow one delays no other.
 
-Threads: one for each process that is being met, while it is; the loop asks and collects.
+Threads: one for each process, while connections to it are formed; the loop submits and collects.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from paceline.errors import PacelineError
 Formed = TypeVar("Formed")
 
 
-class Meetings(Generic[Formed]):
-    """Lines that are being formed, by whatever key the loop knows them."""
+class Connector(Generic[Formed]):
+    """Connections that are being formed, by the key that the loop has for each."""
 
     def __init__(self) -> None:
         self._mu = threading.Lock()
@@ -24,7 +24,7 @@ class Meetings(Generic[Formed]):
         self._ready: deque[tuple[Hashable, Formed | None | PacelineError]] = deque()
 
     def arrange(self, rank: int, key: Hashable, form: Callable[[], Formed | None]) -> None:
-        """Form a line to a process, or only link it; for one process one after the other."""
+        """Form a connection to a process, or only link it; for one process one after the other."""
         with self._mu:
             queue = self._queues.get(rank)
             if queue is not None:
@@ -50,6 +50,9 @@ class Meetings(Generic[Formed]):
                 key, form = queue.popleft()
             try:
                 self._ready.append((key, form()))
-            except (PacelineError, KeyError) as error:  # KeyError: it is not a member any more
+            except (
+                PacelineError,
+                KeyError,
+            ) as error:  # KeyError: the process is no member any more
                 known = error if isinstance(error, PacelineError) else PacelineError(str(error))
                 self._ready.append((key, known))

@@ -1,11 +1,11 @@
-"""The other servers, as this one can reach them: lines, who sees whose memory, whom to accuse.
+"""The connections to other servers, and the workers whose memory each of them sees.
 
-There is one line to each, for all the partitions that both have copies of, and for as long as both
-are in the job. Messages are taken strictly one after the other, each with the tensors that follow
-it: what a message does may decide where those of the next one belong.
+There is one connection to each server, for all partitions that both have copies of, as long as both
+are in the job. Messages are handled strictly in order, each with the tensors that follow it: the
+effect of a message may decide where the tensors of the next one land.
 
-Threads: lines are formed in helper threads; then the loop of the process (ps/server/process.py)
-calls.
+Threads: connections are formed in helper threads; then the loop of the process calls
+(ps/server/process.py).
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ FindLanding = Callable[[p.AnyMessage], Sequence[torch.Tensor]]
 
 
 def form_peer_connection(fabric: Fabric, membership: Membership, peer: int) -> Connection:
-    """Form this process's end. Blocks until the other one is there."""
+    """Form this process's end of a connection. Blocks until the other end is formed."""
     fabric.link(membership.member(peer))
     pair = tuple(sorted((fabric.rank, peer)))
     name = group_id_of(f"servers {pair[0]} {pair[1]}")
     core = fabric.create_group(name, 1, membership, pair, PATIENCE_S)
-    # By name: a server that falls silent without a farewell is missed, in time.
+    # From this rank, not from any: so a server that stops without a goodbye is noticed.
     return Connection(core, pair.index(peer), pair.index(peer))
 
 
 class PeerConnection:
-    """The other server, as this one sees it."""
+    """This server's end of a connection to another server."""
 
     def __init__(self, pair: Connection, peer: int) -> None:
         self.peer = peer
         self._pair = pair
         self._inbox = Inbox(pair)
-        self._sent = self._taken = 0  # messages, so that their tensors have tags of their own
+        self._sent = self._taken = 0  # messages: their tensors have tags by number
         self._message: p.AnyMessage | None = None  # the next one
-        self._is_landing = False  # its tensors are on their way
+        self._is_landing = False  # the receives of its tensors are posted
         self._tensors: Sequence[torch.Tensor] = ()
         self._receiving: list[_core.Work] = []
 
     def works(self) -> Iterator[_core.Work]:
-        """Yield what this line waits for."""
+        """Yield what this connection waits for."""
         if self._message is None:
             yield self._inbox.work
         for work in self._receiving:
@@ -60,7 +60,7 @@ class PeerConnection:
     def arrivals(
         self, is_due: Callable[[p.AnyMessage], bool], find_landing: FindLanding
     ) -> Iterator[tuple[p.AnyMessage, Sequence[torch.Tensor]]]:
-        """Hand out what has arrived completely, when it is due. PeerError: the line is broken."""
+        """Yield what has arrived completely and is due. PeerError: the connection is broken."""
         while True:
             if self._message is None and not self._take():
                 return
@@ -79,17 +79,17 @@ class PeerConnection:
             yield message, self._tensors
 
     def send(self, message: p.AnyMessage, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send a message; its tensors must stay as they are until the other server has them."""
+        """Send a message; its tensors must not change until the other server has them."""
         self._pair.send_message(message, REQUEST, REQUEST_REST)
         for number, tensor in enumerate(tensors):
             self._pair.send(tensor, payload_tag(self._sent, number))
         self._sent += 1
         if self.backlog > _UNREAD:
-            raise PeerTimeout(f"rank {self.peer} has not taken {_UNREAD} messages", rank=self.peer)
+            raise PeerTimeout(f"rank {self.peer} has not read {_UNREAD} messages", rank=self.peer)
 
     @property
     def backlog(self) -> int:
-        """How many messages and tensors the other server has not taken yet."""
+        """The number of messages and tensors that the other server has not taken yet."""
         return self._pair.backlog
 
     def close(self) -> None:
@@ -112,98 +112,101 @@ class PeerConnection:
         self._taken += 1
 
 
-_ACCUSE_S = 0.5  # how often the coordinator is told of a server that cannot be reached
+_REPORT_S = 0.5  # how often an unreachable server is reported to the coordinator
 
-Arrival = tuple[int, p.AnyMessage, Sequence[torch.Tensor]]  # sender, message, what follows it
+PeerArrival = tuple[int, p.AnyMessage, Sequence[torch.Tensor]]  # sender, message, what follows it
 
 
 class Peers:
-    """Lines to other servers, by rank."""
+    """The connections to other servers, by rank."""
 
     def __init__(self, on_broken: Callable[[int, str], None]) -> None:
-        self._lines: dict[int, PeerConnection] = {}
+        self._connections: dict[int, PeerConnection] = {}
         self._on_broken = on_broken
-        self._broken: dict[int, str] = {}  # whose line broke, and why
-        self._accused_s = 0.0
+        self._broken: dict[int, str] = {}  # by rank: why its connection broke
+        self._reported_s = 0.0
         self._seen_by: dict[int, set[int]] = {}  # by server: workers whose memory it sees
 
     def __iter__(self) -> Iterator[int]:
-        return iter(list(self._lines))
+        return iter(list(self._connections))
 
     def add(self, rank: int, pair: Connection) -> None:
-        """Use a line that was formed."""
-        self._lines[rank] = PeerConnection(pair, rank)
+        """Use a connection that was formed."""
+        self._connections[rank] = PeerConnection(pair, rank)
 
     def remove(self, rank: int) -> None:
-        """End a line."""
-        self._lines.pop(rank).close()
+        """End a connection."""
+        self._connections.pop(rank).close()
 
     def close(self) -> None:
-        for line in self._lines.values():
-            line.close()
+        for connection in self._connections.values():
+            connection.close()
 
     def works(self) -> Iterator[_core.Work]:
-        """What the lines wait for."""
-        for line in self._lines.values():
-            yield from line.works()
+        """Yield what the connections wait for."""
+        for connection in self._connections.values():
+            yield from connection.works()
 
-    def hear(
+    def receive(
         self, is_due: Callable[[p.AnyMessage], bool], find_landing: FindLanding
-    ) -> Iterator[Arrival]:
-        """Hand out what others have said."""
-        for line in list(self._lines.values()):
-            yield from self._hear(line, is_due, find_landing)
+    ) -> Iterator[PeerArrival]:
+        """Yield what other servers have sent."""
+        for connection in list(self._connections.values()):
+            yield from self._receive(connection, is_due, find_landing)
 
-    def _hear(
+    def _receive(
         self,
-        line: PeerConnection,
+        connection: PeerConnection,
         is_due: Callable[[p.AnyMessage], bool],
         find_landing: FindLanding,
-    ) -> Iterator[Arrival]:
+    ) -> Iterator[PeerArrival]:
         try:
-            for message, tensors in line.arrivals(is_due, find_landing):
-                if isinstance(message, p.Sees):
-                    self._seen_by[line.peer] = set(message.ranks)
+            for message, tensors in connection.arrivals(is_due, find_landing):
+                if isinstance(message, p.VisibleWorkers):
+                    self._seen_by[connection.peer] = set(message.ranks)
                 else:
-                    yield line.peer, message, tensors
+                    yield connection.peer, message, tensors
         except (PeerError, BadFrame) as error:
-            self._drop(line, error)
+            self._drop(connection, error)
 
-    def _drop(self, line: PeerConnection, error: PacelineError) -> None:
-        """Note that a line is broken; the coordinator says what follows."""
-        if self._lines.get(line.peer) is line:
-            self.remove(line.peer)
-            self._broken[line.peer], self._accused_s = str(error)[:300], 0.0
-            self._on_broken(line.peer, str(error))
+    def _drop(self, connection: PeerConnection, error: PacelineError) -> None:
+        """Note that a connection is broken; the coordinator decides what follows."""
+        if self._connections.get(connection.peer) is connection:
+            self.remove(connection.peer)
+            self._broken[connection.peer], self._reported_s = str(error)[:300], 0.0
+            self._on_broken(connection.peer, str(error))
 
-    def accused(self, now_s: float, members: Collection[int]) -> list[tuple[int, str]]:
-        """Name those who cannot be reached, and why; over and over: the coordinator forgets it with
-        every generation that this server adopts, and when it is restarted."""
+    def unreachable(self, now_s: float, members: Collection[int]) -> list[tuple[int, str]]:
+        """Return the servers that cannot be reached, and why. They are reported repeatedly: the
+        coordinator forgets it with every generation that this server enters, and when it is
+        restarted."""
         self._broken = {rank: why for rank, why in self._broken.items() if rank in members}
-        if now_s - self._accused_s < _ACCUSE_S:
+        if now_s - self._reported_s < _REPORT_S:
             return []
-        self._accused_s = now_s
+        self._reported_s = now_s
         return list(self._broken.items())
 
     def sees(self, peer: int, rank: int) -> bool:
-        """Say whether another server sees the memory of a worker."""
+        """Return whether another server sees the memory of a worker."""
         return rank in self._seen_by.get(peer, ())
 
-    def tell_sight(self, peers: Iterable[int], generation: int, seen: tuple[int, ...]) -> None:
-        """Tell others whose memory this server sees."""
+    def send_visible_workers(
+        self, peers: Iterable[int], generation: int, seen: tuple[int, ...]
+    ) -> None:
+        """Send the workers whose memory this server sees."""
         for peer in peers:
-            self.post(peer, p.Sees(-1, generation, seen), ())
+            self.post(peer, p.VisibleWorkers(-1, generation, seen), ())
 
     def post(self, peer: int, message: p.AnyMessage, tensors: Sequence[torch.Tensor]) -> None:
-        """Send to another server, if there is a line to it."""
-        line = self._lines.get(peer)
-        if line is not None:
+        """Send to another server, if it is connected."""
+        connection = self._connections.get(peer)
+        if connection is not None:
             try:
-                line.send(message, tensors)
-            except PeerError:  # what is received on it says so too, and is looked after
+                connection.send(message, tensors)
+            except PeerError:  # the receive fails as well, and is handled
                 return
 
     def backlog(self, peer: int) -> int:
-        """Say how much that server has not taken yet."""
-        line = self._lines.get(peer)
-        return line.backlog if line is not None else 0
+        """Return how many messages that server has not taken yet."""
+        connection = self._connections.get(peer)
+        return connection.backlog if connection is not None else 0

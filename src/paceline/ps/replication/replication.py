@@ -1,47 +1,49 @@
-"""How the copies of a partition stay equal, whoever dies: pure; no sockets, no torch, no time.
+"""Chain replication: how the copies of a partition stay equal when servers are lost. Pure: no
+sockets, no torch, no time.
 
-The holders of a partition form a CHAIN, in the order in which the membership lists them; whoever
-is FILLING is its last link. The first is the PRIMARY: it numbers what clients ask (the INDEX of an
-entry), applies it and passes it on; everybody does the same with what comes from UPSTREAM. So each
-copy has applied a prefix of what its upstream has, in the same order. An acknowledgement goes the
-other way: a link acknowledges what its whole DOWNSTREAM has. An answer leaves the primary when all
-that was numbered before it was made is acknowledged, also the answer to a read: what anybody was
-told, every holder has. A link keeps what is not acknowledged, to pass it on once more.
+The holders of a partition form a CHAIN, in the order in which the membership lists them; a copy
+that is CATCHING UP is the last one. The first is the PRIMARY: it numbers requests (the INDEX of an
+entry), applies them and forwards them. Every other copy applies and forwards what arrives from its
+UPSTREAM. So each copy has applied a prefix of what its upstream has, in the same order.
+Acknowledgements travel the other way: a copy acknowledges what its whole DOWNSTREAM has. An answer
+leaves the primary when all entries before it are acknowledged, also the answer to a read: what a
+client has seen, every holder has. A copy keeps entries that are not acknowledged, to forward them
+again.
 
-    client --> primary --> backup --> filling         entries
+    client --> primary --> backup --> catching up     entries
            <--         <--        <--                 answers, acknowledgements
 
 What happens when
-    the primary is lost     the next holder goes on as it is; its downstream does not notice
-    another is lost         its upstream greets the next one (Begin), is told how far that one is
-                            (Standing), and sends the kept entries that it lacks
-    a copy is new           it stands nowhere (EMPTY): its upstream sends the state as it is at one
-                            index (FillStart, then FillParts, which are the owner's, in order
+    the primary is lost     the next holder becomes the primary; its downstream does not notice
+    another copy is lost    its upstream sends Begin to the next one, which replies how far it is
+                            (Standing), and forwards the kept entries that this one lacks
+    a copy is new           it has nothing (EMPTY): its upstream sends a snapshot of its state at
+                            one index (FillStart, then FillParts, which the owner defines, in order
                             between entries, then FillEnd). Answers wait for it from FillStart on,
-                            so it has everything when it says that it is in sync
-    the order changes       the old primary's last entry is HANDOVER; whoever has applied it, and
-    while all live          everybody behind it has, takes its place in the new order. The new
-                            primary takes requests from then on. If the old one is lost before,
-                            the next in the old order hands over instead
+                            so it has everything when it reports that it is in sync
+    the order changes       the old primary's last entry is HANDOVER. A copy that has applied it,
+    while all are alive     and whose whole downstream has, takes its place in the new order. From
+                            then on the new primary takes requests. If the old primary is lost
+                            before, the next copy in the old order hands over instead
 
-FENCING. Whoever is not this copy's upstream is not listened to, and what a newer generation says
-waits until that generation is adopted here. A deposed primary therefore gets no acknowledgement
-and can answer nothing: its successor was downstream of it, and has another upstream or none.
+FENCING. A copy ignores servers that are not its upstream, and messages of a newer generation wait
+until that generation is entered here. A deposed primary therefore gets no acknowledgement and can
+answer nothing: its successor was downstream of it, and has another upstream or none.
 
-What was applied and answered is in applied.py, which all copies have alike.
+applied.py records what was applied and answered, equally on all copies.
 
-ALONE. A primary without a downstream has nobody to wait for: its owner applies new requests by
-itself, keeps the books of `applied` (index, last, answers) and calls neither `submit` nor `answer`.
-Requests that come again, a client's first one, and events are submitted as always. `is_alone` can
-only change in `adopt`, `receive` and `disconnected`, never while an entry is applied.
+ALONE. A primary without a downstream waits for no acknowledgement: its owner applies new requests
+itself, updates `applied` (index, last, answers) and calls neither `submit` nor `answer`. Repeated
+requests, a client's first one, and events are submitted as always. `is_alone` can only change in
+`adopt`, `receive` and `disconnected`, never while an entry is applied.
 
-Interface: `adopt` every membership in turn; `connected` and `disconnected` when a line to another
-copy comes up or breaks (between the two, messages arrive in order and none is left out); `receive`
-what comes from it; `submit` requests while `is_open`; `answer` while an entry is applied; `flush`
-when all that has come is handled. The Owner does the rest. A server tells the coordinator that it
-has adopted a generation when all of its copies are `is_settled`; the roster must list a copy as
-holder only for an InSync whose generation is not older than the last change of that partition's
-holders.
+Interface: `adopt` every membership in turn; `connected` and `disconnected` when a connection to
+another copy is formed or breaks (between the two, messages arrive in order and none is left out);
+`receive` its messages; `submit` requests while `is_open`; `answer` while an entry is applied;
+`flush` when all that has arrived is handled. The Owner does the rest. A server reports to the
+coordinator that it has entered a generation when all of its copies are `is_settled`. The roster
+must list a copy as holder only for an InSync whose generation is not older than the last change of
+that partition's holders.
 
 Threads: none; the loop of the server calls.
 """
@@ -58,11 +60,11 @@ from paceline.ps.replication.chain import (
     HANDOVER,
     Ack,
     Begin,
-    Entry,
     FillEnd,
     FillPart,
     FillStart,
     Forward,
+    LogEntry,
     Message,
     Owner,
     Role,
@@ -71,10 +73,10 @@ from paceline.ps.replication.chain import (
 
 
 class _Down(Enum):
-    """How far the downstream is."""
+    """What is known of the downstream copy."""
 
     NONE = 0  # there is none
-    GREETED = 1  # or to be greeted: no line, or it has not said how far it is
+    GREETED = 1  # not connected, or it has not replied to Begin yet
     FILLING = 2
     FOLLOWS = 3
 
@@ -88,29 +90,29 @@ class Replica:
         self.generation = 0
         self.applied = Applied()
         self.is_alone = False  # see ALONE above
-        self.refused = 0  # messages of those who are not upstream
+        self.refused = 0  # messages of servers that are neither upstream nor downstream
         self.upstream: int | None = None
         self.downstream: int | None = None
         self._owner = owner
         self._holders: tuple[int, ...] = ()
         self._target: tuple[int, ...] = ()  # the chain as the membership has it
-        self._order: tuple[int, ...] = ()  # as it is in effect
+        self._order: tuple[int, ...] = ()  # that is in effect
         self._switch_at: int | None = None  # index of the handover that is under way
-        self._early: list[tuple[int, Message]] = []  # of generations that are not adopted yet
+        self._early: list[tuple[int, Message]] = []  # of generations that are not entered yet
         self._connected: set[int] = set()
         self._is_partial = False
-        self._told = EMPTY  # acknowledged to the upstream
+        self._reported = EMPTY  # acknowledged to the upstream
         self._down = _Down.NONE
         self._counts = False  # answers wait for the downstream
-        self._is_told = False  # it may have told the coordinator that it has everything
+        self._may_be_in_sync = False  # the downstream may have reported that it has everything
         self._acked = EMPTY  # by the downstream
-        self._kept: deque[Entry] = deque()  # applied, not acknowledged
+        self._kept: deque[LogEntry] = deque()  # applied, not acknowledged
         self._deferred: deque[tuple[int, int, int, Any, Any]] = deque()  # index, rank, seq, ...
 
     # -- membership ---------------------------------------------------------------------------
 
     def adopt(self, generation: int, holders: Sequence[int], filling: Sequence[int] = ()) -> None:
-        """Take the place that a newer membership gives; older ones are ignored."""
+        """Take the role that a newer membership gives; older memberships are ignored."""
         if generation <= self.generation:
             return
         is_fresh = self.generation == 0
@@ -126,7 +128,7 @@ class Replica:
         self._settle()
         is_first = self._order[:1] == (self.me,)
         if is_first and self._order != self._target and self._switch_at is None:
-            self._append(Entry(self.index + 1, self.me, 0, HANDOVER))
+            self._append(LogEntry(self.index + 1, self.me, 0, HANDOVER))
         early, self._early = self._early, []
         for sender, message in early:
             self.receive(sender, message)
@@ -138,7 +140,7 @@ class Replica:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests may be submitted: this is the primary, and nobody is ahead of it."""
+        """Whether requests may be submitted: the primary is first in the order in effect."""
         return self.role is Role.PRIMARY and self._order[:1] == (self.me,)
 
     @property
@@ -153,17 +155,17 @@ class Replica:
             self._greet()
 
     def disconnected(self, peer: int) -> None:
-        """Note that the line to another server is broken."""
+        """Note that the connection to another server is broken."""
         self._connected.discard(peer)
         if peer == self.downstream:
-            self._down, self._counts = _Down.GREETED, self._counts and self._is_told
+            self._down, self._counts = _Down.GREETED, self._counts and self._may_be_in_sync
             self._settle()
 
     def _order_after(self, before: tuple[int, ...]) -> tuple[int, ...]:
         """Return the order that is in effect until a handover, if there has to be one.
 
-        Only those who were in the chain take part in it: newcomers have nothing to hand over, and
-        come with the new order.
+        Only copies that were in the chain take part in it: new copies have nothing to hand over,
+        and join with the new order.
         """
         staying = tuple(rank for rank in before if rank in self._target)
         is_same = staying == tuple(rank for rank in self._target if rank in staying)
@@ -192,18 +194,18 @@ class Replica:
         self._kept.clear()
 
     def _link(self, before: tuple[int, ...]) -> None:
-        """Know the neighbours in the order that is in effect; `before`, it was another."""
+        """Find the neighbours in the order that is in effect; `before`: the order until now."""
         upstream, downstream = self._neighbours(self._order)
         if upstream != self.upstream:
-            self.upstream, self._told = upstream, EMPTY
+            self.upstream, self._reported = upstream, EMPTY
         if downstream == self.downstream:
             if downstream in self._holders:
-                self._counts = self._is_told = True
+                self._counts = self._may_be_in_sync = True
             return
         self.downstream = downstream
         self._down = _Down.NONE if downstream is None else _Down.GREETED
-        # Whoever was in the chain may have been told, by another, that it has everything.
-        self._counts = self._is_told = downstream in (*self._holders, *before)
+        # A copy that was in the chain may have got everything from another upstream.
+        self._counts = self._may_be_in_sync = downstream in (*self._holders, *before)
         if not self._counts:
             self._kept.clear()
         if downstream in self._connected:
@@ -212,17 +214,17 @@ class Replica:
     def _neighbours(self, order: tuple[int, ...]) -> tuple[int | None, int | None]:
         if self.me not in order:
             return None, None
-        place = order.index(self.me)
-        behind = order[place + 1 :]
-        return (order[place - 1] if place else None), (behind[0] if behind else None)
+        index = order.index(self.me)
+        after = order[index + 1 :]
+        return (order[index - 1] if index else None), (after[0] if after else None)
 
     def _greet(self) -> None:
         self._down = _Down.GREETED
         self._send_down(Begin(self.generation, self.index))
 
     def _switch(self) -> None:
-        """Take the place in the new order."""
-        self.flush()  # whoever was upstream waits for this as well
+        """Enter the new order."""
+        self.flush()  # the old upstream waits for this as well
         before, self._switch_at, self._order = self._order, None, self._target
         self._link(before)
         self.is_alone = self.is_open and self.downstream is None
@@ -231,7 +233,7 @@ class Replica:
     # -- requests, on the primary -------------------------------------------------------------
 
     def submit(self, rank: int, seq: int, op: Any) -> bool:
-        """Take a request (or an event, seq 0); false if it is one that will be answered anyhow."""
+        """Add a request or an event (seq 0) to the log; false: its answer is on its way."""
         assert self.is_open, (self.role, self._order)
         again = False
         if seq:
@@ -239,7 +241,7 @@ class Replica:
             is_answered = self.applied.is_answered(rank, seq)
             if again and (not is_answered or self._is_deferred(rank, seq)):
                 return False
-        self._append(Entry(self.index + 1, rank, seq, op, again))
+        self._append(LogEntry(self.index + 1, rank, seq, op, again))
         return True
 
     def answer(self, rank: int, seq: int, answer: Any, extra: Any = None) -> None:
@@ -258,7 +260,7 @@ class Replica:
     # -- messages -----------------------------------------------------------------------------
 
     def receive(self, sender: int, message: Message) -> None:
-        """Take what another copy says."""
+        """Handle a message of another copy."""
         if message.generation > self.generation:
             self._early.append((sender, message))
         elif isinstance(message, Standing | Ack):
@@ -269,29 +271,29 @@ class Replica:
             self.refused += 1
 
     def flush(self) -> None:
-        """Acknowledge what the downstream has; called when all that has come is handled."""
-        if self.upstream is not None and self._settled > self._told:
-            self._told = self._settled
-            self._owner.send(self.upstream, Ack(self.generation, self._told))
+        """Acknowledge what the downstream has; called when all that has arrived is handled."""
+        if self.upstream is not None and self._settled > self._reported:
+            self._reported = self._settled
+            self._owner.send(self.upstream, Ack(self.generation, self._reported))
 
     def send_part(self, peer: int, content: Any) -> bool:
-        """Send a part of the state; false: that copy is not being filled any more."""
+        """Send a part of the snapshot; false: that copy does not need it any more."""
         if peer != self.downstream or self._down is not _Down.FILLING:
             return False
         self._send_down(FillPart(self.generation, content))
         return True
 
     def filled(self, peer: int) -> None:
-        """All of the state was sent to a copy that is being filled."""
+        """Note that the whole snapshot was sent to a copy."""
         if peer == self.downstream and self._down is _Down.FILLING:
-            self._down, self._is_told = _Down.FOLLOWS, True
+            self._down, self._may_be_in_sync = _Down.FOLLOWS, True
             self._send_down(FillEnd(self.generation))
 
     def _is_upstream(self, sender: int, message: Message) -> bool:
         if isinstance(message, Begin):
             is_next = sender != self.upstream and sender == self._neighbours(self._target)[0]
             if is_next and self._switch_at is not None and message.index >= self._switch_at:
-                self._switch()  # the new primary has it, and so has everybody between
+                self._switch()  # the new primary has it, and so have all copies between
         return sender == self.upstream
 
     def _from_upstream(self, message: Message) -> None:
@@ -299,7 +301,7 @@ class Replica:
         if isinstance(message, Begin):
             index = EMPTY if self._is_partial else self.index
             self._owner.send(self.upstream, Standing(self.generation, index))
-            self._told = EMPTY  # this upstream has heard nothing yet
+            self._reported = EMPTY  # this upstream has no acknowledgement yet
         elif isinstance(message, Forward):
             if message.entry.index == self.index + 1:
                 self._append(message.entry)
@@ -328,7 +330,7 @@ class Replica:
             self._settle()
 
     def _start(self, index: int) -> None:
-        """Begin to pass entries on, from where the downstream is."""
+        """Start forwarding entries, from the index that the downstream has."""
         assert self.downstream is not None
         first = self._kept[0].index if self._kept else self.index + 1
         self._counts = True
@@ -338,11 +340,11 @@ class Replica:
                 if entry.index > index:
                     self._send_down(Forward(self.generation, entry))
             if self.downstream not in self._holders:
-                self._is_told = True
+                self._may_be_in_sync = True
                 self._send_down(FillEnd(self.generation))
         else:
             self._down, self._acked = _Down.FILLING, self.index
-            self._is_told = self.downstream in self._holders
+            self._may_be_in_sync = self.downstream in self._holders
             self._kept.clear()
             self._send_down(FillStart(self.generation, self.index, self.applied.outline()))
             self._owner.fill(self.downstream)
@@ -350,7 +352,7 @@ class Replica:
 
     # -- entries ------------------------------------------------------------------------------
 
-    def _append(self, entry: Entry) -> None:
+    def _append(self, entry: LogEntry) -> None:
         self.applied.note(entry.index, entry.rank, entry.seq)
         if self._counts:
             self._kept.append(entry)
@@ -364,7 +366,7 @@ class Replica:
 
     @property
     def _settled(self) -> int:
-        """The newest index that this copy and everybody behind it has."""
+        """The newest index that this copy and all after it have."""
         return self._acked if self._counts else self.index
 
     def _settle(self) -> None:

@@ -1,8 +1,7 @@
-"""The state of a partition's tables, sent to another copy while work goes on; see
-snapshot_format.py.
+"""Sends a snapshot of a partition's tables to another copy while updates continue, and restores it.
 
-A part is sent when the other server has taken the one before, and some time has passed: workers
-wait for both copies meanwhile, and should not notice much.
+messages.py has its parts. A part is sent when the other server has taken the one before, and some
+time has passed: workers wait for both copies meanwhile, and should not notice much.
 """
 
 from __future__ import annotations
@@ -16,34 +15,34 @@ from paceline import errors
 from paceline.errors import ProtocolError
 from paceline.ps import messages as m
 from paceline.ps.placement import ELEMENTWISE
-from paceline.ps.replication.replication import Replica
-from paceline.ps.replication.snapshot_format import (
-    HostedForm,
+from paceline.ps.replication.messages import (
+    NumberRange,
     Outline,
-    ParkedForm,
-    Part,
-    PushForm,
-    Range,
+    ParkedSnapshot,
+    PushSnapshot,
+    SnapshotPart,
+    TableSnapshot,
 )
+from paceline.ps.replication.replication import Replica
 from paceline.ps.replication.wire import shapes_of
 from paceline.ps.server.handlers import host_copy
 from paceline.ps.server.optimizer import StateEntry
 from paceline.ps.server.server import Server
-from paceline.ps.server.table_requests import Hosted, Parked
-from paceline.ps.server.worker_clocks import Push
+from paceline.ps.server.table_requests import ParkedRequest, ServedTable
+from paceline.ps.server.worker_clocks import PushedGradient
 from paceline.ps.server.worker_memory import dtype_of
 from paceline.ps.spec import TableSpec
 
-_PART_BYTES = 2 << 20  # of values; as much again for each thing that the optimizer remembers
+_PART_BYTES = 2 << 20  # of values; as much again for each tensor of the optimizer's state
 _GAP_S = 0.006  # from part to part
-_AT_ONCE = 4  # parts, when the loop had much else to do in between
-_FEW = 8  # messages that may be under way when the next part is sent
+_AT_ONCE = 4  # parts, when the loop was busy in between
+_FEW = 8  # messages that may be unread when the next part is sent
 
 Tensors = list[torch.Tensor]
 
 
-class Filler:
-    """Sends the state of a copy to another one."""
+class SnapshotSender:
+    """Sends a snapshot of one copy to another."""
 
     def __init__(
         self, server: Server, replica: Replica, peer: int, sees: Callable[[int], bool]
@@ -57,13 +56,13 @@ class Filler:
     def send_outline(self) -> None:
         """Send everything but the numbers."""
         tensors: Tensors = []
-        hosted = tuple(self._form(one, tensors) for one in self._server.hosted)
+        served = tuple(self._form(one, tensors) for one in self._server.tables)
         callers = {caller.rank: caller.worker for caller in self._server.callers.values()}
         gone = tuple(sorted(self._server.gone))
-        self._send(Outline(callers, gone, hosted, shapes_of(tensors)), tensors)
+        self._send(Outline(callers, gone, served, shapes_of(tensors)), tensors)
 
     def is_due(self, now_s: float, backlog: int) -> bool:
-        """Say whether it is time for the next part."""
+        """Return whether it is time for the next part."""
         return now_s >= self._last_s + _GAP_S and backlog <= _FEW
 
     def send_some(self, now_s: float) -> None:
@@ -81,54 +80,60 @@ class Filler:
             self.is_over = True
             return
         table, shard, start, stop = found
-        numbers = self._server.hosted[table].table.numbers(shard, start, stop)
-        copied = [flat.clone() for flat in numbers]  # others go on with their updates
-        self._send(Range(table, shard, start, stop, shapes_of(copied)), copied)
+        numbers = self._server.tables[table].table.numbers(shard, start, stop)
+        copied = [flat.clone() for flat in numbers]  # updates continue meanwhile
+        self._send(NumberRange(table, shard, start, stop, shapes_of(copied)), copied)
 
-    def _send(self, part: Part, tensors: Tensors) -> None:
+    def _send(self, part: SnapshotPart, tensors: Tensors) -> None:
         self.is_over = not self._replica.send_part(self.peer, (part, tensors))
 
-    def _form(self, hosted: Hosted, tensors: Tensors) -> HostedForm:
-        table = hosted.table
+    def _form(self, served: ServedTable, tensors: Tensors) -> TableSnapshot:
+        table = served.table
         states = tuple(_state_form(shard.outline(), tensors) for shard in table.shards)
         pushes = tuple(
-            self._push_form(hosted, "push", worker, shard, push, tensors)
+            self._push_form(served, "push", worker, shard, push, tensors)
             for worker, shard, push in table.pushed()
         )
         replaced = tuple(
-            self._push_form(hosted, "replace", 0, shard, push, tensors)
+            self._push_form(served, "replace", 0, shard, push, tensors)
             for shard, push in table.replaced()
         )
-        return HostedForm(
+        return TableSnapshot(
             table.outline(),
             states,
-            self._server.by_name.get(table.spec.name) is hosted,
-            hosted.maker,
-            hosted.seats.opened,
-            hosted.occupants,
-            {worker: (type(e).__name__, str(e)) for worker, e in hosted.refusals.items()},
+            self._server.by_name.get(table.spec.name) is served,
+            served.maker,
+            served.buffers.opened,
+            served.occupants,
+            {worker: (type(e).__name__, str(e)) for worker, e in served.refusals.items()},
             pushes,
             replaced,
-            {shard: _parked_forms(parked) for shard, parked in hosted.pushes.items()},
-            _parked_forms(hosted.readers),
-            _parked_forms(hosted.followers),
+            {shard: _parked_forms(parked) for shard, parked in served.pushes.items()},
+            _parked_forms(served.readers),
+            _parked_forms(served.followers),
         )
 
     def _push_form(
-        self, hosted: Hosted, use: str, worker: int, shard: int, push: Push, tensors: Tensors
-    ) -> PushForm:
-        where = hosted.origins.get((use, worker, shard))
+        self,
+        served: ServedTable,
+        use: str,
+        worker: int,
+        shard: int,
+        push: PushedGradient,
+        tensors: Tensors,
+    ) -> PushSnapshot:
+        where = served.origins.get((use, worker, shard))
         is_sent = where is None or not self._sees(where.rank)
         if is_sent:
             tensors.append(push.grad)
         absent = tuple(sorted(push.absent))
         dtype = str(push.grad.dtype).removeprefix("torch.")
-        return PushForm(worker, shard, absent, where, dtype, is_sent)
+        return PushSnapshot(worker, shard, absent, where, dtype, is_sent)
 
 
-def restore(server: Server, part: Part, tensors: Sequence[torch.Tensor]) -> None:
-    """Take a part of another copy's state."""
-    if isinstance(part, Range):
+def restore(server: Server, part: SnapshotPart, tensors: Sequence[torch.Tensor]) -> None:
+    """Restore a part of another copy's snapshot."""
+    if isinstance(part, NumberRange):
         _restore_range(server, part, tensors)
         return
     following = iter(tensors)
@@ -139,51 +144,55 @@ def restore(server: Server, part: Part, tensors: Sequence[torch.Tensor]) -> None
         _restore_hosted(server, form, following)
 
 
-def _restore_range(server: Server, part: Range, tensors: Sequence[torch.Tensor]) -> None:
-    own = server.hosted[part.table].table.numbers(part.shard, part.start, part.stop)
+def _restore_range(server: Server, part: NumberRange, tensors: Sequence[torch.Tensor]) -> None:
+    own = server.tables[part.table].table.numbers(part.shard, part.start, part.stop)
     if [flat.numel() for flat in own] != [flat.numel() for flat in tensors]:
         raise ProtocolError(
-            f"server {server.index} is being filled with {len(tensors)} tensors for elements"
+            f"server {server.index} received {len(tensors)} tensors of a snapshot for elements"
             f" {part.start} to {part.stop} of shard {part.shard}, but has {len(own)} there"
         )
     for flat, source in zip(own, tensors, strict=True):
         flat.copy_(source)
 
 
-def _restore_hosted(server: Server, form: HostedForm, following: Iterator[torch.Tensor]) -> None:
-    hosted = host_copy(server, form.table.spec, form.maker, is_named=form.is_named)
-    table = hosted.table
+def _restore_hosted(server: Server, form: TableSnapshot, following: Iterator[torch.Tensor]) -> None:
+    served = host_copy(server, form.table.spec, form.maker, is_named=form.is_named)
+    table = served.table
     table.restore(form.table)
     for shard, entries in zip(table.shards, form.states, strict=True):
         if entries:
             shard.load_state([_state_of(entry, following) for entry in entries])
-    hosted.seats.opened, hosted.occupants = dict(form.seats), dict(form.occupants)
-    hosted.refusals = {w: errors.named(*refusal) for w, refusal in form.refusals.items()}
+    served.buffers.opened, served.occupants = dict(form.buffers), dict(form.occupants)
+    served.refusals = {w: errors.named(*refusal) for w, refusal in form.refusals.items()}
     for one in form.pushes:
-        grad = _gradient(server, hosted, "push", one, following)
-        table.push_again(one.worker, one.shard, Push(grad, frozenset(one.absent)))
+        grad = _gradient(server, served, "push", one, following)
+        table.push_again(one.worker, one.shard, PushedGradient(grad, frozenset(one.absent)))
     for one in form.replaced:
-        grad = _gradient(server, hosted, "replace", one, following)
+        grad = _gradient(server, served, "replace", one, following)
         table.replace_average(one.shard, grad, one.absent)
-    hosted.pushes = {n: _parked(server, forms) for n, forms in form.parked_pushes.items()}
-    hosted.readers = _parked(server, form.readers)
-    hosted.followers = _parked(server, form.followers)
+    served.pushes = {n: _parked(server, forms) for n, forms in form.parked_pushes.items()}
+    served.readers = _parked(server, form.readers)
+    served.followers = _parked(server, form.followers)
 
 
 def _gradient(
-    server: Server, hosted: Hosted, use: str, form: PushForm, following: Iterator[torch.Tensor]
+    server: Server,
+    served: ServedTable,
+    use: str,
+    form: PushSnapshot,
+    following: Iterator[torch.Tensor],
 ) -> torch.Tensor:
-    hosted.origins[use, form.worker, form.shard] = form.where
+    served.origins[use, form.worker, form.shard] = form.where
     if form.is_sent:
         return next(following)
     assert form.where is not None
     caller = server.callers[form.where.rank]
-    return hosted.seats.view(use, caller, form.shard, form.where, dtype_of(form.dtype))
+    return served.buffers.view(use, caller, form.shard, form.where, dtype_of(form.dtype))
 
 
-def _parked(server: Server, forms: Sequence[ParkedForm]) -> list[Parked]:
+def _parked(server: Server, forms: Sequence[ParkedSnapshot]) -> list[ParkedRequest]:
     return [
-        Parked(
+        ParkedRequest(
             server.callers[one.rank],
             one.seq,
             time.monotonic(),
@@ -196,28 +205,28 @@ def _parked(server: Server, forms: Sequence[ParkedForm]) -> list[Parked]:
     ]
 
 
-def _parked_forms(parked: Sequence[Parked]) -> tuple[ParkedForm, ...]:
+def _parked_forms(parked: Sequence[ParkedRequest]) -> tuple[ParkedSnapshot, ...]:
     return tuple(
-        ParkedForm(one.caller.rank, one.seq, one.reads, one.into, one.after, one.follower)
+        ParkedSnapshot(one.caller.rank, one.seq, one.reads, one.into, one.after, one.follower)
         for one in parked
     )
 
 
-def _state_form(state: Sequence[StateEntry], tensors: Tensors) -> tuple[m.Entry, ...]:
+def _state_form(state: Sequence[StateEntry], tensors: Tensors) -> tuple[m.EncodedStateEntry, ...]:
     entries = []
     for entry in state:
         value = entry.value
         if not isinstance(value, torch.Tensor):
-            entries.append(m.Entry(entry.piece, entry.key, value))
+            entries.append(m.EncodedStateEntry(entry.piece, entry.key, value))
             continue
         if value.numel() == 1:
             tensors.append(value.reshape(-1).clone())  # the next step changes it
         dtype = str(value.dtype).removeprefix("torch.")
-        entries.append(m.Entry(entry.piece, entry.key, None, dtype, tuple(value.shape)))
+        entries.append(m.EncodedStateEntry(entry.piece, entry.key, None, dtype, tuple(value.shape)))
     return tuple(entries)
 
 
-def _state_of(entry: m.Entry, following: Iterator[torch.Tensor]) -> StateEntry:
+def _state_of(entry: m.EncodedStateEntry, following: Iterator[torch.Tensor]) -> StateEntry:
     if not entry.dtype:
         assert entry.value is not None
         return StateEntry(entry.piece, entry.key, entry.value)
@@ -228,15 +237,15 @@ def _state_of(entry: m.Entry, following: Iterator[torch.Tensor]) -> StateEntry:
 
 
 def _ranges(server: Server) -> Iterator[tuple[int, int, int, int]]:
-    """Yield which elements go together: table, shard, start, stop."""
-    for number, hosted in enumerate(list(server.hosted)):
-        for shard in hosted.table.shards:
+    """Yield the ranges of a snapshot: table, shard, start, stop."""
+    for number, served in enumerate(list(server.tables)):
+        for shard in served.table.shards:
             count, itemsize = shard.spec.count, shard.params.element_size()
             most = max(_PART_BYTES // itemsize, 1)
-            if not _is_elementwise(hosted.table.spec):
+            if not _is_elementwise(served.table.spec):
                 most = max(count, 1)
             for start in range(0, count, most):
-                yield number, hosted.table.shards.index(shard), start, min(start + most, count)
+                yield number, served.table.shards.index(shard), start, min(start + most, count)
 
 
 def _is_elementwise(spec: TableSpec) -> bool:

@@ -1,9 +1,10 @@
-"""The consistency rule: who may read now, and how stale updates are. Pure; no torch, no time.
+"""The consistency rule: which worker may read now, and how stale updates are. Pure; no torch, no
+time.
 
 A worker reads the parameters, computes an update from them and has it applied, over and over. Its
 CLOCK counts the steps that it finished. The VERSION of a table counts the updates that were applied
 to it. A worker is OUTSTANDING from its read until its update is applied. The STALENESS of an
-update is the number of versions that others made between the two.
+update is the number of versions that other workers made between the two.
 
 One number, the BOUND, decides when a worker may read. None: always. Otherwise by its unit:
 
@@ -19,7 +20,7 @@ unit="version". No update is staler than the bound. Call n the number of outstan
         limit_i = v + (n - 1) - r_i
 
     and the rule is: a worker may read when afterwards limit_i <= bound for every outstanding i,
-    the reader included. Applying the update of another raises v by one and lowers n by one, so
+    the reader included. Applying another worker's update raises v by one and lowers n by one, so
     limit_i stays; a worker that leaves lowers it; only a read raises it, and that is what the rule
     checks. An update is applied at staleness v - r_i <= limit_i <= bound. No deadlock: an
     outstanding worker may always read again (r_i becomes v, n stays), and if there is none, any
@@ -27,8 +28,8 @@ unit="version". No update is staler than the bound. Call n the number of outstan
 
     That is for one server. Where a table lies on several, each with its own Clocks, a worker must
     ask them in one order, the next when the one before has let it read: two workers that ask all at
-    once can each be outstanding where the other waits, for ever. In order, whoever blocks a
-    worker at a server is computing, or waits at a later server. (unit="clock" needs no order:
+    once can each be outstanding where the other waits, for ever. In order, a worker that blocks
+    another one at a server is computing, or waits at a later server. (unit="clock" needs no order:
     the slowest worker may read everywhere.)
 
 Threads: none; the owner of the table calls.
@@ -47,7 +48,7 @@ Unit = Literal["clock", "version"]
 
 @dataclass
 class WorkerClock:
-    """One worker's steps, and what it has read."""
+    """One worker's steps, and the version that it has read."""
 
     clock: int
     read: int  # the version that it has
@@ -78,11 +79,11 @@ class Clocks:
         return self._of(worker).clock
 
     def may_read(self, worker: int) -> bool:
-        """Say whether the rule lets a worker read now."""
+        """Return whether the rule lets a worker read now."""
         return not self.blockers(worker)
 
     def may_read_next(self, worker: int) -> bool:
-        """Say whether a worker may read once it has finished the step under way, as things are."""
+        """Return whether a worker may read after its step under way, by the present clocks."""
         if self.bound is None:
             return True
         least = self._of(worker).clock + 1 - self.bound
@@ -90,7 +91,7 @@ class Clocks:
         return self.unit == "clock" and all(other.clock >= least for other in others)
 
     def blockers(self, worker: int) -> tuple[int, ...]:
-        """Name the workers without whom this one may not read; none when it may."""
+        """Return the workers that this one has to wait for before it may read."""
         reader = self._of(worker)
         if self.bound is None:
             return ()
@@ -98,7 +99,7 @@ class Clocks:
             least = reader.clock - self.bound
             return tuple(rank for rank, other in self.live.items() if other.clock < least)
         others = self._outstanding(apart_from=worker)
-        # The reader's own limit is len(others), no more than anybody's: it needs no check.
+        # The reader's own limit is len(others), the smallest of all: it needs no check.
         furthest = self.version + len(others)
         return tuple(rank for rank, other in others.items() if furthest - other.read > self.bound)
 
@@ -115,15 +116,15 @@ class Clocks:
         reader.read, reader.is_outstanding = self.version, True
 
     def advance(self, worker: int) -> None:
-        """Note that a worker finished a step, whatever became of its update."""
+        """Note that a worker finished a step, whether or not its update was applied."""
         self._of(worker).clock += 1
 
     def applied(self, workers: Iterable[int]) -> dict[int, int]:
         """Count one more version, made of these workers' updates; return how stale each was.
 
-        For updates that are applied as they are committed, or together behind a barrier. Where they
-        are pooled while their workers go on reading, the staleness of each is `version` now minus
-        `version_read` at its commit.
+        For updates that are applied when they are committed, or together after a barrier. Where
+        they are pooled while their workers continue to read, the staleness of each is `version` now
+        minus `version_read` at its commit.
         """
         makers = {worker: self._of(worker) for worker in workers}
         blind = [worker for worker, maker in makers.items() if not maker.is_outstanding]
@@ -137,7 +138,7 @@ class Clocks:
         for maker in makers.values():
             maker.is_outstanding = False
             if len(makers) == 1:
-                maker.read += 1  # its own update is no news to it
+                maker.read += 1  # it knows its own update
         return staleness
 
     def staleness(self, worker: int) -> int:
@@ -149,23 +150,23 @@ class Clocks:
         return self._of(worker).read
 
     def leave(self, worker: int) -> None:
-        """Forget a worker: nobody waits for it any more. Leaving twice does no harm."""
+        """Forget a worker: no worker waits for it any more. Leaving twice does no harm."""
         self._settle({other: clock for other, clock in self.live.items() if other != worker})
 
     def join(self, worker: int, clock: int | None = None) -> None:
-        """Take in a worker, by default with the slowest one's clock: nobody waits because of it."""
+        """Add a worker, by default with the slowest worker's clock: no worker waits for it."""
         if worker in self.live:
-            raise UsageError(f"worker {worker} joins, but it is there already; let it leave first")
+            raise UsageError(f"worker {worker} joins, but has a clock already; let it leave first")
         if clock is None:
             clock = min((other.clock for other in self.live.values()), default=0)
         self._settle({**self.live, worker: WorkerClock(clock, read=self.version)})
 
     def outline(self) -> dict[int, WorkerClock]:
-        """Return the clocks, for another copy of the table; the version goes with them."""
+        """Return the clocks, for another copy of the table; the version is sent with them."""
         return dict(self.live)
 
     def restore(self, version: int, live: dict[int, WorkerClock]) -> None:
-        """Take over the clocks of another copy."""
+        """Replace the clocks by those of another copy."""
         self.version = version
         self._settle(live)
 

@@ -1,8 +1,8 @@
-"""What a server does with the requests that belong to no step: state changes first, then answers.
+"""Handlers of the requests that belong to no step: each changes state first, then answers.
 
-Every handler gets the server, who asks, the request, and its tensors, which are complete. A
+Every handler gets the server, the caller, the request, and its tensors, which are complete. A
 PacelineError becomes the answer. Backups run the same handlers on the same requests in the same
-order, so nothing here may depend on time, or on what has arrived (accounts and notices excepted).
+order, so nothing here may depend on time, or on what has arrived (statistics and notices excepted).
 The requests of a step are in table_requests.py.
 """
 
@@ -19,8 +19,8 @@ from paceline.comm.shared_memory import allocate
 from paceline.errors import PacelineError, ShapeMismatch, UnknownKey, UsageError
 from paceline.ps import messages as m
 from paceline.ps.server.table import Table
-from paceline.ps.server.table_requests import Hosted, Parked
-from paceline.ps.server.worker_memory import Caller, Seats, view
+from paceline.ps.server.table_requests import ParkedRequest, ServedTable
+from paceline.ps.server.worker_memory import Caller, WorkerBuffers, view
 from paceline.ps.spec import TableSpec
 from paceline.ps.state_wire import read_state, write_state
 
@@ -31,71 +31,71 @@ _MAX_FOLLOWERS = 1024  # of one worker and table
 
 
 def on_open(server: Server, caller: Caller, request: m.Open, _: Sequence[torch.Tensor]) -> None:
-    hosted = server.by_name.get(request.spec.name)
-    is_new = hosted is None
-    if hosted is None:
-        hosted = host(server, request, caller)
-    elif not _is_same(server, hosted.table.spec, request.spec):
-        raise _difference(hosted.table.spec, request.spec, caller.worker)
-    hosted.seats.take_seat(caller, request)
-    clock = _join(server, hosted, caller, request)
-    server.answer(caller, request.seq, table=hosted.number, is_new=is_new, clock=clock)
-    hosted.release()
+    served = server.by_name.get(request.spec.name)
+    is_new = served is None
+    if served is None:
+        served = host(server, request, caller)
+    elif not _is_same(server, served.table.spec, request.spec):
+        raise _difference(served.table.spec, request.spec, caller.worker)
+    served.buffers.register(caller, request)
+    clock = _join(server, served, caller, request)
+    server.answer(caller, request.seq, table=served.number, is_new=is_new, clock=clock)
+    served.release()
 
 
 def on_find(server: Server, caller: Caller, request: m.Find, _: Sequence[torch.Tensor]) -> None:
-    hosted = server.by_name.get(request.name)
-    if hosted is None:
+    served = server.by_name.get(request.name)
+    if served is None:
         raise UnknownKey(f"server {server.index} has no key {request.name!r}")
-    server.answer(caller, request.seq, table=hosted.number, spec=hosted.table.spec)
+    server.answer(caller, request.seq, table=served.number, spec=served.table.spec)
 
 
-def host(server: Server, request: m.Open, maker: Caller) -> Hosted:
-    """Make a table."""
-    engine, homes = server.surroundings.engine, request.homes
-    if homes and len(homes) != len(request.spec.shards):
-        raise UsageError(f"{len(homes)} homes for {len(request.spec.shards)} shards")
+def host(server: Server, request: m.Open, maker: Caller) -> ServedTable:
+    """Create a table."""
+    engine, shared = server.context.engine, request.shared
+    if shared and len(shared) != len(request.spec.shards):
+        raise UsageError(f"{len(shared)} shared for {len(request.spec.shards)} shards")
     _check_workers(server, request)
 
     def memory(shard: int, use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-        if homes and use in ("params", "average"):
-            return view(engine, maker.rank, getattr(homes[shard], use), count, dtype)
+        if shared and use in ("params", "average"):
+            return view(engine, maker.rank, getattr(shared[shard], use), count, dtype)
         return allocate(engine, (count,), dtype)
 
     table = Table(request.spec, memory, time.monotonic, server=server.index)
     here = {caller.worker for caller in server.callers.values()}
     for worker in request.spec.workers:
-        if worker not in here:  # gone already: nobody waits for it
+        if worker not in here:  # it has left already: no worker waits for it
             table.leave(worker)
-    return _add(server, table, bool(homes), maker.worker)
+    return _add(server, table, bool(shared), maker.worker)
 
 
-def host_copy(server: Server, spec: TableSpec, maker: int, *, is_named: bool) -> Hosted:
-    """Make a table as another copy has it, without its state."""
+def host_copy(server: Server, spec: TableSpec, maker: int, *, is_named: bool) -> ServedTable:
+    """Create a table like another copy's, without its state."""
 
     def memory(_shard: int, _use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return allocate(server.surroundings.engine, (count,), dtype)
+        return allocate(server.context.engine, (count,), dtype)
 
-    hosted = _add(server, Table(spec, memory, time.monotonic, server=server.index), False, maker)
+    served = _add(server, Table(spec, memory, time.monotonic, server=server.index), False, maker)
     if not is_named:
         server.by_name.pop(spec.name)
-    return hosted
+    return served
 
 
-def _add(server: Server, table: Table, has_homes: bool, maker: int) -> Hosted:
-    engine = server.surroundings.engine
-    seats = Seats(table, engine, has_homes, server.brings)
-    keeps_origins = server.surroundings.is_elastic
-    hosted = Hosted(len(server.hosted), table, seats, maker, server.answer, keeps_origins)
-    server.hosted.append(hosted)
-    server.by_name[table.spec.name] = hosted
-    return hosted
+def _add(server: Server, table: Table, is_shared: bool, maker: int) -> ServedTable:
+    engine = server.context.engine
+    buffers = WorkerBuffers(table, engine, is_shared, server.delivers_values)
+    keeps_origins = server.context.is_elastic
+    served = ServedTable(len(server.tables), table, buffers, maker, server.answer, keeps_origins)
+    server.tables.append(served)
+    server.by_name[table.spec.name] = served
+    return served
 
 
 def _check_workers(server: Server, request: m.Open) -> None:
     workers = request.spec.workers
     known = {caller.worker for caller in server.callers.values()}
-    is_known = server.surroundings.is_elastic or set(workers) <= set(range(server.num_workers))
+    is_known = server.context.is_elastic or set(workers) <= set(range(server.num_workers))
     if len(set(workers)) < len(workers) or not is_known:
         raise UsageError(
             f"table {request.spec.name!r}: its workers {list(workers[:8])} must be ranks of"
@@ -104,29 +104,29 @@ def _check_workers(server: Server, request: m.Open) -> None:
 
 
 def _is_same(server: Server, there: TableSpec, here: TableSpec) -> bool:
-    """Say whether two workers mean the same table; in an elastic job its workers change."""
-    if server.surroundings.is_elastic:
+    """Return whether two workers mean the same table; in an elastic job its workers change."""
+    if server.context.is_elastic:
         here = msgspec.structs.replace(here, workers=there.workers)
     return there == here
 
 
-def _join(server: Server, hosted: Hosted, caller: Caller, request: m.Open) -> int:
-    """Let a worker take part, if it means to; return the clock that it begins at."""
-    table, worker = hosted.table, caller.worker
-    is_new = hosted.occupants.get(worker) != caller.rank
-    if server.surroundings.is_elastic and is_new and worker in request.spec.workers:
-        hosted.occupants[worker] = caller.rank
+def _join(server: Server, served: ServedTable, caller: Caller, request: m.Open) -> int:
+    """Let a worker join a table, if the spec names it; return the clock that it begins at."""
+    table, worker = served.table, caller.worker
+    is_new = served.occupants.get(worker) != caller.rank
+    if server.context.is_elastic and is_new and worker in request.spec.workers:
+        served.occupants[worker] = caller.rank
         return table.join(worker)
     return table.clocks.clock(worker) if worker in table.clocks.workers else 0
 
 
 def keys(server: Server) -> tuple[str, ...]:
-    """Name the tables that are arrays."""
-    return tuple(n for n, hosted in server.by_name.items() if hosted.table.spec.shape is not None)
+    """Return the names of the tables that are arrays."""
+    return tuple(n for n, served in server.by_name.items() if served.table.spec.shape is not None)
 
 
 def _difference(there: TableSpec, here: TableSpec, worker: int) -> UsageError:
-    """Say what another worker's idea of the same table is different in."""
+    """Return the error that another worker describes the same table differently."""
     advice = "use another name, or the same shape, dtype, optimizer and pace everywhere"
     if _array(there) != _array(here):
         return ShapeMismatch(
@@ -150,43 +150,43 @@ def _array(spec: TableSpec) -> str:
 def on_assign(
     server: Server, caller: Caller, request: m.Assign, given: Sequence[torch.Tensor]
 ) -> None:
-    hosted = server.find(request.table)
-    hosted.seats.assign(request.shard, given[0], request.params)
+    served = server.find(request.table)
+    served.buffers.assign(request.shard, given[0], request.params)
     server.answer(caller, request.seq)
-    hosted.release()
+    served.release()
 
 
 def on_peek(server: Server, caller: Caller, request: m.Peek, _: Sequence[torch.Tensor]) -> None:
-    hosted = server.find(request.table)
-    following = hosted.seats.look(caller, request.into)
-    server.answer(caller, request.seq, following, version=hosted.table.version)
+    served = server.find(request.table)
+    following = served.buffers.look(caller, request.into)
+    server.answer(caller, request.seq, following, version=served.table.version)
 
 
 def on_stand_aside(
     server: Server, caller: Caller, request: m.StandAside, _: Sequence[torch.Tensor]
 ) -> None:
-    hosted = server.find(request.table)
-    hosted.table.leave(caller.worker)
-    server.answer(caller, request.seq, version=hosted.table.version)
-    hosted.release_averages()
-    hosted.release()
+    served = server.find(request.table)
+    served.table.leave(caller.worker)
+    server.answer(caller, request.seq, version=served.table.version)
+    served.release_averages()
+    served.release()
 
 
 def on_follow(server: Server, caller: Caller, request: m.Follow, _: Sequence[torch.Tensor]) -> None:
-    hosted = server.find(request.table)
-    if sum(one.caller is caller for one in hosted.followers) >= _MAX_FOLLOWERS:
-        raise UsageError(f"worker {caller.worker} follows {hosted.table.spec.name!r} too often")
+    served = server.find(request.table)
+    if sum(one.caller is caller for one in served.followers) >= _MAX_FOLLOWERS:
+        raise UsageError(f"worker {caller.worker} follows {served.table.spec.name!r} too often")
     now_s, follower = time.monotonic(), request.follower
-    parked = Parked(caller, request.seq, now_s, after=request.after, follower=follower)
-    hosted.followers.append(parked)
-    hosted.release()
+    parked = ParkedRequest(caller, request.seq, now_s, after=request.after, follower=follower)
+    served.followers.append(parked)
+    served.release()
 
 
 def on_unfollow(
     server: Server, caller: Caller, request: m.Unfollow, _: Sequence[torch.Tensor]
 ) -> None:
-    hosted, follower = server.find(request.table), request.follower
-    hosted.end_follow(lambda one: one.caller is caller and one.follower == follower)
+    served, follower = server.find(request.table), request.follower
+    served.end_follow(lambda one: one.caller is caller and one.follower == follower)
     server.answer(caller, request.seq)
 
 
@@ -197,8 +197,8 @@ def on_keys(server: Server, caller: Caller, request: m.Keys, _: Sequence[torch.T
 def on_fetch_state(
     server: Server, caller: Caller, request: m.FetchState, _: Sequence[torch.Tensor]
 ) -> None:
-    hosted = server.find(request.table)
-    entries, tensors = read_state(hosted.table, request.shard)
+    served = server.find(request.table)
+    entries, tensors = read_state(served.table, request.shard)
     server.answer(caller, request.seq, tensors, entries=entries)
 
 
@@ -210,19 +210,19 @@ def on_load_state(
 
 
 def on_stats(server: Server, caller: Caller, request: m.Stats, _: Sequence[torch.Tensor]) -> None:
-    reports = tuple(hosted.table.report() for hosted in server.hosted)
+    reports = tuple(served.table.report() for served in server.tables)
     server.answer(caller, request.seq, reports=reports)
 
 
 def on_leave(server: Server, caller: Caller, request: m.Leave, _: Sequence[torch.Tensor]) -> None:
-    for hosted in server.hosted:
-        hosted.end_follow(lambda one: one.caller is caller)
+    for served in server.tables:
+        served.end_follow(lambda one: one.caller is caller)
     server.answer(caller, request.seq)
     server.drop(caller, vacates=False)
 
 
 def again(server: Server, caller: Caller, request: m.AnyRequest, reply: m.Reply) -> None:
-    """Answer what was handled before, in the same words; values are brought as they are now."""
+    """Repeat the answer to a request that was handled before, with today's values."""
     try:
         _again(server, caller, request, reply)
     except PacelineError as error:
@@ -235,13 +235,13 @@ def _again(server: Server, caller: Caller, request: m.AnyRequest, reply: m.Reply
         HANDLERS[type(request)](server, caller, request, ())
         return
     if not reply.error and isinstance(request, m.Push):
-        seats = server.find(request.table).seats
-        following, codec = seats.average_for(caller, request.shard)
+        buffers = server.find(request.table).buffers
+        following, codec = buffers.average_for(caller, request.shard)
         reply = msgspec.structs.replace(reply, codec=codec)
     elif not reply.error and (
         isinstance(request, m.Pull) or (isinstance(request, m.Commit) and request.reads)
     ):
-        following = server.find(request.table).seats.values_for(caller, request.into)
+        following = server.find(request.table).buffers.values_for(caller, request.into)
     server.repeat(caller, reply, following)
 
 

@@ -10,28 +10,28 @@ from collections.abc import Mapping
 
 import torch
 
-from paceline.ps.server.worker_clocks import Push
+from paceline.ps.server.worker_clocks import PushedGradient
 from paceline.ps.spec import ShardSpec
 
 _SHOWN = 5
 
 
 def is_finite(flat: torch.Tensor) -> bool:
-    """Say whether every number is finite; one pass, and no memory."""
+    """Return whether every number is finite; one pass, and no memory."""
     if not flat.numel():
         return True
     low, high = torch.aminmax(flat)  # both are NaN if any element is
     return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
 
 
-def culprits(spec: ShardSpec, pushes: Mapping[int, Push]) -> dict[int, list[str]]:
-    """Name the workers whose gradients of a shard are not finite, and the parameters."""
+def culprits(spec: ShardSpec, pushes: Mapping[int, PushedGradient]) -> dict[int, list[str]]:
+    """Return the workers whose gradients of a shard are not finite, and the parameters."""
     found = {worker: bad_parameters(spec, push) for worker, push in pushes.items()}
     return {worker: names for worker, names in found.items() if names}
 
 
-def bad_parameters(spec: ShardSpec, push: Push) -> list[str]:
-    """Name the parameters of a shard whose gradients are not finite."""
+def bad_parameters(spec: ShardSpec, push: PushedGradient) -> list[str]:
+    """Return the parameters of a shard whose gradients are not finite."""
     if is_finite(push.grad):
         return []
     return [
@@ -43,7 +43,7 @@ def bad_parameters(spec: ShardSpec, push: Push) -> list[str]:
 
 
 def describe(spec: ShardSpec, found: Mapping[int, list[str]]) -> str:
-    """Say which workers pushed which bad gradients; nobody means that only the sum is bad."""
+    """Return which workers pushed which bad gradients; nobody means that only the sum is bad."""
     where = f"a gradient in shard {spec.label!r} is NaN or infinite"
     if not found:
         return f"{where} (no worker's alone: the sum over the workers overflowed)"

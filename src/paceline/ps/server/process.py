@@ -1,16 +1,16 @@
 """The process of a parameter server: one loop over everything that can arrive.
 
-    wait for anything -> what other servers say -> what workers ask -> look around
+    wait -> messages of other servers -> requests of workers -> changes of the membership
 
-One thread decides everything. It holds a copy of some partitions (ps/replication/partition.py),
-with a line to each worker for those that it answers for, and a line to each other server. Who holds
-what comes from the membership; in a job that is not elastic that is one partition for each server,
-for good.
+One thread decides everything. It holds a copy of some partitions (ps/replication/partition.py), and
+has a connection to each worker for every partition whose primary it is, and one to each other
+server. The membership says which server holds which partition; in a job that is not elastic each
+server holds one partition, and that never changes.
 
-In an elastic job lines are formed in helper threads (ps/replication/connector.py), and memberships
-are handed over by the control thread; the loop takes both when it comes to it. There a worker is
-gone when the coordinator says so; otherwise also when its line is broken. The loop ends when all
-workers have left, or nobody needs this server any more.
+In an elastic job, helper threads form the connections (ps/replication/connector.py) and the control
+thread delivers memberships; the loop takes both at its next turn. There a worker is lost when the
+coordinator says so; otherwise also when its connection breaks. The loop ends when all workers have
+left, or when this server is no member any more.
 
 Threads: the loop's; `_on_changed` is called in the control thread.
 """
@@ -36,21 +36,21 @@ from paceline.observe.telemetry.trace import tracer
 from paceline.ps.connection import Connection, WorkerConnection, form_connection
 from paceline.ps.replication import messages as p
 from paceline.ps.replication.chain import Role
-from paceline.ps.replication.connector import Meetings
+from paceline.ps.replication.connector import Connector
 from paceline.ps.replication.partition import Departed, Partition
 from paceline.ps.replication.peers import Peers, form_peer_connection
 from paceline.ps.server.server import Server
 from paceline.ps.server.telemetry import Reports
 from paceline.runtime.config import JobEnv
 
-_TICK_S = 0.25  # how soon a worker's end is noticed
-_ELASTIC_TICK_S = 0.02  # how soon a change of the membership is
-_FORGET_S = 10.0  # for so long the memory of lost workers is kept
-_RETIRE_S = 30.0  # for so long a worker that was asked to leave may take part in its last step
-_AGAIN_S = 0.2  # until a line that could not be formed is tried again
+_TICK_S = 0.25  # how soon the end of a worker is noticed
+_ELASTIC_TICK_S = 0.02  # how soon a change of the membership is noticed
+_FORGET_S = 10.0  # how long the memory of lost workers is kept
+_RETIRE_S = 30.0  # how long a worker that was asked to leave may take for its last step
+_AGAIN_S = 0.2  # until the next attempt to form a connection
 
 
-class Host:
+class ServerProcess:
     """A server process."""
 
     def __init__(self, fabric: Fabric, env: JobEnv, agent: Agent | LocalAgent) -> None:
@@ -59,24 +59,28 @@ class Host:
         self.engine = fabric.engine
         self.partitions: dict[int, Partition] = {}
         self._fabric, self._agent = fabric, agent
-        self._control: Agent | None = None  # where a coordinator decides who is in the job
+        self._control: Agent | None = (
+            None  # in an elastic job: the coordinator decides on the members
+        )
         if env.is_elastic:
             assert isinstance(agent, Agent), "an elastic job has a coordinator"
             self._control = agent
         self._membership = fabric.membership
         self._peers = Peers(self._on_broken)
-        self._forgettable: list[tuple[float, set[int]]] = []  # when, whom
-        self._meetings: Meetings[Connection] = Meetings()
-        self._met: set[Hashable] = set()  # what is formed, or about to be
+        self._forgettable: list[tuple[float, set[int]]] = []  # time, ranks
+        self._connector: Connector[Connection] = Connector()
+        self._requested: set[Hashable] = (
+            set()
+        )  # keys of connections that are formed, or being formed
         self._retry: list[tuple[float, Hashable]] = []
         self._changes: deque[Changed] = deque()  # from the control thread
-        self._presence: dict[int, Presence] = {}  # as partitions have seen it
+        self._presence: dict[int, Presence] = {}  # that partitions have handled
         self._retiring: dict[int, float] = {}  # workers in their last step, and until when
         self._leaving: set[int] = set()  # ranks that left with their unit, and end by themselves
         self._ranks: frozenset[int] = frozenset()  # of the membership; as the next, for speed
         self._workers: tuple[int, ...] = ()
-        self._news = 0  # counts what partitions have to look at
-        self._adopted = 0  # the generation that the coordinator was told
+        self._num_changes = 0  # that partitions have to handle
+        self._adopted = 0  # the generation that was reported to the coordinator
         self._reports = Reports(self.rank, self.number, agent.report)
 
     # -- the loop -----------------------------------------------------------------------------
@@ -96,7 +100,7 @@ class Host:
     def _wait(self, works: list[_core.Work]) -> None:
         if works:
             _core.wait_any(works, self._tick_s())
-        else:  # nobody is met yet
+        else:  # there is no connection yet
             time.sleep(self._tick_s())
 
     def _works(self) -> list[_core.Work]:
@@ -107,12 +111,12 @@ class Host:
     def _tick_s(self) -> float:
         if not self.is_elastic:
             return _TICK_S
-        is_filling = any(one.is_filling for one in self.partitions.values())
-        return _ELASTIC_TICK_S / 4 if is_filling else _ELASTIC_TICK_S
+        is_sending_snapshot = any(one.is_sending_snapshot for one in self.partitions.values())
+        return _ELASTIC_TICK_S / 4 if is_sending_snapshot else _ELASTIC_TICK_S
 
     def _turn(self) -> None:
-        for peer, message, tensors in self._peers.hear(self._is_due, self._find_landing):
-            self._hear(peer, message, tensors)
+        for peer, message, tensors in self._peers.receive(self._is_due, self._find_landing):
+            self._receive(peer, message, tensors)
         for partition in self.partitions.values():
             partition.server.serve()
             if partition.server.broken:
@@ -122,27 +126,27 @@ class Host:
         for partition in self.partitions.values():
             partition.flush()
 
-    def _hear(self, peer: int, message: p.AnyMessage, tensors: Sequence[torch.Tensor]) -> None:
+    def _receive(self, peer: int, message: p.AnyMessage, tensors: Sequence[torch.Tensor]) -> None:
         partition = self._partition(message.partition)
         was_open = partition.replica.is_open
-        partition.hear(peer, message, tensors)
+        partition.receive(peer, message, tensors)
         if partition.replica.is_open and not was_open:
-            # A worker that came with the change which made this server the primary has to be
-            # known before it is listened to.
+            # A worker that joined with the change that made this server the primary has to be
+            # known before its requests are handled.
             partition.see(self._membership)
 
     def _is_due(self, message: p.AnyMessage) -> bool:
-        """Say whether this server knows the membership that another one speaks of."""
+        """Return whether this server knows the generation of a message."""
         return message.generation <= self._membership.generation
 
     def _find_landing(self, message: p.AnyMessage) -> Sequence[torch.Tensor]:
-        if isinstance(message, p.Sees):
+        if isinstance(message, p.VisibleWorkers):
             return ()
         return self._partition(message.partition).find_peer_landing(message)
 
     def _is_over(self) -> bool:
         if self._control is None:
-            return not any(server.lines for server in self._servers())
+            return not any(server.connections for server in self._servers())
         if self._control.ending is not None:
             raise self._control.ending
         if self.rank not in self._ranks:
@@ -154,11 +158,11 @@ class Host:
         now_s = time.monotonic()
         if self.is_elastic:
             self._adopt_changes()
-            self._take_lines(now_s)
+            self._take_connections(now_s)
         self._see()
         if self.is_elastic:
-            self._tell_adopted()
-            for rank, why in self._peers.accused(now_s, self._ranks):
+            self._report_adopted()
+            for rank, why in self._peers.unreachable(now_s, self._ranks):
                 self._agent.accuse(rank, why)
             self._forget(now_s)
         if self._reports.check(self._servers(), now_s):
@@ -168,15 +172,15 @@ class Host:
     # -- membership ---------------------------------------------------------------------------
 
     def _see(self) -> None:
-        """Let partitions look at who is there, if anything can have changed for them."""
+        """Let partitions handle changes of the membership, if there may be any."""
         for rank in [r for r, until_s in self._retiring.items() if time.monotonic() >= until_s]:
             del self._retiring[rank]
-            self._news += 1
+            self._num_changes += 1
         if self._fabric.presence != self._presence:
             self._presence = dict(self._fabric.presence)
-            self._news += 1
+            self._num_changes += 1
         for partition in self.partitions.values():
-            state = (self._news, partition.replica.is_open)
+            state = (self._num_changes, partition.replica.is_open)
             if partition.seen != state:
                 partition.seen = state
                 partition.see(self._membership)
@@ -188,14 +192,14 @@ class Host:
         while self._changes:
             changed = self._changes.popleft()
             lost = tuple(loss.rank for loss in changed.lost)
-            # Who has left with its unit is not stopped: it ends by itself, with what it has to say.
+            # A worker that left with its unit is not stopped: it exits by itself, and may log.
             self._leaving.update(loss.rank for loss in changed.lost if loss.kind.is_willing)
             if changed.membership.generation > self._membership.generation:
                 self._adopt(changed.membership, lost)
         newest = self._agent.membership
         if newest is not None and newest.generation > self._membership.generation:
             gone = set(self._membership.ranks) - set(newest.ranks)
-            self._adopt(newest, tuple(gone))  # told when the coordinator came back
+            self._adopt(newest, tuple(gone))  # announced when the coordinator was restarted
 
     def _adopt(self, membership: Membership, lost: Sequence[int]) -> None:
         if membership.generation > self._fabric.membership.generation:
@@ -208,7 +212,7 @@ class Host:
             if rank not in membership.ranks and rank not in lost:
                 self._retiring[rank] = time.monotonic() + _RETIRE_S
         self._ranks, self._workers = frozenset(membership.ranks), membership.workers
-        self._news += 1
+        self._num_changes += 1
         for rank in self._peers:
             if rank not in self._ranks:
                 self._peers.remove(rank)
@@ -220,7 +224,7 @@ class Host:
                 self._partition(index).adopt(membership)
                 if before.primary_since(index) != membership.primary_since(index):
                     self._hang_up(index)
-        self._form_lines()
+        self._form_connections()
 
     def _partition(self, index: int) -> Partition:
         if index not in self.partitions:
@@ -230,7 +234,7 @@ class Host:
                 made.replica.connected(peer)
         return self.partitions[index]
 
-    def _tell_adopted(self) -> None:
+    def _report_adopted(self) -> None:
         assert self._control is not None
         generation = self._membership.generation
         if generation > self._adopted and all(
@@ -240,7 +244,7 @@ class Host:
             self._control.adopted(generation)
 
     def _forget(self, now_s: float) -> None:
-        """Drop the memory of those who are gone, when no copy can still be told to look there."""
+        """Drop the memory of lost workers, when no copy can be asked to read it any more."""
         while self._forgettable and self._forgettable[0][0] <= now_s:
             for rank in self._forgettable.pop(0)[1]:
                 self._fabric.forget(rank)
@@ -250,34 +254,40 @@ class Host:
         if presence is not None and presence.is_gone:
             return Departed(presence.words, has_left=presence.state == "left")
         is_here = rank in self._ranks or rank in self._retiring
-        return None if is_here else Departed("it is out of the job")
+        return None if is_here else Departed("it is not in the job any more")
 
-    # -- lines --------------------------------------------------------------------------------
+    # -- connections --------------------------------------------------------------------------
 
-    def _form_lines(self) -> None:
+    def _form_connections(self) -> None:
         membership = self._membership
         for index, partition in self.partitions.items():
             if membership.holders[index][:1] != (self.rank,):
                 continue
             for rank in membership.workers:
                 if self.is_elastic:
-                    self._meet(("worker", index, membership.primary_since(index), rank))
+                    self._request_connection(
+                        ("worker", index, membership.primary_since(index), rank)
+                    )
                 else:
                     pair = form_connection(self._fabric, membership, index, rank, self.rank)
-                    partition.server.lines[rank] = WorkerConnection(pair, rank)
+                    partition.server.connections[rank] = WorkerConnection(pair, rank)
         if self.is_elastic:
             for rank in membership.servers:
                 if rank != self.rank:
-                    self._meet(("server", rank))
+                    self._request_connection(("server", rank))
             for rank in membership.workers:
                 if membership.member(rank).host_id == self._fabric.me.host_id:
-                    self._meet(("link", rank))
+                    self._request_connection(("link", rank))
 
-    def _meet(self, key: tuple[Any, ...]) -> None:
+    def _request_connection(self, key: tuple[Any, ...]) -> None:
         rank, membership = key[-1], self._membership
-        if key in self._met or rank not in membership.ranks or self.departed(rank) is not None:
+        if (
+            key in self._requested
+            or rank not in membership.ranks
+            or self.departed(rank) is not None
+        ):
             return
-        self._met.add(key)
+        self._requested.add(key)
         form: Callable[[], Connection | None]
         if key[0] == "link":
 
@@ -292,65 +302,70 @@ class Host:
             def form() -> Connection:
                 return form_connection(self._fabric, membership, key[1], rank, self.rank)
 
-        self._meetings.arrange(rank, key, form)
+        self._connector.arrange(rank, key, form)
 
-    def _take_lines(self, now_s: float) -> None:
-        for key, formed in self._meetings.take():
+    def _take_connections(self, now_s: float) -> None:
+        for key, formed in self._connector.take():
             if isinstance(formed, PacelineError):
                 self._retry.append((now_s + _AGAIN_S, key))
             else:
-                self._take_line(key, formed)
+                self._take_connection(key, formed)
         due = [key for at_s, key in self._retry if at_s <= now_s]
         self._retry = [one for one in self._retry if one[0] > now_s]
         for key in due:
-            self._met.discard(key)
-            self._meet(key)  # type: ignore[arg-type]
+            self._requested.discard(key)
+            self._request_connection(key)  # type: ignore[arg-type]
 
-    def _take_line(self, key: Any, pair: Connection | None) -> None:
+    def _take_connection(self, key: Any, pair: Connection | None) -> None:
         if pair is None:
             self._on_linked(key[1])
         elif key[-1] not in self._membership.ranks:
             pair.close()
         elif key[0] == "server":
             self._peers.add(key[1], pair)
-            self._tell_sight([key[1]])
+            self._send_visible_workers([key[1]])
             for partition in self.partitions.values():
                 partition.replica.connected(key[1])
         else:
             _, index, since, rank = key
             is_current = self._membership.primary_since(index) == since
             if is_current and self._membership.holders[index][:1] == (self.rank,):
-                self.partitions[index].server.lines[rank] = WorkerConnection(pair, rank)
+                self.partitions[index].server.connections[rank] = WorkerConnection(pair, rank)
             else:
                 pair.close()
 
     def _on_linked(self, rank: int) -> None:
-        """A worker's memory can be seen from now on."""
+        """Note that a worker's memory can be seen from now on."""
         for partition in self.partitions.values():
             caller = partition.server.callers.get(rank)
             if caller is not None:
                 caller.is_here = True
-        self._tell_sight(self._peers)
+        self._send_visible_workers(self._peers)
 
-    def _tell_sight(self, peers: Iterable[int]) -> None:
+    def _send_visible_workers(self, peers: Iterable[int]) -> None:
         seen = tuple(rank for rank in self._workers if self._fabric.is_linked(rank))
-        self._peers.tell_sight(peers, self._membership.generation, seen)
+        self._peers.send_visible_workers(peers, self._membership.generation, seen)
 
     def _hang_up(self, index: int) -> None:
-        """End the lines of a partition that has another primary, or the same one anew."""
+        """Close the connections of a partition whose primary is new."""
         server = self.partitions[index].server
-        for rank in list(server.lines):
+        for rank in list(server.connections):
             server.hang_up(rank)
 
     def _on_broken(self, peer: int, why: str) -> None:
-        self.say(f"the line to rank {peer} is broken: {why}")
+        self.log(f"lost its connection to {self._peer_name(peer)}: {why}")
         self._disconnect(peer)
+
+    def _peer_name(self, rank: int) -> str:
+        if rank not in self._membership.ranks:
+            return f"rank {rank}"
+        return f"server {self._membership.member(rank).number} (rank {rank})"
 
     def _disconnect(self, peer: int) -> None:
         for partition in self.partitions.values():
             partition.replica.disconnected(peer)
 
-    # -- what partitions ask for --------------------------------------------------------------
+    # -- the context of partitions -----------------------------------------------------------
 
     def is_here(self, rank: int) -> bool:
         return self._fabric.is_linked(rank)
@@ -364,11 +379,11 @@ class Host:
     def backlog(self, peer: int) -> int:
         return self._peers.backlog(peer)
 
-    def tell_in_sync(self, partition: int, generation: int) -> None:
+    def report_in_sync(self, partition: int, generation: int) -> None:
         assert self._control is not None
         self._control.in_sync(partition, generation)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self._agent.report(Note(self.rank, f"server {self.number}: {text}"))
 
     def _servers(self) -> list[Server]:
@@ -377,5 +392,5 @@ class Host:
     def _send_reports(self) -> None:
         for partition in self.partitions.values():
             if partition.replica.role is Role.PRIMARY:
-                for hosted in partition.server.hosted:
-                    self._agent.report(hosted.table.report())
+                for served in partition.server.tables:
+                    self._agent.report(served.table.report())

@@ -1,17 +1,18 @@
-"""One server's copy of a partition: its lines, its tables, and what it does with a request.
+"""One server's copy of a partition: its connections, its tables, and how it handles requests.
 
-    an arrival -> its handler changes a table -> whoever waited for that change is answered
+    a request arrives -> its handler changes a table -> parked requests that waited are answered
 
-Requests come one after the other, so every table sees its requests one after the other, and a
-reader never sees half of an update (large ones are computed by a few threads, cache_blocks.py). The
-requests of a step are in table_requests.py, all others in handlers.py, the mathematics in table.py.
+Requests are handled one at a time, so a reader never sees half of an update (large updates are
+computed by a few threads, optimizer.py). The requests of a step are in table_requests.py, all
+others in handlers.py, the updates in table.py.
 
-A copy that is ALONE applies a request as it comes, and answers it. Where there are more, a request
-becomes an entry of the log that all of them apply in the same order (ps/replication/partition.py,
-ps/replication/replication.py), and its answer leaves when all have it.
+A copy that is ALONE applies a request when it arrives, and answers it. With several copies a
+request becomes an entry of the log that all of them apply in the same order
+(ps/replication/partition.py, ps/replication/replication.py), and its answer leaves when all have
+applied it.
 
-A worker that is gone is dropped: what it pushed without committing is gone, the others no longer
-wait for it; or its place stays vacant until another one takes it over.
+A worker that is lost is dropped: what it pushed without committing is discarded, and the other
+workers no longer wait for it; or its slot stays open until a replacement takes it.
 
 Threads: none; the loop of the process (process.py) calls.
 """
@@ -36,28 +37,26 @@ from paceline.ps.replication import messages as p
 from paceline.ps.replication.applied import REMEMBERED
 from paceline.ps.replication.replication import Replica
 from paceline.ps.server.handlers import HANDLERS
-from paceline.ps.server.table_requests import STEP, Hosted
+from paceline.ps.server.table_requests import STEP, ServedTable
 from paceline.ps.server.telemetry import Load, ServerSpans
 from paceline.ps.server.worker_memory import Caller
 from paceline.ps.state_wire import landing
 
 
 @dataclass
-class Asked:
-    """A request, its tensors, or why those cannot be had."""
+class ServerRequest:
+    """A request, its tensors, or why they cannot be used."""
 
     request: m.AnyRequest
     tensors: Sequence[torch.Tensor] = ()
     refusal: PacelineError | None = None
     # With a commit: what was pushed and is read in place, for copies that cannot do so.
     late: Sequence[tuple[int, torch.Tensor]] = ()
-    how: str = (
-        ""  # on a backup, until its turn: how it gets the tensors; see ps/replication/wire.py
-    )
+    how: str = ""  # on a backup, until it is applied: how it gets the tensors; replication/wire.py
 
 
-class Surroundings(Protocol):
-    """What a copy needs to know of its process."""
+class ServerContext(Protocol):
+    """What a copy needs from its process."""
 
     @property
     def engine(self) -> _core.Engine: ...
@@ -66,174 +65,172 @@ class Surroundings(Protocol):
     def is_here(self, rank: int) -> bool:
         """Return whether a process is on this host."""
 
-    def say(self, text: str) -> None:
-        """Tell whoever watches the job."""
+    def log(self, text: str) -> None:
+        """Send a line to the launcher's log."""
 
 
 class Server:
-    """The tables of one partition, and who uses them."""
+    """The tables of one partition, and the workers that use them."""
 
-    num_workers = 0  # in a job that does not change
+    num_workers = 0  # in a job that is not elastic
 
     def __init__(
         self,
         index: int,
-        surroundings: Surroundings,
+        context: ServerContext,
         replica: Replica,
-        share: Callable[[int, Asked | p.Event], None],
+        share: Callable[[int, ServerRequest | p.Event], None],
     ) -> None:
-        """`share(rank, ...)` lets all copies apply a request of a worker, or an event."""
+        """`share(rank, ...)` adds a request of a worker, or an event, to the log of all copies."""
         self.index = index
-        self.surroundings = surroundings
-        self.lines: dict[int, WorkerConnection] = {}  # by the worker's rank
-        self.broken: list[
-            tuple[WorkerConnection, PeerError]
-        ] = []  # lines that are of no use any more
+        self.context = context
+        self.connections: dict[int, WorkerConnection] = {}  # by the worker's rank
+        self.broken: list[tuple[WorkerConnection, PeerError]] = []  # connections that failed
         self.load = Load()
         self.callers: dict[int, Caller] = {}  # by rank
-        self.gone: set[int] = set()  # ranks that will not come back
-        self.hosted: list[Hosted] = []  # by number
-        self.by_name: dict[str, Hosted] = {}
-        self.brings = True  # values to workers: this copy is the primary
+        self.gone: set[int] = set()  # ranks that have left for good
+        self.tables: list[ServedTable] = []  # by number
+        self.by_name: dict[str, ServedTable] = {}
+        self.delivers_values = True  # to workers: this copy is the primary
         self._replica, self._applied, self._share = replica, replica.applied, share
         self._leaving: dict[int, int] = {}  # by rank: the number of its Leave
         self._spans = ServerSpans()
 
     def clear(self) -> None:
-        """Have no tables, and know nobody."""
-        for memory in (self.callers, self.gone, self.hosted, self.by_name):
+        """Forget all tables and workers."""
+        for memory in (self.callers, self.gone, self.tables, self.by_name):
             memory.clear()
 
-    # -- lines --------------------------------------------------------------------------------
+    # -- connections --------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
-        """Whether workers are listened to."""
+        """Whether requests of workers are handled."""
         return self._replica.is_alone or self._replica.is_open
 
     def works(self) -> Iterator[_core.Work]:
         """Yield what this copy waits for from workers."""
         if self.is_open:
-            for line in self.lines.values():
-                yield from line.works()
+            for connection in self.connections.values():
+                yield from connection.works()
 
     def serve(self) -> None:
-        """Handle what has come from workers."""
+        """Handle what has arrived from workers."""
         if self.is_open:
-            for line in list(self.lines.values()):
-                self.serve_line(line)
+            for connection in list(self.connections.values()):
+                self.serve_connection(connection)
 
-    def serve_line(self, line: WorkerConnection) -> None:
-        """Handle what has come from one worker."""
+    def serve_connection(self, connection: WorkerConnection) -> None:
+        """Handle what has arrived from one worker."""
         try:
-            for arrival in line.arrivals(self._find_landing):
-                self._take(line, arrival)
-                if self.lines.get(line.rank) is not line:
+            for arrival in connection.arrivals(self._find_landing):
+                self._take(connection, arrival)
+                if self.connections.get(connection.rank) is not connection:
                     return
         except BadFrame as error:
-            self._mute(line, error)
+            self._mute(connection, error)
         except PeerError as error:
-            self.broken.append((line, error))
+            self.broken.append((connection, error))
 
-    def _take(self, line: WorkerConnection, arrival: RequestArrival) -> None:
+    def _take(self, connection: WorkerConnection, arrival: RequestArrival) -> None:
         started_s, request = time.perf_counter(), arrival.request
-        if line.rank not in self.callers:  # it was dropped; a Leave may still come
+        if connection.rank not in self.callers:  # it was dropped; its Leave may still arrive
             refused = "" if isinstance(request, m.Leave) else ProtocolError.__name__
-            line.reply(m.Reply(request.seq, error=refused, text="this worker counts as gone"))
+            connection.reply(m.Reply(request.seq, error=refused, text="this worker counts as gone"))
             return
-        self.take(line.rank, Asked(request, arrival.tensors, arrival.refusal))
+        self.take(connection.rank, ServerRequest(request, arrival.tensors, arrival.refusal))
         self.load.requests += 1
         for tensor in arrival.tensors:
             self.load.num_bytes += tensor.nbytes
         self.load.busy_s += time.perf_counter() - started_s
 
-    def take(self, rank: int, asked: Asked) -> None:
-        """Apply a new request at once if this copy is alone; else it is for all of them."""
-        client, seq = self._applied.clients.get(rank), asked.request.seq
+    def take(self, rank: int, received: ServerRequest) -> None:
+        """Apply a new request at once if this copy is alone; else let all copies apply it."""
+        client, seq = self._applied.clients.get(rank), received.request.seq
         if not self._replica.is_alone or client is None or seq <= client.last:
-            self._share(rank, asked)  # there it is known what was answered before
+            self._share(rank, received)  # the log knows what was answered before
             return
         client.last = seq
         self._applied.index += 1
-        self.apply(self.callers[rank], asked)
+        self.apply(self.callers[rank], received)
 
-    def _find_landing(self, line: WorkerConnection, request: m.AnyRequest) -> Landing:
-        caller = self.callers.get(line.rank)
+    def _find_landing(self, connection: WorkerConnection, request: m.AnyRequest) -> Landing:
+        caller = self.callers.get(connection.rank)
         return Landing() if caller is None else self.find_landing(caller, request, is_sent=False)
 
-    def _mute(self, line: WorkerConnection, error: BadFrame) -> None:
-        """Go on without a worker that says what cannot be read: nobody knows what it wanted."""
-        caller = self.callers.get(line.rank)
-        who = line.rank if caller is None else caller.worker
+    def _mute(self, connection: WorkerConnection, error: BadFrame) -> None:
+        """Drop a worker whose messages cannot be decoded."""
+        caller = self.callers.get(connection.rank)
+        who = connection.rank if caller is None else caller.worker
         said = f"has stopped listening to worker {who}: {error}"
-        self.surroundings.say(said)
+        self.context.log(said)
         if caller is not None:
-            self._share(line.rank, p.Gone(line.rank))
+            self._share(connection.rank, p.WorkerGone(connection.rank))
         try:
-            line.mute(
+            connection.mute(
                 f"server {self.index} {said}. Do all processes run the same version of Paceline?"
             )
         except PeerError as lost:
-            self.broken.append((line, lost))
+            self.broken.append((connection, lost))
 
     def deliver(
         self, rank: int, seq: int, reply: m.Reply, deliveries: Sequence[torch.Tensor]
     ) -> None:
-        """Send an answer to a worker, if there is a line to it."""
-        line = self.lines.get(rank)
-        if line is None:
+        """Send an answer to a worker, if it is connected."""
+        connection = self.connections.get(rank)
+        if connection is None:
             return
         if deliveries:
             reply = msgspec.structs.replace(reply, delivers=True)
         try:
-            line.reply(reply, deliveries)
+            connection.reply(reply, deliveries)
         except PeerError as error:
-            self.broken.append((line, error))
+            self.broken.append((connection, error))
         if self._leaving and self._leaving.get(rank) == seq:
             self.hang_up(rank)
 
     def hang_up(self, rank: int) -> None:
-        """End the line to a worker."""
-        line = self.lines.pop(rank, None)
+        """Close the connection to a worker."""
+        connection = self.connections.pop(rank, None)
         self._leaving.pop(rank, None)
-        if line is not None:
-            line.close()
+        if connection is not None:
+            connection.close()
 
     # -- requests -----------------------------------------------------------------------------
 
-    def apply(self, caller: Caller, asked: Asked) -> None:
+    def apply(self, caller: Caller, received: ServerRequest) -> None:
         """Handle a request, the same on every copy."""
-        is_last = isinstance(asked.request, m.Leave)
+        is_last = isinstance(received.request, m.Leave)
         if is_last:
-            self._leaving[caller.rank] = asked.request.seq
-        if tracer.is_planned and self.brings:
-            self._handle_traced(caller, asked)
+            self._leaving[caller.rank] = received.request.seq
+        if tracer.is_planned and self.delivers_values:
+            self._handle_traced(caller, received)
         else:
-            self._handle(caller, asked)
+            self._handle(caller, received)
         if is_last:
             self._applied.forget(caller.rank)
 
-    def _handle_traced(self, caller: Caller, asked: Asked) -> None:
-        request, num_bytes = asked.request, sum(tensor.nbytes for tensor in asked.tensors)
+    def _handle_traced(self, caller: Caller, received: ServerRequest) -> None:
+        request, num_bytes = received.request, sum(tensor.nbytes for tensor in received.tensors)
         with self._spans.handling(caller, request, num_bytes):
-            self._handle(caller, asked)
+            self._handle(caller, received)
             if isinstance(request, m.Push) and not self._is_averaged(request):
                 self._spans.unanswered(caller, request.seq)
 
     def _is_averaged(self, push: m.Push) -> bool:
-        is_known = 0 <= push.table < len(self.hosted)
-        return is_known and self.hosted[push.table].table.spec.rule.aggregate
+        is_known = 0 <= push.table < len(self.tables)
+        return is_known and self.tables[push.table].table.spec.rule.aggregate
 
-    def _handle(self, caller: Caller, asked: Asked) -> None:
-        request = asked.request
+    def _handle(self, caller: Caller, received: ServerRequest) -> None:
+        request = received.request
         try:
-            if asked.refusal is not None:
-                raise asked.refusal
+            if received.refusal is not None:
+                raise received.refusal
             step = STEP.get(type(request))
             if step is not None:
-                step(self.find(request.table), caller, request, asked.tensors)  # type: ignore[union-attr]
+                step(self.find(request.table), caller, request, received.tensors)  # type: ignore[union-attr]
             else:
-                HANDLERS[type(request)](self, caller, request, asked.tensors)
+                HANDLERS[type(request)](self, caller, request, received.tensors)
         except PacelineError as error:
             self.refuse(caller, request, error)
         except Exception as error:  # a request must not take the other workers' server with it
@@ -242,22 +239,22 @@ class Server:
             text = f"server {self.index} cannot handle {what}; its own output says where"
             self.refuse(caller, request, ProtocolError(text))
 
-    def find_tensors(self, caller: Caller, asked: Asked) -> None:
-        """On a backup, when it is a request's turn: get hold of what was not sent with it."""
-        how, asked.how, request = asked.how, "", asked.request
+    def find_tensors(self, caller: Caller, received: ServerRequest) -> None:
+        """On a backup, before a request is applied: find the tensors that were not sent with it."""
+        how, received.how, request = received.how, "", received.request
         if how:
-            asked.tensors = self.find_landing(caller, request, is_sent=how == "late").tensors
-        if asked.late and isinstance(request, m.Commit) and not self.brings:
+            received.tensors = self.find_landing(caller, request, is_sent=how == "late").tensors
+        if received.late and isinstance(request, m.Commit) and not self.delivers_values:
             table = self.find(request.table).table
-            for shard, grad in asked.late:
+            for shard, grad in received.late:
                 table.renew(caller.worker, shard, grad)
 
     def refuse(self, caller: Caller, request: m.AnyRequest, error: PacelineError) -> None:
-        """Answer with an error; a push that nobody waits for is refused with its commit."""
-        if isinstance(request, m.Push) and 0 <= request.table < len(self.hosted):
-            hosted = self.hosted[request.table]
-            if not hosted.table.spec.rule.aggregate:
-                hosted.refusals.setdefault(caller.worker, error)
+        """Answer with an error; a push without a reply is refused with its commit."""
+        if isinstance(request, m.Push) and 0 <= request.table < len(self.tables):
+            served = self.tables[request.table]
+            if not served.table.spec.rule.aggregate:
+                served.refusals.setdefault(caller.worker, error)
                 return
         self.answer(caller, request.seq, error=type(error).__name__, text=str(error))
 
@@ -272,7 +269,7 @@ class Server:
     def repeat(
         self, caller: Caller, reply: m.Reply, deliveries: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Give an answer, which may have been given before; it leaves when all copies have it."""
+        """Send an answer, perhaps for the second time; it leaves when all copies have it."""
         if not self._replica.is_alone:
             self._replica.answer(caller.rank, reply.seq, reply, deliveries)
             return
@@ -287,65 +284,65 @@ class Server:
         if isinstance(request, m.Assign | m.Push | m.Replace):
             return self.find(request.table).landing(caller, request, is_sent=is_sent)
         if isinstance(request, m.LoadState):
-            pieces = self.find(request.table).seats.spec_of(request.shard).pieces
+            pieces = self.find(request.table).buffers.spec_of(request.shard).pieces
             return Landing(landing(request.entries, pieces), follow=True)
         return Landing()
 
-    def find(self, number: int) -> Hosted:
+    def find(self, number: int) -> ServedTable:
         """Return a table by its number."""
-        if not 0 <= number < len(self.hosted):
+        if not 0 <= number < len(self.tables):
             raise UnknownKey(f"server {self.index} has no table {number}: open it first")
-        return self.hosted[number]
+        return self.tables[number]
 
-    def bring(self, brings: bool) -> None:
+    def set_delivering(self, delivers_values: bool) -> None:
         """Bring values to workers from now on, or not."""
-        if brings != self.brings:
-            self.brings = brings
-            for hosted in self.hosted:
-                hosted.seats.brings = brings
+        if delivers_values != self.delivers_values:
+            self.delivers_values = delivers_values
+            for served in self.tables:
+                served.buffers.delivers_values = delivers_values
 
-    # -- who is there -------------------------------------------------------------------------
+    # -- workers ------------------------------------------------------------------------------
 
     def enter(self, rank: int, worker: int) -> None:
-        """Know a worker from now on."""
-        self.callers[rank] = Caller(rank, worker, self.surroundings.is_here(rank))
+        """Register a worker."""
+        self.callers[rank] = Caller(rank, worker, self.context.is_here(rank))
 
     def drop(self, caller: Caller, *, vacates: bool) -> None:
-        """Go on without a worker; `vacates`: its places wait for another one."""
+        """Drop a worker; `vacates`: its slots wait for a replacement."""
         self.callers.pop(caller.rank, None)
         self.gone.add(caller.rank)
-        for hosted in self.hosted:
-            hosted.forget(caller)
+        for served in self.tables:
+            served.forget(caller)
             if vacates:
-                hosted.table.vacate(caller.worker)
+                served.table.vacate(caller.worker)
             else:
-                hosted.table.leave(caller.worker)
-            if hosted.maker == caller.worker and not hosted.table.is_ready and not vacates:
-                self._abandon(hosted)
+                served.table.leave(caller.worker)
+            if served.maker == caller.worker and not served.table.is_ready and not vacates:
+                self._abandon(served)
         self._release_all()
 
     def close(self, worker: int) -> None:
-        """Give up a place that was vacant: nobody will take it."""
-        for hosted in self.hosted:
-            if worker in hosted.table.vacant:
-                hosted.table.leave(worker)
+        """Close an open slot: there will be no replacement."""
+        for served in self.tables:
+            if worker in served.table.vacant:
+                served.table.leave(worker)
         self._release_all()
 
     @property
     def vacant(self) -> set[int]:
-        """The numbers of workers whose places wait for others."""
-        return {worker for hosted in self.hosted for worker in hosted.table.vacant}
+        """The numbers of workers whose slots wait for a replacement."""
+        return {worker for served in self.tables for worker in served.table.vacant}
 
     def _release_all(self) -> None:
-        for hosted in self.hosted:
-            hosted.release_averages()
-            hosted.release()
+        for served in self.tables:
+            served.release_averages()
+            served.release()
 
-    def _abandon(self, hosted: Hosted) -> None:
-        """Forget a table whose maker is gone before it gave values; others wait for those."""
-        name = hosted.table.spec.name
+    def _abandon(self, served: ServedTable) -> None:
+        """Forget a table whose maker left before it gave values, which other workers wait for."""
+        name = served.table.spec.name
         self.by_name.pop(name, None)
-        for parked in hosted.followers:
-            text = f"key {name!r} has no value: worker {hosted.maker}, which made it, is gone"
+        for parked in served.followers:
+            text = f"key {name!r} has no value: worker {served.maker}, which made it, is gone"
             self.answer(parked.caller, parked.seq, error="UnknownKey", text=text)
-        hosted.followers.clear()
+        served.followers.clear()

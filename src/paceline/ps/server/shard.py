@@ -17,8 +17,7 @@ from paceline.compress.kernels import Draw
 from paceline.compress.sign_bits import majority
 from paceline.errors import ShapeMismatch, UnknownKey, UsageError
 from paceline.ps.packing import MeanPackets
-from paceline.ps.server.cache_blocks import GrainedOptimizer, OnDone
-from paceline.ps.server.optimizer import Settings, StateEntry
+from paceline.ps.server.optimizer import OnDone, Settings, ShardOptimizer, StateEntry
 from paceline.ps.server.precision import (
     FLOATING,
     Scratch,
@@ -55,9 +54,9 @@ class Shard:
         self._num_unpacked = 0  # workers that the average is of, if it can still be packed
         self.is_assigned = False
         self._scratch = scratch
-        self._optimizer: GrainedOptimizer | None = None  # tables of deltas and values have none
+        self._optimizer: ShardOptimizer | None = None  # tables of deltas and values have none
         if rule.push == "grad":
-            self._optimizer = GrainedOptimizer(table.optimizer, spec.pieces, self._workplace())
+            self._optimizer = ShardOptimizer(table.optimizer, spec.pieces, self._workplace())
 
     # -- values -------------------------------------------------------------------------------
 

@@ -1,23 +1,23 @@
-"""The synchronous way: the workers' mean is applied, once per step.
+"""Synchronous updates: the workers' mean is applied, once per step.
 
-A shard is REDUCED once every live worker has pushed it: its average is then known, and may be shown
-to the workers, clipped by them and replaced. When all have committed, the optimizer runs once. A
-worker that leaves lowers the number that is waited for; what it pushed counts only where the
-average is known already.
+A shard is REDUCED once every live worker has pushed it: its average is then known, and workers may
+read, clip and replace it. When all have committed, the optimizer runs once. A worker that leaves
+lowers the number of workers to wait for; what it pushed counts only where the average is known
+already.
 
-The first worker is the SPEAKER: all clip the same averages in the same way, and it tells the server
-how. If it leaves between an average and its commit, nobody knows what the others have made of the
-averages: that step is left out. In an elastic job all speak (and say the same), so that nothing
-depends on one.
+The first worker is the SPEAKER: all workers clip the same averages in the same way, and the speaker
+sends the result. If it leaves between an average and its commit, the server cannot know how the
+averages were changed: that step is skipped. In an elastic job all workers send their (equal)
+results, so that nothing depends on one worker.
 
-A script may leave steps out (a GradScaler does, when it finds an infinite gradient): its workers
-then push the same step again, which begins the shard anew.
+A script may skip steps (a GradScaler does, when it finds an infinite gradient): its workers then
+push the same step again, which restarts the shard.
 
 A worker that JOINS takes part at once, also in a step that is under way: shards that are averaged
-already go without it, which it is only told. (If it began with the next step, it would begin with
-another one on each server, for a step does not begin everywhere at once.) A lost worker's place may
-also stay VACANT until another one takes it over and repeats the step. What of that step counted
-already is then not counted again: pushes that are in an average, the commit.
+already do without it, and it only gets the reply. (If it began with the next step, it would begin
+with a different one on each server, for a step does not begin everywhere at once.) A lost worker's
+slot may also stay VACANT until a replacement repeats the step. What of that step counted already is
+then not counted again: pushes that are in an average, and the commit.
 """
 
 from __future__ import annotations
@@ -27,33 +27,35 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 
 from paceline.errors import UsageError
-from paceline.ps.replication.snapshot_format import BarrierForm
-from paceline.ps.server import non_finite as health
+from paceline.ps.replication.messages import SynchronousState
+from paceline.ps.server import non_finite
 from paceline.ps.server.precision import Scratch
 from paceline.ps.server.shard import Shard
-from paceline.ps.server.worker_clocks import Ledger, Push
+from paceline.ps.server.worker_clocks import PushedGradient, WorkerRecords
 from paceline.ps.spec import TableSpec
 
 
-class Barrier:
+class SynchronousUpdates:
     """Averages what the workers push, and applies the average when all have committed."""
 
     def __init__(
-        self, spec: TableSpec, shards: Sequence[Shard], ledger: Ledger, _scratch: Scratch
+        self, spec: TableSpec, shards: Sequence[Shard], records: WorkerRecords, _scratch: Scratch
     ) -> None:
         self._spec = spec
         self._shards = shards
-        self._ledger = ledger
-        self._clocks = ledger.clocks
-        self._pushes: list[dict[int, Push]] = [{} for _ in shards]
-        self._means: list[Push | None] = [None for _ in shards]  # kept until the next push
+        self._records = records
+        self._clocks = records.clocks
+        self._pushes: list[dict[int, PushedGradient]] = [{} for _ in shards]
+        self._means: list[PushedGradient | None] = [
+            None for _ in shards
+        ]  # kept until the next push
         self._committed: set[int] = set()
-        self._verdicts: dict[int, str] = {}  # by shard: why the step must not be applied
+        self._problems: dict[int, str] = {}  # by shard: why the step must not be applied
         self._notices: dict[int, str] = {}  # by shard: what was left out of its average
-        self._orphaned = ""  # why the step under way cannot be applied: its speaker is gone
-        # (worker, shard): its next push comes too late, or for the second time.
+        self._orphaned = ""  # why the step cannot be applied: its speaker has left
+        # (worker, shard): its next push is too late, or a repetition.
         self._counted: set[tuple[int, int]] = set()
-        self._inherited: set[int] = set()  # workers whose commit a successor will repeat
+        self._inherited: set[int] = set()  # workers whose commit a replacement will repeat
         self._ended: dict[int, tuple[tuple[int, ...], str]] = {}  # by shard: see `last_average`
         self._last_clock = 0  # of the step that ended last
 
@@ -63,26 +65,26 @@ class Barrier:
         """Return whether a worker has ended the step that its clock is in."""
         return worker in self._committed and worker not in self._inherited
 
-    def push(self, worker: int, number: int, push: Push) -> bool:
-        """Take a worker's part of an average; true: it waits for that."""
+    def push(self, worker: int, number: int, push: PushedGradient) -> bool:
+        """Add a worker's gradient to an average; true: the worker waits for the average."""
         if (worker, number) in self._counted:
             self._counted.discard((worker, number))
             return True
         if self._means[number] is not None:
             self._begin_anew(worker, number)
         grad = self._shards[number].widened(worker, push.grad)
-        self._pushes[number][worker] = Push(grad, push.absent)
+        self._pushes[number][worker] = PushedGradient(grad, push.absent)
         self._reduce_if_complete(number)
         return True
 
     def ignores(self, _worker: int) -> bool:
-        """Say whether the step that a worker is in does not count; here all do."""
+        """Return whether a worker's step does not count; here all steps do."""
         return False
 
     def commit(self, worker: int, _outs: object = None) -> Collection[int]:
         """Note that a worker ended its step; the last one's commit applies it.
 
-        Values are not brought anywhere on the way: they go to all workers, or are shared.
+        No values are copied on the way: they go to all workers, or are shared.
         """
         self._committed.add(worker)
         self._inherited.discard(worker)
@@ -96,19 +98,19 @@ class Barrier:
                 pushes.pop(worker, None)
 
     def pending(self, _worker: int) -> dict[int, torch.Tensor]:
-        """A commit makes nothing count that was not read before."""
+        """Return nothing: averages are made when gradients are pushed, not at the commit."""
         return {}
 
     def renew(self, _worker: int, _number: int, _grad: torch.Tensor) -> None:
-        """Averages are made of what was pushed."""
+        """Do nothing: averages are made of what was pushed."""
 
     def leave(self, worker: int) -> None:
-        """Go on without a worker, whose clock is gone already."""
+        """Drop a worker, whose clock is removed already."""
         if self._is_speaker_needed(worker):
-            self._orphaned = f"worker {worker}, which told of changes to gradients, is gone"
+            self._orphaned = f"worker {worker}, which sent the changes to gradients, is gone"
         self.discard(worker)
         self._committed.discard(worker)
-        self._ledger.stopping.discard(worker)
+        self._records.stopping.discard(worker)
         self._forget_repeats(worker)
         for shard in self._shards:
             shard.forget(worker)
@@ -117,12 +119,12 @@ class Barrier:
                 self._reduce_if_complete(number)
             self._end_if_complete()
         else:
-            self._begin_step()  # for whoever joins
+            self._begin_step()  # for workers that join
 
-    # -- workers that come --------------------------------------------------------------------
+    # -- workers that join --------------------------------------------------------------------
 
     def join(self, worker: int, _left_at: int | None) -> int:
-        """Take in a worker; return the clock of the last step that ended without it."""
+        """Add a worker; return the clock of the last step that ended without it."""
         workers = self._clocks.workers
         clock = self._clocks.clock(workers[0]) if workers else self._last_clock
         self._clocks.join(worker, clock)
@@ -132,7 +134,7 @@ class Barrier:
         return clock
 
     def vacate(self, worker: int) -> None:
-        """Keep the place of a worker that is gone; what counts of its step will be repeated."""
+        """Keep the slot of a lost worker; a replacement will repeat what counts of its step."""
         self.discard(worker)
         for number, pushes in enumerate(self._pushes):
             if worker in pushes:  # and in an average
@@ -141,7 +143,7 @@ class Barrier:
             self._inherited.add(worker)
 
     def last_average(self, number: int) -> tuple[tuple[int, ...], str]:
-        """Return what all lacked in the last step that ended, and its verdict."""
+        """Return what all lacked in the last step that ended, and its problem."""
         return self._ended.get(number, ((), ""))
 
     def _forget_repeats(self, worker: int) -> None:
@@ -159,17 +161,17 @@ class Barrier:
         return was_first and worker not in self._committed and has_averages
 
     def may_read(self, worker: int) -> bool:
-        """Say whether a worker's last step was applied."""
+        """Return whether a worker's last step was applied."""
         return worker not in self._committed
 
     def blockers(self, worker: int) -> tuple[int, ...]:
-        """Name the workers whose commits a worker that has committed waits for."""
+        """Return the workers whose commits a worker that has committed waits for."""
         if worker not in self._committed:
             return ()
         return tuple(other for other in self._clocks.workers if other not in self._committed)
 
     def push_blockers(self, worker: int) -> tuple[int, ...]:
-        """Name the workers whose pushes a worker that has pushed everything waits for."""
+        """Return the workers whose pushes a worker that has pushed everything waits for."""
         if all(mean is not None for mean in self._means) or not self._has_pushed(worker):
             return ()
         return tuple(other for other in self._clocks.workers if not self._has_pushed(other))
@@ -178,21 +180,21 @@ class Barrier:
         return all(worker in pushes for pushes in self._pushes)
 
     def on_read(self, _worker: int, _number: int) -> None:
-        """Remember nothing: nobody computes from old values."""
+        """Do nothing: no worker computes from old values."""
 
     # -- for another copy ---------------------------------------------------------------------
 
-    def outline(self) -> BarrierForm:
+    def outline(self) -> SynchronousState:
         """Return everything but numbers and pushes."""
         known = tuple(
             (number, _sorted(mean.absent), {w: _sorted(p.absent) for w, p in pushes.items()})
             for number, (mean, pushes) in enumerate(zip(self._means, self._pushes, strict=True))
             if mean is not None
         )
-        return BarrierForm(
+        return SynchronousState(
             known,
             _sorted(self._committed),
-            self._verdicts,
+            self._problems,
             self._notices,
             self._orphaned,
             tuple(sorted(self._counted)),
@@ -201,49 +203,49 @@ class Barrier:
             self._last_clock,
         )
 
-    def restore(self, form: BarrierForm) -> None:
-        """Take over from another copy; pushes that are not in an average are pushed again."""
+    def restore(self, form: SynchronousState) -> None:
+        """Restore the state of another copy; pushes that are not in an average are pushed again."""
         for number, absent, pushes in form.known:
             average = self._shards[number].average
             assert average is not None
-            self._means[number] = Push(average, frozenset(absent))
-            for worker, lacks in pushes.items():  # only who has pushed is needed by now
-                self._pushes[number][worker] = Push(average, frozenset(lacks))
+            self._means[number] = PushedGradient(average, frozenset(absent))
+            for worker, lacks in pushes.items():  # only the contributors are needed by now
+                self._pushes[number][worker] = PushedGradient(average, frozenset(lacks))
         self._committed = set(form.committed)
-        self._verdicts, self._notices = dict(form.verdicts), dict(form.notices)
+        self._problems, self._notices = dict(form.problems), dict(form.notices)
         self._orphaned, self._counted = form.orphaned, set(form.counted)
         self._inherited, self._ended = set(form.inherited), dict(form.ended)
         self._last_clock = form.last_clock
 
-    def pushed(self) -> Iterator[tuple[int, int, Push]]:
-        """Yield what is needed of what was pushed: worker, shard, gradient."""
+    def pushed(self) -> Iterator[tuple[int, int, PushedGradient]]:
+        """Yield the pushed gradients that are still needed: worker, shard, gradient."""
         for number, pushes in enumerate(self._pushes):
             if self._means[number] is None:
                 for worker, push in pushes.items():
                     yield worker, number, push
 
-    def replaced(self) -> Iterator[tuple[int, Push]]:
-        """Yield the gradients that took the places of averages, by shard."""
+    def replaced(self) -> Iterator[tuple[int, PushedGradient]]:
+        """Yield the gradients that replaced averages, by shard."""
         for number, mean in enumerate(self._means):
             if mean is not None and mean.grad is not self._shards[number].average:
                 yield number, mean
 
     def numbers(self, _number: int, _start: int, _stop: int) -> list[torch.Tensor]:
-        """The averages are the shards' own."""
+        """Return nothing: the averages are the shards' own."""
         return []
 
     # -- averages -----------------------------------------------------------------------------
 
-    def mean(self, number: int) -> Push | None:
+    def mean(self, number: int) -> PushedGradient | None:
         """Return a shard's average if it is known."""
         return self._means[number]
 
-    def verdict(self, number: int) -> str:
-        """Return why the step must not be applied, as far as a shard knows."""
-        return self._verdicts.get(number, "")
+    def problem(self, number: int) -> str:
+        """Return why the step must not be applied, as far as one shard is concerned."""
+        return self._problems.get(number, "")
 
-    def replace(self, number: int, push: Push) -> None:
-        """Use this gradient instead of the average, which stays as it is for those who see it."""
+    def replace(self, number: int, push: PushedGradient) -> None:
+        """Use this gradient instead of the average, which workers may still read."""
         if self._means[number] is None or not self._pushes[number]:
             raise UsageError(
                 f"table {self._spec.name!r}, shard {self._spec.shards[number].label!r}: there is no"
@@ -256,12 +258,12 @@ class Barrier:
             raise UsageError(
                 f"worker {worker} pushes shard {self._spec.shards[number].label!r} of table"
                 f" {self._spec.name!r} again, but workers {sorted(self._committed)} have ended the"
-                " step with the average: leave a step out on all workers or on none"
+                " step with the average: skip a step on all workers or on none"
             )
         self._means[number] = None
         self._pushes[number].clear()
         self._counted = {one for one in self._counted if one[1] != number}
-        self._verdicts.pop(number, None)
+        self._problems.pop(number, None)
         self._notices.pop(number, None)
         self._orphaned = ""
 
@@ -273,31 +275,33 @@ class Barrier:
             self._means[number] = self._average(number, {w: pushes[w] for w in workers})
 
     def _contributors(self, number: int) -> Sequence[int]:
-        """Return whose gradients make the average of a shard; nobody's: not all are there."""
+        """Return the workers whose gradients make a shard's average; none: some are missing."""
         workers, pushes = self._clocks.workers, self._pushes[number]
         return workers if all(worker in pushes for worker in workers) else ()
 
-    def _average(self, number: int, pushes: dict[int, Push]) -> Push:
+    def _average(self, number: int, pushes: dict[int, PushedGradient]) -> PushedGradient:
         mean = self._mean_of(number, pushes)
         spec = self._spec.shards[number]
-        if self._spec.rule.nonfinite == "ignore" or not health.bad_parameters(spec, mean):
+        if self._spec.rule.nonfinite == "ignore" or not non_finite.bad_parameters(spec, mean):
             return mean
-        culprits = health.culprits(spec, pushes)
+        culprits = non_finite.culprits(spec, pushes)
         sound = {worker: push for worker, push in pushes.items() if worker not in culprits}
-        text = health.describe(spec, culprits)
+        text = non_finite.describe(spec, culprits)
         if self._spec.rule.nonfinite != "quarantine" or not culprits or not sound:
-            self._verdicts[number] = text
+            self._problems[number] = text
             return mean
         for worker in culprits:
-            self._ledger.accounts.skipped(worker)
+            self._records.statistics.skipped(worker)
         self._notices[number] = f"{text}; it is left out of the average"
         return self._mean_of(number, sound)
 
-    def _mean_of(self, number: int, pushes: dict[int, Push]) -> Push:
+    def _mean_of(self, number: int, pushes: dict[int, PushedGradient]) -> PushedGradient:
         shard, grads = self._shards[number], [push.grad for push in pushes.values()]
         votes = self._spec.rule.votes
         average = shard.elect(grads, self._last_clock) if votes else shard.reduce(grads)
-        return Push(average, frozenset.intersection(*(push.absent for push in pushes.values())))
+        return PushedGradient(
+            average, frozenset.intersection(*(push.absent for push in pushes.values()))
+        )
 
     # -- the end of a step --------------------------------------------------------------------
 
@@ -308,7 +312,7 @@ class Barrier:
         missing = self._missing()
         if missing:
             self._end(workers, error="UsageError", text=missing)
-        elif self._verdicts:
+        elif self._problems:
             self._refuse(workers)
         elif self._orphaned:
             text = f"table {self._spec.name!r}: {self._orphaned}; the step is left out"
@@ -317,7 +321,7 @@ class Barrier:
             self._apply(workers)
 
     def _enders(self) -> Sequence[int]:
-        """Return whose step ends now; nobody's: not all have committed."""
+        """Return the workers whose step ends now; none: some have not committed."""
         workers = self._clocks.workers
         if not self._committed or not all(worker in self._committed for worker in workers):
             return ()
@@ -339,11 +343,11 @@ class Barrier:
 
     def _refuse(self, workers: Collection[int]) -> None:
         """End a step without applying it, because gradients are not finite."""
-        text = f"table {self._spec.name!r}: {'; '.join(self._verdicts.values())}"
+        text = f"table {self._spec.name!r}: {'; '.join(self._problems.values())}"
         for worker in workers:
-            self._ledger.accounts.skipped(worker)
+            self._records.statistics.skipped(worker)
         if self._spec.rule.nonfinite == "raise":
-            self._end(workers, error="NonFiniteGradient", text=health.advice(text))
+            self._end(workers, error="NonFiniteGradient", text=non_finite.advice(text))
         else:
             self._end(workers, notice=f"{text}; the step is left out")
 
@@ -362,13 +366,13 @@ class Barrier:
         """Count a version, and the updates that are in it."""
         staleness = self._clocks.applied(workers)
         for worker in workers:
-            self._ledger.accounts.updated(worker, staleness[worker])
+            self._records.statistics.updated(worker, staleness[worker])
 
-    def _update(self, shard: Shard, mean: Push) -> None:
+    def _update(self, shard: Shard, mean: PushedGradient) -> None:
         shard.update(
             mean.grad,
             absent=mean.absent,
-            settings=self._ledger.settings[self._leader()],
+            settings=self._records.settings[self._leader()],
             slowdown=1.0,
             version=self._clocks.version,
         )
@@ -378,16 +382,16 @@ class Barrier:
     ) -> None:
         for number, mean in enumerate(self._means):
             if mean is not None and self._pushes[number]:
-                self._ended[number] = (tuple(sorted(mean.absent)), self.verdict(number))
-        stops = bool(self._ledger.stopping)
-        self._ledger.stopping.clear()
+                self._ended[number] = (tuple(sorted(mean.absent)), self.problem(number))
+        stops = bool(self._records.stopping)
+        self._records.stopping.clear()
         for worker in workers:
-            self._ledger.end_step(worker, notice=notice, error=error, text=text, stops=stops)
+            self._records.end_step(worker, notice=notice, error=error, text=text, stops=stops)
             self._last_clock = self._clocks.clock(worker)
         self._begin_step()
 
     def _begin_step(self) -> None:
-        begun = (self._committed, self._verdicts, self._notices, self._counted, self._inherited)
+        begun = (self._committed, self._problems, self._notices, self._counted, self._inherited)
         for memory in begun:
             memory.clear()
         self._orphaned = ""

@@ -2,17 +2,17 @@
 
 In a step a worker PUSHES a gradient per shard, COMMITS, and READS fresh values. Nothing is applied
 before the commit; a push for a shard that is repeated before it replaces the earlier one. Pushed
-tensors are not copied: they must stay as they are until the worker's next read. The clock of a push
-and of a commit is the number of the step that they end, counted from 1. Two ways of applying:
+tensors are not copied: they must not change until the worker's next read. The clock of a push and
+of a commit is the number of the step that they end, counted from 1. Updates are applied by
 
-    Barrier (synchronous.py)     the workers' mean, once all of them have committed; with backup
-                             workers (backup_workers.py) once enough of them have
-    Arrivals (asynchronous.py)   each worker's own, when it commits
+    SynchronousUpdates     synchronous.py: the workers' mean, once all of them have committed; with
+                           backup workers (backup_workers.py) once enough of them have
+    AsynchronousUpdates    asynchronous.py: each worker's own, when it commits
 
-A worker is named by its NUMBER. One that is lost LEAVES, or its place stays VACANT until another
-one JOINS with that number. Whoever takes over a number goes on at its clock, and may REPEAT the
-last step that counted: it cannot know which servers its predecessor still reached. What is
-repeated is answered and not applied.
+A worker is named by its NUMBER. A lost worker LEAVES, or its slot stays VACANT until a replacement
+JOINS with that number. A replacement continues at its predecessor's clock, and may REPEAT the last
+step that counted: it cannot know which servers its predecessor still reached. A repeated step is
+answered and not applied.
 
 Threads: none; the server's loop calls.
 """
@@ -26,16 +26,21 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.observe.telemetry.staleness import TableReport
-from paceline.ps.replication.snapshot_format import TableForm
-from paceline.ps.server.asynchronous import Arrivals, Outs
-from paceline.ps.server.backup_workers import FirstArrivals
+from paceline.ps.replication.messages import TableState
+from paceline.ps.server.asynchronous import AsynchronousUpdates, Outs
+from paceline.ps.server.backup_workers import BackupWorkerUpdates
 from paceline.ps.server.checks import check_table
 from paceline.ps.server.clock import Clocks, Unit
 from paceline.ps.server.optimizer import Settings, StateEntry
 from paceline.ps.server.precision import Scratch
 from paceline.ps.server.shard import Memory, Shard
-from paceline.ps.server.synchronous import Barrier
-from paceline.ps.server.worker_clocks import Accounts, Ledger, Outcome, Push
+from paceline.ps.server.synchronous import SynchronousUpdates
+from paceline.ps.server.worker_clocks import (
+    PushedGradient,
+    StepOutcome,
+    WorkerRecords,
+    WorkerStatistics,
+)
 from paceline.ps.spec import TableSpec
 
 
@@ -51,23 +56,27 @@ class Table:
         scratch = Scratch(max((shard.count for shard in spec.shards), default=0))
         self.shards = [Shard(spec, number, memory, scratch) for number in range(len(spec.shards))]
         settings: dict[int, Settings] = dict.fromkeys(spec.workers, spec.optimizer.groups)
-        self._ledger = Ledger(self.clocks, Accounts(spec.workers), settings, now)
-        way: type[Barrier] | type[Arrivals] = Barrier if spec.rule.aggregate else Arrivals
+        self._records = WorkerRecords(self.clocks, WorkerStatistics(spec.workers), settings, now)
+        updates: type[SynchronousUpdates] | type[AsynchronousUpdates] = (
+            SynchronousUpdates if spec.rule.aggregate else AsynchronousUpdates
+        )
         if spec.rule.backup:
-            way = FirstArrivals
-        self._way: Barrier | Arrivals = way(spec, self.shards, self._ledger, scratch)
+            updates = BackupWorkerUpdates
+        self._updates: SynchronousUpdates | AsynchronousUpdates = updates(
+            spec, self.shards, self._records, scratch
+        )
         self._server = server
         self._unread: set[int] = set()  # workers that committed and have not read since
-        self._being_read: dict[int, set[int]] = {}  # by worker: shards of the read under way
+        self._being_read: dict[int, set[int]] = {}  # by worker: shards of the read under updates
         self.vacant: set[int] = set()
-        self._left_at: dict[int, int] = {}  # the clocks of workers that are gone
-        self._has_moved = False  # perhaps others wait, or for others, than when it was last noted
-        self._may_repeat: set[int] = set()  # those who took over a number, before their first step
-        self._repeating: set[int] = set()  # those who do so
+        self._left_at: dict[int, int] = {}  # the clocks of workers that left
+        self._has_moved = False  # the waits may have changed since they were last noted
+        self._may_repeat: set[int] = set()  # replacements, before their first step
+        self._repeating: set[int] = set()  # replacements that do so
 
     @property
     def version(self) -> int:
-        """How many updates were applied."""
+        """The number of updates that were applied."""
         return self.clocks.version
 
     @property
@@ -84,7 +93,7 @@ class Table:
     def push(
         self, worker: int, shard: int, clock: int, grad: torch.Tensor, absent: Collection[int] = ()
     ) -> bool:
-        """Remember a gradient; `absent` are the parameters (Piece.param) that have none.
+        """Remember a gradient; `absent` are the parameters (ShardPiece.param) that have none.
 
         The gradient of an absent parameter must be zeros: other workers may have one. Returns
         whether it counts: one of a step that was applied already, or is too late, does not.
@@ -95,7 +104,9 @@ class Table:
         self._repeating.discard(worker)
         target = self._shard(shard)
         target.require_values()
-        counts = self._way.push(worker, shard, Push(target.checked(grad), frozenset(absent)))
+        counts = self._updates.push(
+            worker, shard, PushedGradient(target.checked(grad), frozenset(absent))
+        )
         self._has_moved = True
         return counts
 
@@ -109,10 +120,10 @@ class Table:
         stops: bool = False,
     ) -> Collection[int]:
         """End a worker's step; settings are those of its param groups if they changed. `stops`: it
-        was asked to stop, which all hear who end the step with it.
+        was asked to stop, which all workers learn that end the step with it.
 
         Return the shards whose fresh values are in `outs` already: if the worker may read at once,
-        they are brought there while they are in the cache. It still has to `read` them, to None.
+        they are copied there while they are in the cache. It still has to `read` them, to None.
         """
         if self._is_repeat(worker, clock):
             self._unread.add(worker)
@@ -121,71 +132,71 @@ class Table:
         self._may_repeat.discard(worker)
         self._repeating.discard(worker)
         if settings is not None:
-            self._ledger.settings[worker] = self._checked(settings)
+            self._records.settings[worker] = self._checked(settings)
         if stops:
-            self._ledger.stopping.add(worker)
-        brought = self._way.commit(worker, outs)
+            self._records.stopping.add(worker)
+        delivered = self._updates.commit(worker, outs)
         self._unread.add(worker)
         self._has_moved = True
-        return brought
+        return delivered
 
     def discard(self, worker: int) -> None:
-        """Forget what a worker has pushed for the step under way."""
-        self._way.discard(worker)
+        """Forget what a worker has pushed for the step under updates."""
+        self._updates.discard(worker)
 
     def pending(self, worker: int) -> dict[int, torch.Tensor]:
-        """Return what a free-running worker has pushed and not committed, by shard."""
-        return self._way.pending(worker)
+        """Return what a worker of an asynchronous table has pushed and not committed, by shard."""
+        return self._updates.pending(worker)
 
     def renew(self, worker: int, shard: int, grad: torch.Tensor) -> None:
-        """Use this gradient instead of what a free-running worker pushed: it is its newest form."""
-        self._way.renew(worker, shard, grad)
+        """Use this gradient instead of the one that a worker pushed to an asynchronous table."""
+        self._updates.renew(worker, shard, grad)
 
     def has_committed(self, worker: int) -> bool:
-        """Say whether a worker has committed and not read since."""
+        """Return whether a worker has committed and not read since."""
         return worker in self._unread
 
-    def outcome(self, worker: int) -> Outcome:
-        """Say how a worker's last step ended."""
-        return self._ledger.outcomes.get(worker, Outcome(self.version))
+    def outcome(self, worker: int) -> StepOutcome:
+        """Return how a worker's last step ended."""
+        return self._records.outcomes.get(worker, StepOutcome(self.version))
 
-    # -- workers that come and go -------------------------------------------------------------
+    # -- workers that join and leave ----------------------------------------------------------
 
     def leave(self, worker: int) -> None:
-        """Go on without a worker; what it pushed and did not commit is gone."""
+        """Drop a worker; what it pushed and did not commit is discarded."""
         if worker not in self.clocks.workers:
             return
         self._forget(worker)
         self._left_at[worker] = self.clocks.clock(worker)
         self.clocks.leave(worker)
-        self._way.leave(worker)
+        self._updates.leave(worker)
         self._has_moved = True
 
     def vacate(self, worker: int) -> None:
-        """Keep the place of a worker that is gone until another one takes it over.
+        """Keep the slot of a lost worker until a replacement takes it.
 
-        What it pushed and did not commit is gone; an average that is known stands.
+        What it pushed and did not commit is discarded; an average that is known stays.
         """
         if worker not in self.clocks.workers:
             return
         self._forget(worker)
         self.vacant.add(worker)
-        self._way.vacate(worker)
+        self._updates.vacate(worker)
         self._has_moved = True
 
     def join(self, worker: int) -> int:
-        """Take in a worker, or let it take over; return the clock that it begins at."""
+        """Add a worker, or a replacement; return the clock that it begins at."""
         if worker in self.clocks.workers and worker not in self.vacant:
             return self.clocks.clock(worker)
         self._may_repeat.add(worker)
         if worker in self.vacant:
             self.vacant.discard(worker)
             return self.clocks.clock(worker)
-        self._ledger.settings[worker] = self._settings_for_newcomer(worker)
-        return self._way.join(worker, self._left_at.pop(worker, None))
+        self._records.settings[worker] = self._settings_for_newcomer(worker)
+        return self._updates.join(worker, self._left_at.pop(worker, None))
 
     def _forget(self, worker: int) -> None:
-        self._ledger.note_wait(worker, ())
+        self._records.note_wait(worker, ())
         self._unread.discard(worker)
         self._being_read.pop(worker, None)
         self._may_repeat.discard(worker)
@@ -193,17 +204,17 @@ class Table:
         self.vacant.discard(worker)
 
     def _settings_for_newcomer(self, worker: int) -> Settings:
-        """Settings are told when they change: a newcomer's are those that another worker has."""
+        """Return another worker's settings: workers send theirs only when they change."""
         first = self.clocks.workers[0] if self.clocks.workers else worker
-        return self._ledger.settings.get(first, self.spec.optimizer.groups)
+        return self._records.settings.get(first, self.spec.optimizer.groups)
 
     def is_repeating(self, worker: int) -> bool:
-        """Say whether a worker repeats a step that counted already."""
+        """Return whether a worker repeats a step that counted already."""
         return worker in self._repeating
 
     def has_dropped(self, worker: int) -> bool:
-        """Say whether the step of a worker came too late to count, so that it need not wait."""
-        return self._way.ignores(worker)
+        """Return whether the step of a worker came too late to count, so that it need not wait."""
+        return self._updates.ignores(worker)
 
     def _is_repeat(self, worker: int, clock: int) -> bool:
         if worker not in self._may_repeat or worker not in self.clocks.workers:
@@ -216,23 +227,23 @@ class Table:
     # -- averages of synchronous tables -------------------------------------------------------
 
     def is_reduced(self, shard: int) -> bool:
-        """Say whether the average of a shard is known."""
+        """Return whether the average of a shard is known."""
         self._shard(shard)
         return self._barrier().mean(shard) is not None
 
     def absent(self, shard: int) -> tuple[int, ...]:
-        """Name the parameters of a reduced shard for which no worker had a gradient."""
+        """Return the parameters of a reduced shard for which no worker had a gradient."""
         self._shard(shard)
         mean = self._barrier().mean(shard)
         return tuple(sorted(mean.absent)) if mean is not None else ()
 
-    def verdict(self, shard: int) -> str:
-        """Say why a reduced shard keeps the step from being applied; empty if it does not."""
+    def problem(self, shard: int) -> str:
+        """Return why a reduced shard keeps the step from being applied; empty if it does not."""
         self._shard(shard)
-        return self._barrier().verdict(shard)
+        return self._barrier().problem(shard)
 
     def last_average(self, shard: int) -> tuple[tuple[int, ...], str]:
-        """Return what no worker had a gradient for in the last step that ended, and its verdict."""
+        """Return what no worker had a gradient for in the last step that ended, and its problem."""
         self._shard(shard)
         return self._barrier().last_average(shard)
 
@@ -242,20 +253,20 @@ class Table:
         """Use another gradient, such as a clipped one; `absent` None: the same lack one."""
         lacking = self.absent(shard) if absent is None else absent
         grad = self._shard(shard).checked(grad)
-        self._barrier().replace(shard, Push(grad, frozenset(lacking)))
+        self._barrier().replace(shard, PushedGradient(grad, frozenset(lacking)))
 
     # -- reads --------------------------------------------------------------------------------
 
     def may_read(self, worker: int) -> bool:
-        """Say whether a worker may have fresh values now."""
-        return self._way.may_read(worker)
+        """Return whether a worker may have fresh values now."""
+        return self._updates.may_read(worker)
 
     def read(self, worker: int, shard: int, out: torch.Tensor | None) -> None:
         """Copy a shard's values to a worker; None: it sees the server's own memory.
 
         A read of the table begins with its first shard, and again with one that was read already.
-        Whoever reads when the rule would let it wait gets the values, but for the clocks it still
-        has the older ones.
+        A worker that reads although the rule would make it wait gets the values, but for the clocks
+        it still has the older ones.
         """
         source = self._shard(shard)
         source.require_values()
@@ -264,100 +275,102 @@ class Table:
         if shard in self._being_read.setdefault(worker, set()) or not self._being_read[worker]:
             self._begin_read(worker)
         self._being_read[worker].add(shard)
-        self._way.on_read(worker, shard)
+        self._updates.on_read(worker, shard)
 
     def describe_wait(self, workers: Sequence[int]) -> str:
-        """Say for whom these workers wait."""
+        """Return the workers that these workers wait for, as a text."""
         others = sorted({other for worker in workers for other in self.awaited(worker)})
-        names = ", ".join(str(other) for other in others) or "nobody"
+        names = ", ".join(str(other) for other in others) or "none"
         return f"worker{'s' if len(others) > 1 else ''} {names} (table {self.spec.name!r})"
 
     def awaited(self, worker: int) -> tuple[int, ...]:
-        """Name the workers without whom this one cannot be answered."""
+        """Return the workers that this one has to wait for."""
         if worker in self._unread:
-            return self._way.blockers(worker)
-        return self._way.push_blockers(worker)
+            return self._updates.blockers(worker)
+        return self._updates.push_blockers(worker)
 
     def note_waits(self) -> None:
-        """Note who waits for whom, when all that has come is handled and answered."""
+        """Note which worker waits for which, when all that has arrived is handled."""
         if self._has_moved:
             self._has_moved = False
             for worker in self.clocks.workers:
-                self._ledger.note_wait(worker, self.awaited(worker))
+                self._records.note_wait(worker, self.awaited(worker))
 
     def _begin_read(self, worker: int) -> None:
         self._being_read[worker].clear()
-        if self._way.may_read(worker):
+        if self._updates.may_read(worker):
             self.clocks.read(worker)
             self._unread.discard(worker)
             self._has_moved = True
 
-    # -- the optimizer's state, and the books -------------------------------------------------
+    # -- the optimizer's state, and snapshots -------------------------------------------------
 
     def state(self, shard: int) -> list[StateEntry]:
-        """Return what the optimizer remembers about a shard, by piece."""
+        """Return the optimizer's state of a shard, by piece."""
         return self._shard(shard).state()
 
     def load_state(self, shard: int, entries: Sequence[StateEntry]) -> None:
-        """Replace what the optimizer remembers about a shard."""
+        """Replace the optimizer's state of a shard."""
         self._shard(shard).load_state(entries)
 
-    def outline(self) -> TableForm:
-        """Return everything but numbers and pushes, for another copy; small states are apart."""
-        ledger = self._ledger
-        return TableForm(
+    def outline(self) -> TableState:
+        """Return everything but numbers, pushes and optimizer state, for another copy."""
+        records = self._records
+        return TableState(
             self.spec,
             tuple(shard.is_assigned for shard in self.shards),
             self.version,
             self.clocks.outline(),
-            {w: tuple(dict(group) for group in groups) for w, groups in ledger.settings.items()},
-            dict(ledger.outcomes),
+            {w: tuple(dict(group) for group in groups) for w, groups in records.settings.items()},
+            dict(records.outcomes),
             tuple(sorted(self._unread)),
             {worker: tuple(sorted(shards)) for worker, shards in self._being_read.items()},
             tuple(sorted(self.vacant)),
             dict(self._left_at),
             tuple(sorted(self._may_repeat)),
             tuple(sorted(self._repeating)),
-            self._way.outline(),
+            self._updates.outline(),
             self.report(),
         )
 
-    def restore(self, form: TableForm) -> None:
-        """Take over from another copy; numbers, states and pushes follow."""
+    def restore(self, form: TableState) -> None:
+        """Restore the state of another copy; numbers, optimizer state and pushes follow."""
         for shard, is_assigned in zip(self.shards, form.is_assigned, strict=True):
             shard.is_assigned = is_assigned
             shard.params.zero_()
         self.clocks.restore(form.version, form.clocks)
-        self._ledger.settings.update(form.settings)
-        self._ledger.outcomes.update(form.outcomes)
-        self._ledger.accounts.restore(form.report)
+        self._records.settings.update(form.settings)
+        self._records.outcomes.update(form.outcomes)
+        self._records.statistics.restore(form.report)
         self._unread, self.vacant = set(form.unread), set(form.vacant)
         self._being_read = {worker: set(shards) for worker, shards in form.being_read.items()}
         self._left_at = dict(form.left_at)
         self._may_repeat, self._repeating = set(form.may_repeat), set(form.repeating)
-        self._way.restore(form.way)  # type: ignore[arg-type]
+        self._updates.restore(form.updates)  # type: ignore[arg-type]
 
-    def pushed(self) -> Iterator[tuple[int, int, Push]]:
-        """Yield what is needed of what was pushed: worker, shard, gradient."""
-        return self._way.pushed()
+    def pushed(self) -> Iterator[tuple[int, int, PushedGradient]]:
+        """Yield the pushed gradients that are still needed: worker, shard, gradient."""
+        return self._updates.pushed()
 
-    def push_again(self, worker: int, shard: int, push: Push) -> None:
-        """Take over a push from another copy."""
-        self._way.push(worker, shard, push)
+    def push_again(self, worker: int, shard: int, push: PushedGradient) -> None:
+        """Restore a push of another copy."""
+        self._updates.push(worker, shard, push)
 
-    def replaced(self) -> Iterator[tuple[int, Push]]:
-        """Yield the gradients that took the places of averages, by shard."""
-        return self._way.replaced() if isinstance(self._way, Barrier) else iter(())
+    def replaced(self) -> Iterator[tuple[int, PushedGradient]]:
+        """Yield the gradients that replaced averages, by shard."""
+        return (
+            self._updates.replaced() if isinstance(self._updates, SynchronousUpdates) else iter(())
+        )
 
     def numbers(self, shard: int, start: int, stop: int) -> list[torch.Tensor]:
-        """Return everything that is kept about a range of elements, where it lies."""
-        return self.shards[shard].numbers(start, stop) + self._way.numbers(shard, start, stop)
+        """Return views of all tensors about a range of elements."""
+        return self.shards[shard].numbers(start, stop) + self._updates.numbers(shard, start, stop)
 
     def report(self) -> TableReport:
         """Return what was counted so far."""
-        return self._ledger.accounts.report(self.spec.name, self._server, self.version)
+        return self._records.statistics.report(self.spec.name, self._server, self.version)
 
-    # -- requests that cannot be right --------------------------------------------------------
+    # -- invalid requests ---------------------------------------------------------------------
 
     def _shard(self, number: int) -> Shard:
         if not 0 <= number < len(self.shards):
@@ -369,8 +382,8 @@ class Table:
 
     def _require_next(self, operation: str, worker: int, clock: int) -> None:
         live = self.clocks.live.get(worker)
-        ended = live.clock if live is not None else self.clocks.clock(worker)  # which says why not
-        expected = ended + 1 + self._way.has_ended(worker)
+        ended = live.clock if live is not None else self.clocks.clock(worker)  # which raises
+        expected = ended + 1 + self._updates.has_ended(worker)
         if clock != expected:
             raise UsageError(
                 f"table {self.spec.name!r}: worker {worker} wants to {operation} at clock {clock},"
@@ -385,7 +398,7 @@ class Table:
             )
         return settings
 
-    def _barrier(self) -> Barrier:
-        if not isinstance(self._way, Barrier):
+    def _barrier(self) -> SynchronousUpdates:
+        if not isinstance(self._updates, SynchronousUpdates):
             raise UsageError(f"table {self.spec.name!r} is asynchronous: it averages nothing")
-        return self._way
+        return self._updates

@@ -1,8 +1,8 @@
-"""What people see of a server: how much it has to do, who waits there for whom, and its trace.
+"""What a server reports: its load, which workers wait there for which, and its trace.
 
-Workers put the number of a step that is traced into the requests that they make meanwhile. A
-request that is not answered by its own handler waits, and ends when the handler of somebody else's
-request lets it go: that is for whom it waited.
+Workers put the number of a traced step into the requests that they make meanwhile. A request that
+is not answered by its own handler waits until the handler of another worker's request answers it:
+that is the worker that it waited for.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from paceline.ps.server.worker_memory import Caller
 if TYPE_CHECKING:
     from paceline.ps.server.server import Server
 
-_PATIENCE_S = 2.0  # a longer wait says on whom
-_WAITS_S = 0.5  # how often the launcher hears who waits for whom, if that changes
+_PATIENCE_S = 2.0  # longer waits are logged
+_WAITS_S = 0.5  # how often changed waits are sent to the launcher
 _REPORT_S = 1.0
 _VERBS = {
     m.Push: "apply push",
@@ -40,20 +40,20 @@ _VERBS = {
 class _Open:
     """A request that has not been answered."""
 
-    behind: str  # what it asks
+    kind: str
     since_s: float = 0.0  # when it was handled; 0.0: it still is
 
 
 class ServerSpans:
-    """Follows the requests of traced steps to one partition. Used by the server's loop."""
+    """Records the requests of traced steps to one partition. Used by the server's loop."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], tuple[_Open, int]] = {}  # by rank, seq; with the step
-        self._worker: int | None = None  # whose request is handled
+        self._worker: int | None = None  # that made the request which is handled
 
     @contextmanager
     def handling(self, caller: Caller, request: m.AnyRequest, num_bytes: int) -> Iterator[None]:
-        """Record what happens inside, if the request is of a step that is traced."""
+        """Record the handling of a request, if its step is traced."""
         before, self._worker = self._worker, caller.worker
         key, start_s, verb = (caller.rank, request.seq), time.monotonic(), _VERBS.get(type(request))
         is_traced = request.step > 0 and verb is not None
@@ -71,11 +71,11 @@ class ServerSpans:
                     self._open[key][0].since_s = time.monotonic()
 
     def answered(self, caller: Caller, seq: int) -> None:
-        """Record for how long a request has waited, if it has."""
+        """Record how long a request has waited, if it has."""
         one, step = self._open.pop((caller.rank, seq), (None, 0))
         if one is None or not one.since_s:
             return
-        args = {"behind": one.behind}
+        args = {"behind": one.kind}
         if self._worker is not None and self._worker != caller.worker:
             args["for"] = f"worker {self._worker}"
         name = f"worker {caller.worker} waits"
@@ -88,7 +88,7 @@ class ServerSpans:
 
 @dataclass(slots=True)
 class Load:
-    """What one partition has cost its primary so far."""
+    """The work that one partition has caused on its primary so far."""
 
     requests: int = 0
     num_bytes: int = 0  # of tensors that came with them
@@ -110,41 +110,41 @@ class Load:
 
 
 def long_waits(server: Server, now_s: float) -> list[Waiting]:
-    """Return which workers have waited long for an answer, and for which others."""
+    """Return which workers have waited long for an answer, and for which other workers."""
     found = []
     ranks = {caller.worker: caller.rank for caller in server.callers.values()}
-    for hosted in server.hosted:
-        for parked in itertools.chain(hosted.readers, *hosted.pushes.values()):
+    for served in server.tables:
+        for parked in itertools.chain(served.readers, *served.pushes.values()):
             waited_s = now_s - parked.since_s
-            others = hosted.table.awaited(parked.caller.worker)
+            others = served.table.awaited(parked.caller.worker)
             missing = tuple(ranks[other] for other in others if other in ranks)
             if waited_s > _PATIENCE_S and missing:
-                what = f"table {hosted.table.spec.name!r}"
+                what = f"table {served.table.spec.name!r}"
                 found.append(Waiting(parked.caller.rank, what, missing, waited_s))
     return found
 
 
 class Reports:
-    """What a server process tells about all of its partitions. Used by its loop."""
+    """The reports of a server process about all of its partitions. Used by its loop."""
 
     def __init__(self, rank: int, number: int, report: Callable[[Any], None]) -> None:
         self._rank, self._number, self._report = rank, number, report
         self._waits, self._told_waits_s = WaitTeller(report), 0.0
-        self._complain_s = 0.0  # when a long wait is talked about again
+        self._log_waits_s = 0.0  # when a long wait is logged again
         self._reported_s = time.monotonic()
-        self._load, self._turn = Load(), Load()  # told so far; as the last turn left it
-        self._queued = 0  # most requests that one turn has found, since then
+        self._load, self._turn = Load(), Load()  # reported so far; at the end of the last turn
+        self._queued = 0  # the most requests of one turn since then
 
     def turned(self, servers: Sequence[Server]) -> None:
-        """Count a turn: what has come during it is what the next one finds waiting."""
+        """Count a turn: requests that arrived during one turn wait for the next one."""
         requests = sum(server.load.requests for server in servers)
         self._queued = max(self._queued, requests - self._turn.requests)
         self._turn = Load(requests)
 
     def check(self, servers: Sequence[Server], now_s: float) -> bool:
-        """Tell what is due; true: it was time for the report of each second."""
+        """Send the reports that are due; true: the report of each second was."""
         for server in servers:
-            self._complain(server, now_s)
+            self._log_waits(server, now_s)
         if now_s - self._told_waits_s >= _WAITS_S:
             self._told_waits_s = now_s
             found = [wait for server in servers for wait in long_waits(server, now_s)]
@@ -155,18 +155,18 @@ class Reports:
         self._reported_s = now_s
         return True
 
-    def _complain(self, server: Server, now_s: float) -> None:
-        """Say which workers have waited long, and for whom."""
-        if now_s < self._complain_s:
+    def _log_waits(self, server: Server, now_s: float) -> None:
+        """Log which workers have waited long, and for which."""
+        if now_s < self._log_waits_s:
             return
-        for hosted in server.hosted:
-            waiting = itertools.chain(hosted.readers, *hosted.pushes.values())
+        for served in server.tables:
+            waiting = itertools.chain(served.readers, *served.pushes.values())
             late = {p.caller.worker for p in waiting if now_s - p.since_s > _PATIENCE_S}
             if late:
-                self._complain_s = now_s + 5 * _PATIENCE_S
+                self._log_waits_s = now_s + 5 * _PATIENCE_S
                 verb = "waits" if len(late) == 1 else "wait"
-                others = hosted.table.describe_wait(sorted(late))
-                server.surroundings.say(f"{_names('worker', late)} {verb} for {others}")
+                others = served.table.describe_wait(sorted(late))
+                server.context.log(f"{_names('worker', late)} {verb} for {others}")
 
     def _report_load(self, servers: Sequence[Server], seconds: float) -> None:
         total = sum((server.load for server in servers), Load())

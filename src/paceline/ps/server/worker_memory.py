@@ -1,8 +1,8 @@
-"""Where a table's values meet the memory of the workers.
+"""The workers' buffers for a table: where gradients are read, and fresh values are written.
 
-Each worker has a SEAT at the table: its places for fresh values and averages. Those of this host
-are read and written in place, others get copies that follow replies. A backup does all that the
-primary does, except that it brings values to nobody (`brings`).
+Each worker has a BUFFER per shard for fresh values and averages. Buffers of this host are read and
+written in place; other workers get copies that follow replies. A backup does all that the primary
+does, except that it delivers no values to workers (`delivers_values`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from paceline.ps.spec import ShardSpec
 
 @dataclass(eq=False)
 class Caller:
-    """Who asks."""
+    """The worker that made a request."""
 
-    rank: int  # of the process: whose memory it is, and whose requests
-    worker: int  # its number: whose place in the tables
-    is_here: bool  # on this host: its memory can be seen
+    rank: int  # of its process, which has the memory and sends the requests
+    worker: int  # its number, by which tables know it
+    is_here: bool  # it is on this host: its memory can be seen
 
 
-Tensorful: TypeAlias = m.Assign | m.Push | m.Replace  # a tensor comes with them
+Tensorful: TypeAlias = m.Assign | m.Push | m.Replace  # requests with a tensor
 
 DTYPES = {
     "float32": torch.float32,
@@ -43,15 +43,17 @@ DTYPES = {
 
 
 @dataclass
-class Seats:
-    """One table, and its workers' memory."""
+class WorkerBuffers:
+    """One table, and its workers' buffers."""
 
     table: Table
     engine: _core.Engine
-    has_homes: bool  # all workers of this host share the memory of the shards
-    brings: bool = True  # values to workers; a backup does not
-    opened: dict[int, m.Open] = field(default_factory=dict)  # by worker: its places
-    brought: dict[int, Collection[int]] = field(default_factory=dict)  # by worker: since its commit
+    is_shared: bool  # all workers of this host share the memory of the shards
+    delivers_values: bool = True  # to workers; a backup does not
+    opened: dict[int, m.Open] = field(default_factory=dict)  # by worker: its buffers
+    delivered: dict[int, Collection[int]] = field(
+        default_factory=dict
+    )  # by worker: since its commit
     # By use, worker and shard: a worker's memory as it was last seen.
     views: dict[tuple[str, int, int], tuple[m.Where, torch.dtype, torch.Tensor]] = field(
         default_factory=dict
@@ -60,7 +62,7 @@ class Seats:
     _staging: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def spec_of(self, shard: int) -> ShardSpec:
-        """Return what a shard is."""
+        """Return the spec of a shard."""
         shards = self.table.spec.shards
         if not 0 <= shard < len(shards):
             raise UsageError(
@@ -79,14 +81,14 @@ class Seats:
             values = merged
         self.table.assign(shard, values)
 
-    def take_seat(self, caller: Caller, opened: m.Open) -> None:
-        """Let a worker read and push, from and to these places."""
-        self._require_places(opened.seats)
-        for number, (seat, spec) in enumerate(
-            zip(opened.seats, self.table.spec.shards, strict=True)
+    def register(self, caller: Caller, opened: m.Open) -> None:
+        """Register the buffers of a worker."""
+        self._require_places(opened.buffers)
+        for number, (buffer, spec) in enumerate(
+            zip(opened.buffers, self.table.spec.shards, strict=True)
         ):
             wire_dtype(opened, spec.dtype)
-            for use, where in (("params", seat.params), ("average", seat.average)):
+            for use, where in (("params", buffer.params), ("average", buffer.average)):
                 if where is not None and caller.is_here:
                     self.view(use, caller, number, where, dtype_of(spec.dtype))
         self.opened[caller.worker] = opened
@@ -100,7 +102,7 @@ class Seats:
         use = "push" if isinstance(request, m.Push) else "replace"
         if request.where is not None and not is_sent:
             return Landing([self.view(use, caller, request.shard, request.where, dtype)])
-        if isinstance(request, m.Assign):  # rare, and a push may lie in the other memory
+        if isinstance(request, m.Assign):  # rare, and the staging memory may hold a push
             return Landing([torch.empty(spec.count, dtype=dtype)], follow=True)
         return Landing([self.staging("push", caller.worker, request.shard, dtype)], follow=True)
 
@@ -115,7 +117,7 @@ class Seats:
         return seen.view(torch.uint8)
 
     def unpack(self, caller: Caller, push: m.Push, payload: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of a packet, in memory of this server's own."""
+        """Return the numbers of a packet, in this server's own memory."""
         spec = self.spec_of(push.shard)
         out = self.staging("push", caller.worker, push.shard, torch.float32)
         return unpack(self._unpacking.contents(push.shard, spec, push), spec, push, payload, out)
@@ -131,8 +133,8 @@ class Seats:
     ) -> torch.Tensor:
         """Return a worker's memory for a shard, on this host, as a flat tensor.
 
-        It is kept for the next time, which is most often about the same place; it then outlives the
-        worker, which may be gone before a backup has come to what it asked.
+        It is kept for the next request, which usually names the same memory. It may outlive the
+        worker, which may be lost before a backup has applied its requests.
         """
         key = (use, caller.worker, shard)
         known = self.views.get(key)
@@ -146,7 +148,7 @@ class Seats:
     def staging(
         self, use: str, worker: int, shard: int, dtype: torch.dtype, count: int | None = None
     ) -> torch.Tensor:
-        """Return memory of this server's own for a worker's part in a shard; always the same."""
+        """Return this server's own memory for one worker and shard; always the same."""
         key = (use, worker, shard, dtype)
         count = self.table.spec.shards[shard].count if count is None else count
         if key not in self._staging or self._staging[key].numel() != count:
@@ -154,11 +156,11 @@ class Seats:
         return self._staging[key]
 
     def average_for(self, caller: Caller, shard: int) -> tuple[Sequence[torch.Tensor], str]:
-        """Bring an average to a worker; return what has to follow the reply, and its codec."""
-        opened = self._seat_of(caller.worker)
-        if self.has_homes or not opened.wants_average or not self.brings:
+        """Deliver an average to a worker; return what has to follow the reply, and its codec."""
+        opened = self._opened(caller.worker)
+        if self.is_shared or not opened.wants_average or not self.delivers_values:
             return (), ""
-        average, where = self.table.shards[shard].average, opened.seats[shard].average
+        average, where = self.table.shards[shard].average, opened.buffers[shard].average
         assert average is not None
         if where is not None and caller.is_here:
             self.view("average", caller, shard, where, average.dtype).copy_(average)
@@ -169,56 +171,58 @@ class Seats:
         return (self._on_the_wire("average", caller.worker, shard, average),), ""
 
     def values_for(self, caller: Caller, into: Sequence[m.Where] = ()) -> Sequence[torch.Tensor]:
-        """Bring all values to a worker; return what has to follow the reply."""
+        """Deliver all values to a worker; return what has to follow the reply."""
         worker = caller.worker
         wheres, following = self._wheres(caller, into), list[torch.Tensor]()
-        brought = self.brought.pop(worker, ())
-        for number in reversed(range(len(self.table.shards))):  # the first layers are last in line
-            if self.has_homes or not self.brings:
+        delivered = self.delivered.pop(worker, ())
+        for number in reversed(
+            range(len(self.table.shards))
+        ):  # the first layers are in the last shards
+            if self.is_shared or not self.delivers_values:
                 self.table.read(worker, number, None)
                 continue
             out = self._place_for(caller, number, wheres[number])
-            self.table.read(worker, number, None if number in brought else out)
+            self.table.read(worker, number, None if number in delivered else out)
             if wheres[number] is None:
                 following.append(out)
         return following
 
     def commit(self, caller: Caller, request: m.Commit) -> None:
-        """End a worker's step; fresh values are brought to it on the way if it may have them."""
+        """End a worker's step; fresh values are delivered during the update if it may read them."""
         wheres = self._wheres(caller, request.into)
 
         def place(number: int) -> torch.Tensor:
             return self._place_for(caller, number, wheres[number])
 
-        outs = place if request.reads and not self.has_homes and self.brings else None
-        self.brought[caller.worker] = self.table.commit(
+        outs = place if request.reads and not self.is_shared and self.delivers_values else None
+        self.delivered[caller.worker] = self.table.commit(
             caller.worker, request.clock, request.settings, outs, stops=request.stops
         )
 
     def _wheres(self, caller: Caller, into: Sequence[m.Where]) -> Sequence[m.Where | None]:
         """Return where a worker wants the values of each shard; None: they are sent to it."""
-        seats = self._seat_of(caller.worker).seats
-        wheres: Sequence[m.Where | None] = into or [seat.params for seat in seats]
+        buffers = self._opened(caller.worker).buffers
+        wheres: Sequence[m.Where | None] = into or [buffer.params for buffer in buffers]
         self._require_places(wheres)
         return wheres if caller.is_here else [None] * len(wheres)
 
     def _place_for(self, caller: Caller, number: int, where: m.Where | None) -> torch.Tensor:
-        """Return where a shard's values are put for a worker: its own memory, or ours."""
+        """Return where a shard's values are written for a worker: its memory, or the server's."""
         spec = self.table.spec.shards[number]
         if where is not None:
             return self.view("params", caller, number, where, dtype_of(spec.dtype))
-        dtype = wire_dtype(self._seat_of(caller.worker), spec.dtype)
+        dtype = wire_dtype(self._opened(caller.worker), spec.dtype)
         return self.staging("params", caller.worker, number, dtype)
 
     def look(self, caller: Caller, into: Sequence[m.Where]) -> Sequence[torch.Tensor]:
-        """Show all values to anybody; return what has to follow the reply."""
+        """Deliver all values to a process that only reads; return what has to follow the reply."""
         following = []
         if into:
             self._require_places(into)
         for number in reversed(range(len(self.table.shards))):
             shard, spec = self.table.shards[number], self.table.spec.shards[number]
             shard.require_values()
-            if not self.brings:
+            if not self.delivers_values:
                 continue
             if into and caller.is_here:
                 out = self.view("peek", caller, number, into[number], dtype_of(spec.dtype))
@@ -228,18 +232,18 @@ class Seats:
             shard.copy_to(out)
         return following
 
-    def _seat_of(self, worker: int) -> m.Open:
+    def _opened(self, worker: int) -> m.Open:
         if worker not in self.opened:
             raise UsageError(
-                f"worker {worker} has no seat at table {self.table.spec.name!r}: open it first"
+                f"worker {worker} has not opened table {self.table.spec.name!r}: open it first"
             )
         return self.opened[worker]
 
-    def _require_places(self, wheres: Sequence[m.Where | m.Seat | None]) -> None:
+    def _require_places(self, wheres: Sequence[m.Where | m.WorkerBuffer | None]) -> None:
         if len(wheres) != len(self.table.shards):
             raise UsageError(
                 f"table {self.table.spec.name!r} has {len(self.table.shards)} shards here, but the"
-                f" request has places for {len(wheres)}"
+                f" request has buffers for {len(wheres)}"
             )
 
     def _on_the_wire(self, use: str, worker: int, shard: int, values: torch.Tensor) -> torch.Tensor:
@@ -247,19 +251,19 @@ class Seats:
         return self.staging(use, worker, shard, dtype).copy_(values)
 
     def forget(self, worker: int) -> None:
-        """Drop the memory of a worker that is gone."""
-        self.brought.pop(worker, None)
+        """Drop the memory of a worker that has left."""
+        self.delivered.pop(worker, None)
         self._staging = {key: value for key, value in self._staging.items() if key[1] != worker}
         self.views = {key: value for key, value in self.views.items() if key[1] != worker}
 
 
 def wire_dtype(opened: m.Open, dtype: str) -> torch.dtype:
-    """The dtype in which a worker's tensors travel between hosts."""
+    """Return the dtype in which a worker's tensors travel between hosts."""
     return dtype_of(opened.wire or dtype)
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return torch's dtype of that name, one of those that a server can hold."""
+    """Return torch's dtype of that name; UsageError if servers cannot hold it."""
     if name not in DTYPES:
         raise UsageError(f"dtype {name[:40]!r} cannot be on a server; one of {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -271,8 +275,8 @@ def view(
     """Return memory of a worker of this host as a flat tensor."""
     if where.rank != rank or where.offset % dtype.itemsize:
         raise UsageError(
-            f"rank {rank} names a place at offset {where.offset} in the memory of rank"
-            f" {where.rank}; it must be its own, and whole {dtype}s"
+            f"rank {rank} names offset {where.offset} in the memory of rank {where.rank}; it must"
+            f" be its own memory, and the offset a multiple of the size of {dtype}"
         )
     size = count * dtype.itemsize
     memory: Any = engine.memory_of_peer(where.rank, where.segment, where.offset, size)
