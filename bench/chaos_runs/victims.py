@@ -18,7 +18,7 @@ from pathlib import Path
 
 from paceline.control.client.operator import Operator
 from paceline.control.member import Member
-from paceline.control.transport.secret_file import load_secret
+from paceline.control.transport.auth import load_secret
 from paceline.errors import PacelineError
 
 

@@ -1,12 +1,12 @@
-"""Every error that Paceline raises, in one tree decided by what the caller should do about it.
+"""Every error that Paceline raises, in one tree ordered by what the caller should do about it.
 
-    PacelineError (RuntimeError)    so that code written for torch.distributed, which raises that,
+    PacelineError (RuntimeError)    code written for torch.distributed, which raises RuntimeError,
     |                               also catches ours
     |-- UsageError (ValueError)     fix your code or configuration
     |   |-- ConfigError             a setting has a wrong value; names the setting and its source
     |   |-- CollectiveMismatch      ranks called different operations, or one with different tensors
     |   |-- UnsupportedTensor       a device, layout or dtype that the engine cannot move
-    |   |-- DataError               the data cannot be shared out, read or continued as asked
+    |   |-- DataError               the data cannot be split, read or resumed as asked
     |   |-- NonFiniteGradient       a gradient is NaN or infinite; names rank, step and parameter
     |   |-- InconsistentRanks       ranks hold different values of what must be the same everywhere
     |   |-- UnknownKey              no server holds a key of that name
@@ -14,17 +14,17 @@
     |-- PeerError                   recoverable: reconfigure, retry or stop cleanly
     |   |-- PeerLost                a peer's process ended or its connection broke
     |   |   |-- ServerLost          it was a parameter server; names it and the shards that it held
-    |   |-- PeerTimeout             a peer is there but has not answered in time
-    |   |-- GenerationChanged       the membership changed under an operation
-    |   |-- Evicted                 the others took this process for lost and go on without it
-    |   |-- JobOver                 too many were lost: the job as a whole cannot go on
+    |   |-- PeerTimeout             a peer is present but has not answered before the deadline
+    |   |-- GenerationChanged       the membership changed during an operation
+    |   |-- Evicted                 this process was taken for lost; the job continues without it
+    |   |-- JobOver                 too many members were lost: the job cannot continue
     |-- ProtocolError               a bug or version skew: stop
     |   |-- BadFrame                bytes that no Paceline process would send
     |   |-- VersionMismatch         peers run different versions
     |-- CheckpointError             it could not be written or read (disk full, EIO); names the path
     |   |-- CheckpointCorrupt       not what was written; names the file, expected and found hash
-    |   |-- CheckpointMismatch      that of another model
-    |   |-- CheckpointUnsupported   of a newer format than this version knows
+    |   |-- CheckpointMismatch      it belongs to another model
+    |   |-- CheckpointUnsupported   its format is newer than this version
     |   |-- CheckpointUnsafe        a pickle, a link, or a name that leads out of the directory
     |-- SetupError                  the job could not be formed on this machine or network
         |-- RendezvousError         a rank is missing, claimed twice or out of range
@@ -32,11 +32,11 @@
         |-- AuthError               wrong, missing or badly protected job secret
         |-- ConnectError            an address cannot be reached
         |-- PortInUse               an explicitly requested port is taken
-        |-- SharedMemoryError       the memory for a segment cannot be had
+        |-- SharedMemoryError       the memory for a segment cannot be allocated
         |-- LaunchError             a process could not be started
 
-A message says who (rank, peer), what (operation, tensor), expected against found, what to do next.
-Errors that concern one peer carry its rank as `.rank`.
+A message names the process (rank, peer), the operation or tensor, found against expected, and what
+to do next. Errors that concern one peer have its rank as `.rank`.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ class PacelineError(RuntimeError):
 
 
 def named(kind: str, text: str) -> PacelineError:
-    """Make an error again that another process told by name; only classes of this tree come out."""
+    """Return the error that another process sent by name; only classes of this tree are made."""
     found = globals().get(kind)
     if not (isinstance(found, type) and issubclass(found, PacelineError)):
         found = ProtocolError
     return found(text)
 
 
-def tells_of_loss(error: BaseException | None) -> bool:
-    """Return whether an error, or what it was raised from, is the loss of another process.
+def is_caused_by_loss(error: BaseException | None) -> bool:
+    """Return whether an error, or its cause, is the loss of another process.
 
     Of an error that torch has passed through C++ only the name of its class is left.
     """
     while error is not None:
-        told = named(str(error).partition(":")[0], "")
-        if any(isinstance(one, PeerLost | GenerationChanged | Evicted) for one in (error, told)):
+        by_name = named(str(error).partition(":")[0], "")
+        if any(isinstance(one, PeerLost | GenerationChanged | Evicted) for one in (error, by_name)):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -84,7 +84,7 @@ class UnsupportedTensor(UsageError):
 
 
 class DataError(UsageError):
-    """The data is empty, too little, differs between ranks, cannot be read, or cannot be continued
+    """The data is empty, too small, differs between ranks, cannot be read, or cannot be resumed
     from a checkpoint."""
 
 
@@ -92,7 +92,7 @@ class InconsistentRanks(UsageError):
     """Ranks hold different values, or kinds, of something that must be the same on all of them.
 
     The cause is in the script (a rank changed its model alone, or a computation depends on the
-    rank), so going on or trying again keeps the difference.
+    rank), so neither continuing nor retrying removes the difference.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PeerError(PacelineError):
 
 
 def names_of_peer_errors() -> list[str]:
-    """Return the names of all errors that tell of another process, as a traceback shows them."""
+    """Return the names of all errors about another process, as a traceback shows them."""
     found: list[type[PeerError]] = [PeerError]
     for kind in found:
         found += kind.__subclasses__()
@@ -140,23 +140,23 @@ class ServerLost(PeerLost):
 
 
 class PeerTimeout(PeerError):
-    """A peer exists but did not do its part in time."""
+    """A peer exists but did not do its part before the deadline."""
 
 
 class GenerationChanged(PeerError):
-    """The membership changed while the operation was under way; its result is undefined."""
+    """The membership changed during the operation; its result is undefined."""
 
 
 class Evicted(PeerError):
-    """This process is not in the job any more: it was stopped, cut off or stuck for too long."""
+    """This process is no longer in the job: it was stopped, cut off or stuck for too long."""
 
 
 class JobOver(PeerError):
-    """The job as a whole cannot go on: too few workers are left, or a partition has no holder."""
+    """The job cannot continue: too few workers are left, or a partition has no holder."""
 
 
 class ProtocolError(PacelineError):
-    """Peers do not speak the same language: a bug or version skew."""
+    """Peers do not follow the same protocol: a bug or version skew."""
 
 
 class BadFrame(ProtocolError):
@@ -168,7 +168,7 @@ class VersionMismatch(ProtocolError):
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint could not be written or read; what is being trained is not affected."""
+    """A checkpoint could not be written or read; the training itself is not affected."""
 
     def __init__(self, message: str, *, path: object = None) -> None:
         super().__init__(message)
@@ -180,11 +180,11 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """A checkpoint is whole, but not that of the model (or optimizer) it is to be loaded into."""
+    """A checkpoint is intact, but belongs to another model or optimizer."""
 
 
 class CheckpointUnsupported(CheckpointError):
-    """A checkpoint has a newer format than this version of Paceline knows."""
+    """A checkpoint has a newer format than this version of Paceline supports."""
 
 
 class CheckpointUnsafe(CheckpointError):
@@ -200,7 +200,7 @@ class RendezvousError(SetupError):
 
 
 class TooLate(RendezvousError):
-    """Nobody can join any more: the job is over, or its workers are finishing."""
+    """No process can join any more: the job is over, or its workers are finishing."""
 
 
 class AuthError(SetupError):
@@ -212,11 +212,11 @@ class ConnectError(SetupError):
 
 
 class PortInUse(SetupError):
-    """A port that was asked for by number is taken."""
+    """A port that was requested by number is taken."""
 
 
 class SharedMemoryError(SetupError):
-    """The memory for a shared segment cannot be had."""
+    """The memory for a shared segment cannot be allocated."""
 
 
 class LaunchError(SetupError):

@@ -16,7 +16,7 @@ from paceline.control.client.agent import Agent
 from paceline.control.client.operator import Operator
 from paceline.control.member import Member
 from paceline.control.membership.policy import Policy
-from paceline.control.transport.secret_file import create_secret_file, load_secret
+from paceline.control.transport.auth import create_secret_file, load_secret
 from paceline.control.transport.sockets import join_address, listen_tcp
 from paceline.runtime.coordinator_main import arguments
 

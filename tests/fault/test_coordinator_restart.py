@@ -10,10 +10,9 @@ import time
 import pytest
 from coordinators import POINTS, Coordination, eventually, member
 
-from paceline.control.client import operator as o
-from paceline.control.membership.decisions import Wanted
+from paceline.control import messages as m
 from paceline.control.membership.policy import Policy
-from paceline.control.transport import messages as m
+from paceline.control.messages import Wanted
 from paceline.errors import Evicted, PeerTimeout
 from paceline.observe.telemetry.events import CoordinatorBack
 
@@ -31,15 +30,15 @@ def coordination(tmp_path):
 
 def lose(agent):
     """End a member as SIGKILL does: its connection breaks, and it does not come back."""
-    agent._contact._is_lasting = False
-    agent.thread.post(agent._contact.cut)
+    agent._connection._is_lasting = False
+    agent.thread.post(agent._connection.drop)
 
 
 def test_members_go_on_without_it_and_attach_again(coordination):
     job = coordination(3, 1)
     job.start()
     news = []
-    operator = job.operator(on_news=news.append, is_launcher=True)
+    operator = job.operator(on_notification=news.append, is_launcher=True)
     agents = job.join_all()
     agents[0].store_set("before", b"1")
     before = operator.status()
@@ -111,7 +110,7 @@ def test_who_died_meanwhile_is_found_out(coordination):
     job = coordination(3, absent_s=5.0)
     job.start()
     news = []
-    operator = job.operator(on_news=news.append, is_launcher=True)
+    operator = job.operator(on_notification=news.append, is_launcher=True)
     agents = job.join_all()
     job.kill()
     agents.pop(1).thread.stop()
@@ -126,7 +125,7 @@ def test_who_died_meanwhile_is_found_out(coordination):
 
     eventually(lambda: len(whys()) == 2)
     assert whys()[1] == "killed by signal 9", "the launcher says it again"
-    assert "did not come back after a restart" in whys()[2]
+    assert "did not reconnect after a restart" in whys()[2]
 
 
 def test_who_was_let_go_or_taken_for_lost_meanwhile_learns_it(coordination):
@@ -134,11 +133,11 @@ def test_who_was_let_go_or_taken_for_lost_meanwhile_learns_it(coordination):
     job.start()
     operator = job.operator()
     agents = job.join_all()
-    agents[2].thread.post(agents[2]._contact.cut)
+    agents[2].thread.post(agents[2]._connection.drop)
     eventually(lambda: isinstance(agents[2].ending, Evicted))
     for rank in (0, 1):
         agents[rank].wait_for_generation(1, 60)
-        agents[rank].adopted(2)
+        agents[rank].entered(2)
     operator.scale(1)
     eventually(lambda: operator.status().membership.workers == (0,))
     job.kill()
@@ -165,7 +164,7 @@ def test_a_newcomer_waits_through_a_restart(coordination):
     job.kill()
     job.start()
     eventually(lambda: agents[0].is_attached)
-    agents[0].adopted(2)
+    agents[0].entered(2)
     waiting.join(60)
     assert found[0].workers == (0, place.rank)
     assert found[0] == operator.status().membership
@@ -186,15 +185,15 @@ def story(job, agents, operator):
     ready.start()
     for rank in (0, 2):
         eventually(lambda rank=rank: agents[rank].wait_for_generation(1, 0.1) is not None)
-        agents[rank].adopted(agents[rank].membership.generation)
+        agents[rank].entered(agents[rank].membership.generation)
     ready.join(60)
     assert found
     assert found[0].workers == (0, place.rank, 2)
     agents[place.rank] = newcomer
-    newcomer.adopted(found[0].generation)
+    newcomer.entered(found[0].generation)
     for rank in (0, 2):
         eventually(lambda rank=rank: agents[rank].membership == found[0])
-        agents[rank].adopted(found[0].generation)
+        agents[rank].entered(found[0].generation)
     eventually(lambda: operator.status().not_adopted == ())
     operator.scale(2)
     eventually(lambda: operator.status().membership.workers == (0, place.rank))
@@ -244,13 +243,13 @@ def test_wanted_places_are_told_again_to_a_launcher_that_comes_back(coordination
     lose(agents.pop(1))
     eventually(lambda: agents[0].membership.generation == 2)
     news = []
-    job.operator(on_news=news.append, is_launcher=True)
+    job.operator(on_notification=news.append, is_launcher=True)
     eventually(lambda: Wanted("worker", 1) in news)
     news.clear()
     job.kill()
     job.start()
     eventually(lambda: Wanted("worker", 1) in news)
-    assert not [n for n in news if isinstance(n, o.Unwanted)]
+    assert not [n for n in news if isinstance(n, m.Unwanted)]
 
 
 def test_a_full_disk_ends_it_before_it_says_what_it_could_not_write(coordination):

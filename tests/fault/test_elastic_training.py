@@ -52,7 +52,7 @@ def train(group: Group, until: int, kind: str = "", pause_s: float = 0.01) -> di
         tell((job.steps_done, pl.world_size(), digest(model)))
         time.sleep(pause_s)
         pause_if_held(job.steps_done)
-    return {"steps": job.steps_done, "changes": job.elastic.changes}
+    return {"steps": job.steps_done, "changes": job.elastic.num_changes}
 
 
 class Diary:
@@ -186,7 +186,7 @@ def train_by_number(group: Group, until: int, pause_s: float) -> str:
     """Train on batches that follow from the step and this worker's number alone."""
     model, optimizer = make_model(norm=True)
     job = current()
-    job.elastic.enter()
+    job.elastic.join_running_job()
     while job.steps_done < until:
         seed = 1000 * job.steps_done + job.env.number
         x = torch.randn(8, 20, generator=torch.Generator().manual_seed(seed))

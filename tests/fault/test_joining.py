@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import paceline as pl
-from paceline.control.transport.secret_file import create_secret_file
+from paceline.control.transport.auth import create_secret_file
 from support.environs import base_environ, job_environs
 from support.ranks import run_processes
 

@@ -1,4 +1,4 @@
-"""The coordinator is killed while it lends portions of work: none is lost, none is lent twice."""
+"""The coordinator is killed while it leases portions: none is lost, none is leased twice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from coordinators import POINTS, Coordination, eventually
 
-from paceline.control.client.requests import lent
+from paceline.control.client.requests import wait_for_portion
 from paceline.control.membership.policy import Policy
 
 
@@ -32,7 +32,7 @@ def test_portions_are_lent_once_over_restarts(coordination, point):
             rank: agent.take_portion("a", 0, portions, tuple(had[rank][-1:]))
             for rank, agent in agents.items()
         }
-        found = {rank: lent(question).portion for rank, question in questions.items()}
+        found = {rank: wait_for_portion(question).portion for rank, question in questions.items()}
         for rank, portion in found.items():
             if portion >= 0:
                 had[rank].append(portion)
@@ -47,16 +47,19 @@ def test_portions_are_lent_once_over_restarts(coordination, point):
 def test_portions_of_one_who_does_not_come_back_are_for_others(coordination):
     coordination.start()
     agents = coordination.join_all()
-    assert [lent(agents[rank].take_portion("a", 0, 3)).portion for rank in (0, 1)] == [0, 1]
+    assert [wait_for_portion(agents[rank].take_portion("a", 0, 3)).portion for rank in (0, 1)] == [
+        0,
+        1,
+    ]
     coordination.kill()
     agents[1].thread.stop()
     coordination.start()
-    assert lent(agents[0].take_portion("a", 0, 3, (0,))).portion == 2
+    assert wait_for_portion(agents[0].take_portion("a", 0, 3, (0,))).portion == 2
     done = (2,)
 
     def comes_back() -> bool:
         nonlocal done
-        answer, done = lent(agents[0].take_portion("a", 0, 3, done)), ()
+        answer, done = wait_for_portion(agents[0].take_portion("a", 0, 3, done)), ()
         return (answer.portion, answer.again) == (1, 1)
 
     eventually(comes_back)

@@ -38,7 +38,7 @@ _BEGIN = """
     model, optimizer = pl.distribute(
         model, optimizer, loss=F.cross_entropy, example=data[:16], microbatches=2
     )
-    place, unit = job.mesh.place_of(job.env.number), job.mesh.unit_of(job.env.number)
+    place, unit = job.mesh.unit_index(job.env.number), job.mesh.unit_of(job.env.number)
 
     def state():
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -46,7 +46,7 @@ _BEGIN = """
         return hashlib.blake2b(held, digest_size=8).hexdigest()
 
     def tell(loss):
-        units = job.column.world.size
+        units = job.data_parallel_view.world.size
         print(f"step {job.steps_done} place {place} unit {unit} of {units}: {state()} {loss:.5f}")
 """
 
@@ -57,7 +57,7 @@ _REPLACED = (
     is_held, steps_back = sys.argv[1] == "replace", 0
     while steps_back < 10:
         for x, y in pl.shard(loader):
-            changes = job.elastic.changes  # behind a loss, and behind a boundary
+            changes = job.elastic.num_changes  # behind a loss, and behind a boundary
             tell(float(model.train_step(x, y).detach()))
             if job.steps_done == 10 and job.env.rank < 4:
                 open(f"done-{job.env.rank}", "w").close()
@@ -66,7 +66,7 @@ _REPLACED = (
                     time.sleep(0.01)  # nobody is still in this step when one dies
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.02)
-            is_back = job.elastic.changes == 1 if is_held else changes == 2
+            is_back = job.elastic.num_changes == 1 if is_held else changes == 2
             steps_back += job.env.is_newcomer or is_back
             if steps_back == 10:
                 break

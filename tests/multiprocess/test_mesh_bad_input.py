@@ -34,7 +34,7 @@ MESHES: Wrong = {
     "no size": (stack, {"mesh": "tp"}, r"'tp' is not an axis"),
     "nothing": (stack, {"mesh": ""}, r"is not an axis"),
     "a size of zero": (stack, {"mesh": "dp=2,tp=0"}, r"tp=0.*at least 1"),
-    "pp and fsdp": (stack, {"mesh": "pp=2,fsdp=2"}, r"pp and fsdp do not go together"),
+    "pp and fsdp": (stack, {"mesh": "pp=2,fsdp=2"}, r"pp and fsdp cannot be combined"),
 }
 STAGES: Wrong = {
     "a split that is not there": (stack, {"example": EXAMPLE, "splits": ["7"]}, r"'7'"),

@@ -59,7 +59,7 @@ class News:
         with self._changed:
             self._changed.wait_for(lambda: self.known[-1].generation > above, timeout_s)
 
-    def accuse(self, rank: int, _why: str) -> None:
+    def report_unreachable(self, rank: int, _why: str) -> None:
         self.accused.append(rank)
 
 

@@ -153,7 +153,9 @@ def test_a_stopped_worker_is_named_then_ended_and_replaced(bench: Workbench) -> 
         assert not is_alive(stopped), "it must not wake up in memory that others use"
         said = _end(bench, launcher)
     assert re.search(rf"pid {stopped}\) is silent: .*its process is stopped", said)
-    assert re.search(rf"pid {stopped}\) lost: its process is stopped since [\d.]+ s; the oth", said)
+    assert re.search(
+        rf"pid {stopped}\) lost: its process has been stopped for [\d.]+ s; the oth", said
+    )
 
 
 # Rank 0 has rank 1 evicted while the launcher is stopped: it sees the end before it hears of that.
@@ -178,7 +180,7 @@ _EVICTED = """
     launcher, worker = read("launcher"), read("worker")
     time.sleep(0.5)  # until the launcher knows that the job has begun
     os.kill(launcher, signal.SIGSTOP)
-    agent.accuse(1, "it does not answer")
+    agent.report_unreachable(1, "it does not answer")
     while open(f"/proc/{worker}/stat").read().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.01)
     os.kill(launcher, signal.SIGCONT)

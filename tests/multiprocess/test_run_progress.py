@@ -24,7 +24,7 @@ def bench(tmp_path: Path) -> Workbench:
 _REPORTING = """
     import os, sys, time
     from paceline.control.client.agent import Agent
-    from paceline.control.transport.secret_file import load_secret
+    from paceline.control.transport.auth import load_secret
     from paceline.runtime.config import job_env
     from paceline.observe.telemetry.events import Note, Progress
 
@@ -138,7 +138,7 @@ def test_a_terminal_shows_a_live_table(bench: Workbench) -> None:
 _TIMED = """
     import os, sys, time
     from paceline.control.client.agent import Agent
-    from paceline.control.transport.secret_file import load_secret
+    from paceline.control.transport.auth import load_secret
     from paceline.runtime.config import job_env
     from paceline.observe.telemetry.clock import now_s
     from paceline.observe.telemetry.events import Progress

@@ -28,7 +28,7 @@ def bench(tmp_path: Path) -> Workbench:
 _REPORTING = """
     import os, pathlib, sys, time
     from paceline.control.client.agent import Agent
-    from paceline.control.transport.secret_file import load_secret
+    from paceline.control.transport.auth import load_secret
     from paceline.runtime.config import job_env
     from paceline.observe.telemetry import clock
     from paceline.observe.telemetry.events import Note, Progress

@@ -25,7 +25,7 @@ _TRAINING = """
     import os, sys, time
     from paceline.control.client.agent import Agent
     from paceline.control.member import Member
-    from paceline.control.transport.secret_file import load_secret
+    from paceline.control.transport.auth import load_secret
     from paceline.runtime.config import job_env
     from paceline.observe.telemetry.clock import now_s
     from paceline.observe.telemetry.events import Progress

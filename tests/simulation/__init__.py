@@ -3,11 +3,11 @@
     World (world.py)         a virtual clock, a queue of events, everything drawn from one seed
       Network (network.py)   ordered connections that break or stay half-open; links that are cut
       Process (process.py)   crash, restart, SIGSTOP, starvation, slowness
-    Job (runtime/job.py)             what is drawn about a job, and its way from start to end
-      coordinator.py         Roster, Record and Journal of production, on a disk that survives
+    Job (job.py)             what is drawn about a job, and its way from start to end
+      coordinator.py         Roster and Journal of production, on a disk that survives
       server.py, table.py    Replica of production, around a table that counts
       worker.py              the failover of production, around a client that counts
-      lockstep.py            `judge` of production, among workers that train together
+      lockstep.py            `plan_recovery` of production, among workers that train together
       launcher.py            starts whoever is wanted, ends whoever is lost
     faults.py                what goes wrong: a plan, drawn beforehand, from which one can leave out
     invariants.py            what must hold, at every event and in the end

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.control.coordinator.journal import Entry, Journal, _framed, _replay
-from paceline.control.coordinator.state import Record
+from paceline.control import messages as m
+from paceline.control.coordinator.journal import CoordinatorState, Entry, Journal, _framed, _replay
 from paceline.control.coordinator.store import StoreService
 from paceline.control.member import Member
-from paceline.control.membership import decisions as d
 from paceline.control.membership.policy import Policy
 from paceline.control.membership.roster import Roster
-from paceline.control.transport import messages as m
+from paceline.control.membership.state import Decision
 from paceline.errors import PacelineError, RendezvousError
 from simulation.invariants import Oracle
 from simulation.network import End, Network
@@ -85,10 +84,10 @@ class SimCoordinator(Process):
 
     def on_start(self) -> None:
         self._journal = SimJournal(self.disk)
-        self._record = Record(self._journal, StoreService())
-        self.roster = self._make(self.policy, self._record.state, self.world.now_s)
-        if self._record.state is not None:
-            self.oracle.journaled(self._record.state)  # of a write that was torn at its very end
+        self._state = CoordinatorState(self._journal, StoreService())
+        self.roster = self._make(self.policy, self._state.state, self.world.now_s)
+        if self._state.state is not None:
+            self.oracle.journaled(self._state.state)  # of a write that was torn at its very end
         self._lines: dict[int, End] = {}  # by rank
         self._ranks: dict[End, int] = {}
         self._launcher: End | None = None
@@ -132,7 +131,7 @@ class SimCoordinator(Process):
         return self.world.now_s
 
     def _on_join(self, end: End, member: Member) -> None:
-        if self.roster.membership is not None and self._record.num_replayed:
+        if self.roster.membership is not None and self._state.num_replayed:
             # It had joined when the coordinator ended before it could say so.
             decisions = self.roster.attached(member.rank, 1, self.now)
             self._seat(end, member.rank)
@@ -154,8 +153,8 @@ class SimCoordinator(Process):
         membership = self.roster.membership
         if membership is None:
             raise RendezvousError("the job is still forming")
-        missed = self._record.missed(membership, known)
-        decisions: list[d.Decision] = []
+        missed = self._state.missed(membership, known)
+        decisions: list[Decision] = []
         if rank in membership.ranks or not missed.is_known or rank in missed.lost:
             decisions = self.roster.attached(rank, generation, self.now)
             self._seat(end, rank)
@@ -179,13 +178,13 @@ class SimCoordinator(Process):
     def _on_heartbeat(self, end: End) -> None:
         pass
 
-    def _on_adopted(self, end: End, generation: int) -> None:
+    def _on_entered(self, end: End, generation: int) -> None:
         if end in self._ranks:
-            self._carry_out(self.roster.adopted(self._ranks[end], generation, self.now))
+            self._carry_out(self.roster.entered(self._ranks[end], generation, self.now))
 
-    def _on_accuse(self, end: End, rank: int, why: str) -> None:
+    def _on_report_unreachable(self, end: End, rank: int, why: str) -> None:
         if end in self._ranks:
-            self.roster.accused(self._ranks[end], rank, why, self.now)
+            self.roster.reported_unreachable(self._ranks[end], rank, why, self.now)
 
     def _on_in_sync(self, end: End, partition: int, generation: int) -> None:
         if end in self._ranks:
@@ -229,7 +228,7 @@ class SimCoordinator(Process):
     # -- what it does -------------------------------------------------------------------------
 
     def _carry_out(
-        self, decisions: list[d.Decision], before: Callable[[], None] = lambda: None
+        self, decisions: list[Decision], before: Callable[[], None] = lambda: None
     ) -> None:
         if self.announces_first:
             before()
@@ -239,34 +238,34 @@ class SimCoordinator(Process):
             before()
             self._perform_all(decisions)
 
-    def _keep(self, decisions: list[d.Decision]) -> bool:
+    def _keep(self, decisions: list[Decision]) -> bool:
         """Write the state if it changed; false: this process ended meanwhile."""
-        changes = tuple(one.changed for one in decisions if isinstance(one, d.Announce))
-        before = self._record.state
+        changes = tuple(one for one in decisions if isinstance(one, m.Changed))
+        before = self._state.state
         self._journal.tear_at = self.tear_at
         try:
-            self._record.keep(self.roster.state, changes)
+            self._state.keep(self.roster.state, changes)
         except Torn as torn:
             self.tear_at = None
             self.crash(str(torn))
             return False
-        if self._record.state is not before:
+        if self._state.state is not before:
             self.oracle.journaled(self.roster.state)
         return True
 
-    def _perform_all(self, decisions: list[d.Decision]) -> None:
+    def _perform_all(self, decisions: list[Decision]) -> None:
         for decision in decisions:
-            if isinstance(decision, d.Announce):
-                self._announce(decision.changed)
-            elif isinstance(decision, d.Tell):
-                self._tell(decision.presence)
-            elif isinstance(decision, d.End):
+            if isinstance(decision, m.Changed):
+                self._announce(decision)
+            elif isinstance(decision, m.Presence):
+                self._tell(decision)
+            elif isinstance(decision, m.Over):
                 self.world.say(self.name, "says that the job is over: {}", decision.why)
                 self.oracle.over(decision.why)
                 self._broadcast(("over", decision.why))
-            elif isinstance(decision, d.Wanted) and self._launcher is not None:
+            elif isinstance(decision, m.Wanted) and self._launcher is not None:
                 self._launcher.send(("wanted", decision.role, decision.number))
-            elif isinstance(decision, d.Unwanted):
+            elif isinstance(decision, m.Unwanted):
                 if self._launcher is not None:
                     self._launcher.send(("unwanted", decision.rank))
                 if decision.rank in self._lines:

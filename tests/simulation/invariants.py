@@ -10,9 +10,9 @@ import random
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
+from paceline.control import messages as m
 from paceline.control.member import Membership
-from paceline.control.membership.decisions import State
-from paceline.control.transport import messages as m
+from paceline.control.membership.state import RosterState
 from paceline.ps.replication.chain import Role
 from simulation.world import Violation
 from support.history import History, Sight, find_stale, find_violations
@@ -50,7 +50,7 @@ class Oracle:
 
     # -- the coordinator ----------------------------------------------------------------------
 
-    def journaled(self, state: State) -> None:
+    def journaled(self, state: RosterState) -> None:
         now = state.membership
         if now is None:
             return

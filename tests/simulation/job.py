@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.control.membership.decisions import Place
 from paceline.control.membership.policy import Policy
 from paceline.control.membership.roster import Roster
+from paceline.control.membership.state import Reservation
 from paceline.ps.client.failover import PendingRequests
 from paceline.ps.replication.chain import Role
 from paceline.ps.replication.replication import Replica
-from paceline.runtime.elastic.recovery_plan import judge
+from paceline.runtime.elastic.recovery_plan import plan_recovery
 from simulation.coordinator import SimCoordinator
 from simulation.faults import Fault, Nemesis, draw
 from simulation.invariants import Oracle
@@ -45,7 +45,7 @@ class Cores:
     roster: Any = Roster
     replica: Any = Replica
     books: Any = PendingRequests
-    judge: Any = judge
+    plan_recovery: Any = plan_recovery
     unit_worker: Any = UnitWorker
     announces_first: bool = False
     accuses_once: bool = False
@@ -204,7 +204,7 @@ class SimJob:
         self.launcher = Launcher(self)
         self.is_whole_since: float | None = None
 
-    def make_member(self, place: Place, *, is_newcomer: bool) -> SimMember:
+    def make_member(self, place: Reservation, *, is_newcomer: bool) -> SimMember:
         make: type[SimMember] = SimWorker if place.role == "worker" else SimServer
         in_lockstep = {"lockstep": LockstepWorker, "units": self.cores.unit_worker}
         make = in_lockstep.get(self.mode, make)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.control.membership.decisions import Place
-from paceline.control.transport import messages as m
+from paceline.control import messages as m
+from paceline.control.membership.state import Reservation
 from simulation.network import End
 from simulation.process import Process
 
@@ -42,12 +42,12 @@ class Launcher(Process):
         for rank in range(policy.num_workers + policy.num_servers):
             is_worker = rank < policy.num_workers
             number = rank if is_worker else rank - policy.num_workers
-            place = Place(rank, "worker" if is_worker else "server", number)
+            place = Reservation(rank, "worker" if is_worker else "server", number)
             self._start(place, is_newcomer=False)
         self.network.connect(self, "coordinator", "launcher")
         self.after(LOOK_S, self._look)
 
-    def _start(self, place: Place, *, is_newcomer: bool) -> None:
+    def _start(self, place: Reservation, *, is_newcomer: bool) -> None:
         member = self.job.make_member(place, is_newcomer=is_newcomer)
         member.on_exit = self._on_exit
         self.after(self.dice.uniform(0.05, 0.3), member.start)

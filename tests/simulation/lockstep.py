@@ -1,8 +1,9 @@
-"""Simulated workers in lockstep: the production `judge` in the middle of a collective protocol.
+"""Simulated workers in lockstep: the production `plan_recovery` in a collective protocol.
 
-A POINT is passed when a worker has the parts of all workers; so nobody is more than one ahead. When
-somebody is lost, the workers of the next membership meet: all tell where they are, `judge` decides
-who gives and who receives, and the point is taken again from the parts that were kept.
+A worker passes a step when it has the parts of all workers, so no worker is more than one step
+ahead. If a worker is lost, the workers of the next membership exchange their step numbers,
+`plan_recovery` decides which worker sends state to which, and the step is repeated from the parts
+that were kept.
 
 A part is (rank, point, cut): the samples of that point that were cut for that worker when the
 workers were those of generation `cut`. Parts of one cut never overlap; so no sample counts twice as
@@ -14,9 +15,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from paceline.control import messages as m
 from paceline.control.member import Membership
-from paceline.control.transport import messages as m
-from paceline.runtime.elastic.recovery_plan import Status, Verdict
+from paceline.runtime.elastic.recovery_plan import RecoveryPlan, WorkerStatus
 from simulation.member import SimMember
 from simulation.network import End
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 Part = tuple[int, int, int]  # rank, point, cut
 
 
-class CutStatus(Status, frozen=True):
+class CutStatus(WorkerStatus, frozen=True):
     """A status with the cut of the point under way."""
 
     cut: int = 0
@@ -42,7 +43,7 @@ class LockstepWorker(SimMember):
         self._cut = 0  # the workers' generation when the point under way was begun
         self._is_new = self.is_newcomer
         self._meeting: Membership | None = None
-        self._verdict: Verdict | None = None
+        self._verdict: RecoveryPlan | None = None
         self._next_cut = 0
         self._losses: dict[int, m.Loss] = {}
         self._peers: dict[int, End] = {}
@@ -211,7 +212,7 @@ class LockstepWorker(SimMember):
             self._say("status", newest.workers_since, 0, self._status(newest))
             self._meet_on()
 
-    def _status(self, membership: Membership) -> Status:
+    def _status(self, membership: Membership) -> WorkerStatus:
         workers = self.circle(self.settled) if self.settled is not None else ()
         gone = [rank for rank in workers if rank not in membership.ranks]
         return CutStatus(
@@ -232,15 +233,17 @@ class LockstepWorker(SimMember):
             if statuses is None:
                 return
             if all(status.is_new for status in statuses.values()):
-                why = "every worker that had the state of the training is lost"
+                why = "every worker that had the training state was lost"
                 self.oracle.over(why)
-                self.exit(why)  # as Elastic._refuse_to_begin does
+                self.exit(why)  # as ElasticSession._refuse_to_begin does
                 return
-            self._verdict = self.job.cores.judge([statuses[rank] for rank in self.circle(meeting)])
+            self._verdict = self.job.cores.plan_recovery(
+                [statuses[rank] for rank in self.circle(meeting)]
+            )
             # Whoever has begun the point has computed its part: the others follow that cut.
             begun = [s.cut for s in statuses.values() if s.passed == self._verdict.passed]
             self._next_cut = max(begun)
-            if self._verdict.donor == self.rank:
+            if self._verdict.source == self.rank:
                 for rank in self._verdict.receivers:
                     if rank in self._peers:
                         self._peers[rank].send(("parcel", since, 0, list(self.log)))
@@ -248,7 +251,7 @@ class LockstepWorker(SimMember):
                 self._say("ready", since, 0, True)
         verdict = self._verdict
         is_ready = self.rank in self._heard["ready", since, 0]
-        parcel = self._heard["parcel", since, 0].get(verdict.donor)
+        parcel = self._heard["parcel", since, 0].get(verdict.source)
         if not is_ready and parcel is not None:
             self.log = list(parcel)
             self._say("ready", since, 0, True)
@@ -267,7 +270,7 @@ class LockstepWorker(SimMember):
             dict, {k: v for k, v in self._heard.items() if k[1] >= membership.workers_since}
         )
         self.adopted = max(self.adopted, membership.generation)
-        self.tell("adopted", self.adopted)
+        self.tell("entered", self.adopted)
         if self._is_unwanted:
             self.leave(is_finished=False)
         else:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from paceline.control import messages as m
 from paceline.control.member import Member, Membership
-from paceline.control.membership.decisions import Place
-from paceline.control.transport import messages as m
+from paceline.control.membership.state import Reservation
 from simulation.network import End
 from simulation.process import Process
 
@@ -21,7 +21,7 @@ ACCUSE_S = 0.5
 class SimMember(Process):
     """A worker or a server."""
 
-    def __init__(self, job: SimJob, place: Place, host: str, *, is_newcomer: bool) -> None:
+    def __init__(self, job: SimJob, place: Reservation, host: str, *, is_newcomer: bool) -> None:
         name = f"{place.role} {place.number}"
         if is_newcomer:
             name += f" (rank {place.rank})"
@@ -126,7 +126,7 @@ class SimMember(Process):
         assert self.membership is not None
         if self.membership.generation > self.adopted:
             self.adopted = self.membership.generation
-            self.tell("adopted", self.adopted)
+            self.tell("entered", self.adopted)
 
     def accuse_later(self, rank: int, why: str) -> None:
         """Accuse another member, as long as it cannot be reached."""
@@ -136,7 +136,7 @@ class SimMember(Process):
         assert self.membership is not None
         if rank in self.membership.ranks and self.is_broken(rank):
             self.world.say(self.name, "accuses rank {}: {}", rank, why)
-            self.tell("accuse", rank, why)
+            self.tell("report_unreachable", rank, why)
             if not self.job.cores.accuses_once:
                 self.accuse_later(rank, why)
 

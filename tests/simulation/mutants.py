@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from paceline.control.member import Membership
-from paceline.control.membership.departures import Departures
-from paceline.control.membership.leases import UNBEARABLE, Finding, Leases
+from paceline.control.membership.leases import FATAL_COST, LeaseFinding, Leases
+from paceline.control.membership.lifecycle import Departures
 from paceline.control.membership.roster import Roster
-from paceline.control.transport.messages import LossKind
+from paceline.control.messages import LossKind
 from paceline.ps.client.failover import Content, PendingRequest, PendingRequests
 from paceline.ps.replication.chain import FillStart, LogEntry, Message
 from paceline.ps.replication.replication import Replica
-from paceline.runtime.elastic.recovery_plan import Status, Verdict, judge
+from paceline.runtime.elastic.recovery_plan import RecoveryPlan, WorkerStatus, plan_recovery
 from simulation.job import Cores
 from simulation.lockstep import LockstepWorker, Part
 from simulation.unit_worker import UnitWorker
@@ -113,21 +113,21 @@ class StaysAlone(Replica):
 class PromotesTheFilling(Roster):
     """Believes that a copy is in sync as soon as it is asked to be."""
 
-    def _calm(self) -> Any:
+    def _calm_change(self) -> Any:
         assert self.membership is not None
         for partition, ranks in enumerate(self.membership.filling):
             self._synced |= {(partition, rank) for rank in ranks}
-        return super()._calm()
+        return super()._calm_change()
 
 
 class _Impatient(Leases):
-    def _verdict(self, lease: Any, now_s: float) -> str | None:
+    def _loss_reason(self, lease: Any, now_s: float) -> str | None:
         silent_s = now_s - lease.heard_s
         return "silent" if silent_s > self._policy.silent_s else None
 
 
 class _Credulous(Leases):
-    def heard(self, rank: int, now_s: float) -> list[Finding]:
+    def heard(self, rank: int, now_s: float) -> list[LeaseFinding]:
         lease = self._leases.get(rank)
         stopped_s = None if lease is None else lease.stopped_s
         found = super().heard(rank, now_s)
@@ -145,21 +145,25 @@ class BelievesAnOldLook(Roster):
 
 
 class _Voters(Leases):
-    def _judge(self, now_s: float, cost: Callable[[int], int]) -> list[Finding]:
+    def _choose_unreachable(self, now_s: float, cost: Callable[[int], int]) -> list[LeaseFinding]:
         standing = [
             pair
-            for pair, (since_s, _) in self._accusations.items()
+            for pair, (since_s, _) in self._unreachable.items()
             if now_s - since_s >= self._policy.accused_s and self._is_heard(pair, now_s)
         ]
         if not standing:
             return []
         votes = {rank: sum(of == rank for _, of in standing) for pair in standing for rank in pair}
-        worst = max(votes, key=lambda r: (cost(r) < UNBEARABLE, votes[r], -cost(r), r))
-        return [Finding(worst, "lost", "it is accused most", LossKind.UNREACHABLE)]
+        worst = max(votes, key=lambda r: (cost(r) < FATAL_COST, votes[r], -cost(r), r))
+        return [
+            LeaseFinding(
+                worst, "lost", "most members report it as unreachable", LossKind.UNREACHABLE
+            )
+        ]
 
 
 class CountsAccusers(Roster):
-    """Takes those for lost who are accused, however many the accuser accuses."""
+    """Takes every member for lost that is reported, however many its reporter reports."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -183,7 +187,7 @@ class LosesOne(Roster):
 
 
 class _WithoutMates(Departures):
-    def mates(self, *args: Any) -> list[Any]:
+    def unit_peers(self, *args: Any) -> list[Any]:
         del args
         return []
 
@@ -210,9 +214,9 @@ class GivesUp(PendingRequests[Content]):
 # -- lockstep -----------------------------------------------------------------------------------
 
 
-def leaves_behind(statuses: Sequence[Status]) -> Verdict:
+def leaves_behind(statuses: Sequence[WorkerStatus]) -> RecoveryPlan:
     """Let those who are behind take a point alone that others have passed."""
-    return msgspec.structs.replace(judge(statuses), behind=())
+    return msgspec.structs.replace(plan_recovery(statuses), behind=())
 
 
 class PassesAlone(UnitWorker):
@@ -257,7 +261,7 @@ MUTANTS = {
     "asks under new numbers": Mutant(Cores(books=AsksUnderNewNumbers), 0),
     "gives up": Mutant(Cores(books=GivesUp), 0),
     "accuses once": Mutant(Cores(accuses_once=True), 87),
-    "leaves behind": Mutant(Cores(judge=leaves_behind), 384),
+    "leaves behind": Mutant(Cores(plan_recovery=leaves_behind), 384),
     "loses one of a unit": Mutant(Cores(roster=LosesOne), 37),
     "passes points alone": Mutant(Cores(unit_worker=PassesAlone), 7),
     "settles alone": Mutant(Cores(unit_worker=SettlesAlone), 297),

@@ -14,9 +14,10 @@ import msgspec
 
 from paceline.control.client.operator import Operator
 from paceline.control.client.rendezvous import CoordinatorThread
-from paceline.control.membership.decisions import Place
+from paceline.control.coordinator.coordinator import Coordinator
 from paceline.control.membership.policy import Policy
-from paceline.control.transport.secret_file import create_secret_file, load_secret
+from paceline.control.membership.state import Reservation
+from paceline.control.transport.auth import create_secret_file, load_secret
 from paceline.errors import RendezvousError
 from paceline.observe.telemetry.events import Event
 from support.body import pack
@@ -61,12 +62,14 @@ class ElasticJob:
                 on_event(event)
 
         self.coordinator = CoordinatorThread(
-            self._job_id,
-            secret,
-            policy.num_workers + policy.num_servers,
-            30.0,
-            note,
-            policy=policy,
+            Coordinator(
+                self._job_id,
+                secret,
+                policy.num_workers + policy.num_servers,
+                30.0,
+                note,
+                policy=policy,
+            )
         )
         self._address = self.coordinator.start(bind)
         self.operator = Operator.connect(self._address, secret, self._job_id)
@@ -114,7 +117,7 @@ class ElasticJob:
             assert time.monotonic() < deadline_s, f"rank {rank} has not come in"
             time.sleep(0.02)
 
-    def _reserve(self, role: str, number: int | None) -> Place:
+    def _reserve(self, role: str, number: int | None) -> Reservation:
         """Reserve a place; whoever had it may just have been killed, which is noticed soon."""
         deadline_s = time.monotonic() + 60
         while True:

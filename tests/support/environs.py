@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paceline.control.client.rendezvous import CoordinatorThread
-from paceline.control.transport.secret_file import create_secret_file, load_secret
+from paceline.control.coordinator.coordinator import Coordinator
+from paceline.control.transport.auth import create_secret_file, load_secret
 from paceline.observe.telemetry.events import Event
 
 Hosts = int | Sequence[int]
@@ -39,12 +40,14 @@ def job_environs(
         secret = load_secret(secret_file)
         limits = env or {}
         coordinator = CoordinatorThread(
-            f"test-{os.path.basename(directory)}",
-            secret,
-            num_processes,
-            float(limits.get("PACELINE_JOIN_TIMEOUT_S", 30)),
-            on_event,
-            liveness_s=float(limits.get("PACELINE_LIVENESS_S", 5)),
+            Coordinator(
+                f"test-{os.path.basename(directory)}",
+                secret,
+                num_processes,
+                float(limits.get("PACELINE_JOIN_TIMEOUT_S", 30)),
+                on_event,
+                liveness_s=float(limits.get("PACELINE_LIVENESS_S", 5)),
+            )
         )
         address = coordinator.start()
         try:

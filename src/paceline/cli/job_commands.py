@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from paceline.control.client.operator import News, Operator, Status
+from paceline.control.client.operator import Operator
 from paceline.control.member import Member
 from paceline.control.membership.policy import Policy
-from paceline.control.transport.secret_file import load_secret
+from paceline.control.operator_messages import Notification, Status
+from paceline.control.transport.auth import load_secret
 from paceline.errors import LaunchError, UsageError
 from paceline.launcher.environment import JobAddresses, process_environ
 from paceline.launcher.job_directory import is_held, remove_abandoned
@@ -40,8 +41,10 @@ _AFTER_GRACE_S = 10.0  # after the grace period of the job: for its end
 
 
 @contextmanager
-def operating(found: FoundJob, on_news: Callable[[News], None] | None = None) -> Iterator[Operator]:
-    """Connect to a job's coordinator; another thread calls `on_news` with its news."""
+def operating(
+    found: FoundJob, on_notification: Callable[[Notification], None] | None = None
+) -> Iterator[Operator]:
+    """Connect to a job's coordinator; another thread calls `on_notification` with its news."""
     facts = found.facts
     if not found.is_supervised:
         raise LaunchError(
@@ -49,7 +52,9 @@ def operating(found: FoundJob, on_news: Callable[[News], None] | None = None) ->
             f" `paceline attach {facts.name}` starts them again"
         )
     secret = load_secret(facts.secret_file)
-    operator = Operator.connect(facts.coordinator, secret, facts.job_id, on_news=on_news)
+    operator = Operator.connect(
+        facts.coordinator, secret, facts.job_id, on_notification=on_notification
+    )
     try:
         yield operator
     finally:

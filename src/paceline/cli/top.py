@@ -44,7 +44,7 @@ def top(name: str | None, *, once: bool) -> int:
     """Show a job until it ends, or the user presses q or Ctrl-C."""
     found = find_job(name, inherited_environ())
     watched = Watched()
-    with operating(found, watched.on_news) as operator:
+    with operating(found, watched.on_notification) as operator:
         watched.take(operator.status())
         if once:
             time.sleep(_ONCE_S)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from paceline import _core
 from paceline.control.member import Member
-from paceline.control.transport.messages import Presence
+from paceline.control.messages import Presence
 from paceline.control.transport.peer_connections import LinkListener
 from paceline.control.wait_notice import WaitNotice
 from paceline.errors import ConnectError, PeerLost, PeerTimeout, RendezvousError
@@ -229,7 +229,7 @@ class Endpoint:
         return presence is not None and presence.has_finished
 
     def _peer_lost(self, rank: int) -> PeerLost:
-        words = self.presence[rank].words
+        words = self.presence[rank].text
         return PeerLost(
             f"rank {self.rank}: rank {rank} is gone: {words}; a group with it cannot be formed",
             rank=rank,

@@ -1,17 +1,18 @@
-"""Members and memberships: plain values that say who is in the job.
+"""Members and memberships: plain values.
 
-A membership never changes; a change of the job is another membership with a higher generation.
-Whoever holds one can therefore compare, keep or pass it on without locks.
+A membership never changes. A change of the job is another membership with a higher generation, so
+a holder can compare it, keep it or pass it on without locks.
 
-A RANK names one process for the whole life of the job and is never given to another: whatever
-still comes from a lost one cannot be mistaken for its successor's. A NUMBER names a place within a
-role ("worker 3", "server 0"); a replacement takes over the number of the process that it replaces.
-Workers are ordered by number, in groups and in sums. In a job that loses nobody the two agree.
+A RANK identifies one process for the whole life of the job and is never reused: a late message of a
+lost process cannot be mistaken for one of its replacement. A NUMBER counts within a role ("worker
+3", "server 0"); a replacement takes the number of the process that it replaces. Workers are ordered
+by number, in groups and in sums. In a job without losses the ranks of workers are their numbers.
 
 A PARTITION is a part of the parameter servers' tables that moves and fails over as a whole. The
-membership says which servers hold it: the first is its primary, which answers; the others are
-backups. A backup that does not have everything yet is FILLING: it is listed apart, and becomes a
-holder in the generation after it said so. Holders have everything that was ever acknowledged.
+membership lists the servers that hold it: the first is its primary, which answers; the others are
+backups. A backup that is still catching up is FILLING: it is listed apart, and becomes a holder in
+the generation after it reported that it has caught up. Holders have everything that was ever
+acknowledged.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import msgspec
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One process of the job and where its links can be reached."""
+    """One process of the job, and the addresses of its link listener."""
 
     rank: int
     role: str
@@ -31,12 +32,12 @@ class Member(msgspec.Struct, frozen=True):
     pid: int
     local_rank: int
     unix: str  # abstract Unix socket of its link listener, without the leading NUL
-    tcp: str  # "host:port" of its link listener, "" when the job is on one host
-    number: int = 0  # among those of its role
+    tcp: str  # "host:port" of its link listener, "" if the job is on one host
+    number: int = 0  # within its role
 
     @property
     def where(self) -> str:
-        """Name the process for people: 'host:pid'."""
+        """Host and pid of the process: 'host:pid'."""
         return f"{self.hostname}:{self.pid}"
 
 
@@ -48,8 +49,8 @@ class Membership(msgspec.Struct, frozen=True):
     partitions: tuple[tuple[int, ...], ...] = ()  # ranks of servers; empty: one on each server
     workers_since: int = 1  # the generation in which the workers last changed
     primaries_since: tuple[int, ...] = ()  # by partition, the same of its primary; empty: always
-    filling: tuple[tuple[int, ...], ...] = ()  # by partition: servers that are to become backups
-    vacant: tuple[int, ...] = ()  # lost workers whose place is kept until a replacement takes it
+    filling: tuple[tuple[int, ...], ...] = ()  # by partition: servers that are catching up
+    vacant: tuple[int, ...] = ()  # lost workers that wait for a replacement
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -57,12 +58,12 @@ class Membership(msgspec.Struct, frozen=True):
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The ranks of those that run the script, ordered by number."""
+        """The ranks of the workers, ordered by number."""
         return self._of_role("worker")
 
     @property
     def worker_numbers(self) -> tuple[int, ...]:
-        """The numbers of those that run the script, in order."""
+        """The numbers of the workers, in order."""
         return tuple(sorted(m.number for m in self.members if m.role == "worker"))
 
     @property
@@ -72,7 +73,7 @@ class Membership(msgspec.Struct, frozen=True):
 
     @property
     def data_workers(self) -> tuple[int, ...]:
-        """The ranks of those that make batches, ordered by number."""
+        """The ranks of the data workers, ordered by number."""
         return self._of_role("data")
 
     def _of_role(self, role: str) -> tuple[int, ...]:
@@ -81,11 +82,11 @@ class Membership(msgspec.Struct, frozen=True):
 
     @property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """By partition: the servers that hold it, its primary first; empty when it is lost."""
+        """By partition: the servers that hold it, its primary first; empty if it is lost."""
         return self.partitions or tuple((server,) for server in self.servers)
 
     def fills(self, rank: int) -> tuple[int, ...]:
-        """Return the partitions that a server is being filled with."""
+        """Return the partitions with which a server is catching up."""
         return tuple(p for p, ranks in enumerate(self.filling) if rank in ranks)
 
     def primary_since(self, partition: int) -> int:
@@ -97,14 +98,14 @@ class Membership(msgspec.Struct, frozen=True):
         return len(self.members)
 
     def member(self, rank: int) -> Member:
-        """Return the member with that rank; KeyError when it is not in this generation."""
+        """Return the member with that rank; KeyError if it is not in this generation."""
         for member in self.members:
             if member.rank == rank:
                 return member
         raise KeyError(f"rank {rank} is not in generation {self.generation} {list(self.ranks)}")
 
     def without(self, ranks: Iterable[int]) -> Membership:
-        """Return the next generation, in which those ranks are gone; the others keep theirs."""
+        """Return the next generation, without these ranks."""
         gone = set(ranks)
         stay = tuple(member for member in self.members if member.rank not in gone)
         held, filling = (

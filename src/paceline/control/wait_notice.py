@@ -1,11 +1,10 @@
-"""Long waits: a line for a person who wonders why nothing happens, and a report to the launcher.
+"""Long waits: a line on the console while a process waits, and a report to the launcher.
 
-Notices that name an operation and ranks are known for as long as somebody holds them: a function
-that waits has its notice in a variable, and lets go of it when it returns. `WaitWatch` looks at all
-that know of waits (the engine, the notices, the coordinator's word on missing ranks), so that the
-launcher can ask the missing process where it is.
+A notice that names an operation and ranks is known while the waiting function holds it in a
+variable. `WaitWatch` reads all sources of waits (the engine, the notices, the ranks that have not
+joined), so that the launcher can ask the missing process where it is.
 
-Threads: `WaitWatch.run` runs in the control thread, which a process that waits leaves free.
+Threads: `WaitWatch.run` runs in the control thread, which a waiting process leaves free.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from paceline.observe.telemetry.waiting import Waiting, WaitTeller
 from paceline.runtime.config import EngineConfig
 from paceline.runtime.console import warn
 
-FIRST_S = 2.0  # so often at least a wait comes back to look around
-_FURTHER = 3  # times as long until the next notice, as in the engine
+FIRST_S = 2.0  # a wait checks its notices at least this often
+_FACTOR = 3  # each notice comes after 3 x the time of the one before, as in the engine
 
 _mu = threading.Lock()
 _held: weakref.WeakSet[WaitNotice] = weakref.WeakSet()  # guarded by: _mu
 
 
 class WaitNotice:
-    """Says that somebody still waits: after PACELINE_WARN_S (2 s), then after three times as long,
-    and so on; `check` is called meanwhile.
+    """Warns about a long wait: after PACELINE_WARN_S (2 s), then after 3 x that time, and so on.
+    The waiting function calls `check` meanwhile.
 
-    Without text it only is there. `operation`: what it waits in, in few words. `ranks`: for whom,
-    and may be set anew. `waited_s`: for so long it has waited already.
+    Without text nothing is printed. `operation`: what the process waits in, in a few words.
+    `ranks`: which ranks it waits for; may be changed. `waited_s`: how long it has waited already.
     """
 
     def __init__(
@@ -51,15 +50,15 @@ class WaitNotice:
         return time.monotonic() - self._start_s
 
     def check(self) -> bool:
-        """Speak if it is time to; true: it was."""
-        if not self._is_known:  # not before: most waits are over before anybody would ask
+        """Print the warning if it is due; return whether it was."""
+        if not self._is_known:  # not before: most waits are short
             self._is_known = True
             with _mu:
                 _held.add(self)
         waited_s = self.waited_s
         if waited_s < self._due_after_s:
             return False
-        self._due_after_s = further_s(self._due_after_s)
+        self._due_after_s = next_warn_s(self._due_after_s)
         if self._text:
             warn(f"{self._text} ({waited_s:.0f} s so far)")
         return True
@@ -67,17 +66,17 @@ class WaitNotice:
 
 @functools.cache
 def warn_s() -> float:
-    """Return after how long a wait is told for the first time."""
+    """Return after how long the first warning about a wait is due."""
     return EngineConfig.from_environ().warn_s
 
 
-def further_s(after_s: float) -> float:
-    """Return when a wait is told again that was told after so long."""
-    return _FURTHER * after_s
+def next_warn_s(after_s: float) -> float:
+    """Return after how long the next warning is due, if the last one was due after `after_s`."""
+    return _FACTOR * after_s
 
 
 def present_waits() -> list[tuple[str, float, Sequence[int]]]:
-    """Return what this process waits in, for how long so far, and for which ranks. Any thread."""
+    """Return the operation, duration and awaited ranks of each wait of this process. Any thread."""
     with _mu:
         held = list(_held)
     return [(notice.operation, notice.waited_s, notice.ranks) for notice in held if notice.ranks]
@@ -90,7 +89,7 @@ _OFTEN_S = 1.0
 
 
 class WaitWatch:
-    """The long waits of one process, those that last longer than `warn_s`."""
+    """Reports the waits of one process that last longer than `warn_s`."""
 
     def __init__(self, rank: int, report: Callable[[Waiting], None], warn_s: float) -> None:
         self.sources: list[Source] = [present_waits]
@@ -98,13 +97,13 @@ class WaitWatch:
         self._teller = WaitTeller(report)
 
     async def run(self) -> None:
-        """Look again and again, until it is cancelled."""
+        """Check again and again, until it is cancelled."""
         while True:
             await asyncio.sleep(min(_OFTEN_S, self._warn_s / 2))
-            self.look()
+            self.check()
 
-    def look(self) -> None:
-        """Tell what has changed since the last look."""
+    def check(self) -> None:
+        """Report what has changed since the last check."""
         found = [wait for source in self.sources for wait in source()]
         self._teller.tell(
             Waiting(self._rank, operation, tuple(ranks), waited_s)

@@ -150,7 +150,7 @@ class DataPass:
 
     def run_collective(self, attempt: Callable[[], Any]) -> Any:
         """Run a collective; repeat it if a worker is lost."""
-        return self.job.elastic.point(attempt)
+        return self.job.elastic.run_step(attempt)
 
     def wait_for_workers(self) -> None:
         """Wait for the other workers at the end of a pass, to notice losses."""
@@ -185,7 +185,7 @@ def agree_if_new(
     else:
         is_in_pass = loader.is_pass_known or loader.saved is not None
         is_known = bool(loader.answers) if is_call else is_in_pass
-        is_known = is_known or elastic.is_candidate or not elastic.is_lockstep
+        is_known = is_known or elastic.is_joining or not elastic.is_lockstep
     if not is_known:
         answers, first = _agree(job, problem, facts, aside), loader.answers
         if first:
@@ -201,10 +201,10 @@ def _agree(
 ) -> list[dict[str, Any]]:
     """Check that no rank has a problem and that all ranks have the same facts; return `aside` of
     each rank. Collective: all ranks return, or all raise the same UsageError."""
-    group = group_of(job.whole)  # on a mesh also the workers that get the same batches
+    group = group_of(job.full_view)  # on a mesh also the workers that get the same batches
     mine = [problem, dict(facts), dict(aside)]
     with job.reporter.waiting:
-        ranks, entries = job.elastic.point(
+        ranks, entries = job.elastic.run_step(
             lambda: [list(group.ranks), all_gather_object(group, mine)]
         )
     try:

@@ -99,9 +99,9 @@ class LoopRange:
         return self._count
 
     def __iter__(self) -> Iterator[int]:
-        job = current().sharers
+        job = current().batch_view
         progress = data_progress_of(job)
-        job.elastic.enter()
+        job.elastic.join_running_job()
         counts_steps = self._kind == "steps"
         loop = LoopState(counts_steps=counts_steps)
         first = progress.open_loop(loop, self._count)

@@ -45,7 +45,7 @@ def timed(batches: Iterator[Any], job: Job, announcer: Announcer) -> Iterator[An
     if not (reporter.times_steps or tracer.is_planned):
         yield from batches
         return
-    waiting, counts_samples = reporter.waiting, job.counts_batches
+    waiting, counts_samples = reporter.waiting, job.is_first_of_batch
     try:
         while True:
             start_s = time.perf_counter() - waiting.seconds
@@ -85,7 +85,7 @@ class _Printed:
 def report_epoch(data_pass: DataPass, cursor: Cursor, name: str, began_s: float) -> None:
     """Report a pass that has come to its end."""
     job = data_pass.job
-    if not job.counts_batches:
+    if not job.is_first_of_batch:
         return
     is_first = group_of(job).rank == 0
     if not cursor.counts or not cursor.tally.samples or not (is_first or data_pass.is_free_running):

@@ -97,7 +97,7 @@ class ShardedLoader:
 
     def __init__(self, loader: Any, options: ShardOptions) -> None:
         current().has_shared_data = True
-        job = current().sharers
+        job = current().batch_view
         self._loader, self._options = loader, options
         self._record = record_of(loader)
         self._group = group_of(job)
@@ -105,8 +105,8 @@ class ShardedLoader:
         self._examine(epoch=None)
 
     def __iter__(self) -> Iterator[Any]:
-        job, record, options = current().sharers, self._record, self._options
-        job.elastic.enter()  # a newcomer takes no batch before it has joined
+        job, record, options = current().batch_view, self._record, self._options
+        job.elastic.join_running_job()  # a newcomer takes no batch before it has joined
         if options.epoch is not None and self._state.find(operator.index(options.epoch)):
             data_progress_of(job).catch_up()
         epoch = self._next_epoch
@@ -124,7 +124,7 @@ class ShardedLoader:
             loader=self._state,
             record=record,
             announcer=announcer,
-            log_once=partial(log_once, record.logged, group_of(job.whole)),
+            log_once=partial(log_once, record.logged, group_of(job.full_view)),
             facts=self._facts,
             epoch=epoch,
             seed=self._seed,
@@ -183,12 +183,12 @@ class ShardedLoader:
             self._source, self._facts = source, facts
         except UsageError as error:
             problem, aside["problem"] = str(error), type(error).__name__
-        self._accept(agree_if_new(current().sharers, self._state, problem, facts, aside))
+        self._accept(agree_if_new(current().batch_view, self._state, problem, facts, aside))
 
     def _find_source(self, epoch: int) -> Source:
         if isinstance(self._loader, ShardedLoader):
             raise UsageError("this loader is the result of pl.shard already; pass the plain one")
-        job, record = current().sharers, self._record
+        job, record = current().batch_view, self._record
         return source_of(self._loader, self._group, job, record, self._options, epoch)
 
     def _accept(self, answers: list[dict[str, Any]]) -> None:
@@ -196,7 +196,7 @@ class ShardedLoader:
         if self._state.seed is not None:  # also that of a resumed run
             self._record.seed = self._state.seed
         natural = int(answers[0]["seed"]) if self._record.seed is None else self._record.seed
-        if not current().elastic.is_candidate:  # a candidate does not have the others' seed yet
+        if not current().elastic.is_joining:  # a candidate does not have the others' seed yet
             self._record.seed = self._state.seed = natural
         seed = self._options.seed
         self._seed = natural if seed is None else operator.index(seed)

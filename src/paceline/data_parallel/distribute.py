@@ -93,5 +93,5 @@ def _announce(job: Job, switcher: PaceSwitcher) -> None:
 def _settled(job: Job, switcher: PaceSwitcher) -> dict[str, str]:
     training = switcher.training
     settled = {"pace": str(switcher.pace), "precision": training.options.precision}
-    mesh = job.whole.mesh
+    mesh = job.full_view.mesh
     return {**settled, "mesh": str(mesh)} if mesh is not None else settled

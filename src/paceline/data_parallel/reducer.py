@@ -39,7 +39,7 @@ from paceline.data_parallel.weighting import Weighting
 from paceline.errors import PeerError
 from paceline.observe.telemetry.trace import tracer
 from paceline.pace.exchange import Exchange
-from paceline.runtime.elastic.session import Elastic
+from paceline.runtime.elastic.session import ElasticSession
 from paceline.runtime.work import Handle
 
 # The mask ends with notes to all: is this worker asked to stop, is a membership change due, are its
@@ -52,7 +52,7 @@ class Reducer:
     """Averages the gradients of some parameters over the workers, during backward."""
 
     def __init__(
-        self, group: Group, exchange: Exchange, elastic: Elastic, policy: StepPolicy
+        self, group: Group, exchange: Exchange, elastic: ElasticSession, policy: StepPolicy
     ) -> None:
         self._group = group
         self._exchange = exchange
@@ -276,13 +276,13 @@ class Reducer:
         absent, elastic = self._absent(), self._elastic
         if self._traits.is_collective:
             attempt = partial(self._agree, absent)
-            mask = elastic.point(attempt, self._catch_up) if elastic.is_on else attempt()
+            mask = elastic.run_step(attempt, self._catch_up) if elastic.is_on else attempt()
             self._is_broken = False
             stops, changes, hidden = (note > 0 for note in mask[-_NUM_NOTES:-1])
         else:  # servers decide which workers they wait for
             mask = self._exchange_mask(absent)
             if self.sparse.parameters:
-                elastic.point(lambda: self._average_sparse(mask[:-_NUM_NOTES]))
+                elastic.run_step(lambda: self._average_sparse(mask[:-_NUM_NOTES]))
             stops = self._unit_stops or (elastic.is_on and self._policy.wants_stop())
             changes = hidden = False
         shares = mask[:-_NUM_NOTES]

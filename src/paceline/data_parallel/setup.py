@@ -173,7 +173,9 @@ class TrainingSetup:
         if self.serving is not None:
             return self.serving.averages
         # No other process holds these shards: their gradients are the averages.
-        is_alone = bool(self.job.place) and self.group.size == 1 and not self.job.elastic.is_on
+        is_alone = (
+            bool(self.job.part_suffix) and self.group.size == 1 and not self.job.elastic.is_on
+        )
         return "none" if is_alone and self.exchange.traits.is_collective else "own"
 
     def _wants_sharing(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -72,7 +72,7 @@ class Training:
         self._job, self._group = job, group
         self._is_reducing, self._torch_scaler = False, None
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
-        self._is_part = bool(job.place)  # on a mesh: other processes hold other shards
+        self._is_part = bool(job.part_suffix)  # on a mesh: other processes hold other shards
         self.pace, self.options = pace, options
         self._setup = TrainingSetup(job, group, pace, options, label)
         try:
@@ -134,7 +134,7 @@ class Training:
         )
         self.update.hook_modules(model)
         job.reporter.begin()
-        tracer.begin(job.steps_done, job.place)
+        tracer.begin(job.steps_done, job.part_suffix)
 
     def describe(self) -> str:
         """Return in one line what was set up."""
@@ -189,7 +189,7 @@ class Training:
         """Include parameters that have been frozen or thawed since the last time."""
         if not torch.is_grad_enabled():  # perhaps on one rank alone, which must not wait
             return
-        self._job.elastic.enter()
+        self._job.elastic.join_running_job()
         self.reducer.require_clean()
         forget_scale()
         if self.serving is not None:
@@ -371,7 +371,7 @@ class Training:
             tracer.add("wait", start_s, behind="buffers")
         self._job.contribution.commit()
         self._count_step(time.perf_counter() - start)
-        self._job.stopping.hear(self._is_stop_agreed)
+        self._job.stopping.note_agreement(self._is_stop_agreed)
         return result
 
     @property

@@ -26,7 +26,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from paceline.control.coordinator.coordinator import Coordinator
-from paceline.control.transport.secret_file import load_secret
+from paceline.control.transport.auth import load_secret
 from paceline.launcher.environment import (
     SERVER_PATIENCE_S,
     JobAddresses,

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from paceline.control.transport.secret_file import write_private
+from paceline.control.transport.auth import write_private
 from paceline.errors import LaunchError
 from paceline.launcher.processes.guard_main import job_processes
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.control.transport.secret_file import write_private
+from paceline.control.transport.auth import write_private
 from paceline.errors import LaunchError, UsageError
 from paceline.launcher.environment import JobAddresses
 from paceline.launcher.job_directory import directories, is_held

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from paceline.control.transport.secret_file import create_secret_file
+from paceline.control.transport.auth import create_secret_file
 from paceline.control.transport.sockets import split_address
 from paceline.launcher.environment import JobAddresses
 from paceline.launcher.job_directory import JobDirectory

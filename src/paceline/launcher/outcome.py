@@ -19,7 +19,7 @@ from pathlib import Path
 from paceline.launcher.processes.process import ExitStatus
 from paceline.launcher.processes.table import ProcessResult, traceback_tail
 from paceline.runtime.formatting import memory_size
-from paceline.runtime.machine import Memory, OomCount
+from paceline.runtime.machine import MemoryInfo, OomCount
 from paceline.runtime.preemption import PREEMPTED
 from paceline.runtime.process_names import ProcessName, counted, names
 
@@ -44,7 +44,9 @@ def failure_report(
     return "\n".join(text)
 
 
-def why_killed(status: ExitStatus, before: OomCount, after: OomCount, memory: Memory) -> str | None:
+def why_killed(
+    status: ExitStatus, before: OomCount, after: OomCount, memory: MemoryInfo
+) -> str | None:
     """Return why a process got SIGKILL if the kernel left evidence; never guess."""
     if status.signal != signal.SIGKILL:
         return None
@@ -117,7 +119,7 @@ class Outcome:
     wall_s: float
     oom_before: OomCount
     oom_after: OomCount
-    memory: Memory
+    memory: MemoryInfo
     over: str = ""
     lost: Sequence[ProcessResult] = ()
 

@@ -106,7 +106,7 @@ def _use_mesh(job: Job, asked: str, mine: str | None) -> None:
     chosen = Mesh.parse(asked)
     if mine is not None and job.env.rank == 0 and Mesh.parse(mine) != chosen:
         say(f"mesh {chosen} from the command line instead of the script's {mine}")
-    job.use(chosen)
+    job.set_mesh(chosen)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

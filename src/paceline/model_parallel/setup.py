@@ -38,8 +38,8 @@ def distribute_parts(
     is_short_of_memory = any(param.is_meta for param in model.parameters())
     cut = cut_model(model, unit, wishes)
     use_parts(optimizer, cut.names, cut.holding)
-    job.ask_unit = job.column.ask_unit = unit.any_of
-    switcher = begin(job.column, cut.skeleton, optimizer, *pace)
+    job.ask_unit = job.data_parallel_view.ask_unit = unit.any_of
+    switcher = begin(job.data_parallel_view, cut.skeleton, optimizer, *pace)
     if is_short_of_memory:
         return_freed_memory()
     made = Meshed(job, unit, model, optimizer, cut, switcher, wishes.loss, max_norm)
@@ -66,13 +66,13 @@ def _check(
         problem = f"mesh {unit.mesh}: batchnorm=global is for dp alone; leave it out"
     if problem is None and model in meshed:
         problem = "this model has been distributed already; call distribute once for each model"
-    group = unit.group if job.elastic.is_candidate else job.world
+    group = unit.group if job.elastic.is_joining else job.world
     raise_first_problem(group.ranks, "distribute", all_gather_object(group, problem))
     told = [f"mesh {unit.mesh}", f"schedule {wishes.schedule} {wishes.microbatches}"]
     require_same_model(group, model, optimizer, told)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta and not job.elastic.is_candidate:
+            if not tensor.is_meta and not job.elastic.is_joining:
                 group.broadcast(tensor.detach())
 
 

@@ -28,7 +28,7 @@ class Unit:
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self.mesh, self.number = mesh, job.env.number
         self.ranks = job.unit
-        self.rank, self.size = mesh.place_of(self.number), mesh.unit_size
+        self.rank, self.size = mesh.unit_index(self.number), mesh.unit_size
         self._agent = job.rendezvous.agent
         self._join(job)
         # For our own words: torch's group has an order of its own.

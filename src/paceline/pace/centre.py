@@ -175,7 +175,7 @@ class Centre:
 
     def _add(self, place: Place) -> Place:
         self._places.append(place)
-        if self._job.elastic.is_candidate:
+        if self._job.elastic.is_joining:
             self._seats.append(place)
         else:
             self._set_up(place)

@@ -1,4 +1,4 @@
-"""How much this worker's batch weighs in the step under way.
+"""The weight of this worker's batch in the present step.
 
 A loss is usually the mean over a batch. The mean of the workers' gradients is then the gradient of
 the global batch only if all batches have the same size; otherwise each worker's gradient counts by
@@ -6,8 +6,8 @@ its samples:
 
     weight = samples here x workers / samples of all workers        (1.0 when all are equal)
 
-Whoever hands out batches (`pl.shard`) sets the weight before each one; whoever exchanges gradients
-watches it. Neither knows the other.
+`pl.shard` sets the weight before each batch; the gradient exchange watches it. Neither imports the
+other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Contribution:
         self._committers: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def set(self, weight: float) -> None:
-        """Announce the weight of the next batch; 0.0 means that it must not count at all."""
+        """Announce the weight of the next batch; 0.0: it does not count."""
         if not 0.0 <= weight < float("inf"):
             raise UsageError(f"the weight of a batch must be a finite number >= 0 (got {weight!r})")
         if weight == self.weight:
@@ -45,7 +45,7 @@ class Contribution:
         self._watchers.append(weakref.WeakMethod(on_change))
 
     def commit(self) -> None:
-        """Tell that what was computed since the last time counts from now on, on all workers."""
+        """Announce that the batches since the last commit count, on all workers."""
         for watcher in self._committers:
             on_commit = watcher()
             if on_commit is not None:
@@ -57,10 +57,10 @@ class Contribution:
         self._committers.append(weakref.WeakMethod(on_commit))
 
     def announcer(self) -> Announcer:
-        """Return a voice for one pass over the data; several passes may be open at a time."""
+        """Return an announcer for one pass over the data; several passes may be open at a time."""
         return Announcer(self)
 
-    def _hear(self, announcer: Announcer) -> None:
+    def _announce(self, announcer: Announcer) -> None:
         self._forget(announcer)
         self._announcers.append(announcer)
         self.set(announcer.weight)
@@ -74,18 +74,18 @@ class Contribution:
 
 
 class Announcer:
-    """The weights of one pass over the data. When it ends, those of the pass around it hold again
-    (an evaluation in the middle of an epoch), or 1.0 if there is none."""
+    """The weights of one pass over the data. When it ends, those of the enclosing pass hold again
+    (after an evaluation in the middle of an epoch), or 1.0 if there is none."""
 
     def __init__(self, contribution: Contribution) -> None:
         self._contribution = contribution
         self.weight = 1.0
-        self.samples: int | None = None  # of that batch, where it is known
+        self.samples: int | None = None  # of that batch, if known
 
     def set(self, weight: float, samples: int | None = None) -> None:
         """Announce the weight of the next batch of this pass, and how many samples it has."""
         self.weight, self.samples = weight, samples
-        self._contribution._hear(self)
+        self._contribution._announce(self)
 
     def close(self) -> None:
         """End the pass. May be called twice."""

@@ -1,13 +1,13 @@
-"""What the environment says: which process of which job this is, and the engine's settings.
+"""Settings from the environment: which process of which job this is, and the engine's limits.
 
-This is the only module that reads `os.environ`. It understands our own launcher and those of other
-people: a process started by torchrun, srun, Open MPI or MPICH finds its rank
+This is the only module that reads `os.environ`. It reads the variables of Paceline's launcher and
+of others: a process started by torchrun, srun, Open MPI or MPICH finds its rank
 (runtime/launch_context.py).
 
-PACELINE_TELEMETRY=off: workers do not time their steps and tell no learning rate, to find out what
-that costs (bench/telemetry.py). Progress is shown as ever.
+PACELINE_TELEMETRY=off: workers do not time their steps and report no learning rate, to measure what
+that costs (bench/telemetry.py). Progress is still shown.
 
-Nothing here opens a socket or decides how ranks meet: that is `control/client/rendezvous.py`.
+Nothing here opens a socket or connects ranks: that is `control/client/rendezvous.py`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from paceline.runtime.launch_context import (
     BY_HAND,
     PACELINE,
     TORCH_STYLE,
-    data_place,
+    data_worker_context,
+    find_launchers,
     is_present,
-    launchers,
-    local_place,
-    newcomer_place,
-    number_in,
-    place_of,
-    refuse_disagreement,
-    server_place,
+    local_ranks,
+    newcomer_context,
+    parse_number,
+    read_context,
+    require_agreement,
+    server_context,
 )
 
 DEFAULT_BIND_ADDRESS = "127.0.0.1"
@@ -39,10 +39,10 @@ DEFAULT_BIND_ADDRESS = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnv:
-    """Which process this is, and how it may find the others.
+    """Which process this is, and how it finds the other processes of its job.
 
-    Workers have ranks 0 to world_size - 1, parameter servers the ranks behind those, then come data
-    workers, and newcomers behind all. `world_size` is what the job was started with.
+    Workers have ranks 0 to world_size - 1, parameter servers the next ranks, then data workers,
+    then newcomers. `world_size` is the number of workers with which the job was started.
     """
 
     rank: int
@@ -52,15 +52,15 @@ class JobEnv:
     source: str
     role: str = "worker"
     num_servers: int = 0
-    data_workers: tuple[int, ...] = ()  # how many of them do each stage
-    number: int = 0  # among those of its role; see control/member.py
-    is_newcomer: bool = False  # it comes to a job that is under way
+    data_workers: tuple[int, ...] = ()  # their number in each stage
+    number: int = 0  # within its role; see control/member.py
+    is_newcomer: bool = False  # it joins a running job
     is_elastic: bool = False  # the membership may change
-    on_loss: str = "shrink"  # of a worker: go on without it, or wait for one to "replace" it
+    on_loss: str = "shrink"  # continue without a lost worker, or wait for one to "replace" it
     num_partitions: int = 0  # of the servers' tables
     replicas: int = 1  # servers that hold each partition
-    mesh: str = ""  # as it was asked for, "dp=2,tp=2"; see runtime/mesh.py
-    trace: str = ""  # the same, "20:30"; see observe/telemetry/trace.py
+    mesh: str = ""  # as requested, "dp=2,tp=2"; see runtime/mesh.py
+    trace: str = ""  # as requested, "20:30"; see observe/telemetry/trace.py
     job_id: str
     coordinator: str | None
     secret_file: str | None
@@ -69,12 +69,12 @@ class JobEnv:
 
     @property
     def num_processes(self) -> int:
-        """Workers, servers and data workers together."""
+        """Number of workers, servers and data workers together."""
         return self.world_size + self.num_servers + sum(self.data_workers)
 
     @property
     def is_data_worker(self) -> bool:
-        """Whether this process makes batches for others, and does not train."""
+        """Whether this process makes batches for the workers, and does not train."""
         return self.role == "data"
 
 
@@ -83,11 +83,11 @@ class EngineConfig:
     """Limits of the engine; each can be set as PACELINE_<NAME>, for example PACELINE_TIMEOUT_S."""
 
     timeout_s: float = 600.0  # one operation
-    liveness_s: float = 5.0  # a peer without heartbeat for so long counts as stopped
-    lease_s: float = 4.0  # in an elastic job: who is stopped or silent for so long is lost
-    warn_s: float = 2.0  # a longer wait says on whom
+    liveness_s: float = 5.0  # a peer without heartbeat for this long counts as stopped
+    lease_s: float = 4.0  # in an elastic job: a member stopped or silent for this long is lost
+    warn_s: float = 2.0  # a longer wait prints which ranks it waits for
     join_timeout_s: float = 60.0
-    stacks_after_s: float = 30.0  # a longer wait has the launcher show where the missing one is
+    stacks_after_s: float = 30.0  # after a longer wait the launcher prints the missing rank's stack
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -97,13 +97,13 @@ class EngineConfig:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:
-        """Read PACELINE_TIMEOUT_S and its siblings; what is absent keeps its default."""
+        """Return the limits in PACELINE_TIMEOUT_S and the like; others have their default."""
         environ = os.environ if environ is None else environ
         values: dict[str, float] = {}
         for field in fields(cls):
             variable = f"PACELINE_{field.name.upper()}"
             if environ.get(variable, ""):
-                values[field.name] = number_in(environ, variable, float)
+                values[field.name] = parse_number(environ, variable, float)
         return cls(**values)
 
 
@@ -116,9 +116,9 @@ ON_LOSS = ("shrink", "replace")
 
 
 def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
-    """Read this process's place in the job from the environment (default: `os.environ`).
+    """Return which process of which job this is, from the environment (default: `os.environ`).
 
-    Raises ConfigError for values that make no sense and for launchers that contradict each other.
+    Raises ConfigError for invalid values and for launchers that contradict each other.
     """
     environ = os.environ if environ is None else environ
     _refuse_misspelling(environ)
@@ -126,27 +126,27 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
     data_workers = _data_workers(environ)
     is_newcomer = _is_set(environ, "JOINS")
     if is_newcomer:
-        places = [newcomer_place(environ)]
+        contexts = [newcomer_context(environ)]
     elif role == "server":
-        places = [server_place(environ, num_servers)]
+        contexts = [server_context(environ, num_servers)]
     elif role == "data":
-        places = [data_place(environ, num_servers, sum(data_workers))]
+        contexts = [data_worker_context(environ, num_servers, sum(data_workers))]
     else:
-        places = [place_of(environ, launcher) for launcher in launchers(environ)]
-        refuse_disagreement(environ, places)
-    place = places[0] if places else None
-    source = place.launcher.name if place else "alone"
-    rank = place.rank if place else 0
+        contexts = [read_context(environ, launcher) for launcher in find_launchers(environ)]
+        require_agreement(environ, contexts)
+    context = contexts[0] if contexts else None
+    source = context.launcher.name if context else "alone"
+    rank = context.rank if context else 0
     return JobEnv(
         rank=rank,
-        world_size=place.world_size if place else 1,
-        local_rank=place.local_rank if place else 0,
-        local_world_size=place.local_world_size if place else 1,
+        world_size=context.world_size if context else 1,
+        local_rank=context.local_rank if context else 0,
+        local_world_size=context.local_world_size if context else 1,
         source=source,
         role=role,
         num_servers=num_servers,
         data_workers=data_workers,
-        number=place.local_rank if place and (is_newcomer or role != "worker") else rank,
+        number=context.local_rank if context and (is_newcomer or role != "worker") else rank,
         is_newcomer=is_newcomer,
         is_elastic=_is_set(environ, "ELASTIC"),
         on_loss=_on_loss(environ),
@@ -162,19 +162,19 @@ def job_env(environ: Mapping[str, str] | None = None) -> JobEnv:
     )
 
 
-def told_env(
+def explicit_env(
     rank: int, world_size: int, source: str, environ: Mapping[str, str] | None = None
 ) -> JobEnv:
-    """Describe a process whose rank was told by its caller (`source`), not by the environment.
+    """Return the JobEnv of a process whose caller (`source`) passes its rank explicitly.
 
-    torch.distributed's own launchers leave variables that are half set; only those that agree with
-    what was told are believed.
+    torch.distributed's own launchers leave some variables unset; only those that agree with the
+    given rank and world size are used.
     """
     environ = os.environ if environ is None else environ
     _refuse_misspelling(environ)
     local_rank, local_world_size = rank, world_size
     if (environ.get("RANK"), environ.get("WORLD_SIZE")) == (str(rank), str(world_size)):
-        local_rank, local_world_size = local_place(environ, BY_HAND, rank, world_size)
+        local_rank, local_world_size = local_ranks(environ, BY_HAND, rank, world_size)
     return JobEnv(
         rank=rank,
         world_size=world_size,
@@ -190,58 +190,58 @@ def told_env(
 
 
 def inherited_environ() -> dict[str, str]:
-    """Return the environment that a launcher passes on to what it starts."""
+    """Return the environment that a launcher passes on to its processes."""
     return dict(os.environ)
 
 
 def adopt_environ(environ: Mapping[str, str]) -> None:
-    """Make this the environment of a process that was forked, and so could not be given one."""
+    """Replace the environment of a forked process, which could not be started with one."""
     os.environ.clear()
     os.environ.update(environ)
 
 
 def set_unless_set(name: str, value: str) -> None:
-    """Set a variable for libraries in this process, unless a person has."""
+    """Set a variable for libraries in this process, unless the user has set it."""
     os.environ.setdefault(name, value)
 
 
 def is_launched_by_us(environ: Mapping[str, str] | None = None) -> bool:
-    """Say whether `paceline run` started this process."""
+    """Return whether `paceline run` started this process."""
     return is_present(os.environ if environ is None else environ, PACELINE)
 
 
 def requested_pace(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the pace that PACELINE_PACE asks for, or None; it wins over the script's own."""
+    """Return the pace in PACELINE_PACE, or None; it overrides the script's."""
     environ = os.environ if environ is None else environ
     return environ.get("PACELINE_PACE", "").strip() or None
 
 
 def requested_precision(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return what PACELINE_PRECISION asks for, or None; it wins over the script's own."""
+    """Return the precision in PACELINE_PRECISION, or None; it overrides the script's."""
     environ = os.environ if environ is None else environ
     return environ.get("PACELINE_PRECISION", "").strip() or None
 
 
 def requested_mesh(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the mesh that PACELINE_MESH asks for, or None; it wins over the script's own."""
+    """Return the mesh in PACELINE_MESH, or None; it overrides the script's."""
     environ = os.environ if environ is None else environ
     return environ.get("PACELINE_MESH", "").strip() or None
 
 
 def requested_log_dir(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the run directory that PACELINE_LOG_DIR names, "none" for none; None: the default."""
+    """Return the run directory in PACELINE_LOG_DIR, "none" for none; None: the default."""
     environ = os.environ if environ is None else environ
     return environ.get("PACELINE_LOG_DIR", "").strip() or None
 
 
 def requested_trace(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the steps that PACELINE_TRACE asks to be traced, "20:30", or None."""
+    """Return the steps to trace from PACELINE_TRACE, "20:30", or None."""
     environ = os.environ if environ is None else environ
     return environ.get("PACELINE_TRACE", "").strip() or None
 
 
 def times_steps(environ: Mapping[str, str] | None = None) -> bool:
-    """Say whether workers time their steps: PACELINE_TELEMETRY is "on", as by default, or "off"."""
+    """Return whether workers time their steps: PACELINE_TELEMETRY is "on" (default) or "off"."""
     environ = os.environ if environ is None else environ
     wanted = environ.get("PACELINE_TELEMETRY") or "on"
     if wanted not in ("on", "off"):
@@ -250,7 +250,7 @@ def times_steps(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def uses_template(environ: Mapping[str, str]) -> bool:
-    """Tell whether processes may be forked from a template: PACELINE_TEMPLATE is "on" or "off"."""
+    """Return whether processes may be forked from a template: PACELINE_TEMPLATE, "on" or "off"."""
     wanted = environ.get("PACELINE_TEMPLATE") or "on"
     if wanted not in ("on", "off"):
         raise ConfigError(f"PACELINE_TEMPLATE={wanted!r}: expected on or off")
@@ -258,7 +258,7 @@ def uses_template(environ: Mapping[str, str]) -> bool:
 
 
 def describe(env: JobEnv) -> str:
-    """Say in one line who this process is: 'rank 1 of 4 (torchrun)'."""
+    """Return a description of this process: 'rank 1 of 4 (torchrun)'."""
     if env.role == "server":
         return f"server {env.number} of {env.num_servers} ({env.source})"
     if env.is_data_worker:
@@ -269,7 +269,7 @@ def describe(env: JobEnv) -> str:
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None) -> str:
-    """Name the directory for short-lived private files: XDG_RUNTIME_DIR, or the temp directory."""
+    """Return the directory for short-lived private files: XDG_RUNTIME_DIR or the temp directory."""
     environ = os.environ if environ is None else environ
     chosen = environ.get("XDG_RUNTIME_DIR", "")
     if chosen and os.path.isdir(chosen) and os.access(chosen, os.W_OK):
@@ -278,7 +278,7 @@ def runtime_dir(environ: Mapping[str, str] | None = None) -> str:
 
 
 def _refuse_misspelling(environ: Mapping[str, str]) -> None:
-    """Refuse PACELINE_TIMOUT_S: a setting that is silently ignored is worse than none."""
+    """Raise ConfigError for PACELINE_TIMOUT_S: a setting must not be ignored silently."""
     known = [f"PACELINE_{field.name.upper()}" for field in fields(EngineConfig)]
     known += [f"PACELINE_{name}" for name in (*TORCH_STYLE, *_OWN_SETTINGS)]
     for name in environ:
@@ -296,21 +296,21 @@ def _role(environ: Mapping[str, str]) -> str:
 
 
 def _data_workers(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """Read "2,1": two data workers for the first stage, one for the second."""
+    """Parse "2,1": two data workers for the first stage, one for the second."""
     text = environ.get("PACELINE_DATA_WORKERS", "")
-    words = text.split(",") if text else []
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
+    counts = text.split(",") if text else []
+    if not all(count.isdecimal() and int(count) > 0 for count in counts):
         raise ConfigError(
             f"PACELINE_DATA_WORKERS={text!r}: expected numbers above 0, as in 2 or 2,1"
         )
-    return tuple(map(int, words))
+    return tuple(map(int, counts))
 
 
 def _count(environ: Mapping[str, str], name: str, default: int) -> int:
     variable = f"PACELINE_{name}"
     if not environ.get(variable):
         return default
-    count = number_in(environ, variable, int)
+    count = parse_number(environ, variable, int)
     if count < 0:
         raise ConfigError(f"{variable}={count}: expected a number >= 0")
     return count
@@ -340,7 +340,7 @@ def _coordinator(environ: Mapping[str, str]) -> str | None:
 
 
 def bind_address(environ: Mapping[str, str]) -> str:
-    """Return the address at which this process may be reached: PACELINE_BIND, else loopback."""
+    """Return the address on which this process listens: PACELINE_BIND, else loopback."""
     address = environ.get("PACELINE_BIND") or DEFAULT_BIND_ADDRESS
     if address in ("0.0.0.0", "::", "[::]", "*"):
         raise ConfigError(
@@ -351,7 +351,7 @@ def bind_address(environ: Mapping[str, str]) -> str:
 
 
 def _job_id(environ: Mapping[str, str], source: str) -> str:
-    """Name the job equally on all its ranks, and differently from any other job on this host."""
+    """Return a job id: the same on all ranks, different from any other job on this host."""
     parts: list[str] = []
     if source == "torchrun":
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
@@ -370,7 +370,7 @@ def _job_id(environ: Mapping[str, str], source: str) -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """Return when a process started, in clock ticks since boot, or None when there is none."""
+    """Return when a process started, in clock ticks since boot, or None if there is none."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             after_name = stat.read().rpartition(")")[2].split()
@@ -381,13 +381,13 @@ def process_start(pid: int) -> str | None:
 
 
 def natural_host_id() -> str:
-    """Name the kernel and network namespace: equal names can share memory and Unix sockets."""
+    """Return an id of kernel and network namespace: equal ids can share memory and Unix sockets."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
         return f"{boot_id.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def clock_id(environ: Mapping[str, str] | None = None) -> str:
-    """Name the monotonic clock of this process: equal names show the same time."""
+    """Return an id of the monotonic clock: processes with equal ids have the same time."""
     environ = os.environ if environ is None else environ
     host = environ.get("PACELINE_HOST_ID", "")
     if not host:

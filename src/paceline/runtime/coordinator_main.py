@@ -1,9 +1,9 @@
 """The main program of a job's coordinator: `python -m paceline.runtime.coordinator_main`, run by
 the launcher.
 
-It serves on a listening socket that it inherits, so that its address outlives it: killed and
-started again, with the same arguments, it goes on from its journal. Without torch, so that this
-takes a fraction of a second. It dies with the launcher unless it is told to be detached.
+It serves on a listening socket that it inherits, so that its address outlives it: if it is killed
+and restarted with the same arguments, it resumes from its journal. It does not import torch, so a
+restart takes a fraction of a second. It dies with the launcher unless --detached is given.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from paceline.control.coordinator.coordinator import Coordinator
 from paceline.control.coordinator.journal import Journal
 from paceline.control.membership.policy import Policy
-from paceline.control.transport.secret_file import load_secret
+from paceline.control.transport.auth import load_secret
 from paceline.control.transport.sockets import close_in_children
 from paceline.errors import ConfigError, PacelineError
 from paceline.runtime.console import set_prefix, warn
@@ -56,7 +56,7 @@ def arguments(
     join_timeout_s: float,
     is_detached: bool = False,
 ) -> list[str]:
-    """Return the arguments of this program; the number of the inherited socket comes last."""
+    """Return the arguments of this program, without the last one: the inherited socket."""
     text = msgspec.json.encode(policy).decode()
     words = ["--job", job_id, "--secret-file", secret_file, "--journal", journal]
     words += ["--policy", text, "--join-timeout-s", str(join_timeout_s)]
@@ -66,12 +66,12 @@ def arguments(
 def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="paceline.runtime.coordinator_main", description=__doc__)
     parser.add_argument("--job", required=True, help="the job's id")
-    parser.add_argument("--secret-file", required=True, help="where the job's secret is (0600)")
-    parser.add_argument("--journal", required=True, type=Path, help="written, and gone on from")
-    parser.add_argument("--policy", required=True, help="JSON of cluster.policy.Policy")
+    parser.add_argument("--secret-file", required=True, help="file of the job's secret (0600)")
+    parser.add_argument("--journal", required=True, type=Path, help="file to write and resume from")
+    parser.add_argument("--policy", required=True, help="JSON of control.membership.policy.Policy")
     parser.add_argument("--join-timeout-s", type=float, default=60.0)
     parser.add_argument("--detached", action="store_true", help="outlive the launcher")
-    parser.add_argument("socket", type=int, help="descriptor of the listening socket")
+    parser.add_argument("socket", type=int, help="file descriptor of the listening socket")
     return parser.parse_args(words)
 
 
@@ -90,18 +90,18 @@ async def _serve(options: argparse.Namespace) -> int:
     listener = close_in_children(socket.socket(fileno=options.socket))
     listener.setblocking(False)
     await coordinator.serve(listener)
-    told = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
-    ends = [asyncio.ensure_future(one) for one in (told.wait(), coordinator.failed())]
+    is_terminated = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_terminated.set)
+    ends = [asyncio.ensure_future(one) for one in (is_terminated.wait(), coordinator.failed())]
     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for end in done:
-        end.result()  # a failure ends this process: the next one begins from the journal
+        end.result()  # a failure ends this process: the next one resumes from the journal
     await coordinator.stop()
     return 0
 
 
 def _end(why: str) -> None:
-    """End here and now: the next coordinator begins with what is written."""
+    """Exit at once: the next coordinator resumes from what is written."""
     warn(f"{why}; free some space there")
     os._exit(1)
 
@@ -110,7 +110,7 @@ def _policy(text: str) -> Policy:
     try:
         return msgspec.json.decode(text, type=Policy)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"--policy is not the JSON of a policy: {error}") from None
+        raise ConfigError(f"--policy is not the JSON of a Policy: {error}") from None
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Numbers as people read them, in the terminal, in logs and on pages: short, and never cut.
+"""Formatting of numbers for the terminal, logs and reports.
 
-Sizes of data are decimal, as networks and disks are measured (kB, MB); memory is binary, as its
-limits are set (MiB). `width_of` counts the columns that a text takes on a terminal, where Chinese
-characters take two.
+Sizes of data are decimal, as for networks and disks (kB, MB); memory is binary, as its limits are
+(MiB). `width_of` counts the columns of a text on a terminal, where Chinese characters take two.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 def number(value: float) -> str:
-    """Write a reported value in at most nine characters."""
+    """Return a reported value in at most nine characters."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e7:
@@ -25,14 +24,14 @@ def number(value: float) -> str:
 
 
 def rate(per_s: float) -> str:
-    """Write how often something happens: three digits are all that a measured rate is good for."""
+    """Return a rate with three digits: a measured rate is not more precise."""
     if per_s >= 99.95:
         return f"{per_s:.0f}" if per_s < 1e7 else f"{per_s:.3g}"
     return f"{per_s:.1f}" if per_s >= 9.95 else f"{per_s:.2f}"
 
 
 def short_number(value: float) -> str:
-    """Write a value with three digits that count: 0.0123, 12,300, 4.56M."""
+    """Return a value with three significant digits: 0.0123, 12,300, 4.56M."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else "not finite"
     amount = abs(value)
@@ -45,23 +44,23 @@ def short_number(value: float) -> str:
 
 
 def exponent(text: str) -> str:
-    """Write 1e-05 as 1e-5."""
+    """Return 1e-05 as 1e-5."""
     return re.sub(r"e([+-])0*(\d)", lambda m: f"e{m[1].replace('+', '')}{m[2]}", text)
 
 
 def percent(share: float) -> str:
-    """Write a share of 1: 0.4 %, 23 %."""
+    """Return a share of 1 as percent: 0.4 %, 23 %."""
     value = 100 * share
     return f"{value:.1f} %" if 0 < value < 1 else f"{value:.0f} %"
 
 
 def data_size(num_bytes: float) -> str:
-    """Write an amount of data: 512 B, 3.5 MB."""
+    """Return an amount of data: 512 B, 3.5 MB."""
     return _in_units(num_bytes, 1000, ("B", "kB", "MB", "GB", "TB"))
 
 
 def memory_size(num_bytes: int | None) -> str:
-    """Write an amount of memory: 512 B, 1.5 GiB."""
+    """Return an amount of memory: 512 B, 1.5 GiB."""
     if num_bytes is None:
         return "unknown"
     return _in_units(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
@@ -76,13 +75,13 @@ def _in_units(amount: float, factor: int, units: Sequence[str]) -> str:
 
 
 def megabytes(num_bytes: float) -> str:
-    """Write how many megabytes there are, without the unit: for the cells of a column."""
+    """Return the number of megabytes, without the unit: for the cells of a table column."""
     millions = num_bytes / 1e6
     return f"{millions:.0f}" if millions >= 99.5 else f"{millions:.1f}"
 
 
 def duration(time_s: float) -> str:
-    """Write a time in its two largest units: 350 ms, 4.2 s, 3 min 10 s, 2 h 5 min, 3 d 4 h."""
+    """Return a time in its two largest units: 350 ms, 4.2 s, 3 min 10 s, 2 h 5 min, 3 d 4 h."""
     left = round(time_s)
     for name, unit_s, minor, minor_s in (
         ("d", 86_400, "h", 3600),
@@ -96,7 +95,7 @@ def duration(time_s: float) -> str:
 
 
 def short_duration(time_s: float) -> str:
-    """Write a time with one unit and up to three digits: 0.4 ms, 35 ms, 4.21 s."""
+    """Return a time with one unit and up to three digits: 0.4 ms, 35 ms, 4.21 s."""
     if time_s == 0:
         return "0 s"
     if time_s < 0.9995:
@@ -105,7 +104,7 @@ def short_duration(time_s: float) -> str:
 
 
 def width_of(text: str) -> int:
-    """Return how many columns a text takes; colours take none."""
+    """Return the number of columns of a text; color codes take none."""
     text = _COLOUR.sub("", text)
     if text.isascii():
         return len(text)
@@ -113,7 +112,7 @@ def width_of(text: str) -> int:
 
 
 def cut(text: str, width: int) -> str:
-    """Shorten a text without colours to so many columns, with dots where something is missing."""
+    """Shorten a text without color codes to `width` columns, ending with dots."""
     if width_of(text) <= width:
         return text
     dots = "." * min(3, width)

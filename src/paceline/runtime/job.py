@@ -1,8 +1,8 @@
 """The job that this process belongs to: `pl.init()` and the functions that ask about it.
 
-A process has at most one job. `init()` finds out from the environment which rank this is, meets the
-others through the control plane, links the engine to its neighbours and forms the world group.
-Alone (`python train.py`) the same path leads to a world of one, without any socket.
+A process has at most one job. `init()` reads the rank from the environment, finds the other ranks
+through the control plane, links the engine to its neighbours and forms the world group. Alone
+(`python train.py`) the same path leads to a world of one, without any socket.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.comm.shared_memory import allocate
 from paceline.control.client.rendezvous import KeyValue, Rendezvous, establish, establish_from_store
-from paceline.errors import ConfigError, SetupError, UsageError, tells_of_loss
+from paceline.errors import ConfigError, SetupError, UsageError, is_caused_by_loss
 from paceline.observe.telemetry.trace import tracer
 from paceline.observe.telemetry.waiting import show_on_request
 from paceline.ps.client import session
@@ -29,19 +29,19 @@ from paceline.runtime.config import (
     EngineConfig,
     JobEnv,
     describe,
+    explicit_env,
     job_env,
     natural_host_id,
-    told_env,
 )
 from paceline.runtime.console import say
 from paceline.runtime.job_state import Job as Job
-from paceline.runtime.join import form
+from paceline.runtime.job_state import join_job
 from paceline.runtime.launch_context import PACELINE
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.torch_plugin import register as register_with_torch
 from paceline.state.user_object import Carried
 
-register_with_torch()  # again, for those who are not installed: `import torch` found no plugin
+register_with_torch()  # again: `import torch` finds no plugin if Paceline is not installed
 
 
 _job: Job | None = None
@@ -50,7 +50,7 @@ _lock = threading.Lock()
 
 def init() -> Job:
     """Join the job that the environment names; alone, form a world of one. Blocks until all ranks
-    are there. A second call returns the same job.
+    have joined. A second call returns the same job.
 
     >>> import paceline as pl
     >>> job = pl.init()
@@ -64,11 +64,11 @@ def init() -> Job:
 def join_through(store: KeyValue, rank: int, world_size: int, timeout_s: float) -> Job:
     """Form a job with the processes that share a key-value store; for torch.distributed.
 
-    The store must be fresh: no earlier job may have met through the same keys.
+    The store must be fresh: no earlier job may have used the same keys.
     """
-    env = told_env(rank, world_size, "torch.distributed")
+    env = explicit_env(rank, world_size, "torch.distributed")
 
-    def meet(config: EngineConfig) -> Rendezvous:
+    def connect(config: EngineConfig) -> Rendezvous:
         if world_size == 1:
             return establish(env, config)
         _refuse_unreachable(store, env)
@@ -81,11 +81,11 @@ def join_through(store: KeyValue, rank: int, world_size: int, timeout_s: float) 
             config=config,
         )
 
-    return _start(env, meet, replace(EngineConfig.from_environ(), join_timeout_s=timeout_s))
+    return _start(env, connect, replace(EngineConfig.from_environ(), join_timeout_s=timeout_s))
 
 
 def _refuse_unreachable(store: KeyValue, env: JobEnv) -> None:
-    """Say at once when rank 0 listens where this rank cannot reach it, instead of trying long."""
+    """Raise ConfigError at once if rank 0 listens where this rank cannot reach it."""
     key, here = "paceline/host", natural_host_id()
     if env.rank == 0:
         store.set(key, f"{here} {env.bind_address}")
@@ -98,16 +98,16 @@ def _refuse_unreachable(store: KeyValue, env: JobEnv) -> None:
         )
 
 
-def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: EngineConfig) -> Job:
+def _start(env: JobEnv, connect: Callable[[EngineConfig], Rendezvous], config: EngineConfig) -> Job:
     global _job
     with _lock:
         if _job is None:
             if env.source == PACELINE.name:
-                show_on_request()  # of the launcher, when others wait for this process
+                show_on_request()  # of the launcher, when other processes wait for this one
             try:
-                rendezvous = meet(config)
+                rendezvous = connect(config)
                 try:
-                    _job = form(env, config, rendezvous)
+                    _job = join_job(env, config, rendezvous)
                 except BaseException:
                     rendezvous.close(grace_s=0.0)
                     raise
@@ -122,7 +122,7 @@ def _start(env: JobEnv, meet: Callable[[EngineConfig], Rendezvous], config: Engi
 
 
 def shutdown() -> None:
-    """Leave the job in good order; called by itself when the process ends. May be called twice."""
+    """Leave the job cleanly; called automatically when the process exits. May be called twice."""
     global _job
     with _lock:
         job, _job = _job, None
@@ -140,9 +140,9 @@ def shutdown() -> None:
         job.world.close()
         if job.fabric.listener is not None:
             job.fabric.listener.close()
-        # A script that ended with an error has not done its work: the job may want another.
+        # A script that ended with an error has not finished: the job may start a replacement.
         failure = getattr(sys, "last_value", None)
-        is_bereft = tells_of_loss(failure)
+        is_bereft = is_caused_by_loss(failure)
         job.rendezvous.agent.leave(is_finished=failure is None, is_bereft=is_bereft)
         job.rendezvous.close()
 
@@ -150,20 +150,20 @@ def shutdown() -> None:
 _inherited: list[Job] = []
 
 
-def _let_go_in_child() -> None:
-    """In a forked child: the job is the parent's, and so are the threads that could end it."""
+def _forget_in_child() -> None:
+    """Forget the job in a forked child: job and threads are the parent's."""
     global _job, _lock
     _lock = threading.Lock()
     if _job is not None:
         _job.fabric.engine.close_after_fork()
-        _inherited.append(_job)  # never taken down here
+        _inherited.append(_job)  # never destroyed here
         tracer.stop()
         _job = None
         session.drop()
 
 
 atexit.register(shutdown)
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def joined() -> Job | None:
@@ -182,7 +182,7 @@ def rank() -> int:
     """Return this process's rank: 0 to world_size() - 1, more on a data worker. In an elastic job
     it may change."""
     job = current()
-    if job.elastic.is_candidate:
+    if job.elastic.is_joining:
         members = map(job.fabric.membership.member, job.fabric.membership.workers)
         return sum(member.number < job.env.number for member in members)
     return job.world.rank if job.elastic.is_on else job.env.rank
@@ -193,13 +193,13 @@ def world_size() -> int:
     job = current()
     if job.env.is_data_worker:
         return job.env.world_size
-    return len(job.fabric.membership.workers) + 1 if job.elastic.is_candidate else job.world.size
+    return len(job.fabric.membership.workers) + 1 if job.elastic.is_joining else job.world.size
 
 
 def data_rank() -> int:
-    """Return which part of the data is this process's: 0 to data_world_size() - 1. Without a mesh
-    it is rank(); the processes of `tp` and `pp`, which train on one batch, have the same. For
-    scripts that share out data themselves, without pl.shard.
+    """Return which part of the data belongs to this process: 0 to data_world_size() - 1. Without a
+    mesh it is rank(); the processes of `tp` and `pp`, which train on one batch, have the same. For
+    scripts that split the data themselves, without pl.shard.
 
     >>> list(range(10))[pl.data_rank() :: pl.data_world_size()]
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -209,7 +209,7 @@ def data_rank() -> int:
 
 
 def data_world_size() -> int:
-    """Return how many parts the data has: the number of workers, on a mesh divided by `tp` and
+    """Return the number of parts of the data: the number of workers, on a mesh divided by `tp` and
     `pp`. In an elastic job it may change.
 
     >>> pl.data_world_size()
@@ -219,7 +219,7 @@ def data_world_size() -> int:
     if mesh is None:
         return world_size()
     job = current()
-    coming = mesh.unit_size if job.elastic.is_candidate else 0
+    coming = mesh.unit_size if job.elastic.is_joining else 0
     return (len(job.fabric.membership.workers) + coming) // (mesh.pp * mesh.tp)
 
 
@@ -230,7 +230,7 @@ def _mesh_of_data() -> Mesh | None:
 
 
 def is_data_worker() -> bool:
-    """Say whether this process makes batches for the workers (`paceline run --data-workers`): it
+    """Return whether this process makes batches for the workers (`paceline run --data-workers`): it
     runs the script up to its first loop over a `pl.shard(..., mode="pipeline")`, and no further.
 
     >>> pl.is_data_worker()
@@ -250,8 +250,9 @@ def world() -> Group:
 
 
 def should_stop() -> bool:
-    """Say whether to stop behind the step that was just done: true on all workers alike, once
-    SIGTERM has reached one of them. Asking means that the first SIGTERM no longer ends the process.
+    """Return whether to stop after the last step: True on all workers after the same step, once
+    SIGTERM has reached one of them. If a script calls this, the first SIGTERM no longer ends the
+    process.
 
     >>> pl.should_stop()
     False
@@ -261,8 +262,8 @@ def should_stop() -> bool:
 
 
 def carry(**objects: Any) -> None:
-    """Let newcomers of an elastic job receive the state of these, besides the model's and the
-    optimizer's: learning-rate schedulers, a GradScaler, averages of weights; whatever has
+    """Send the state of these objects to newcomers of an elastic job, besides the model's and the
+    optimizer's: learning-rate schedulers, a GradScaler, averages of weights; any object with
     `state_dict()` and `load_state_dict()`. The names are the same on all workers.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
@@ -275,9 +276,9 @@ def carry(**objects: Any) -> None:
 
 
 def new_group(ranks: Sequence[int]) -> Group:
-    """Form a group of some ranks, which get ranks 0, 1, ... in it in the given order.
+    """Create a group of some ranks, which get ranks 0, 1, ... in it in the given order.
 
-    Collective among those ranks only; each of them names the same ranks in the same order.
+    Collective among these ranks only; each of them passes the same ranks in the same order.
     """
     job, chosen = current(), tuple(ranks)
     if len(set(chosen)) != len(chosen) or not chosen:
@@ -296,7 +297,7 @@ def new_group(ranks: Sequence[int]) -> Group:
 
 
 def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return an uninitialised tensor in engine memory: collectives use it where it lies.
+    """Return an uninitialised tensor in engine memory, which collectives use without a copy.
 
     >>> pl.empty(2, 3).shape
     torch.Size([2, 3])
@@ -306,10 +307,10 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torc
 
 
 def report(step: int | None = None, **values: float) -> None:
-    """Tell the launcher how far this rank is; shown live. Never blocks.
+    """Report the progress of this rank to the launcher, which shows it live. Never blocks.
 
-    Without a step number the steps that `distribute` has counted are shown. At most five reports a
-    second are sent; of those in between, the newest value of each name counts.
+    Without a step number the steps that `distribute` has counted are shown. At most five reports
+    are sent per second; of those in between, the newest value of each name counts.
 
     >>> pl.report(loss=0.25)
     """

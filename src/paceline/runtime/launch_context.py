@@ -1,8 +1,9 @@
-"""A process's place in its job, as the variables of its launcher tell it.
+"""The launch context of a process: rank and world size, from the variables of its launcher.
 
-Launchers nest (torchrun inside srun is ordinary), so each one found is read, the most specific one
-wins, and two that disagree about rank or world size are an error: guessing would form a job of the
-wrong shape. Works on the variables that it is given (runtime/config.py reads the real ones).
+Launchers nest (torchrun inside srun is ordinary), so all of them are read and the most specific one
+wins. If two disagree about rank or world size, that is an error: guessing would form a job of the
+wrong size. These functions take the environment as an argument (runtime/config.py reads the real
+one).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from paceline.errors import ConfigError
 
 
 class Launcher(NamedTuple):
-    """The variables in which one launcher tells a process its place."""
+    """The variables in which one launcher passes rank and world size."""
 
     name: str
     rank: str
@@ -35,8 +36,8 @@ _OPEN_MPI = Launcher(
 _MPICH = Launcher("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
-class Place(NamedTuple):
-    """Where one launcher says that a process is."""
+class LaunchContext(NamedTuple):
+    """Rank and world size of a process, according to one launcher."""
 
     launcher: Launcher
     rank: int
@@ -45,20 +46,20 @@ class Place(NamedTuple):
     local_world_size: int
 
 
-def launchers(environ: Mapping[str, str]) -> list[Launcher]:
-    """Return the launchers whose variables are present and meant for this process, inner first."""
+def find_launchers(environ: Mapping[str, str]) -> list[Launcher]:
+    """Return the launchers whose variables are set and meant for this process, innermost first."""
     found: list[Launcher] = []
     if is_present(environ, PACELINE):
         found.append(PACELINE)
     if environ.get("TORCHELASTIC_RUN_ID"):
         found.append(_TORCHRUN)
-        return found  # whatever surrounds torchrun started torchrun, not us
+        return found  # an outer launcher started torchrun, not this process
     if is_present(environ, BY_HAND):
         found.append(BY_HAND)
     mpi = [x for x in (_OPEN_MPI, _MPICH) if environ.get(x.rank) and environ.get(x.world_size)]
     # Inside a batch script, but outside of srun, Slurm sets SLURM_PROCID=0 and the task count of
-    # the whole job for what is only one process; the step id is what srun adds. And mpirun may have
-    # been started by srun, whose numbers are then mpirun's own: only equal ones are about us.
+    # the whole job although there is one process; only srun adds the step id. If srun started
+    # mpirun, its numbers are mpirun's own: they are about this process only if both are equal.
     in_batch_script = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
     around_mpi = mpi and environ.get(_SLURM.rank) != environ.get(mpi[0].rank)
     if environ.get(_SLURM.rank) and environ.get(_SLURM.world_size):
@@ -68,7 +69,7 @@ def launchers(environ: Mapping[str, str]) -> list[Launcher]:
 
 
 def is_present(environ: Mapping[str, str], launcher: Launcher) -> bool:
-    """Say whether a launcher's variables are set; ConfigError for half of them."""
+    """Return whether a launcher's variables are set; ConfigError if only one of them is."""
     rank, world_size = environ.get(launcher.rank), environ.get(launcher.world_size)
     if bool(rank) != bool(world_size):
         have, lack = launcher.rank, launcher.world_size
@@ -78,10 +79,10 @@ def is_present(environ: Mapping[str, str], launcher: Launcher) -> bool:
     return bool(rank)
 
 
-def place_of(environ: Mapping[str, str], launcher: Launcher) -> Place:
-    """Read and check one launcher's four numbers."""
-    rank = number_in(environ, launcher.rank, int)
-    world_size = number_in(environ, launcher.world_size, int)
+def read_context(environ: Mapping[str, str], launcher: Launcher) -> LaunchContext:
+    """Return one launcher's four numbers, checked."""
+    rank = parse_number(environ, launcher.rank, int)
+    world_size = parse_number(environ, launcher.world_size, int)
     if world_size < 1:
         raise ConfigError(f"{launcher.world_size}={world_size}: a job has at least 1 process")
     if not 0 <= rank < world_size:
@@ -89,66 +90,70 @@ def place_of(environ: Mapping[str, str], launcher: Launcher) -> Place:
             f"{launcher.rank}={rank} is not in 0..{world_size - 1}"
             f" ({launcher.world_size}={world_size})"
         )
-    local_rank, local_world_size = local_place(environ, launcher, rank, world_size)
+    local_rank, local_world_size = local_ranks(environ, launcher, rank, world_size)
     if not 0 <= local_rank < local_world_size <= world_size:
         raise ConfigError(
             f"{launcher.local_rank}={local_rank} and {launcher.local_world_size}="
             f"{local_world_size} do not fit {launcher.world_size}={world_size}:"
             " expected 0 <= local rank < local world size <= world size"
         )
-    return Place(launcher, rank, world_size, local_rank, local_world_size)
+    return LaunchContext(launcher, rank, world_size, local_rank, local_world_size)
 
 
-def server_place(environ: Mapping[str, str], num_servers: int) -> Place:
-    """Read a server's place: its number among the servers is PACELINE_RANK."""
-    index = number_in(environ, PACELINE.rank, int)
-    num_workers = number_in(environ, PACELINE.world_size, int)
+def server_context(environ: Mapping[str, str], num_servers: int) -> LaunchContext:
+    """Return a server's context: its number among the servers is PACELINE_RANK."""
+    index = parse_number(environ, PACELINE.rank, int)
+    num_workers = parse_number(environ, PACELINE.world_size, int)
     if num_workers < 1 or not 0 <= index < num_servers:
         raise ConfigError(
             f"server {index} of PACELINE_SERVERS={num_servers} for PACELINE_WORLD_SIZE="
             f"{num_workers} workers: expected 0 <= server < servers, and at least 1 worker"
         )
-    return Place(PACELINE, num_workers + index, num_workers, index, num_workers)
+    return LaunchContext(PACELINE, num_workers + index, num_workers, index, num_workers)
 
 
-def data_place(environ: Mapping[str, str], num_servers: int, num_data_workers: int) -> Place:
-    """Read a data worker's place: its number among the data workers is PACELINE_RANK."""
-    index = number_in(environ, PACELINE.rank, int)
-    num_workers = number_in(environ, PACELINE.world_size, int)
+def data_worker_context(
+    environ: Mapping[str, str], num_servers: int, num_data_workers: int
+) -> LaunchContext:
+    """Return a data worker's context: its number among the data workers is PACELINE_RANK."""
+    index = parse_number(environ, PACELINE.rank, int)
+    num_workers = parse_number(environ, PACELINE.world_size, int)
     if num_workers < 1 or not 0 <= index < num_data_workers:
         raise ConfigError(
             f"data worker {index} of {num_data_workers} (PACELINE_DATA_WORKERS) for"
             f" PACELINE_WORLD_SIZE={num_workers} workers: expected 0 <= data worker < data workers,"
             " and at least 1 worker"
         )
-    return Place(PACELINE, num_workers + num_servers + index, num_workers, index, num_workers)
+    return LaunchContext(
+        PACELINE, num_workers + num_servers + index, num_workers, index, num_workers
+    )
 
 
-def newcomer_place(environ: Mapping[str, str]) -> Place:
-    """Read the place of a process that comes to a job under way; `local_rank` is its number."""
-    rank = number_in(environ, PACELINE.rank, int)
-    num_workers = number_in(environ, PACELINE.world_size, int)
-    number = number_in(environ, "PACELINE_NUMBER", int)
+def newcomer_context(environ: Mapping[str, str]) -> LaunchContext:
+    """Return the context of a process that joins a running job; `local_rank` is its number."""
+    rank = parse_number(environ, PACELINE.rank, int)
+    num_workers = parse_number(environ, PACELINE.world_size, int)
+    number = parse_number(environ, "PACELINE_NUMBER", int)
     if num_workers < 1 or rank < 0 or number < 0:
         raise ConfigError(
             f"a newcomer with PACELINE_RANK={rank}, PACELINE_NUMBER={number} and"
             f" PACELINE_WORLD_SIZE={num_workers}: expected numbers from 0, and at least 1 worker;"
             " `paceline join` sets them"
         )
-    return Place(PACELINE, rank, num_workers, number, num_workers)
+    return LaunchContext(PACELINE, rank, num_workers, number, num_workers)
 
 
-def local_place(
+def local_ranks(
     environ: Mapping[str, str], launcher: Launcher, rank: int, world_size: int
 ) -> tuple[int, int]:
-    """Return (local rank, local world size); a launcher that says neither means one host."""
+    """Return (local rank, local world size); a launcher that sets neither means one host."""
     if not environ.get(launcher.local_rank):
         return rank, world_size
-    local_rank = number_in(environ, launcher.local_rank, int)
+    local_rank = parse_number(environ, launcher.local_rank, int)
     if not environ.get(launcher.local_world_size):
         return local_rank, world_size
     if launcher is not _SLURM:
-        return local_rank, number_in(environ, launcher.local_world_size, int)
+        return local_rank, parse_number(environ, launcher.local_world_size, int)
     return local_rank, _slurm_tasks_here(environ)
 
 
@@ -162,29 +167,29 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
         if match is None:
             raise ConfigError(f"{_SLURM.local_world_size}={text!r}: expected a form like '2(x3),1'")
         counts += [int(match[1])] * int(match[2] or 1)
-    node = number_in(environ, "SLURM_NODEID", int) if environ.get("SLURM_NODEID") else 0
+    node = parse_number(environ, "SLURM_NODEID", int) if environ.get("SLURM_NODEID") else 0
     if not 0 <= node < len(counts):
         raise ConfigError(f"SLURM_NODEID={node} but SLURM_TASKS_PER_NODE={text} has no such node")
     return counts[node]
 
 
-def refuse_disagreement(environ: Mapping[str, str], places: list[Place]) -> None:
-    """Raise ConfigError when launchers contradict each other."""
-    for other in places[1:]:
-        first = places[0]
+def require_agreement(environ: Mapping[str, str], contexts: list[LaunchContext]) -> None:
+    """Raise ConfigError if launchers contradict each other."""
+    for other in contexts[1:]:
+        first = contexts[0]
         if (first.rank, first.world_size) != (other.rank, other.world_size):
-            told = [
+            values = [
                 f"{x.name} ({x.rank}={environ[x.rank]}, {x.world_size}={environ[x.world_size]})"
                 for x in (first.launcher, other.launcher)
             ]
             raise ConfigError(
-                f"two launchers disagree about this process: {told[0]} against {told[1]};"
+                f"two launchers disagree about this process: {values[0]} against {values[1]};"
                 f" unset the variables of the one that did not start it"
             )
 
 
-def number_in(environ: Mapping[str, str], variable: str, parse: type[int] | type[float]) -> int:
-    """Read a number, as an int or as a float."""
+def parse_number(environ: Mapping[str, str], variable: str, parse: type[int] | type[float]) -> int:
+    """Return the number in a variable, as an int or as a float."""
     text = environ.get(variable, "")
     try:
         return parse(text)  # type: ignore[return-value]  # callers ask for the type they want

@@ -1,8 +1,8 @@
-"""What this machine grants to a process: cores, memory limits, and signs of the OOM killer.
+"""The limits of this machine for a process: cores, memory, and signs of the OOM killer.
 
-Containers grant less than the machine has, so every figure is the smaller of the machine's and the
+A container has less than the machine, so every figure is the smaller of the machine's and the
 control group's. Both cgroup versions are read. A file that does not exist means "no such limit
-here"; a figure that cannot be known is None, never a guess.
+here"; an unknown figure is None, never a guess.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _field(path: Path, name: str) -> int | None:
 def cgroup_dirs(controller: str, root: Path = Path("/"), pid: int | str = "self") -> list[Path]:
     """Return a process's directories for one controller, innermost first, up to the mount.
 
-    A process inside a container often sees a path that is not mounted there; then the mount itself
-    is the container's own group and is all there is.
+    A process inside a container often sees a path that is not mounted there. Then the mount itself
+    is the container's own group, and the only one.
     """
     mount, inner = root / "sys/fs/cgroup", ""
     for line in (_read(root / f"proc/{pid}/cgroup") or "").splitlines():
@@ -59,7 +59,7 @@ def cgroup_dirs(controller: str, root: Path = Path("/"), pid: int | str = "self"
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Count the cores this process may use: its affinity, cut down by a CPU quota."""
+    """Return how many cores this process may use: its affinity, limited by a CPU quota."""
     cores = len(os.sched_getaffinity(0))
     for directory in cgroup_dirs("cpu", root):
         quota = _number(directory / "cpu.cfs_quota_us")
@@ -73,14 +73,14 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def processor_s(pid: int, root: Path = Path("/")) -> float | None:
-    """Return how much processor time a process has used; None when it is gone."""
+    """Return how much processor time a process has used; None if it is gone."""
     fields = (_read(root / f"proc/{pid}/stat") or "").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of memory: of the machine, free now, and what the control group allows."""
+class MemoryInfo:
+    """Bytes of memory: total and available on the machine, limit and peak of the control group."""
 
     total_bytes: int | None
     available_bytes: int | None
@@ -88,8 +88,8 @@ class Memory:
     peak_bytes: int | None
 
 
-def memory(root: Path = Path("/")) -> Memory:
-    """Read the machine's memory and the tightest control-group limit above this process."""
+def memory(root: Path = Path("/")) -> MemoryInfo:
+    """Return the machine's memory and the tightest control-group limit of this process."""
     meminfo: dict[str, int] = {}
     for line in (_read(root / "proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
@@ -97,7 +97,7 @@ def memory(root: Path = Path("/")) -> Memory:
         if words and words[0].isdigit():
             meminfo[name] = int(words[0]) * 1024
     limit, peak = memory_limit(cgroup_dirs("memory", root))
-    return Memory(
+    return MemoryInfo(
         total_bytes=meminfo.get("MemTotal"),
         available_bytes=meminfo.get("MemAvailable"),
         limit_bytes=limit,
@@ -120,7 +120,7 @@ def memory_limit(directories: Sequence[Path]) -> tuple[int | None, int | None]:
 
 
 def oom_kills(directories: Sequence[Path]) -> int:
-    """Count the kills for memory in the first of some control groups; 0 when it is not shown."""
+    """Return the number of OOM kills in the first of some control groups; 0 if it is not shown."""
     for directory in directories[:1]:
         v2 = _field(directory / "memory.events", "oom_kill")
         v1 = _field(directory / "memory.oom_control", "oom_kill")
@@ -130,19 +130,19 @@ def oom_kills(directories: Sequence[Path]) -> int:
 
 @dataclass(frozen=True)
 class OomCount:
-    """How often the kernel has killed for memory: in our control group, and on the machine."""
+    """Number of OOM kills: in our control group, and on the machine."""
 
     group: int
     machine: int
 
     @classmethod
     def read(cls, root: Path = Path("/")) -> OomCount:
-        """Read both counters; a counter that this kernel does not show stays 0."""
+        """Return both counters; a counter that this kernel does not show is 0."""
         group = oom_kills(cgroup_dirs("memory", root))
         return cls(group, _field(root / "proc/vmstat", "oom_kill") or 0)
 
     def evidence_since(self, before: OomCount) -> str | None:
-        """Say what speaks for an out-of-memory kill since `before`, or None if nothing does."""
+        """Return the evidence of an out-of-memory kill since `before`, or None."""
         if self.group > before.group:
             return "possibly out of memory: the OOM killer was active in this control group"
         if self.machine > before.machine:

@@ -1,13 +1,13 @@
-"""From `dist.init_process_group("paceline")` to a job: who meets where, and how long the job lives.
+"""From `dist.init_process_group("paceline")` to a job.
 
-    under `paceline run`, after `pl.init()`   the job is there; torch's groups are groups of it, and
+    under `paceline run`, after `pl.init()`   the job exists; torch's groups are groups of it, and
                                               env:// yields a store over its control plane
     torchrun, file://, an explicit store      rank 0 publishes the job's address and secret through
                                               that store; the default group's end is the job's
 
 The first process group of torch spans the whole job; its ranks are the job's ranks. On a mesh it
-spans the processes that hold one copy of the model between them (runtime/mesh.py), so that whatever
-torch does with the parts of a model stays among them. Both kinds can be destroyed and initialised
+spans the processes of one unit (runtime/mesh.py), which hold one copy of the model together, so
+torch's model-parallel operations stay inside the unit. Both kinds can be destroyed and initialised
 again in one process.
 """
 
@@ -33,7 +33,7 @@ _LONGEST_JOIN_S = 24 * 3600.0
 
 
 def control_plane_rendezvous(url: str) -> Iterator[tuple[Store, int, int]] | None:
-    """Answer torch's env:// with the job's own store; None when there is no job of ours."""
+    """Return the job's own store for torch's env://; None if there is no Paceline job."""
     if job.joined() is None and not is_launched_by_us():
         return None
     asked = parse_qs(urlparse(url).query)
@@ -42,14 +42,14 @@ def control_plane_rendezvous(url: str) -> Iterator[tuple[Store, int, int]] | Non
     rank, world_size = unit.index(mine.env.rank), len(unit)
     for name, number in (("rank", rank), ("world_size", world_size)):
         if int(asked.get(name, [number])[0]) != number:
-            return None  # a rendezvous of its own, among other processes than the job's
+            return None  # a rendezvous among other processes than the job's
     purpose = "torch" if mine.mesh is None else f"torch {unit[0]}"
     store, _ = fresh_prefix(control_store(mine.rendezvous.agent), purpose, world_size)
     return iter([(store, rank, world_size)])
 
 
 def create_group(options: Any, pg_options: Any = None) -> PacelineProcessGroup:
-    """Make the process group that torch asks for; every member calls this."""
+    """Create the process group that torch asks for; every member calls this."""
     if pg_options is not None:
         raise UsageError(
             f"pg_options={pg_options!r}: the paceline backend has none; its settings are the"
@@ -57,7 +57,7 @@ def create_group(options: Any, pg_options: Any = None) -> PacelineProcessGroup:
         )
     ranks = list(options.global_ranks_in_group)
     timeout_s = min(options.timeout / timedelta(seconds=1), _LONGEST_JOIN_S)
-    _teach_monitored_barrier()
+    _patch_monitored_barrier()
     if not ranks:
         return _create_default(options, timeout_s)
     mine = job.current()
@@ -85,15 +85,15 @@ def _create_default(options: Any, timeout_s: float) -> PacelineProcessGroup:
 
 
 def _join(store: Store, rank: int, world_size: int, timeout_s: float) -> job.Job:
-    meeting_place, counter = fresh_prefix(store, "job", world_size)
+    prefixed, counter = fresh_prefix(store, "job", world_size)
     try:
-        return job.join_through(meeting_place, rank, world_size, timeout_s)
+        return job.join_through(prefixed, rank, world_size, timeout_s)
     except BaseException:
         store.add(counter, -1)
         raise
 
 
-def _teach_monitored_barrier() -> None:
+def _patch_monitored_barrier() -> None:
     """Let `dist.monitored_barrier` accept our groups: torch refuses all but gloo by name."""
     theirs = distributed_c10d.monitored_barrier
     if getattr(theirs, "knows_paceline", False):

@@ -1,7 +1,7 @@
-"""Tells torch.distributed that the backend "paceline" exists.
+"""Registers the backend "paceline" with torch.distributed.
 
 torch calls `register()` during every `import torch` of an environment in which Paceline is
-installed, so it only writes down two names: everything else is imported when it is asked for.
+installed, so it only registers two names: everything else is imported on first use.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 
 def register() -> None:
-    """Register backend "paceline", and let env:// meet over our control plane. Never raises."""
+    """Register backend "paceline", and let env:// use our control plane. Never raises."""
     try:
         from torch.distributed import Backend
 
         if "PACELINE" in Backend._plugins:
             return
         Backend.register_backend("paceline", _create_group, extended_api=True, devices=["cpu"])
-        # By its full name: the package has a function that is called like its module.
+        # By its full name: the package has a function of the same name as the module.
         handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
         theirs = handlers["env"]
     except Exception as error:  # a torch that lacks these must still be importable

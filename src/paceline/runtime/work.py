@@ -1,8 +1,8 @@
-"""Work: the one handle for something that goes on in the background.
+"""Work: the handle of an asynchronous operation.
 
-Whoever starts an asynchronous operation gets a Work and asks it for the outcome. An error of the
-operation is raised by `wait()` (every time it is called) and returned by `error()`; it is never
-lost silently unless nobody asks.
+The caller that starts an operation gets a Work and asks it for the outcome. `wait()` raises the
+operation's error (every time it is called), and `error()` returns it; it is lost only if neither is
+called.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class Handle(Protocol):
-    """Something under way: what the engine gives for an operation, or a Work."""
+    """An operation in progress: the engine's handle, or a Work."""
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> object: ...
@@ -22,23 +22,23 @@ class Handle(Protocol):
 
 
 class Work(Generic[Result]):
-    """An operation under way; thread-safe."""
+    """An asynchronous operation; thread-safe."""
 
     def __init__(self, handle: Handle, finish: Callable[[], Result], keep: object = None) -> None:
         self._handle = handle
         self._finish = finish  # turns the finished operation into what the caller asked for
-        self._keep = keep  # memory that the engine works on until the operation has ended
+        self._keep = keep  # memory that the engine uses until the operation has ended
         self._result: list[Result] = []
 
     @property
     def handle(self) -> Handle:
-        """What the engine gave for it; for waiting for one of several (`_core.wait_any`)."""
+        """The engine's handle; for waiting for one of several (`_core.wait_any`)."""
         return self._handle
 
     def wait(self, timeout_s: float | None = None) -> Result:
         """Block until the operation has ended; return its result or raise its error.
 
-        PeerTimeout when `timeout_s` passes first: the operation then goes on.
+        PeerTimeout if `timeout_s` passes first: the operation then continues.
         """
         self._handle.wait(timeout_s)
         if not self._result:
@@ -47,11 +47,11 @@ class Work(Generic[Result]):
         return self._result[0]
 
     def done(self) -> bool:
-        """Say whether the operation has ended, well or badly. Never blocks."""
+        """Return whether the operation has ended, with or without an error. Never blocks."""
         return self._handle.done()
 
     def error(self) -> Exception | None:
-        """Return the operation's error; None while it is under way and when it went well."""
+        """Return the operation's error; None while it runs and if it succeeded."""
         return self._handle.error()
 
 

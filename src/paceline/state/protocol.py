@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from paceline.control.transport.messages import Loss
+from paceline.control.messages import Loss
 from paceline.errors import UsageError
 
 Tensors = Mapping[str, torch.Tensor]

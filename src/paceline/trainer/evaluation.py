@@ -80,7 +80,7 @@ class TrainerCollectives:
             self._group.all_reduce(summed)
             return summed.tolist()
 
-        return self._job.elastic.point(attempt)
+        return self._job.elastic.run_step(attempt)
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any worker."""
@@ -118,7 +118,7 @@ class Evaluation:
         is_padded = self._job.mesh is not None and self._job.mesh.fsdp > 1
         batches = loader if self.is_each_alone else shard(loader, pad=is_padded)
         averages = Averages(["loss", *self._metrics])
-        if is_over or self._job.elastic.is_candidate:
+        if is_over or self._job.elastic.is_joining:
             return averages.means_of(averages.numbers)
         with self._agreed_model(), _evaluating(self._model), torch.no_grad():
             for batch in batches:
@@ -180,7 +180,7 @@ class Evaluation:
                     param.copy_(value)
             stack.enter_context(self._model.agreed())  # type: ignore[operator]
 
-        self._job.elastic.point(attempt)
+        self._job.elastic.run_step(attempt)
 
 
 @contextmanager

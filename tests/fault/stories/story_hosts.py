@@ -19,10 +19,10 @@ from story import Story
 from story_job import START_S, Line
 from story_wires import Wires
 
+from paceline.control import messages as m
 from paceline.control.client.operator import Operator
 from paceline.control.membership.policy import Policy
-from paceline.control.transport import messages as m
-from paceline.control.transport.secret_file import load_secret
+from paceline.control.transport.auth import load_secret
 from support.elastic import ElasticJob
 
 _CLONE_NEWNET = 0x40000000
@@ -56,7 +56,7 @@ class _Job(ElasticJob):
             self._address,
             secret,
             self._job_id,
-            on_news=lambda news: self.news.append((time.monotonic(), news)),
+            on_notification=lambda news: self.news.append((time.monotonic(), news)),
         )
 
     def _start(self, what: tuple[Any, Any], env: Mapping[str, str]) -> None:

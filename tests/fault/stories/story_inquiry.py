@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.control.client.operator import Operator, Status
-from paceline.control.transport.secret_file import load_secret
+from paceline.control.client.operator import Operator
+from paceline.control.operator_messages import Status
+from paceline.control.transport.auth import load_secret
 from paceline.errors import PacelineError
 from paceline.launcher.job_directory import directories
 from paceline.launcher.job_registry import JobFacts, read_facts

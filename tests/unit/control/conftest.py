@@ -11,6 +11,7 @@ import pytest
 
 from paceline.control.client.agent import Agent
 from paceline.control.client.rendezvous import CoordinatorThread
+from paceline.control.coordinator.coordinator import Coordinator
 from paceline.control.member import Member
 from paceline.control.transport.sockets import split_address
 
@@ -47,7 +48,7 @@ class Cluster:
         self.address = ""
 
     def start(self, world_size: int, **options) -> Cluster:
-        self.thread = CoordinatorThread(JOB, SECRET, world_size, **options)
+        self.thread = CoordinatorThread(Coordinator(JOB, SECRET, world_size, **options))
         self._stack.callback(self.thread.stop)
         self.address = self.thread.start()
         return self
@@ -64,7 +65,7 @@ class Cluster:
     @staticmethod
     def cut(agent: Agent) -> None:
         """End an agent's connection without a word, as the death of its process does."""
-        agent.thread.post(agent._contact.cut)
+        agent.thread.post(agent._connection.drop)
 
     def stranger(self) -> socket.socket:
         """A connection that has not proved anything."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from paceline.control.member import Member
-from paceline.control.membership.decisions import Announce
 from paceline.control.membership.policy import Policy
 from paceline.control.membership.roster import Roster
+from paceline.control.messages import Changed
 
 
 def member(rank, role="worker", number=None, host="h"):
@@ -36,8 +36,8 @@ class Story:
 
     @property
     def changed(self):
-        (announce,) = self.of(Announce)
-        return announce.changed
+        (changed,) = self.of(Changed)
+        return changed
 
     @property
     def now(self):
@@ -50,7 +50,7 @@ class Story:
             generation = self.now.generation
             for rank in self.now.ranks:
                 if rank not in skip and rank not in self.now.vacant:
-                    all_told += self.roster.adopted(rank, generation, self.now_s)
+                    all_told += self.roster.entered(rank, generation, self.now_s)
             if self.now.generation == generation:
                 self(all_told)
                 return

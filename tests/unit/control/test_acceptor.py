@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from paceline.control.transport import acceptor as gate_module
-from paceline.control.transport.acceptor import MAX_STRANGERS, Gate, introduce
+from paceline.control.transport import acceptor as acceptor_module
+from paceline.control.transport.acceptor import MAX_STRANGERS, Acceptor, introduce
 from paceline.control.transport.auth import CallerHandshake
 from paceline.control.transport.sockets import connect_tcp, frame, join_address, listen_tcp
 from paceline.errors import AuthError, VersionMismatch
@@ -23,7 +23,7 @@ class Door:
 
     def __init__(self, handshake_s: float = 5.0) -> None:
         self.admitted = []
-        self.gate = Gate(
+        self.gate = Acceptor(
             SECRET, job_id=JOB, listener="door", admit=self._admit, handshake_s=handshake_s
         )
         listener = listen_tcp("127.0.0.1")
@@ -139,7 +139,7 @@ def test_a_crowd_of_idle_strangers_does_not_keep_members_out():
 
 def test_a_wrong_secret_is_told_nothing_by_the_gate():
     async def scenario(door):
-        with pytest.raises(AuthError, match="^door: whoever listens there"):
+        with pytest.raises(AuthError, match="^door: the process that listens there"):
             await door.honest(secret=b"t" * 32)
         assert door.admitted == []
 
@@ -208,7 +208,7 @@ def test_refusals_are_logged_sparsely(caplog):
         for _ in range(20):
             await hangs_up(await door.stranger(b"\xff" * 8))
 
-    with caplog.at_level("WARNING", logger=gate_module.log.name):
+    with caplog.at_level("WARNING", logger=acceptor_module.log.name):
         with_door(scenario)
     assert [record.args[1] for record in caplog.records] == [1, 2, 4, 8, 16]
 

@@ -19,7 +19,8 @@ from paceline.observe.telemetry.events import Note
 SERVE = """
 import sys
 from paceline.control.client.rendezvous import CoordinatorThread
-print(CoordinatorThread("job-1", bytes(range(32)), 1).start(), flush=True)
+from paceline.control.coordinator.coordinator import Coordinator
+print(CoordinatorThread(Coordinator("job-1", bytes(range(32)), 1)).start(), flush=True)
 sys.stdin.read()
 """
 
@@ -55,7 +56,7 @@ def test_a_killed_coordinator_fails_pending_and_later_calls(
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    eventually(lambda: agent._contact._asked)
+    eventually(lambda: agent._connection._asked)
     child.send_signal(signal.SIGKILL)
     waiting.join()
     assert f"rank 0: coordinator {address}: it closed the connection or ended" in failures[0]
@@ -88,7 +89,7 @@ def test_closing_ends_a_call_of_another_thread(cluster, eventually):
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    eventually(lambda: agent._contact._asked)
+    eventually(lambda: agent._connection._asked)
     agent.close()
     waiting.join()
     assert len(failures) == 1

@@ -120,7 +120,7 @@ def test_short_nonces_are_refused():
 def test_a_hello_that_cannot_be_read_is_a_bad_frame(name: bytes):
     hello = auth.Hello(auth.PROTOCOL_VERSION, "XX", 0, "p", b"n" * auth.NONCE_BYTES)
     message = msgspec.msgpack.encode(hello).replace(b"\xa2XX", name)
-    with pytest.raises(BadFrame, match="no Hello|no _Version"):
+    with pytest.raises(BadFrame, match="not a Hello|not a _Version"):
         listener().challenge(message)
 
 

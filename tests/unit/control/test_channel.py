@@ -9,8 +9,8 @@ import socket
 import msgspec
 import pytest
 
+from paceline.control import messages as m
 from paceline.control.transport import channel as channel_module
-from paceline.control.transport import messages as m
 from paceline.control.transport.acceptor import introduce
 from paceline.control.transport.auth import CallerHandshake, Session
 from paceline.control.transport.channel import Channel

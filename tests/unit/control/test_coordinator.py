@@ -10,6 +10,7 @@ import pytest
 
 from paceline.control.client.agent import Agent
 from paceline.control.client.rendezvous import CoordinatorThread
+from paceline.control.coordinator.coordinator import Coordinator
 from paceline.errors import AuthError, ConnectError, PeerLost, PortInUse, RendezvousError
 from paceline.observe.telemetry.events import Note, Progress
 
@@ -118,7 +119,7 @@ def test_nobody_at_the_address(cluster, secret, job_id):
 
 def test_a_second_coordinator_on_the_same_port_is_told_who_has_it(cluster):
     port = int(cluster.start(1).address.rpartition(":")[2])
-    second = CoordinatorThread("other", bytes(32), 1)
+    second = CoordinatorThread(Coordinator("other", bytes(32), 1))
     with pytest.raises(PortInUse, match=rf":{port} .*pid {os.getpid()}"):
         second.start("127.0.0.1", port)
 

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from paceline.control.client import operator as o
+from paceline.control import messages as m
+from paceline.control import operator_messages as o
 from paceline.control.client.local_agent import LocalAgent
 from paceline.control.client.operator import Operator
 from paceline.control.member import Member
-from paceline.control.membership.decisions import Unwanted, Wanted
 from paceline.control.membership.policy import Policy
-from paceline.control.transport import messages as m
+from paceline.control.messages import Unwanted, Wanted
 from paceline.errors import Evicted, PeerTimeout, RendezvousError, UsageError
 from paceline.observe.telemetry.events import Filled, MemberJoined, MemberLost, Note, Promoted
 
@@ -44,7 +44,7 @@ class Job:
         for join in joins:
             join.join()
         self.operator = Operator.connect(
-            cluster.address, secret, job_id, on_news=self.news.append, is_launcher=True
+            cluster.address, secret, job_id, on_notification=self.news.append, is_launcher=True
         )
         stack.append(self.operator.close)
 
@@ -59,12 +59,12 @@ class Job:
     def lose(self, rank):
         """End a member as SIGKILL does: its connection breaks, and nobody attaches again."""
         agent = self.agents.pop(rank)
-        agent._contact._is_lasting = False
+        agent._connection._is_lasting = False
         self.cluster.cut(agent)
 
     def adopt(self):
         for agent in self.agents.values():
-            agent.adopted(self.membership.generation)
+            agent.entered(self.membership.generation)
 
     def come(self, role="worker", number=None):
         place = self.operator.reserve(role, number)
@@ -212,11 +212,11 @@ def test_an_evicted_member_is_told_so(job, eventually):
     job = job(3, lease_s=1.0)
     told = []
     job.agents[2].on_over = told.append
-    job.agents[2]._contact._heartbeat_s = 3600.0
+    job.agents[2]._connection._heartbeat_s = 3600.0
     job.operator.report_stopped(2, 0.1)
     eventually(lambda: told)
     assert "rank 2 was taken for lost" in told[0]
-    assert re.search(r"its process is stopped since \d+\.\d s", told[0]), told
+    assert re.search(r"its process has been stopped for \d+\.\d s", told[0]), told
     assert isinstance(job.agents[2].ending, Evicted)
     assert job.agents[2].membership.generation == 1
     with pytest.raises(Evicted, match="start it again, as a newcomer"):
@@ -234,7 +234,7 @@ def test_a_member_that_was_cut_off_finds_out_when_it_is_back(job, eventually):
 def test_silence_is_lost_after_the_lease_unless_the_launcher_sees_it_run(job, eventually):
     job = job(3, lease_s=2.0, silent_s=0.7)
     for rank in (1, 2):
-        job.agents[rank]._contact._heartbeat_s = 3600.0
+        job.agents[rank]._connection._heartbeat_s = 3600.0
     job.operator.report_running(1)
     eventually(lambda: 2 in job.cluster.coordinator.lost)
     (silent_s,) = re.findall(r"no heartbeat for ([\d.]+) s", job.cluster.coordinator.lost[2])
@@ -306,8 +306,8 @@ def test_a_claimed_rank_cannot_be_taken_over(job):
 
 def test_accusations_reach_the_roster(job, eventually):
     job = job(3, accused_s=0.3)
-    job.agents[0].accuse(2, "connection refused")
-    job.agents[1].accuse(2, "connection refused")
+    job.agents[0].report_unreachable(2, "connection refused")
+    job.agents[1].report_unreachable(2, "connection refused")
     eventually(lambda: job.membership.workers == (0, 1))
     eventually(lambda: 2 in job.cluster.coordinator.lost)
     assert "ranks 0, 1 cannot reach it" in job.cluster.coordinator.lost[2]
@@ -328,7 +328,7 @@ def test_one_process_alone_has_the_same_surface():
     assert agent.look() == membership
     assert agent.wait_for_generation(0, 0.01) == membership
     assert agent.wait_for_generation(1, 0.01) is None
-    agent.adopted(1)
-    agent.accuse(0, "nobody")
+    agent.entered(1)
+    agent.report_unreachable(0, "nobody")
     agent.in_sync(0, 1)
     assert (agent.over, agent.is_attached, agent.unreachable_s) == (None, True, 0.0)

@@ -8,20 +8,12 @@ import random
 import msgspec
 import pytest
 
-from paceline.control.coordinator.journal import (
-    Answered,
-    Forgotten,
-    Header,
-    Journal,
-    Recorded,
-    Stored,
-)
-from paceline.control.coordinator.state import Record
-from paceline.control.coordinator.store import StoreService
+from paceline.control import messages as m
+from paceline.control.coordinator.journal import CoordinatorState, Header, Journal, Recorded
+from paceline.control.coordinator.store import Answered, Forgotten, Stored, StoreService
 from paceline.control.member import Member, Membership
-from paceline.control.membership.decisions import State
 from paceline.control.membership.policy import Policy
-from paceline.control.transport import messages as m
+from paceline.control.membership.state import RosterState
 from paceline.errors import BadFrame, SetupError
 
 POLICY = Policy(num_workers=2, is_elastic=True)
@@ -45,7 +37,7 @@ def membership(generation, ranks=(0, 1)):
 def recorded(generation, ranks=(0, 1), lost=()):
     losses = tuple(m.Loss(rank, rank, "worker", "h", "killed") for rank in lost)
     changed = m.Changed(membership(generation, ranks), losses)
-    return Recorded(State(changed.membership, next_rank=generation), (changed,))
+    return Recorded(RosterState(changed.membership, next_rank=generation), (changed,))
 
 
 SOME = [
@@ -131,7 +123,7 @@ def test_a_journal_belongs_to_one_job_and_one_coordinator(tmp_path, monkeypatch)
     with pytest.raises(SetupError, match="used by another coordinator"):
         open_journal(path)
     journal.close()
-    with pytest.raises(SetupError, match="is that of job job-1, expected job-2"):
+    with pytest.raises(SetupError, match="belongs to job job-1, expected job-2"):
         Journal(path, "job-2", POLICY)
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
@@ -142,9 +134,9 @@ def test_a_journal_belongs_to_one_job_and_one_coordinator(tmp_path, monkeypatch)
 def test_a_journal_written_anew_says_the_same_in_short(tmp_path):
     path = tmp_path / "journal"
     store = StoreService()
-    record = Record(open_journal(path), store)
+    record = CoordinatorState(open_journal(path), store)
     for generation in range(1, 400):
-        record.keep(State(membership(generation)), (m.Changed(membership(generation)),))
+        record.keep(RosterState(membership(generation)), (m.Changed(membership(generation)),))
     store.handle(m.StoreSet(5, "key", b"value"), lambda _: None, 1)
     assert store._once(m.StoreAdd(6, "n", 3), 0) == 3
     before = path.stat().st_size
@@ -155,7 +147,7 @@ def test_a_journal_written_anew_says_the_same_in_short(tmp_path):
     assert not list(tmp_path.glob("*.new"))
 
     again = StoreService()
-    replayed = Record(open_journal(path), again)
+    replayed = CoordinatorState(open_journal(path), again)
     assert replayed.state == record.state
     assert replayed._history == record._history
     assert again._store.items() == store._store.items()
@@ -166,23 +158,23 @@ def test_a_journal_written_anew_says_the_same_in_short(tmp_path):
 
 
 def test_a_long_journal_is_shortened_by_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.control.coordinator.state.MAX_BYTES", 2000)
+    monkeypatch.setattr("paceline.control.coordinator.journal.MAX_BYTES", 2000)
     path = tmp_path / "journal"
-    record = Record(open_journal(path), StoreService())
-    monkeypatch.setattr("paceline.control.coordinator.state._HISTORY", 4)
+    record = CoordinatorState(open_journal(path), StoreService())
+    monkeypatch.setattr("paceline.control.coordinator.journal._HISTORY", 4)
     record._history = type(record._history)(maxlen=4)
     for generation in range(1, 50):
-        record.keep(State(membership(generation)), (m.Changed(membership(generation)),))
+        record.keep(RosterState(membership(generation)), (m.Changed(membership(generation)),))
         record.shorten()
     record.close()
     assert path.stat().st_size < 4000
-    replayed = Record(open_journal(path), StoreService())
+    replayed = CoordinatorState(open_journal(path), StoreService())
     assert replayed.state.membership.generation == 49
     replayed.close()
 
 
 def test_what_a_member_missed_is_one_change():
-    record = Record(None, StoreService())
+    record = CoordinatorState(None, StoreService())
     for entry in (recorded(1), recorded(2, (0, 1, 2)), recorded(3, (0, 2), lost=(1,))):
         record.keep(entry.state, entry.changes)
     now = record.state.membership

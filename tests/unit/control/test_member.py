@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from paceline.control.coordinator.assembly import Assembly
 from paceline.control.member import Membership
+from paceline.control.membership.lifecycle import FirstGeneration
 from paceline.errors import RendezvousError
 
 
@@ -31,34 +31,34 @@ def test_a_membership_survives_the_wire(make_member):
 
 
 def test_ranks_may_arrive_in_any_order(make_member):
-    assembly = Assembly(3)
-    assert assembly.add(make_member(2)) is None
-    assert assembly.add(make_member(0)) is None
-    assert assembly.missing == (1,)
-    membership = assembly.add(make_member(1))
+    first = FirstGeneration(3)
+    assert first.add(make_member(2)) is None
+    assert first.add(make_member(0)) is None
+    assert first.missing == (1,)
+    membership = first.add(make_member(1))
     assert membership is not None
     assert (membership.generation, membership.ranks) == (1, (0, 1, 2))
 
 
 def test_a_rank_that_went_away_may_come_again_only_before_the_start(make_member):
-    assembly = Assembly(2)
-    assembly.add(make_member(0))
-    assembly.remove(0)
-    assert assembly.missing == (0, 1)
-    assembly.add(make_member(0))
-    assembly.add(make_member(1))
-    assembly.remove(0)
-    assert assembly.missing == ()
+    first = FirstGeneration(2)
+    first.add(make_member(0))
+    first.remove(0)
+    assert first.missing == (0, 1)
+    first.add(make_member(0))
+    first.add(make_member(1))
+    first.remove(0)
+    assert first.missing == ()
     with pytest.raises(RendezvousError, match="rank 0 claimed twice"):
-        assembly.add(make_member(0))
+        first.add(make_member(0))
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_ranks_out_of_range_are_refused(make_member, rank):
     with pytest.raises(RendezvousError, match=rf"rank {rank} \(here:\d+\) is not in 0..1"):
-        Assembly(2).add(make_member(rank))
+        FirstGeneration(2).add(make_member(rank))
 
 
 def test_a_world_of_nobody_is_refused():
     with pytest.raises(RendezvousError, match="world size 0"):
-        Assembly(0)
+        FirstGeneration(0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 
-from paceline.control.client import operator as o
+from paceline.control import operator_messages as o
 from paceline.control.client.operator import Operator
 from paceline.observe.telemetry.events import Progress
 
 _LONG = "x" * 10_000
 
 
-def _steps(news: list[o.News]) -> list[int]:
+def _steps(news: list[o.Notification]) -> list[int]:
     events = [one.event for one in list(news) if isinstance(one, o.Happened)]
     return [event.step for event in events if isinstance(event, Progress)]
 
@@ -21,8 +21,8 @@ def test_an_onlooker_of_a_plain_job_hears_what_members_report(
 ) -> None:
     cluster.start(1)
     agent = cluster.agent(0)
-    news: list[o.News] = []
-    onlooker = Operator.connect(cluster.address, secret, job_id, on_news=news.append)
+    news: list[o.Notification] = []
+    onlooker = Operator.connect(cluster.address, secret, job_id, on_notification=news.append)
     try:
         assert onlooker.status().membership is None, "it may come before the members do"
         agent.join(make_member(0), 10)
@@ -41,15 +41,15 @@ def test_an_onlooker_that_does_not_read_holds_nobody_up(
     cluster.start(1)
     agent = cluster.agent(0)
     agent.join(make_member(0), 10)
-    is_held, news, heard = threading.Event(), list[o.News](), list[o.News]()
+    is_held, news, heard = threading.Event(), list[o.Notification](), list[o.Notification]()
 
-    def hold(one: o.News) -> None:
+    def hold(one: o.Notification) -> None:
         is_held.wait()
         news.append(one)
 
-    sleepy = Operator.connect(cluster.address, secret, job_id, on_news=hold)
+    sleepy = Operator.connect(cluster.address, secret, job_id, on_notification=hold)
     launcher = Operator.connect(
-        cluster.address, secret, job_id, on_news=heard.append, is_launcher=True
+        cluster.address, secret, job_id, on_notification=heard.append, is_launcher=True
     )
     try:
         for step in range(3000):  # 30 MB
@@ -57,11 +57,11 @@ def test_an_onlooker_that_does_not_read_holds_nobody_up(
             if step % 100 == 0:
                 assert agent.store_add("counter", 1) == step // 100 + 1
         eventually(lambda: len(_steps(heard)) == 3000)
-        backlogs = [one.channel.backlog_bytes for one in cluster.coordinator._desk._visitors]
+        backlogs = [one.channel.backlog_bytes for one in cluster.coordinator._operators._operators]
         assert max(backlogs) < 2 << 20, "what it does not read is not kept for it"
         is_held.set()
         eventually(lambda: cluster.coordinator is not None and not any(
-            one.channel.backlog_bytes for one in cluster.coordinator._desk._visitors
+            one.channel.backlog_bytes for one in cluster.coordinator._operators._operators
         ))  # fmt: skip
         agent.report(Progress(0, 5000))
         eventually(lambda: 5000 in _steps(news))

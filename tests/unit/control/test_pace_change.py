@@ -8,7 +8,7 @@ import time
 import pytest
 
 from paceline.control.client.operator import Operator
-from paceline.control.transport.messages import PaceAnswer, PaceSettled, PaceWanted
+from paceline.control.messages import PaceAnswer, PaceSettled, PaceWanted
 from paceline.errors import RendezvousError, UsageError
 
 

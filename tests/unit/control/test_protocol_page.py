@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from paceline.control.client import operator as o
-from paceline.control.transport import messages as m
+from paceline.control import messages as m
+from paceline.control import operator_messages as o
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "protocol.md"
 

@@ -8,7 +8,7 @@ import stat
 import msgspec
 import pytest
 
-from paceline.control.transport.secret_file import Contents, publish, wait_for
+from paceline.control.client.rendezvous import CoordinatorInfo, publish, wait_for
 from paceline.errors import AuthError, RendezvousError
 from paceline.runtime.config import job_env, process_start
 
@@ -59,7 +59,7 @@ def test_a_directory_of_another_user_is_refused(directory):
         wait_for(ENV, 0.1)
 
 
-def leave_behind(directory, contents: Contents) -> None:
+def leave_behind(directory, contents: CoordinatorInfo) -> None:
     """Put a file where the job of ENV expects one."""
     path = publish(ENV, "127.0.0.1:5", SECRET).path
     path.write_bytes(msgspec.json.encode(contents))
@@ -69,7 +69,7 @@ def leave_behind(directory, contents: Contents) -> None:
     "pid_start", [(os.getpid(), "1"), (2**22 + 1, "1")], ids=["reused", "gone"]
 )
 def test_a_stale_file_is_ignored_by_readers_and_replaced_by_rank_0(directory, pid_start):
-    leave_behind(directory, Contents("127.0.0.1:4", SECRET.hex(), *pid_start))
+    leave_behind(directory, CoordinatorInfo("127.0.0.1:4", SECRET.hex(), *pid_start))
     with pytest.raises(RendezvousError, match="waited 0.1 s for rank 0"):
         wait_for(ENV, 0.1)
     publish(ENV, "127.0.0.1:5", SECRET)
@@ -78,7 +78,7 @@ def test_a_stale_file_is_ignored_by_readers_and_replaced_by_rank_0(directory, pi
 
 def test_a_live_file_is_not_replaced(directory):
     start = process_start(1)
-    leave_behind(directory, Contents("127.0.0.1:4", SECRET.hex(), 1, start))
+    leave_behind(directory, CoordinatorInfo("127.0.0.1:4", SECRET.hex(), 1, start))
     with pytest.raises(RendezvousError, match="already running as pid 1"):
         publish(ENV, "127.0.0.1:5", SECRET)
     assert len(list(directory.iterdir())) == 1

@@ -14,8 +14,8 @@ import pytest
 
 from paceline.control.client.local_agent import LocalAgent
 from paceline.control.client.rendezvous import CoordinatorThread, establish, establish_from_store
-from paceline.control.transport.auth import create_secret_file
-from paceline.control.transport.secret_file import load_secret
+from paceline.control.coordinator.coordinator import Coordinator
+from paceline.control.transport.auth import create_secret_file, load_secret
 from paceline.errors import AuthError, ConfigError, ConnectError, PortInUse, RendezvousError
 from paceline.runtime.config import EngineConfig, job_env
 
@@ -223,7 +223,7 @@ def test_rank_0_reports_a_port_in_use(tmp_path):
 
 def test_our_launchers_coordinator_is_used_as_it_is(tmp_path):
     path = create_secret_file(tmp_path)
-    thread = CoordinatorThread("job-7", load_secret(path), 1)
+    thread = CoordinatorThread(Coordinator("job-7", load_secret(path), 1))
     environ = {
         "PACELINE_RANK": "0",
         "PACELINE_WORLD_SIZE": "1",

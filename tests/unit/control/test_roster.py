@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from roster_story import Story, member
 
-from paceline.control.membership.decisions import Announce, End, Remark, Tell, Unwanted, Wanted
+from paceline.control import messages as m
 from paceline.control.membership.policy import Policy
 from paceline.control.membership.roster import Roster
-from paceline.control.transport import messages as m
+from paceline.control.messages import Changed, Over, Remark, Unwanted, Wanted
 from paceline.errors import ConfigError, RendezvousError, UsageError
 
 
@@ -24,11 +24,11 @@ def test_a_lost_worker_goes_at_once_and_its_place_is_wanted():
     story = Story(3)
     story.lose(1)
     told, announce, wanted = story.decisions
-    assert told == Tell(m.Presence(1, "lost", "killed by signal 9", "h:1001", m.LossKind.ENDED))
-    assert announce.changed.membership.workers == (0, 2)
-    assert announce.changed.lost == (m.Loss(1, 1, "worker", "h:1001", "killed by signal 9"),)
+    assert told == m.Presence(1, "lost", "killed by signal 9", "h:1001", m.LossKind.ENDED)
+    assert announce.membership.workers == (0, 2)
+    assert announce.lost == (m.Loss(1, 1, "worker", "h:1001", "killed by signal 9"),)
     assert wanted == Wanted("worker", 1)
-    assert announce.changed.why == "worker 1 (h:1001) lost: killed by signal 9"
+    assert announce.why == "worker 1 (h:1001) lost: killed by signal 9"
 
 
 def test_a_loss_is_decided_once_whoever_tells_it():
@@ -42,9 +42,9 @@ def test_a_newcomer_waits_until_all_have_adopted_and_takes_the_number():
     story.lose(1)
     rank = story.come()
     assert rank == 3
-    assert story.of(Announce) == []
-    assert story(story.roster.adopted(0, 2, story.now_s)) == []
-    story(story.roster.adopted(2, 2, story.now_s))
+    assert story.of(Changed) == []
+    assert story(story.roster.entered(0, 2, story.now_s)) == []
+    story(story.roster.entered(2, 2, story.now_s))
     assert story.changed.joined == (3,)
     assert story.now.workers == (0, 3, 2)
     assert story.now.member(3).number == 1
@@ -80,7 +80,7 @@ def test_a_place_for_which_nobody_comes_is_wanted_again():
     assert story.roster.wanted == ()
     story.wait(11)
     assert story.of(Wanted) == [Wanted("worker", 1)]
-    with pytest.raises(RendezvousError, match="no such place"):
+    with pytest.raises(RendezvousError, match="no such reservation"):
         story.roster.ready(member(place.rank, "worker", 1), story.now_s)
 
 
@@ -98,16 +98,16 @@ def test_numbers_are_given_away_once():
     assert [(p.rank, p.number) for p in places] == [(2, 2), (3, 3)]
     with pytest.raises(RendezvousError, match=r"has 4 workers, .* most .*--max 4"):
         story.roster.reserve("worker", 0.0)
-    with pytest.raises(RendezvousError, match="worker 1 is there already"):
+    with pytest.raises(RendezvousError, match="worker 1 is a member already"):
         story.roster.reserve("worker", 0.0, 1)
 
 
 def test_too_few_workers_end_the_job():
     story = Story(3, min_workers=2)
     story.lose(1)
-    assert story.of(End) == []
+    assert story.of(Over) == []
     story.lose(0)
-    (end,) = story.of(End)
+    (end,) = story.of(Over)
     assert "1 worker is left, expected at least 2 (--min): worker 0 (h:1000) lost" in end.why
     assert story.roster.state.over == end.why
     assert story.lose(2)[1:] == []
@@ -118,7 +118,7 @@ def test_too_few_workers_end_the_job():
 def test_replace_holds_the_place_open_until_somebody_takes_it():
     story = Story(3, on_loss="replace")
     story.lose(1)
-    assert story.of(Announce) == []
+    assert story.of(Changed) == []
     assert story.of(Wanted) == [Wanted("worker", 1)]
     assert [loss.rank for loss in story.roster.state.vacant] == [1]
     story.come()
@@ -132,11 +132,11 @@ def test_replace_waits_for_all_and_for_nobodys_adoption():
     story = Story(3, on_loss="replace")
     story.lose(1)
     story.come()
-    story.lose(2)  # before anybody has adopted the generation with the replacement
+    story.lose(2)  # before anybody has entered the generation with the replacement
     story.lose(3)
-    assert story.of(Announce) == []
+    assert story.of(Changed) == []
     first = story.come()
-    assert story.of(Announce) == []
+    assert story.of(Changed) == []
     second = story.come()
     assert story.now.ranks == (0, first, second)
     assert {loss.rank for loss in story.changed.lost} == {2, 3}
@@ -160,9 +160,9 @@ def test_replace_keeps_vacant_places_through_other_changes():
 def test_replace_without_anybody_left_is_over():
     story = Story(2, on_loss="replace")
     story.lose(0)
-    assert story.of(End) == []
+    assert story.of(Over) == []
     story.lose(1)
-    assert "0 workers are left, expected at least 1" in story.of(End)[0].why
+    assert "0 workers are left, expected at least 1" in story.of(Over)[0].why
 
 
 def test_a_vacant_place_that_is_scaled_away_is_not_waited_for():
@@ -202,7 +202,7 @@ def test_scaling_up_and_down():
     assert story.of(Unwanted) == [Unwanted(3)]
     assert (story.changed.lost, story.now.workers) == ((), (0, 1, 2))
     story(story.roster.scale(1, story.now_s))
-    assert story.of(Announce) == [], "one calm change at a time"
+    assert story.of(Changed) == [], "one calm change at a time"
     assert story(story.roster.left(2, story.now_s))
     assert not story.roster.state.is_finishing
     assert story.roster.left(3, story.now_s) == []
@@ -228,11 +228,11 @@ def test_a_job_that_is_not_elastic_never_changes():
     roster = Roster(Policy.fixed(2))
     roster.join(member(0), 0.0)
     (announce,) = roster.join(member(1), 0.0)
-    assert announce.changed.membership.partitions == ()
+    assert announce.membership.partitions == ()
     before = roster.state
     lost = m.Presence(1, "lost", "killed", "h:1001", m.LossKind.KILLED)
-    assert roster.lost(1, "killed", 1.0, m.LossKind.KILLED) == [Tell(lost)]
-    assert roster.left(0, 1.0) == [Tell(m.Presence(0, "left", "it ended in good order"))]
+    assert roster.lost(1, "killed", 1.0, m.LossKind.KILLED) == [lost]
+    assert roster.left(0, 1.0) == [m.Presence(0, "left", "it exited cleanly")]
     assert roster.state == before
     for attempt in (lambda: roster.reserve("worker", 0.0), lambda: roster.scale(1, 0.0)):
         with pytest.raises(RendezvousError, match="not elastic"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from roster_story import Story
 
-from paceline.control.membership.decisions import End, Unwanted, Wanted
+from paceline.control.messages import Over, Unwanted, Wanted
 from paceline.errors import UsageError
 
 
@@ -54,7 +54,7 @@ def test_both_copies_lost_end_the_job_and_name_the_partition():
     story = Story(1, 3, replicas=2)
     story.lose(1)
     story.lose(2)
-    (end,) = story.of(End)
+    (end,) = story.of(Over)
     assert "every copy of partition 0 of the servers' tables is lost" in end.why
     assert "server 1 (h:1002) lost: killed by signal 9" in end.why
 
@@ -66,7 +66,7 @@ def test_a_filling_copy_does_not_count_as_a_copy():
     story.adopt()
     assert story.now.filling == ((newcomer,), (newcomer,))
     story.lose(2)
-    assert "partitions 0, 1" in story.of(End)[0].why
+    assert "partitions 0, 1" in story.of(Over)[0].why
 
 
 def test_what_was_said_about_another_primary_does_not_count():

@@ -1,20 +1,19 @@
-"""The roster as a story: who is silent, cut off or accused, and what comes back from a restart."""
+"""The roster as a story: members that are silent, cut off or unreachable, and restarts."""
 
 from __future__ import annotations
 
 import pytest
 from roster_story import Story, member
 
-from paceline.control.membership.decisions import Announce, Tell, Wanted
 from paceline.control.membership.roster import Roster
-from paceline.control.transport.messages import LossKind
+from paceline.control.messages import Changed, LossKind, Presence, Wanted
 from paceline.errors import Evicted
 
 
 def test_a_silent_member_is_told_then_lost_when_its_lease_ends():
     story = Story(3)
     story.wait(3.0, beats=[0, 2])
-    assert [t.presence.state for t in story.of(Tell)] == ["silent"]
+    assert [t.state for t in story.of(Presence)] == ["silent"]
     assert story.now.generation == 1, "three seconds are a straggler, no loss"
     story.wait(1.25, beats=[0, 2])
     assert story.now.workers == (0, 2)
@@ -25,7 +24,7 @@ def test_a_silent_member_that_is_back_is_told_so():
     story = Story(3)
     story.wait(3.0, beats=[0, 2])
     story.wait(5.0)
-    assert [t.presence.state for t in story.of(Tell)] == ["back"]
+    assert [t.state for t in story.of(Presence)] == ["back"]
     assert story.now.generation == 1
 
 
@@ -42,9 +41,7 @@ def test_the_launchers_word_outweighs_silence():
     for rank in range(3):
         story.roster.seen(rank, story.now_s)
     wait(20)
-    assert [t.presence.detail for t in story.of(Tell)] == [
-        "no heartbeat for 2.2 s: its process runs"
-    ]
+    assert [t.detail for t in story.of(Presence)] == ["no heartbeat for 2.2 s: its process runs"]
     assert story.now.generation == 1, "starved, not lost"
     wait(11)
     assert "its process runs, but is stuck" in story.changed.lost[0].why
@@ -61,7 +58,7 @@ def test_a_stopped_process_is_lost_after_its_lease_and_not_before():
     assert story.now.generation == 1
     story.roster.launcher_heard(story.now_s)
     story.wait(0.25, beats=[0, 2])
-    assert "its process is stopped since 4." in story.changed.lost[0].why
+    assert "its process has been stopped for 4." in story.changed.lost[0].why
 
 
 def test_a_launcher_that_is_gone_has_no_word():
@@ -84,9 +81,9 @@ def test_nobody_is_blamed_for_the_coordinators_own_absence():
 
 def test_one_of_two_that_cannot_reach_each_other_has_to_go():
     story = Story(2, 2, replicas=2)
-    story.roster.accused(2, 3, "connection reset", story.now_s)
-    story.roster.accused(3, 2, "connection reset", story.now_s)
-    story.roster.accused(0, 3, "no route", story.now_s)
+    story.roster.reported_unreachable(2, 3, "connection reset", story.now_s)
+    story.roster.reported_unreachable(3, 2, "connection reset", story.now_s)
+    story.roster.reported_unreachable(0, 3, "no route", story.now_s)
     story.wait(0.75)
     assert story.now.generation == 1
     story.wait(0.5)
@@ -99,7 +96,7 @@ def test_one_of_two_that_cannot_reach_each_other_has_to_go():
 
 def test_a_worker_goes_rather_than_the_last_copy():
     story = Story(2, 1)
-    story.roster.accused(1, 2, "no route", story.now_s)
+    story.roster.reported_unreachable(1, 2, "no route", story.now_s)
     story.wait(2)
     assert story.now.ranks == (0, 2)
     assert story.changed.lost[0].why == "it cannot reach rank 2"
@@ -109,7 +106,7 @@ def test_a_worker_goes_rather_than_the_last_copy():
 def test_a_worker_that_is_cut_off_takes_no_server_with_it():
     story = Story(3, 3, replicas=2)
     for server in (3, 4):
-        story.roster.accused(1, server, "no route", story.now_s)
+        story.roster.reported_unreachable(1, server, "no route", story.now_s)
     story.wait(2)
     assert story.now.ranks == (0, 2, 3, 4, 5)
     assert story.changed.lost[0].why == "it cannot reach ranks 3, 4"
@@ -117,18 +114,18 @@ def test_a_worker_that_is_cut_off_takes_no_server_with_it():
 
 def test_a_server_that_nobody_reaches_has_to_go():
     story = Story(3, 3, replicas=2)
-    story.roster.accused(1, 4, "no route", story.now_s)
+    story.roster.reported_unreachable(1, 4, "no route", story.now_s)
     story.wait(0.5)
-    story.roster.accused(2, 4, "no route", story.now_s)
+    story.roster.reported_unreachable(2, 4, "no route", story.now_s)
     story.wait(1)
     assert story.now.ranks == (0, 1, 2, 3, 5)
 
 
 def test_an_accusation_can_be_taken_back():
     story = Story(3)
-    story.roster.accused(0, 1, "slow", story.now_s)
+    story.roster.reported_unreachable(0, 1, "slow", story.now_s)
     story.wait(0.5)
-    story.roster.accused(0, 1, "", story.now_s)
+    story.roster.reported_unreachable(0, 1, "", story.now_s)
     story.wait(5)
     assert story.now.generation == 1
 
@@ -142,7 +139,7 @@ def test_a_restored_roster_goes_on_where_the_other_ended():
     story.roster = Roster(story.policy, before, story.now_s)
     assert story.roster.state == before
     story(story.roster.ready(member(place.rank, "worker", place.number), story.now_s))
-    assert story.of(Announce) == []
+    assert story.of(Changed) == []
     for rank in story.now.ranks:
         story(story.roster.attached(rank, story.now.generation, story.now_s))
     assert story.changed.joined == (place.rank,)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.control.member import Member
-from paceline.control.membership.decisions import Announce, End, Tell, Wanted
 from paceline.control.membership.policy import Policy
 from paceline.control.membership.roster import Roster
-from paceline.control.transport.messages import LossKind
+from paceline.control.messages import Changed, LossKind, Over, Presence, Wanted
 from paceline.errors import RendezvousError, UsageError
 
 
@@ -36,7 +35,7 @@ class Story:
 
     @property
     def changes(self) -> list:
-        return [announce.changed for announce in self.of(Announce)]
+        return self.of(Changed)
 
     @property
     def now(self):
@@ -48,7 +47,7 @@ class Story:
     def adopt(self) -> None:
         told = []
         for rank in self.now.ranks:
-            told += self.roster.adopted(rank, self.now.generation, self.now_s)
+            told += self.roster.entered(rank, self.now.generation, self.now_s)
         self.note(told)
 
     def reserve(self, number: int | None = None) -> tuple[int, int]:
@@ -78,7 +77,7 @@ def test_a_loss_takes_its_unit_in_one_change():
         (3, LossKind.RETIRED, "retired with its unit: worker 2 (h:1002): killed by signal 9"),
     ]
     assert changed.why == "worker 2 (h:1002) lost: killed by signal 9, and 1 worker with its unit"
-    assert [told.presence.rank for told in story.of(Tell)] == [2, 3]
+    assert [told.rank for told in story.of(Presence)] == [2, 3]
     assert story.of(Wanted) == [Wanted("worker", 2), Wanted("worker", 3)]
     story.lose(3, "its connection ended")  # which everybody knows
     assert story.decisions == []
@@ -106,7 +105,7 @@ def test_places_of_a_unit_have_ranks_in_a_row():
     assert second == (5, 1)
     assert story.roster.wanted == (Wanted("worker", 0),)  # the launcher is to start that one too
     assert story.reserve(0) == (4, 0) and story.roster.wanted == ()
-    with pytest.raises(RendezvousError, match="worker 0 is there already, or on its way"):
+    with pytest.raises(RendezvousError, match="worker 0 is a member already, or is joining"):
         story.reserve(0)
     # By hand, one after the other: a unit beyond those that are wanted, until --max.
     assert [story.reserve() for _ in range(4)] == [(6, 4), (7, 5), (8, 6), (9, 7)]
@@ -121,12 +120,12 @@ def test_a_newcomer_that_dies_takes_those_who_wait_with_it():
     first, second = story.reserve(2), story.reserve(3)
     story.ready(*first)
     story.lose(second[0], "exit code 1")
-    (told,) = story.of(Tell)
-    assert (told.presence.rank, told.presence.state) == (first[0], "lost")
-    assert told.presence.detail == "retired with its unit: worker 3: exit code 1"
+    (told,) = story.of(Presence)
+    assert (told.rank, told.state) == (first[0], "lost")
+    assert told.detail == "retired with its unit: worker 3: exit code 1"
     assert not story.changes
     assert story.of(Wanted) == [Wanted("worker", 2), Wanted("worker", 3)]
-    with pytest.raises(RendezvousError, match="no such place is reserved"):
+    with pytest.raises(RendezvousError, match="no such reservation"):
         story.ready(*first)
     again = [story.reserve(2), story.reserve(3)]
     assert again == [(6, 2), (7, 3)]
@@ -147,7 +146,7 @@ def test_a_place_that_nobody_takes_is_free_again_with_its_unit():
         for rank in (*story.now.ranks, first[0]):
             story.roster.heard(rank, story.now_s)
         told += story.roster.tick(story.now_s)
-    assert [one.presence.rank for one in told if isinstance(one, Tell)] == [first[0]]
+    assert [one.rank for one in told if isinstance(one, Presence)] == [first[0]]
     assert story.roster.state.reserved == ()
 
 
@@ -172,7 +171,7 @@ def test_a_loss_while_a_unit_is_let_in():
     for place in (story.reserve(0), story.reserve(1)):
         story.ready(*place)
     assert story.now.workers == (6, 7, 2, 3, 4, 5)
-    story.lose(7)  # it has not even adopted the change
+    story.lose(7)  # it has not even entered the change
     assert story.now.workers == (2, 3, 4, 5)
     story.lose(2)
     assert story.now.workers == (4, 5)
@@ -218,7 +217,7 @@ def test_with_replace_the_whole_unit_is_waited_for():
 def test_with_replace_one_that_left_early_is_replaced_with_its_unit():
     story = Story(on_loss="replace")
     story.note(story.roster.left(2, story.now_s, is_finished=False))
-    assert [told.presence.state for told in story.of(Tell)] == ["left", "left"]
+    assert [told.state for told in story.of(Presence)] == ["left", "left"]
     assert kinds(story.roster.state.vacant) == [(2, LossKind.LEFT), (3, LossKind.RELEASED)]
     for number in (2, 3):
         story.ready(*story.reserve(number))
@@ -255,14 +254,14 @@ def test_one_that_has_lost_a_mate_whom_nobody_misses_is_lost_with_its_unit():
             break
     (changed,) = story.changes
     assert kinds(changed.lost) == [(2, LossKind.BEREFT), (3, LossKind.RETIRED)]
-    assert [told.presence.state for told in story.of(Tell)] == ["lost", "lost"]
+    assert [told.state for told in story.of(Presence)] == ["lost", "lost"]
 
 
 def test_scripts_that_fail_do_not_end_the_job_by_their_number():
     story = Story(2, "tp=2")
     story.note(story.roster.left(0, story.now_s, is_finished=False))
     (changed,) = story.changes  # the launcher sees exit codes, and says what is wrong
-    assert [loss.rank for loss in changed.lost] == [0, 1] and not story.of(End)
+    assert [loss.rank for loss in changed.lost] == [0, 1] and not story.of(Over)
 
 
 def test_who_finishes_leaves_its_unit_alone():
@@ -277,7 +276,7 @@ def test_who_finishes_leaves_its_unit_alone():
 def test_the_last_unit_is_the_end(on_loss: str):
     story = Story(2, "tp=2", on_loss=on_loss)
     story.lose(1)
-    (end,) = story.of(End)
+    (end,) = story.of(Over)
     assert "0 workers are left, expected at least" in end.why
     assert "worker 1 (h:1001) lost: killed by signal 9, and 1 worker with its unit" in end.why
     assert "a mesh with dp of at least 2, or with --restarts 1 and a checkpoint" in end.why
@@ -292,7 +291,7 @@ def test_counts_are_multiples_of_the_units_size():
     story.roster.scale(2, story.now_s)
     story.adopt()
     assert story.now.workers == (0, 1)
-    with pytest.raises(UsageError, match="--min 3: with mesh dp=2,tp=2 workers come and go in"):
+    with pytest.raises(UsageError, match="--min 3: with mesh dp=2,tp=2 workers join and leave in"):
         Story(min_workers=3)
     with pytest.raises(UsageError, match="--max 9: .* such as --max 10"):
         Story(max_workers=9)

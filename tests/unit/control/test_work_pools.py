@@ -1,4 +1,4 @@
-"""Pools of work: each portion is done once, whoever asks, dies, comes back or is started again."""
+"""Work pools: each portion is done once, whichever member asks, dies or reconnects."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.control import messages as m
 from paceline.control.client.local_agent import LocalAgent
-from paceline.control.client.requests import lent
-from paceline.control.coordinator.journal import Journal
-from paceline.control.coordinator.state import Record
+from paceline.control.client.requests import wait_for_portion
+from paceline.control.coordinator.journal import CoordinatorState, Journal
 from paceline.control.coordinator.store import StoreService
-from paceline.control.coordinator.work_pools import Pools
+from paceline.control.coordinator.work_pools import WorkPools
 from paceline.control.member import Member
 from paceline.control.membership.policy import Policy
-from paceline.control.transport import messages as m
 from paceline.errors import UsageError
 
 
@@ -30,7 +29,7 @@ class Story:
     """Workers that take portions, in the order that hypothesis makes up."""
 
     def __init__(self, portions: int) -> None:
-        self.pools, self.portions = Pools(), portions
+        self.pools, self.portions = WorkPools(), portions
         self.notes: list = []
         self.pools.note = self.notes.append
         self.held: dict[int, list[int]] = {}
@@ -58,7 +57,7 @@ class Story:
     def restart(self, *, shortened: bool) -> None:
         """Another coordinator takes in what was noted."""
         notes = list(self.pools.entries()) if shortened else self.notes[:]
-        self.pools = Pools()
+        self.pools = WorkPools()
         for entry in notes:
             self.pools.replay(entry)
         self.notes[:] = notes
@@ -103,7 +102,7 @@ def test_what_an_earlier_job_has_done_is_not_lent(
 ) -> None:
     """Two workers go on from states that differ a little; each tells its own when it comes."""
     first, second = ({p for p in told if p < portions} for told in (first, second))
-    pools, notes = Pools(), []
+    pools, notes = WorkPools(), []
     pools.note = notes.append
     had = []
     for rank, told in ((0, first), (1, second)):
@@ -111,7 +110,7 @@ def test_what_an_earlier_job_has_done_is_not_lent(
         for request in range(1, 3):
             asked = m.TakePortion(10 * rank + request, "a", 0, portions, tuple(had[-1:]), before)
             had += [p for p in [pools.take(rank, asked).portion] if p >= 0]
-    again = Pools()
+    again = WorkPools()
     for entry in notes:
         again.replay(entry)
     assert list(again.entries()) == list(pools.entries())
@@ -125,13 +124,13 @@ def test_what_an_earlier_job_has_done_is_not_lent(
 
 
 def test_passes_are_apart_and_old_ones_are_over() -> None:
-    pools = Pools()
+    pools = WorkPools()
     for index in range(40):
         assert pools.take(0, m.TakePortion(index + 1, "a", index, 2)).portion == 0
     assert pools.take(1, m.TakePortion(99, "a", 3, 2)) == m.Lent(99, -1, 0, 0)
     assert pools.take(1, m.TakePortion(100, "a", 39, 2)).portion == 1
     assert pools.take(1, m.TakePortion(101, "b", 0, 2)).portion == 0
-    fresh = Pools()
+    fresh = WorkPools()
     for entry in pools.entries():
         fresh.replay(entry)
     assert fresh.take(1, m.TakePortion(102, "a", 3, 2)) == m.Lent(102, -1, 0, 0)
@@ -139,9 +138,11 @@ def test_passes_are_apart_and_old_ones_are_over() -> None:
 
 
 def test_what_means_nothing_is_refused() -> None:
-    pools = Pools()
+    pools = WorkPools()
     pools.take(0, m.TakePortion(1, "a", 0, 3))
-    with pytest.raises(UsageError, match="rank 2 has cut pass 0 of a into 4 portions, expected 3"):
+    with pytest.raises(
+        UsageError, match="rank 2 has split pass 0 of a into 4 portions, expected 3"
+    ):
         pools.take(2, m.TakePortion(2, "a", 0, 4))
     with pytest.raises(UsageError, match="no such portions"):
         pools.take(0, m.TakePortion(3, "a", 0, 3, (3,)))
@@ -159,8 +160,8 @@ def test_what_means_nothing_is_refused() -> None:
 
 def test_the_journal_keeps_them(tmp_path) -> None:
     policy = Policy(num_workers=2, is_elastic=True)
-    pools = Pools()
-    record = Record(Journal(tmp_path / "journal", "job-1", policy), StoreService(), pools)
+    pools = WorkPools()
+    record = CoordinatorState(Journal(tmp_path / "journal", "job-1", policy), StoreService(), pools)
     for number in range(6):
         pools.take(
             number % 2, m.TakePortion(number + 1, "a", 0, 9, tuple(range(number - 1, 0, -2)))
@@ -168,8 +169,8 @@ def test_the_journal_keeps_them(tmp_path) -> None:
     pools.release(1)
     before = list(pools.entries())
     record.close()
-    again = Pools()
-    Record(Journal(tmp_path / "journal", "job-1", policy), StoreService(), again).close()
+    again = WorkPools()
+    CoordinatorState(Journal(tmp_path / "journal", "job-1", policy), StoreService(), again).close()
     assert list(again.entries()) == before
 
 
@@ -179,24 +180,24 @@ def test_over_a_connection_and_alone(cluster) -> None:
     agents = [cluster.agent(0), cluster.agent(1)]
     answers = []
     with pytest.raises(Exception, match="gets no work"):
-        lent(agents[0].take_portion("a", 0, 3))
+        wait_for_portion(agents[0].take_portion("a", 0, 3))
     threads = [threading.Thread(target=lambda r=r: agents[r].join(member(r), 20)) for r in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for agent in (agents[0], alone):
-        assert lent(agent.take_portion("a", 0, 3)).portion == 0
-        assert lent(agent.take_portion("a", 0, 3, (0,))).portion == 1
+        assert wait_for_portion(agent.take_portion("a", 0, 3)).portion == 0
+        assert wait_for_portion(agent.take_portion("a", 0, 3, (0,))).portion == 1
         agent.settle_portions("a", 0, (1,))
         state = agent.pool_state("a", 0)
         answers.append((state.portions, state.done, state.again))
         with pytest.raises(UsageError, match="into 4 portions, expected 3"):
-            lent(agent.take_portion("a", 0, 4))
+            wait_for_portion(agent.take_portion("a", 0, 4))
     assert answers == [(3, ((0, 2),), ())] * 2
-    assert lent(agents[0].take_portion("a", 0, 3)).portion == 2
+    assert wait_for_portion(agents[0].take_portion("a", 0, 3)).portion == 2
     cluster.cut(agents[0])
     deadline = time.monotonic() + 60
-    while (answer := lent(agents[1].take_portion("a", 0, 3))).portion < 0:
+    while (answer := wait_for_portion(agents[1].take_portion("a", 0, 3))).portion < 0:
         assert time.monotonic() < deadline
     assert (answer.portion, answer.again) == (2, 1)

@@ -7,11 +7,11 @@ import signal
 from pathlib import Path
 
 from paceline.cli.job_commands import describe, server_table
-from paceline.control.client.operator import Status
 from paceline.control.member import Member, Membership
-from paceline.control.membership.decisions import Place, Wanted
 from paceline.control.membership.policy import Policy
-from paceline.control.transport.messages import LossKind, Presence
+from paceline.control.membership.state import Reservation
+from paceline.control.messages import LossKind, Presence, Wanted
+from paceline.control.operator_messages import Status
 from paceline.launcher.elastic.event_log import EventLog, hottest
 from paceline.launcher.job_size import ElasticPlan, ServerPlan, plan_changes
 from paceline.launcher.outcome import Outcome
@@ -19,7 +19,7 @@ from paceline.launcher.processes.process import ExitStatus
 from paceline.launcher.processes.table import ProcessResult
 from paceline.observe.display.board import Board
 from paceline.observe.telemetry.events import Filled, Moved, Progress, Promoted, Resumed
-from paceline.runtime.machine import Memory, OomCount
+from paceline.runtime.machine import MemoryInfo, OomCount
 from paceline.runtime.process_names import ProcessName, process_names
 
 
@@ -116,7 +116,7 @@ def _status(**more: object) -> Status:
 def test_the_status_names_everybody() -> None:
     told = _status(
         wanted=(Wanted("worker", 2),),
-        reserved=(Place(9, "worker", 3),),
+        reserved=(Reservation(9, "worker", 3),),
         states={7: "silent: no heartbeat for 3.0 s"},
         not_adopted=(0,),
     )
@@ -176,7 +176,7 @@ def test_a_job_that_could_not_go_on_shows_its_last_loss() -> None:
         ran_s=3.25,
         stderr_tail=("last words",),
     )
-    nothing = Memory(total_bytes=0, available_bytes=0, limit_bytes=None, peak_bytes=None)
+    nothing = MemoryInfo(total_bytes=0, available_bytes=0, limit_bytes=None, peak_bytes=None)
     outcome = Outcome(
         results=[],
         first=None,

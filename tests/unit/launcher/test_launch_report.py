@@ -9,7 +9,7 @@ import pytest
 from paceline.launcher.outcome import failure_report, why_killed
 from paceline.launcher.processes.process import ExitStatus
 from paceline.launcher.processes.table import ProcessResult, first_cause, traceback_tail
-from paceline.runtime.machine import Memory, OomCount
+from paceline.runtime.machine import MemoryInfo, OomCount
 from paceline.runtime.process_names import ProcessName
 
 _CAUSE = ["noise", "Traceback (most recent call last):", '  File "x.py"', "ValueError: boom"]
@@ -18,7 +18,9 @@ _GLOO = [
     "Traceback (most recent call last):",
     "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1",
 ]
-_MEMORY = Memory(total_bytes=8 << 30, available_bytes=1, limit_bytes=1 << 30, peak_bytes=1 << 30)
+_MEMORY = MemoryInfo(
+    total_bytes=8 << 30, available_bytes=1, limit_bytes=1 << 30, peak_bytes=1 << 30
+)
 
 
 def _failed(rank: int, stderr: list[str], **more: object) -> ProcessResult:

@@ -20,7 +20,7 @@ from paceline.observe.display.board import Board
 from paceline.observe.telemetry.events import Progress
 from paceline.pace.parse import parse_schedule
 from paceline.runtime.config import job_env
-from paceline.runtime.machine import Memory, OomCount
+from paceline.runtime.machine import MemoryInfo, OomCount
 from paceline.runtime.process_names import counted, names, process_names
 
 _WHERE = JobAddresses(job_id="j", coordinator="127.0.0.1:9", secret_file="f", master_port=1)
@@ -195,7 +195,7 @@ def test_the_bad_end_of_a_server_after_the_workers_is_said_but_no_failure() -> N
         wall_s=1.0,
         oom_before=nothing,
         oom_after=nothing,
-        memory=Memory(total_bytes=1, available_bytes=1, limit_bytes=None, peak_bytes=None),
+        memory=MemoryInfo(total_bytes=1, available_bytes=1, limit_bytes=None, peak_bytes=None),
     )
     assert outcome.exit_code == 0
     words = "paceline: server 0: exit code 1 after the last worker had ended (pid 102)"

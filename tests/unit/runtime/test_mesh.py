@@ -12,7 +12,7 @@ def test_units_are_ranges_and_columns_go_across_them():
     mesh = Mesh.parse("tp=2, dp=2,pp=2")
     assert str(mesh) == "dp=2,pp=2,tp=2" and mesh.num_workers == 8
     assert mesh.inner == (("pp", 2), ("tp", 2))
-    assert list(mesh.unit(5)) == [4, 5, 6, 7] and list(mesh.column(5)) == [1, 5]
+    assert list(mesh.unit(5)) == [4, 5, 6, 7] and list(mesh.data_parallel_numbers(5)) == [1, 5]
     assert [mesh.index(5, axis) for axis in ("dp", "pp", "tp")] == [1, 0, 1]
 
 
@@ -20,7 +20,7 @@ def test_units_are_ranges_and_columns_go_across_them():
 def test_everybody_shares_data_with_one_of_every_pipeline_or_tensor_group(text):
     mesh = Mesh.parse(text)
     for number in range(mesh.num_workers):
-        sharers = mesh.sharers(number)
+        sharers = mesh.batch_numbers(number)
         assert number in sharers and len(sharers) == mesh.dp * mesh.fsdp
         assert len({(mesh.index(n, "dp"), mesh.index(n, "fsdp")) for n in sharers}) == len(sharers)
         assert {(mesh.index(n, "pp"), mesh.index(n, "tp")) for n in sharers} == {
@@ -37,8 +37,8 @@ def test_everybody_shares_data_with_one_of_every_pipeline_or_tensor_group(text):
         ("dp=two", "not an axis"),
         ("dp=-1", "not an axis"),
         ("dp=0", "at least 1"),
-        ("dp=2,dp=2", "dp is there twice"),
-        ("pp=2,fsdp=2", "pp and fsdp do not go together"),
+        ("dp=2,dp=2", "dp is given twice"),
+        ("pp=2,fsdp=2", "pp and fsdp cannot be combined"),
     ],
 )
 def test_what_is_no_mesh_is_refused(text, words):

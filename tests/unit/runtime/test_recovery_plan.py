@@ -6,48 +6,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.control.transport.messages import Loss
+from paceline.control.messages import Loss
 from paceline.errors import ProtocolError
-from paceline.runtime.elastic.recovery_plan import Status, judge
+from paceline.runtime.elastic.recovery_plan import WorkerStatus, plan_recovery
 
 LOSS = Loss(3, 3, "worker", "here:3", "killed by signal 9")
 
 
 def worker(rank, passed, *, adopted=1, lost=(), is_new=False):
-    return Status(rank, passed, adopted, (0, 1, 2, 3), lost, is_new)
+    return WorkerStatus(rank, passed, adopted, (0, 1, 2, 3), lost, is_new)
 
 
 def test_equal_positions_move_nothing():
-    verdict = judge([worker(0, 7, lost=(LOSS,)), worker(1, 7), worker(2, 7)])
+    verdict = plan_recovery([worker(0, 7, lost=(LOSS,)), worker(1, 7), worker(2, 7)])
     assert verdict.receivers == ()
     assert verdict.lost == (LOSS,)  # also where only one has heard of it
     assert verdict.before == (0, 1, 2, 3)
 
 
 def test_whoever_is_one_behind_receives_from_one_who_is_not():
-    verdict = judge([worker(0, 7), worker(1, 8), worker(2, 8)])
-    assert (verdict.donor, verdict.behind, verdict.passed) == (1, (0,), 8)
+    verdict = plan_recovery([worker(0, 7), worker(1, 8), worker(2, 8)])
+    assert (verdict.source, verdict.behind, verdict.passed) == (1, (0,), 8)
 
 
 def test_a_newcomer_never_gives():
-    verdict = judge([worker(5, 0, is_new=True), worker(1, 8), worker(2, 8)])
-    assert (verdict.donor, verdict.receivers) == (1, (5,))
+    verdict = plan_recovery([worker(5, 0, is_new=True), worker(1, 8), worker(2, 8)])
+    assert (verdict.source, verdict.receivers) == (1, (5,))
 
 
 def test_who_missed_a_change_receives_from_one_who_went_through_it():
     """Two were lost one after the other; only rank 2 had adopted the change between."""
-    verdict = judge([worker(0, 8), worker(1, 8), worker(2, 8, adopted=2)])
-    assert (verdict.donor, verdict.outdated, verdict.behind) == (2, (0, 1), ())
+    verdict = plan_recovery([worker(0, 8), worker(1, 8), worker(2, 8, adopted=2)])
+    assert (verdict.source, verdict.outdated, verdict.behind) == (2, (0, 1), ())
 
 
 def test_workers_that_are_far_apart_have_taken_different_paths():
-    with pytest.raises(ProtocolError, match="more than one point apart"):
-        judge([worker(0, 5), worker(1, 8)])
+    with pytest.raises(ProtocolError, match="more than one retryable step apart"):
+        plan_recovery([worker(0, 5), worker(1, 8)])
 
 
 def test_newcomers_alone_have_no_state():
     with pytest.raises(ProtocolError, match="newcomers"):
-        judge([worker(4, 0, is_new=True)])
+        plan_recovery([worker(4, 0, is_new=True)])
 
 
 @given(st.lists(st.tuples(st.sampled_from([4, 5]), st.booleans()), min_size=1, max_size=6))
@@ -55,8 +55,8 @@ def test_everybody_who_lacks_something_receives_it(positions):
     statuses = [worker(r, passed, is_new=new) for r, (passed, new) in enumerate(positions)]
     if all(new for _, new in positions):
         return
-    verdict = judge(statuses)
+    verdict = plan_recovery(statuses)
     for status in statuses:
         lacks = status.is_new or status.passed < verdict.passed
         assert (status.rank in verdict.receivers) is lacks
-    assert verdict.donor not in verdict.receivers
+    assert verdict.source not in verdict.receivers

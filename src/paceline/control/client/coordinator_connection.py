@@ -1,12 +1,12 @@
-"""One process's connection to the coordinator: heartbeats, requests, and how it comes back.
+"""One process's connection to the coordinator: heartbeats, requests, reconnecting.
 
-Without `is_lasting` the end of the connection is the end of the contact. A lasting contact connects
-again by itself, for ever: the coordinator's address outlives its process, because the launcher
-holds the socket on which it listens. Then it greets (`greet`: who we are, and what we know), and
-asks again what was not answered; the coordinator recognises requests by their ids.
+Without `is_lasting` the connection ends when it breaks. A lasting connection reconnects by itself,
+for ever: the coordinator's address outlives its process, because the launcher holds the listening
+socket. After reconnecting it sends its greeting (`greet`: identity and known state) and repeats
+unanswered requests; the coordinator recognises them by their ids.
 
 Threads: everything runs in the loop of the thread that called `open`; `is_attached`,
-`unreachable_s` and `gone` may be read anywhere.
+`unreachable_s` and `ended` may be read anywhere.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from paceline import errors
-from paceline.control.transport import messages as m
+from paceline.control import messages as m
+from paceline.control.client.requests import ANSWER_S
 from paceline.control.transport.acceptor import introduce
 from paceline.control.transport.auth import CallerHandshake
 from paceline.control.transport.channel import Channel
+from paceline.control.transport.loop_thread import LoopThread
 from paceline.control.transport.sockets import connect_tcp, keep_trying
 from paceline.control.wait_notice import WaitNotice
 from paceline.errors import PeerLost, PeerTimeout
 
-ATTEMPT_S = 5.0
+_ATTEMPT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
 _SLICE_S = 0.5
 _FAREWELL_S = 1.5
@@ -42,7 +44,7 @@ log = logging.getLogger("paceline.control")
 
 
 class Identity(NamedTuple):
-    """Who calls, and with what it proves it."""
+    """Which process of which job connects, and the secret that proves it."""
 
     secret: bytes
     job_id: str
@@ -50,8 +52,8 @@ class Identity(NamedTuple):
     rank: int
 
 
-class Contact(Generic[M]):
-    """The way to the coordinator for one process; M: what it may hear."""
+class CoordinatorConnection(Generic[M]):
+    """The connection of one process to the coordinator; M: the messages that it receives."""
 
     def __init__(
         self,
@@ -66,25 +68,25 @@ class Contact(Generic[M]):
     ) -> None:
         self.address, self.name, self._identity = address, name, identity
         self.on_message: Callable[[M], None] = lambda _: None
-        self.greet: Callable[[], Sequence[Any]] = tuple  # what is said first when we are back
+        self.greet: Callable[[], Sequence[Any]] = tuple  # the first messages after reconnecting
         self.local_address = ""
-        self.gone: errors.PacelineError | None = None  # why nobody can be asked any more
+        self.ended: errors.PacelineError | None = None  # why no request is possible any more
         self._decoder, self._heartbeat_s, self._vanished_s = decoder, heartbeat_s, vanished_s
         self._is_lasting = is_lasting
         self._channel: Channel[M]
         self._away_s: float | None = None  # since when the connection is broken
         self._tasks: list[asyncio.Task[None]] = []
-        # Ids begin anywhere: those of an earlier process in the same place must not come again.
+        # Ids begin anywhere: those of an earlier process with the same rank must not be repeated.
         self._ids = itertools.count(secrets.randbits(48) << 12)
         self._asked: dict[int, tuple[Any, asyncio.Future[m.Answer]]] = {}  # not answered yet
 
     @property
     def is_attached(self) -> bool:
-        return self._away_s is None and self.gone is None
+        return self._away_s is None and self.ended is None
 
     @property
     def unreachable_s(self) -> float:
-        """For how long the coordinator has been away."""
+        """For how long the coordinator has been unreachable; 0 if it is not."""
         away_s = self._away_s
         return 0.0 if away_s is None else time.monotonic() - away_s
 
@@ -103,8 +105,8 @@ class Contact(Generic[M]):
         self._channel = await keep_trying(attempt, what=what, timeout_s=timeout_s)
         self._tasks = [asyncio.ensure_future(run()) for run in (self._listen, self._beat)]
 
-    def tell(self, message: Any) -> None:
-        """Say something that needs no answer; dropped while nobody can hear it."""
+    def send(self, message: Any) -> None:
+        """Send a message that has no answer; dropped while the coordinator is away."""
         if self.is_attached:
             try:
                 self._channel.send(message)
@@ -112,39 +114,43 @@ class Contact(Generic[M]):
                 log.warning("%s: coordinator %s: %s", self.name, self.address, error)
 
     async def ask(self, make: Callable[[int], Any], timeout_s: float) -> m.Answer:
-        """Say something and wait for the answer, also from a coordinator that is to come back."""
-        if self.gone is not None:
-            raise self.gone
+        """Send a request and return its answer, also from a restarted coordinator; raises the
+        error that the coordinator answers with."""
+        if self.ended is not None:
+            raise self.ended
         request_id = self.next_id()
         message = make(request_id)
         answer: asyncio.Future[m.Answer] = asyncio.get_running_loop().create_future()
         self._asked[request_id] = (message, answer)
         try:
-            self.tell(message)
-            return await self._answered(answer, timeout_s)
+            self.send(message)
+            reply = await self._answered(answer, timeout_s)
         finally:
             self._asked.pop(request_id, None)
+        if isinstance(reply, m.Failure):
+            raise errors.named(reply.error, reply.text)
+        return reply
 
     async def leave(self, farewell: Any) -> None:
-        """Say a last word and close the connection; one that is away is waited for, not long."""
+        """Send a last message and close; waits a moment for a coordinator that is away."""
         deadline_s = time.monotonic() + _FAREWELL_S
         while self._is_lasting and not self.is_attached and time.monotonic() < deadline_s:
             await asyncio.sleep(_FIRST_PAUSE_S)
-        self.tell(farewell)
+        self.send(farewell)
         for task in self._tasks:
             task.cancel()
-        self.gone = self._lost("this member has left the job")
+        self.ended = self._lost("this member has left the job")
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.finish()
-        self.give_up(self.gone)
+        self.give_up(self.ended)
 
-    def cut(self) -> None:
-        """Break the connection without a word, as the death of a process does."""
+    def drop(self) -> None:
+        """Break the connection without a farewell, as the death of a process does."""
         self._channel.close()
 
     def give_up(self, error: errors.PacelineError) -> None:
-        """Be done with the coordinator; whoever waits for an answer gets this error."""
-        self.gone = error
+        """Close for good; pending requests raise this error."""
+        self.ended = error
         self._channel.close()
         for _, answer in self._asked.values():
             if not answer.done():
@@ -161,8 +167,7 @@ class Contact(Generic[M]):
             purpose="control",
         )
         sock = await connect_tcp(self.address)
-        # With this a host that vanished without a word is noticed by the heartbeats it no longer
-        # acknowledges.
+        # So a host that vanished is noticed by the heartbeats that it no longer acknowledges.
         limit_ms = int(self._vanished_s * 1000)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
         self.local_address = sock.getsockname()[0]
@@ -174,19 +179,19 @@ class Contact(Generic[M]):
         try:
             while True:
                 why = await self._read()
-                if not self._is_lasting or self.gone is not None:
+                if not self._is_lasting or self.ended is not None:
                     break
                 self._away_s = time.monotonic()
                 log.debug("%s: coordinator %s: %s; trying again", self.name, self.address, why)
-                await self._come_back()
-            if self.gone is None:
+                await self._reconnect()
+            if self.ended is None:
                 self.give_up(self._lost(why))
         finally:
-            if self.gone is None:  # whatever went wrong, nobody shall wait for an answer
+            if self.ended is None:  # whatever went wrong, no request may wait for ever
                 self.give_up(self._lost("its messages are no longer read"))
 
     async def _read(self) -> str:
-        """Take in messages until the connection ends; return why it did."""
+        """Handle messages until the connection ends; return why it did."""
         try:
             while True:
                 self._take(await self._channel.receive())
@@ -203,16 +208,16 @@ class Contact(Generic[M]):
             return
         try:
             self.on_message(message)
-        except Exception:  # a watcher's bug must not cost us the connection
+        except Exception:  # a callback's bug must not cost us the connection
             log.exception("%s: a callback failed for %r", self.name, message)
 
-    async def _come_back(self) -> None:
-        """Connect again, however long it takes; then say who we are and ask again."""
+    async def _reconnect(self) -> None:
+        """Connect again, however long it takes; then greet and repeat unanswered requests."""
         self._channel.close()
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                self._channel = await asyncio.wait_for(self._connect(), ATTEMPT_S)
+                self._channel = await asyncio.wait_for(self._connect(), _ATTEMPT_S)
                 break
             except (OSError, asyncio.TimeoutError, errors.PacelineError) as error:
                 log.debug("%s: coordinator %s: %r", self.name, self.address, error)
@@ -221,11 +226,11 @@ class Contact(Generic[M]):
         self._away_s = None
         unanswered = [message for message, answer in self._asked.values() if not answer.done()]
         for message in [*self.greet(), *unanswered]:
-            self.tell(message)
+            self.send(message)
 
     async def _beat(self) -> None:
-        while self.gone is None:
-            self.tell(m.Heartbeat())
+        while self.ended is None:
+            self.send(m.Heartbeat())
             await asyncio.sleep(self._heartbeat_s)
 
     async def _answered(self, answer: asyncio.Future[m.Answer], timeout_s: float) -> m.Answer:
@@ -257,3 +262,41 @@ class Contact(Generic[M]):
 
     def _lost(self, why: str) -> PeerLost:
         return PeerLost(f"{self.name}: coordinator {self.address}: {why}")
+
+
+class ControlClient(Generic[M]):
+    """A connection to the coordinator in a thread of its own: the base of Agent and Operator."""
+
+    def __init__(self, thread: LoopThread, connection: CoordinatorConnection[M]) -> None:
+        self.thread, self._connection = thread, connection
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the coordinator is connected right now."""
+        return self._connection.is_attached
+
+    @property
+    def unreachable_s(self) -> float:
+        """For how long the coordinator has been unreachable; 0 if it is not."""
+        return self._connection.unreachable_s
+
+    def _open(self, timeout_s: float) -> None:
+        try:
+            self.thread.call(self._connection.open(timeout_s))
+        except BaseException:
+            self.thread.stop()
+            raise
+
+    def _ask(self, make: Callable[[int], Any], timeout_s: float = ANSWER_S) -> m.Answer:
+        """Send the request that `make` makes with an id; return its answer or raise its error."""
+        if self._connection.ended is not None:
+            raise self._connection.ended
+        return self.thread.call(self._connection.ask(make, timeout_s))
+
+    def _send(self, message: Any) -> None:
+        self.thread.post(self._connection.send, message)
+
+    def _leave(self, farewell: m.Leave) -> None:
+        """Send a last message and close; no effect if the connection has ended."""
+        if self._connection.ended is None and self.thread.is_running:
+            self.thread.call(self._connection.leave(farewell))

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from paceline.control import messages as m
 from paceline.control.client.requests import PoolCalls
-from paceline.control.coordinator.store import Store, timed_out
-from paceline.control.coordinator.work_pools import Pools
+from paceline.control.coordinator.store import Store, wait_error
+from paceline.control.coordinator.work_pools import WorkPools
 from paceline.control.member import Member, Membership
-from paceline.control.transport import messages as m
-from paceline.control.transport.messages import Changed, Presence
+from paceline.control.messages import Changed, Presence
 from paceline.errors import PacelineError
 from paceline.observe.telemetry.events import Event
 
@@ -36,7 +36,7 @@ class LocalAgent(PoolCalls):
         self.unreachable_s = 0.0
         self._mu = threading.Lock()
         self._store = Store()  # guarded by: _mu, like the next two
-        self._pools = Pools()
+        self._pools = WorkPools()
         self._requests = 0
 
     def join(self, member: Member, timeout_s: float = 60.0) -> Membership:  # noqa: ARG002
@@ -44,24 +44,24 @@ class LocalAgent(PoolCalls):
         return self.membership
 
     def look(self, timeout_s: float = 10.0) -> Membership:  # noqa: ARG002
-        """Return the membership; alone there is no job to come to."""
-        assert self.membership is not None, "a process that is alone joins first"
+        """Return the membership; a job of one process has no newcomers."""
+        assert self.membership is not None, "the only process of a job joins first"
         return self.membership
 
     def ready(self, member: Member, timeout_s: float = 600.0) -> Membership:
         return self.join(member, timeout_s)
 
-    def adopted(self, generation: int) -> None:
-        """There is one generation."""
+    def entered(self, generation: int) -> None:
+        """Do nothing: there is one generation."""
 
-    def accuse(self, rank: int, why: str) -> None:
-        """There is nobody to accuse."""
+    def report_unreachable(self, rank: int, why: str) -> None:
+        """Do nothing: there is no other member."""
 
     def in_sync(self, partition: int, generation: int) -> None:
-        """There is nobody to fill."""
+        """Do nothing: there are no copies."""
 
     def wait_for_generation(self, above: int, timeout_s: float) -> Membership | None:
-        """Return the one membership if it is newer than `above`; else nothing will come."""
+        """Return the one membership if it is newer than `above`; else None after `timeout_s`."""
         found = self.membership
         if found is not None and found.generation > above:
             return found
@@ -69,13 +69,13 @@ class LocalAgent(PoolCalls):
         return None
 
     def report(self, event: Event) -> None:
-        """Nobody watches."""
+        """Do nothing: there is no operator."""
 
     def leave(self, *, is_finished: bool = True, is_bereft: bool = False) -> None:
-        """There is nobody to tell."""
+        """Do nothing: there is no coordinator."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is no connection."""
 
     def _ask_soon(self, make: Callable[[int], Any], timeout_s: float) -> Future[m.Answer]:  # noqa: ARG002
         answer: Future[m.Answer] = Future()
@@ -90,7 +90,7 @@ class LocalAgent(PoolCalls):
                 answer.set_exception(error)
         return answer
 
-    def _tell(self, message: Any) -> None:
+    def _send(self, message: Any) -> None:
         with self._mu:
             self._pools.settle(0, message)
 
@@ -116,11 +116,11 @@ class LocalAgent(PoolCalls):
         names = tuple(keys)
         arrived = threading.Event()
         with self._mu:
-            give_up = self._store.when(names, arrived.set)
+            cancel = self._store.when(names, arrived.set)
         if not arrived.wait(timeout_s):
             with self._mu:
-                give_up()
-                raise timed_out(self._store.missing(names), timeout_s)
+                cancel()
+                raise wait_error(self._store.missing(names), timeout_s)
 
     def store_check(self, keys: Iterable[str]) -> bool:
         with self._mu:

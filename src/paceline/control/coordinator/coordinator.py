@@ -1,15 +1,15 @@
-"""The coordinator: the one place that knows who is in the job.
+"""The coordinator: the one process that knows the members of the job.
 
 It admits members, carries out what the roster decides (control/membership/roster.py), keeps the
-store, lends portions of work (work_pools.py), passes events on, and tells everybody when a member
-is lost, left, or has gone silent. It never touches tensors: while it is away training goes on, but
-nobody can join.
+store, leases portions of work (work_pools.py), passes events on, and notifies all members when one
+is lost, left, or has gone silent. It never touches tensors: training continues without it, but no
+process can join.
 
-With a journal it can be killed at any moment: what it announces is in the journal before, and its
-successor goes on from there (state.py). Members then attach again by themselves.
+With a journal it can be killed at any moment: what it announces is in the journal before, and the
+next coordinator resumes from there (journal.py). Members then attach again by themselves.
 
-Silence is told apart from loss. A lost member's connection ended without a Leave: its process is
-gone. A silent one sends no heartbeats; what that means, control/membership/leases.py decides.
+Silence is not loss. A lost member's connection ended without a Leave: its process is gone. A silent
+member sends no heartbeats; control/membership/leases.py decides what that means.
 
 Threads: everything runs in the asyncio loop that called `start` (the launcher's, or
 `CoordinatorThread` in control/client/rendezvous.py).
@@ -26,23 +26,25 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from paceline.control.client import operator as o
-from paceline.control.coordinator.assembly import WaitingRoom
-from paceline.control.coordinator.journal import Journal
-from paceline.control.coordinator.member_connections import Audience, Peer
-from paceline.control.coordinator.operator_service import Desk
+from paceline.control import messages as m
+from paceline.control import operator_messages as o
+from paceline.control.coordinator.journal import CoordinatorState, Journal
+from paceline.control.coordinator.member_connections import (
+    MemberConnection,
+    MemberConnections,
+    PendingMembers,
+)
+from paceline.control.coordinator.operator_service import OperatorService
 from paceline.control.coordinator.operator_service import decoder as operator_decoder
 from paceline.control.coordinator.pace_change import PaceChange
-from paceline.control.coordinator.state import Record
 from paceline.control.coordinator.store import StoreService
-from paceline.control.coordinator.work_pools import Pools
+from paceline.control.coordinator.work_pools import WorkPools
 from paceline.control.member import Member, Membership
-from paceline.control.membership.changes import happenings
-from paceline.control.membership.decisions import Announce, Decision, End, Tell
+from paceline.control.membership.changes import change_events
 from paceline.control.membership.policy import Policy
 from paceline.control.membership.roster import Roster
-from paceline.control.transport import messages as m
-from paceline.control.transport.acceptor import Gate
+from paceline.control.membership.state import Decision
+from paceline.control.transport.acceptor import Acceptor
 from paceline.control.transport.auth import Hello, Session
 from paceline.control.transport.channel import Channel
 from paceline.control.transport.sockets import join_address, listen_tcp
@@ -60,7 +62,7 @@ _decoder = msgspec.msgpack.Decoder(m.MemberMessage)
 class Coordinator:
     """Serves one job. `on_event` is called in the loop for every event that a member reports.
 
-    Without a policy the job is not elastic: its members are those of its first generation.
+    Without a policy the job is not elastic: it keeps its initial members.
     """
 
     def __init__(
@@ -81,15 +83,17 @@ class Coordinator:
         self._on_event = on_event
         self.on_membership: Callable[[Membership], None] | None = None  # called in the loop
         self._store = StoreService()
-        self._pools = Pools()
-        self._record = Record(journal, self._store, self._pools)
-        self.roster = Roster(policy, self._record.state, time.monotonic())
-        self._record.begin(self.roster.state)
-        self._room = WaitingRoom(world_size, join_timeout_s)
-        self._gate = Gate(secret, job_id=job_id, listener=m.COORDINATOR, admit=self._admit)
-        self._audience = Audience()
-        self._pace = PaceChange(self.roster, self._audience, self.carry_out)
-        self._desk = Desk(self.roster, self._record, self._audience, self.carry_out, self._pace)
+        self._pools = WorkPools()
+        self._state = CoordinatorState(journal, self._store, self._pools)
+        self.roster = Roster(policy, self._state.state, time.monotonic())
+        self._state.begin(self.roster.state)
+        self._pending = PendingMembers(world_size, join_timeout_s)
+        self._acceptor = Acceptor(secret, job_id=job_id, listener=m.COORDINATOR, admit=self._admit)
+        self._members = MemberConnections()
+        self._pace = PaceChange(self.roster, self._members, self.carry_out)
+        self._operators = OperatorService(
+            self.roster, self._state, self._members, self.carry_out, self._pace
+        )
         self._watch: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._clock_id = clock_id()
@@ -106,13 +110,13 @@ class Coordinator:
 
     @property
     def left(self) -> set[int]:
-        """The ranks that ended in good order."""
-        return self._audience.left
+        """The ranks that exited cleanly."""
+        return self._members.left
 
     @property
     def lost(self) -> dict[int, str]:
-        """The ranks that were lost, and what is known about it."""
-        return self._audience.lost
+        """The ranks that were lost, and why."""
+        return self._members.lost
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen and serve; return "host:port"."""
@@ -122,31 +126,31 @@ class Coordinator:
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve on a socket that listens already."""
-        self._gate.open(listener)
+        self._acceptor.open(listener)
         self._watch = asyncio.ensure_future(self._watch_members())
         self._watch.add_done_callback(_complain)
 
     async def failed(self) -> None:
-        """Wait until this coordinator cannot go on, by a bug of ours, and raise what it was."""
+        """Wait until a bug of ours stops this coordinator, and raise its error."""
         assert self._watch is not None
         await asyncio.shield(self._watch)
 
     async def stop(self) -> None:
-        """End all connections. Members go on without a coordinator."""
+        """Close all connections. Members continue without a coordinator."""
         self._is_stopping = True
         if self._watch is not None:
             self._watch.cancel()
-        await self._gate.close()
-        self._record.close()
+        await self._acceptor.close()
+        self._state.close()
 
     async def wait_until_alone(self, timeout_s: float) -> None:
-        """Wait until every member has left or was lost, at most so long.
+        """Wait until every member has left or was lost, at most about `timeout_s`.
 
-        In turns of this loop, not by the clock: what members sent is read in turns, and a process
-        that got no core meanwhile has read nothing.
+        Counts turns of this loop, not seconds: messages are read in turns, and a process that got
+        no core meanwhile has read none.
         """
         for _ in range(math.ceil(timeout_s / _TURN_S)):
-            if not self._audience.peers:
+            if not self._members.all:
                 return
             await asyncio.sleep(_TURN_S)
 
@@ -154,160 +158,160 @@ class Coordinator:
 
     async def _admit(self, sock: socket.socket, session: Session, caller: Hello) -> None:
         if caller.role == o.ROLE:
-            await self._desk.serve(await Channel.over(sock, session, operator_decoder), caller)
+            await self._operators.serve(await Channel.over(sock, session, operator_decoder), caller)
             return
-        peer = Peer(await Channel.over(sock, session, _decoder), caller)
-        self._audience.peers.add(peer)
+        connection = MemberConnection(await Channel.over(sock, session, _decoder), caller)
+        self._members.all.add(connection)
         reason = "its connection ended"
         try:
-            while peer.farewell is None:
-                self._on_message(peer, await peer.channel.receive())
+            while connection.farewell is None:
+                self._on_message(connection, await connection.channel.receive())
         except (EOFError, OSError) as error:
             log.debug("rank %d: connection ended: %r", caller.rank, error)
         except PacelineError as error:
             reason = str(error)
         finally:
-            self._audience.peers.discard(peer)
-            peer.channel.close()
-            self._dismiss(peer, reason)
+            self._members.all.discard(connection)
+            connection.channel.close()
+            self._dismiss(connection, reason)
 
-    def _dismiss(self, peer: Peer, reason: str) -> None:
-        """Forget a connection that ended, and decide what follows if a member went with it."""
-        for forget in list(peer.waits.values()):
-            forget()
-        rank, now_s = peer.caller.rank, time.monotonic()
-        if not self._audience.counts(peer) or self._is_stopping:
-            return  # it never came in, or another connection of the same member took its place
-        self._audience.unseat(peer)
+    def _dismiss(self, connection: MemberConnection, reason: str) -> None:
+        """Forget a connection that ended, and carry out what follows if it was a member's."""
+        for cancel in list(connection.waits.values()):
+            cancel()
+        rank, now_s = connection.caller.rank, time.monotonic()
+        if not self._members.counts(connection) or self._is_stopping:
+            return  # it never joined, or another connection of the same member replaced it
+        self._members.discard(connection)
         if self.membership is None:
             self.roster.withdraw(rank)
-        elif peer.farewell is not None:
-            said = peer.farewell
+        elif connection.farewell is not None:
+            last = connection.farewell
             self.carry_out(
                 self.roster.left(
-                    rank, now_s, is_finished=said.is_finished, is_bereft=said.is_bereft
+                    rank, now_s, is_finished=last.is_finished, is_bereft=last.is_bereft
                 )
             )
-        elif not self._desk.believe(rank):
+        elif not self._operators.apply_end(rank):
             self.carry_out(self.roster.lost(rank, reason, now_s))
 
     # -- messages ----------------------------------------------------------------------------
 
-    def _on_message(self, peer: Peer, message: m.MemberMessage) -> None:
-        rank, now_s = peer.caller.rank, time.monotonic()
+    def _on_message(self, connection: MemberConnection, message: m.MemberMessage) -> None:
+        rank, now_s = connection.caller.rank, time.monotonic()
         self.carry_out(self.roster.heard(rank, now_s))
         if isinstance(message, m.Report):
             self._pass_on(message.event)
         elif isinstance(message, m.Leave):
-            peer.farewell = message
+            connection.farewell = message
         elif isinstance(message, m.Request):
             try:
-                self._on_request(peer, message, now_s)
+                self._on_request(connection, message, now_s)
             except PacelineError as error:
-                peer.answer(message.id, error)
-        elif not self._audience.counts(peer):
-            return  # of those who are not in, only requests count
+                connection.answer(message.id, error)
+        elif not self._members.counts(connection):
+            return  # of a process that has not joined, only requests count
         elif isinstance(message, m.Adopted):
-            self.carry_out(self.roster.adopted(rank, message.generation, now_s))
+            self.carry_out(self.roster.entered(rank, message.generation, now_s))
         elif isinstance(message, m.Accuse):
-            self.roster.accused(rank, message.rank, message.why, now_s)
+            self.roster.reported_unreachable(rank, message.rank, message.why, now_s)
         elif isinstance(message, m.InSync):
-            said = (rank, message.partition, message.generation)
-            self.carry_out(self.roster.in_sync(*said, now_s))
+            copy = (rank, message.partition, message.generation)
+            self.carry_out(self.roster.in_sync(*copy, now_s))
         elif isinstance(message, m.PaceAnswer):
             self._pace.answered(rank, message)
         elif isinstance(message, m.SettlePortions):
             self._pools.settle(rank, message)
 
-    def _on_request(self, peer: Peer, request: m.Request, now_s: float) -> None:
+    def _on_request(self, connection: MemberConnection, request: m.Request, now_s: float) -> None:
         if isinstance(request, m.Join):
-            self._on_join(peer, request, now_s)
+            self._on_join(connection, request, now_s)
         elif isinstance(request, m.Ready):
-            self._on_ready(peer, request, now_s)
+            self._on_ready(connection, request, now_s)
         elif isinstance(request, m.Look):
-            self._audience.seat(peer)
-            peer.tell(m.Joined(request.id, self._require_membership()))
-            self._pace.greet(peer)
+            self._members.use(connection)
+            connection.send(m.Joined(request.id, self._require_membership()))
+            self._pace.greet(connection)
         elif isinstance(request, m.Attach):
-            self._on_attach(peer, request, now_s)
+            self._on_attach(connection, request, now_s)
         elif isinstance(request, m.TakePortion):
-            self._require_here(peer.caller.rank)
-            peer.tell(self._pools.take(peer.caller.rank, request))
+            self._require_present(connection.caller.rank)
+            connection.send(self._pools.take(connection.caller.rank, request))
         elif isinstance(request, m.LookAtPool):
-            peer.tell(self._pools.look(request))
+            connection.send(self._pools.look(request))
         elif isinstance(request, m.AskClock):
-            peer.tell(m.ClockIs(request.id, time.monotonic(), self._clock_id))
+            connection.send(m.ClockIs(request.id, time.monotonic(), self._clock_id))
         else:
 
             def answer(value: bytes | int | bool | PacelineError | None) -> None:
-                peer.answer(request.id, value)
+                connection.answer(request.id, value)
 
-            forget = self._store.handle(request, answer, peer.caller.rank)
-            if forget is not None:
-                peer.waits[request.id] = forget
+            cancel = self._store.handle(request, answer, connection.caller.rank)
+            if cancel is not None:
+                connection.waits[request.id] = cancel
 
-    def _on_join(self, peer: Peer, request: m.Join, now_s: float) -> None:
-        self._room.require_open()
-        _require_own_rank(peer, request.member.rank)
-        if self.membership is not None and self._record.num_replayed:
-            # It had joined when the coordinator ended before it could say so.
+    def _on_join(self, connection: MemberConnection, request: m.Join, now_s: float) -> None:
+        self._pending.require_open()
+        _require_own_rank(connection, request.member.rank)
+        if self.membership is not None and self._state.num_replayed:
+            # It had joined when the previous coordinator ended before it could answer.
             self._require_same(request.member)
             self.carry_out(self.roster.attached(request.member.rank, 1, now_s))
-            self._audience.seat(peer)
-            peer.tell(m.Joined(request.id, self.membership))
+            self._members.use(connection)
+            connection.send(m.Joined(request.id, self.membership))
             return
-        is_first = len(self.missing) == self.roster.assembly.world_size
+        is_first = len(self.missing) == self.roster.first.world_size
         decisions = self.roster.join(request.member, now_s)
-        self._audience.seat(peer)
-        peer.member, peer.join = request.member, request
-        self._room.enter(request, now_s, is_first=is_first)
+        self._members.use(connection)
+        connection.member, connection.join = request.member, request
+        self._pending.add(request, now_s, is_first=is_first)
         self.carry_out(decisions)
 
-    def _on_ready(self, peer: Peer, request: m.Ready, now_s: float) -> None:
-        _require_own_rank(peer, request.member.rank)
+    def _on_ready(self, connection: MemberConnection, request: m.Ready, now_s: float) -> None:
+        _require_own_rank(connection, request.member.rank)
         decisions = self.roster.ready(request.member, now_s)
-        self._audience.seat(peer)
-        peer.member, peer.join = request.member, request
+        self._members.use(connection)
+        connection.member, connection.join = request.member, request
         self.carry_out(decisions)
         membership = self._require_membership()
-        if peer.join is not None and peer.caller.rank in membership.ranks:
-            peer.join = None  # it was let in by the coordinator before us
-            peer.tell(m.Joined(request.id, membership))
+        if connection.join is not None and connection.caller.rank in membership.ranks:
+            connection.join = None  # the previous coordinator admitted it
+            connection.send(m.Joined(request.id, membership))
 
-    def _on_attach(self, peer: Peer, request: m.Attach, now_s: float) -> None:
+    def _on_attach(self, connection: MemberConnection, request: m.Attach, now_s: float) -> None:
         rank = request.member.rank
-        _require_own_rank(peer, rank)
+        _require_own_rank(connection, rank)
         membership = self._require_membership()
-        missed = self._record.missed(membership, request.known)
+        missed = self._state.missed(membership, request.known)
         if rank in membership.ranks or not missed.is_known or rank in missed.lost:
             self._require_same(request.member)
             decisions = self.roster.attached(rank, request.adopted, now_s)
-            self._audience.seat(peer)
-            peer.member = request.member
+            self._members.use(connection)
+            connection.member = request.member
         else:
-            decisions = []  # it was let go, and has not heard of it yet
+            decisions = []  # it was removed, and has not been notified yet
         if missed.changed is not None:
-            peer.tell(missed.changed)
+            connection.send(missed.changed)
         for loss in self.roster.state.vacant:
-            peer.tell(m.Presence(loss.rank, "lost", loss.why, loss.where, loss.kind))
-        peer.tell(m.Joined(request.id, membership))
+            connection.send(m.Presence(loss.rank, "lost", loss.why, loss.where, loss.kind))
+        connection.send(m.Joined(request.id, membership))
         if self.roster.state.over:
-            peer.tell(m.Over(self.roster.state.over))
-        self._pace.greet(peer)
+            connection.send(m.Over(self.roster.state.over))
+        self._pace.greet(connection)
         self.carry_out(decisions)
 
     def _require_membership(self) -> Membership:
         if self.membership is None:
-            raise RendezvousError("the job is still forming: its first members are not all there")
+            raise RendezvousError("the job is still forming: not all initial members have joined")
         return self.membership
 
-    def _require_here(self, rank: int) -> None:
-        """Refuse work to one who is not in the job: nobody would notice when it goes."""
-        if not self.roster.is_here(rank):
-            raise RendezvousError(f"rank {rank} is not in the job, and gets no work of it")
+    def _require_present(self, rank: int) -> None:
+        """Refuse work to a process outside of the job: its loss would not be noticed."""
+        if not self.roster.is_present(rank):
+            raise RendezvousError(f"rank {rank} is not in the job, and gets no work from it")
 
     def _require_same(self, member: Member) -> None:
-        """Refuse a process that claims the rank of another one."""
+        """Raise RendezvousError for a process that claims the rank of another one."""
         membership = self._require_membership()
         if member.rank in membership.ranks and member != membership.member(member.rank):
             raise RendezvousError(
@@ -316,61 +320,59 @@ class Coordinator:
             )
 
     def _pass_on(self, event: Event) -> None:
-        self._desk.happened(event)
+        self._operators.publish_event(event)
         try:
             if self._on_event is not None:
                 self._on_event(event)
-        except Exception:  # a watcher's bug must not cost a member its connection
+        except Exception:  # a callback's bug must not cost a member its connection
             log.exception("on_event failed for %r", event)
 
     # -- decisions ---------------------------------------------------------------------------
 
     def carry_out(self, decisions: Sequence[Decision]) -> None:
-        """Write down what was decided, then do it."""
-        changes = tuple(d.changed for d in decisions if isinstance(d, Announce))
-        self._record.keep(self.roster.state, changes)
-        before = self._record.before
+        """Journal the decisions, then carry them out."""
+        changes = tuple(one for one in decisions if isinstance(one, m.Changed))
+        self._state.keep(self.roster.state, changes)
+        before = self._state.before
         for decision in decisions:
-            self._desk.publish(decision)
-            if isinstance(decision, Announce):
-                self._desk.publish(decision.changed)
-                for event in happenings(before, decision.changed):
-                    self._desk.happened(event)
-                before = decision.changed.membership
+            self._operators.publish(decision)
+            if isinstance(decision, m.Changed):
+                for event in change_events(before, decision):
+                    self._operators.publish_event(event)
+                before = decision.membership
                 if before.generation == 1 and self.on_membership is not None:
                     self.on_membership(before)
-                self._audience.announce(decision.changed)
-            elif isinstance(decision, End):
-                self._desk.publish(m.Over(decision.why))
-                self._audience.end(decision.why)
-            elif isinstance(decision, Tell):
-                if decision.presence.state in ("lost", "left"):
-                    self._store.forget(decision.presence.rank)
-                    self._pools.release(decision.presence.rank)
-                self._audience.tell(decision.presence)
+                self._members.announce(decision)
+            elif isinstance(decision, m.Over):
+                self._members.end(decision.why)
+            elif isinstance(decision, m.Presence):
+                if decision.is_gone:
+                    self._store.forget(decision.rank)
+                    self._pools.release(decision.rank)
+                self._members.send_presence(decision)
         if changes:
             self._pace.ask()
         elif decisions:
-            self._pace.look()
+            self._pace.check()
 
     async def _watch_members(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_S)
             now_s = time.monotonic()
             if self.membership is None:
-                self._room.check(now_s, self._audience.peers, self.missing)
+                self._pending.check(now_s, self._members.all, self.missing)
             else:
                 self.carry_out(self.roster.tick(now_s))
-                self._record.shorten()
+                self._state.shorten()
 
 
 def _complain(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        log.error("the coordinator no longer watches its members", exc_info=task.exception())
+        log.error("the coordinator no longer checks its members", exc_info=task.exception())
 
 
-def _require_own_rank(peer: Peer, rank: int) -> None:
-    if rank != peer.caller.rank:
+def _require_own_rank(connection: MemberConnection, rank: int) -> None:
+    if rank != connection.caller.rank:
         raise RendezvousError(
-            f"a process authenticated as rank {peer.caller.rank} asked to join as rank {rank}"
+            f"a process authenticated as rank {connection.caller.rank} asked to join as rank {rank}"
         )

@@ -1,20 +1,22 @@
-"""The coordinator's journal: a file that only grows, from which its successor begins.
+"""The coordinator's journal: an append-only file, from which a restarted coordinator resumes.
 
-An entry is a 4-byte length, a 4-byte CRC-32 and a msgpack payload. What others are told is in the
-file, and on the disk, before they are told (`append` with `sync`). A coordinator that dies while
-it writes leaves a torn last entry: nobody has heard of it, so the next one cuts it off. Damage
-anywhere else is an error, because then something that was announced would be forgotten.
+An entry is a 4-byte length, a 4-byte CRC-32 and a msgpack payload. Every announcement is in the
+file, and on the disk, before it is sent (`append` with `sync`). A coordinator that dies while it
+writes leaves a torn last entry. It was not announced, so the next coordinator truncates it. Damage
+anywhere else is an error, because an announcement would be forgotten.
 
-What the members' store and the pools of work hold is written too, but not synced: a killed process
-loses nothing that it has written, and neither is of any use on another machine than the members'
-own coordinator's.
+The members' store and the work pools are written too, but not synced: a killed process loses
+nothing that it has written, and both are useless on any other machine.
 
-A coordinator that cannot write must not say another word (`on_failure`): it ends, and the next one
-cuts off what it half wrote.
+A coordinator that cannot write must not send anything more (`on_failure`): it exits, and the next
+one truncates the half-written entry.
 
-The file belongs to one coordinator at a time: it holds a lock on it, which ends with its process.
-It begins with what the job is, is private (0600), and is written anew, in short, when it has grown
-long.
+The file belongs to one coordinator at a time, which holds a lock on it until its process ends. It
+begins with the identity of the job, is private (0600), and is rewritten in short form when it has
+grown long.
+
+`CoordinatorState` is what the entries add up to: the roster's state, the changes that led to it,
+store and pools.
 """
 
 from __future__ import annotations
@@ -24,26 +26,32 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
-from paceline.control.membership.decisions import State
+from paceline.control import messages as m
+from paceline.control.coordinator.store import StoreEntry, StoreService
+from paceline.control.coordinator.work_pools import PoolEntry, WorkPools
+from paceline.control.member import Membership
 from paceline.control.membership.policy import Policy
-from paceline.control.transport import messages as m
+from paceline.control.membership.state import RosterState
 from paceline.control.wait_notice import WaitNotice
 from paceline.errors import BadFrame, SetupError
 
 VERSION = 1
-MAX_BYTES = 4 << 20  # then it is written anew
+MAX_BYTES = 4 << 20  # a longer journal is rewritten
 _FRAME = struct.Struct("<II")
-_LOCK_S = 5.0  # how long the last moments of the coordinator before us may take
+_LOCK_S = 5.0  # how long the previous coordinator may take to exit
+_HISTORY = 256  # changes that a member may have missed
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):
-    """Which job this is the journal of."""
+    """The job that this journal belongs to."""
 
     version: int
     job_id: str
@@ -51,81 +59,93 @@ class Header(msgspec.Struct, frozen=True, tag=True):
 
 
 class Recorded(msgspec.Struct, frozen=True, tag=True):
-    """The whole state of the roster, and the changes that were announced with it."""
+    """The full state of the roster, and the changes that were announced with it."""
 
-    state: State
+    state: RosterState
     changes: tuple[m.Changed, ...] = ()
 
 
-class Stored(msgspec.Struct, frozen=True, tag=True):
-    """A change of the members' store, and the answer that whoever asked for it got."""
-
-    key: str
-    value: bytes | None  # None: deleted
-    rank: int = -1  # -1: nobody will ask again
-    request: int = 0
-    reply: bytes | int | bool | None = None
-
-
-class Answered(msgspec.Struct, frozen=True, tag=True):
-    """An answer that was given, apart from what it changed: in journals that were shortened."""
-
-    rank: int
-    request: int
-    reply: bytes | int | bool | None
-
-
-class Forgotten(msgspec.Struct, frozen=True, tag=True):
-    """A member is gone for good: it will not ask again."""
-
-    rank: int
-
-
-class Pooled(msgspec.Struct, frozen=True, tag=True):
-    """A pool of work (work_pools.py) as it is; when it begins, nobody has anything of it."""
-
-    line: str
-    index: int
-    portions: int
-    start: int = 0
-    lent: tuple[tuple[int, int], ...] = ()  # portion, rank
-    back: tuple[int, ...] = ()
-    again: tuple[int, ...] = ()
-    answers: tuple[tuple[int, int, int], ...] = ()  # rank, request, portion
-    before: tuple[tuple[int, int], ...] = ()
-
-
-class Lending(msgspec.Struct, frozen=True, tag=True):
-    """A member has done or given back portions, and was lent another one."""
-
-    line: str
-    index: int
-    rank: int
-    request: int  # 0: it did not ask for one
-    portion: int  # -1: there was none
-    done: tuple[int, ...] = ()
-    back: tuple[int, ...] = ()
-    before: tuple[tuple[int, int], ...] = ()  # ranges that an earlier job has done
-
-
-class Unlent(msgspec.Struct, frozen=True, tag=True):
-    """A member is gone: its portions are for others."""
-
-    rank: int
-
-
-class Closed(msgspec.Struct, frozen=True, tag=True):
-    """Passes below this one are over."""
-
-    line: str
-    below: int
-
-
-StoreEntry: TypeAlias = Stored | Answered | Forgotten
-PoolEntry: TypeAlias = Pooled | Lending | Unlent | Closed
 Entry: TypeAlias = Header | Recorded | StoreEntry | PoolEntry
 
 _decoder: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
+
+
+@dataclass(frozen=True)
+class MissedChanges:
+    """What happened while a member was disconnected."""
+
+    changed: m.Changed | None  # None: nothing
+    lost: frozenset[int]
+    is_known: bool  # the history reaches back far enough
+
+
+class CoordinatorState:
+    """What the coordinator must remember; kept in its journal if it has one."""
+
+    def __init__(
+        self, journal: Journal | None, store: StoreService, pools: WorkPools | None = None
+    ) -> None:
+        self.state: RosterState | None = None
+        self.before: Membership | None = None  # the membership before the last `keep`
+        self.num_replayed = 0
+        self._history: deque[m.Changed] = deque(maxlen=_HISTORY)
+        self._journal, self._store, self._pools = journal, store, pools or WorkPools()
+        if journal is None:
+            return
+        for entry in journal.entries:
+            if isinstance(entry, Recorded):
+                self.state = entry.state
+                self._history.extend(entry.changes)
+                self.num_replayed += 1
+            elif isinstance(entry, PoolEntry):
+                self._pools.replay(entry)
+            elif not isinstance(entry, Header):
+                store.replay(entry)
+        journal.entries.clear()
+        store.note = lambda entry: journal.append(entry, sync=False)
+        self._pools.note = lambda entry: journal.append(entry, sync=False)
+
+    def begin(self, state: RosterState) -> None:
+        """Take the state with which a roster begins; it is not written."""
+        self.state = state
+
+    def keep(self, state: RosterState, changes: tuple[m.Changed, ...]) -> None:
+        """Write the state if it differs from the last one, with the changes to be announced. Call
+        this before anything is announced."""
+        self.before = None if self.state is None else self.state.membership
+        if state is self.state or state == self.state:
+            return
+        if self._journal is not None:
+            self._journal.append(Recorded(state, changes))
+        self.state = state
+        self._history.extend(changes)
+
+    def missed(self, now: Membership, known: int) -> MissedChanges:
+        """Return all changes after generation `known` as one."""
+        later = [one for one in self._history if one.membership.generation > known]
+        if not later:
+            return MissedChanges(None, frozenset(), known >= now.generation)
+        lost = {loss.rank: loss for one in later for loss in one.lost}
+        joined = tuple(rank for one in later for rank in one.joined if rank in now.ranks)
+        why = "; ".join(one.why for one in later if one.why)
+        changed = m.Changed(now, tuple(lost.values()), joined, why)
+        is_known = later[0].membership.generation <= known + 1
+        return MissedChanges(changed, frozenset(lost), is_known)
+
+    def shorten(self) -> None:
+        """Rewrite a journal that has grown long."""
+        if self._journal is not None and self._journal.size_bytes > MAX_BYTES:
+            self._journal.rewrite(self._entries())
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+    def _entries(self) -> Iterator[Entry]:
+        if self.state is not None:
+            yield Recorded(self.state, tuple(self._history))
+        yield from self._store.entries()
+        yield from self._pools.entries()
 
 
 class Journal:
@@ -154,20 +174,20 @@ class Journal:
         return os.fstat(self._fd).st_size
 
     def append(self, entry: Entry, *, sync: bool = True) -> None:
-        """Write an entry; when this returns, with `sync`, it survives the machine."""
+        """Write an entry; with `sync` it survives a crash of the machine once this returns."""
         try:
             _write(self._fd, _framed(entry))
             if sync:
                 os.fsync(self._fd)
         except OSError as error:
-            # Half an entry may be there, and nothing may be written behind it.
+            # A part of the entry may be in the file: nothing may be written after it.
             self.close()
             text = f"journal {self.path} cannot be written: {error.strerror}"
             self.on_failure(text)
             raise SetupError(text) from error
 
     def rewrite(self, entries: Iterable[Entry]) -> None:
-        """Begin anew with these entries; the old file stays until the new one is complete."""
+        """Replace all entries by these; the old file stays until the new one is complete."""
         draft = self.path.with_name(f"{self.path.name}.new")
         draft.unlink(missing_ok=True)
         fd = _open(draft)
@@ -184,7 +204,7 @@ class Journal:
         self._fd = fd
 
     def close(self) -> None:
-        """Let another coordinator have it. May be called twice."""
+        """Release it to another coordinator. May be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -194,7 +214,7 @@ class Journal:
             raise BadFrame(f"journal {self.path}: it is of another version of Paceline; remove it")
         if first.job_id != self._header.job_id:
             raise SetupError(
-                f"journal {self.path} is that of job {first.job_id}, expected"
+                f"journal {self.path} belongs to job {first.job_id}, expected"
                 f" {self._header.job_id}; give each job its own journal"
             )
 
@@ -220,7 +240,7 @@ def _open(path: Path) -> int:
 
 def _lock(fd: int, path: Path) -> None:
     deadline_s = time.monotonic() + _LOCK_S
-    notice = WaitNotice(f"the coordinator waits for the one before it to let go of {path}")
+    notice = WaitNotice(f"the coordinator waits for the previous one to release {path}")
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -235,7 +255,7 @@ def _lock(fd: int, path: Path) -> None:
 
 
 def _replay(fd: int, path: Path) -> tuple[list[Entry], int]:
-    """Return the entries and where the last whole one ends."""
+    """Return the entries and where the last complete one ends."""
     with open(os.dup(fd), "rb") as file:
         data = file.read()
     entries: list[Entry] = []
@@ -248,13 +268,13 @@ def _replay(fd: int, path: Path) -> tuple[list[Entry], int]:
             if end < len(data):
                 raise BadFrame(
                     f"journal {path} is damaged at byte {at} of {len(data)}: what was announced"
-                    " after that would be forgotten; the job has to be started again"
+                    " after that would be forgotten; start the job again"
                 )
-            break  # torn: its writer died before anybody heard of it
+            break  # torn: its writer died before it announced the entry
         try:
             entries.append(_decoder.decode(payload))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise BadFrame(f"journal {path}, byte {at}: no entry of ours: {error}") from None
+            raise BadFrame(f"journal {path}, byte {at}: not an entry of ours: {error}") from None
         at = end
     return entries, at
 

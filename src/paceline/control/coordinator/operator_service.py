@@ -1,8 +1,8 @@
-"""The desk: where operators (the launcher, commands of people) ask the coordinator and watch it.
+"""Serves operators: the launcher, and commands such as `paceline scale` and `paceline top`.
 
-An operator is authenticated like a member, but is none: it holds no rank, and its end is no loss.
-The launcher is the one operator whose word about processes counts: what it sees stopped or running
-decides between a starved member and a lost one, until its connection ends.
+An operator is authenticated like a member, but is none: it has no rank, and its end is not a loss.
+The launcher is the one operator whose reports about processes count: whether it sees a process
+stopped or running decides between a starved member and a lost one, until its connection ends.
 
 Threads: everything runs in the coordinator's loop.
 """
@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from paceline.control.client import operator as o
-from paceline.control.coordinator.member_connections import Audience
+from paceline.control import messages as m
+from paceline.control import operator_messages as o
+from paceline.control.coordinator.journal import CoordinatorState
+from paceline.control.coordinator.member_connections import MemberConnections
 from paceline.control.coordinator.pace_change import PaceChange
-from paceline.control.coordinator.state import Record
-from paceline.control.membership.decisions import Decision, Remark, Tell, Unwanted, Wanted
 from paceline.control.membership.roster import Roster
-from paceline.control.transport import messages as m
+from paceline.control.membership.state import Decision
 from paceline.control.transport.auth import Hello
 from paceline.control.transport.channel import Channel
 from paceline.errors import PacelineError
@@ -31,104 +31,99 @@ from paceline.observe.telemetry.events import CoordinatorBack, ServerLoad
 from paceline.observe.telemetry.staleness import TableReport
 from paceline.observe.telemetry.trace import Spans
 
-_LAST_WORDS_S = 0.2  # a process that has ended is not believed to be lost before this
-_MOST_BEHIND_BYTES = 1 << 20  # of events that an onlooker has not read
+_LAST_MESSAGES_S = 0.2  # how long the last messages of a process that has ended may take
+_MAX_BACKLOG_BYTES = 1 << 20  # of events that a watching operator has not read
 
 log = logging.getLogger("paceline.control")
 decoder: msgspec.msgpack.Decoder[o.OperatorMessage] = msgspec.msgpack.Decoder(o.OperatorMessage)
 
 
-class Visitor:
+class OperatorConnection:
     """One operator's connection."""
 
     def __init__(self, channel: Channel[o.OperatorMessage], caller: Hello) -> None:
         self.channel, self.caller = channel, caller
         self.is_watching = self.is_launcher = False
 
-    def hears(self, event: Any) -> bool:
-        """Say whether an event is passed on. The launcher hears all of them; a trace is much, and
-        an onlooker that does not read (its terminal is held) goes without what happens then."""
-        is_behind = self.channel.backlog_bytes > _MOST_BEHIND_BYTES
-        return self.is_launcher or not (is_behind or isinstance(event, Spans))
+    def accepts(self, event: Any) -> bool:
+        """Return whether an event is sent. The launcher receives all events. Other operators
+        receive no traces, which are large, and no events while they do not read (a suspended
+        terminal)."""
+        is_lagging = self.channel.backlog_bytes > _MAX_BACKLOG_BYTES
+        return self.is_launcher or not (is_lagging or isinstance(event, Spans))
 
-    def answer(self, request_id: int, told: int | PacelineError) -> None:
-        """Answer with a number, or with what is wrong."""
-        if isinstance(told, PacelineError):
-            self.tell(m.Failure(request_id, type(told).__name__, str(told)))
+    def answer(self, request_id: int, value: int | PacelineError) -> None:
+        """Answer with a number or an error."""
+        if isinstance(value, PacelineError):
+            self.send(m.Failure(request_id, type(value).__name__, str(value)))
         else:
-            self.tell(m.Reply(request_id, told))
+            self.send(m.Reply(request_id, value))
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         try:
             self.channel.send(message)
         except PacelineError as error:  # it does not read; its own task sees the closed channel
             log.warning("an operator: %s", error)
 
 
-class Desk:
+class OperatorService:
     """Serves all operators of a job; `carry_out` is the coordinator's."""
 
     def __init__(
         self,
         roster: Roster,
-        record: Record,
-        audience: Audience,
+        state: CoordinatorState,
+        members: MemberConnections,
         carry_out: Callable[[Sequence[Decision]], None],
         pace: PaceChange,
     ) -> None:
-        self._roster, self._record, self._audience = roster, record, audience
+        self._roster, self._state, self._members = roster, state, members
         self._pace = pace
         self._carry_out = carry_out
-        self._visitors: set[Visitor] = set()
-        self._ends: dict[int, o.Ended] = {}  # by rank: what the launcher saw, not yet believed
+        self._operators: set[OperatorConnection] = set()
+        self._ends: dict[int, o.Ended] = {}  # by rank: reported by the launcher, not yet applied
         self._reports: dict[tuple[str, int], TableReport] = {}
         self._loads: dict[int, ServerLoad] = {}  # by rank
 
     async def serve(self, channel: Channel[o.OperatorMessage], caller: Hello) -> None:
         """Serve one operator until its connection ends."""
-        visitor = Visitor(channel, caller)
-        self._visitors.add(visitor)
+        operator = OperatorConnection(channel, caller)
+        self._operators.add(operator)
         try:
             while True:
                 message = await channel.receive()
                 if isinstance(message, m.Leave):
                     return
-                self._on_message(visitor, message)
+                self._on_message(operator, message)
         except (EOFError, OSError) as error:
             log.debug("an operator's connection ended: %r", error)
         except PacelineError as error:
-            log.warning("an operator's connection was ended: %s", error)
+            log.warning("an operator's connection was closed: %s", error)
         finally:
-            self._visitors.discard(visitor)
+            self._operators.discard(operator)
             channel.close()
-            if visitor.is_launcher and not any(one.is_launcher for one in self._visitors):
+            if operator.is_launcher and not any(one.is_launcher for one in self._operators):
                 self._roster.launcher_heard(None)
 
-    def publish(self, decision: Decision | m.Over | m.Changed) -> None:
-        """Tell those who watch."""
-        if isinstance(decision, Tell):
-            self._broadcast(decision.presence)
-        elif isinstance(decision, Wanted | Unwanted | Remark | m.Over | m.Changed):
-            self._broadcast(decision)
+    def publish(self, notification: o.Notification) -> None:
+        """Send a notification to all watching operators."""
+        for operator in self._operators:
+            if operator.is_watching:
+                operator.send(notification)
 
-    def happened(self, event: Any) -> None:
-        """Tell those who watch what a member reported, or what became of it."""
+    def publish_event(self, event: Any) -> None:
+        """Send an event to all watching operators: a member's report, or a change of membership."""
         if isinstance(event, TableReport):
             self._reports[event.table, event.server] = event
         elif isinstance(event, ServerLoad):
             self._loads[event.rank] = event
-        for visitor in self._visitors:
-            if visitor.is_watching and visitor.hears(event):
-                visitor.tell(o.Happened(event))
+        for operator in self._operators:
+            if operator.is_watching and operator.accepts(event):
+                operator.send(o.Happened(event))
 
-    def _broadcast(self, news: o.News) -> None:
-        for visitor in self._visitors:
-            if visitor.is_watching:
-                visitor.tell(news)
-
-    def _on_message(self, visitor: Visitor, message: o.OperatorMessage) -> None:
+    def _on_message(self, operator: OperatorConnection, message: o.OperatorMessage) -> None:
         roster, now_s = self._roster, time.monotonic()
-        if visitor.is_launcher:
+        if operator.is_launcher:
             roster.launcher_heard(now_s)
         if isinstance(message, o.Ended):
             self._on_end(message)
@@ -136,26 +131,26 @@ class Desk:
             roster.seen(message.rank, now_s, stopped_since_s=message.stopped_for_s)
         elif isinstance(message, o.Ask):
             try:
-                self._answer(visitor, message, now_s)
+                self._answer(operator, message, now_s)
             except PacelineError as error:
-                visitor.answer(message.id, error)
+                operator.answer(message.id, error)
 
-    def _answer(self, visitor: Visitor, ask: o.Ask, now_s: float) -> None:
+    def _answer(self, operator: OperatorConnection, ask: o.Ask, now_s: float) -> None:
         roster = self._roster
         answer: m.Answer = m.Reply(ask.id)
         if isinstance(ask, o.Watch):
-            visitor.is_watching, visitor.is_launcher = True, ask.is_launcher
+            operator.is_watching, operator.is_launcher = True, ask.is_launcher
             if ask.is_launcher:
                 roster.launcher_heard(now_s)
-            for news in (self._status(ask.id), *self._welcome()):
-                visitor.tell(news)
+            for message in (self._status(ask.id), *self._first_notifications()):
+                operator.send(message)
             return
         if isinstance(ask, o.SetPace):
-            self._pace.wish(ask.pace, ask.id, lambda told: visitor.answer(ask.id, told))
+            self._pace.request(ask.pace, ask.id, lambda value: operator.answer(ask.id, value))
             return
         if isinstance(ask, o.Reserve):
-            place, decisions = roster.reserve(ask.role, now_s, ask.number, request=ask.id)
-            answer = o.Placed(ask.id, place)
+            reserved, decisions = roster.reserve(ask.role, now_s, ask.number, request=ask.id)
+            answer = o.Placed(ask.id, reserved)
         elif isinstance(ask, o.Scale):
             decisions = roster.scale(ask.workers, now_s)
         elif isinstance(ask, o.AddServers):
@@ -166,31 +161,30 @@ class Desk:
             assert isinstance(ask, o.AskStatus), ask
             decisions, answer = [], self._status(ask.id)
         self._carry_out(decisions)
-        visitor.tell(answer)
+        operator.send(answer)
 
     def _on_end(self, end: o.Ended) -> None:
-        """Take in that a process has ended; its last words may still be unread."""
+        """Note that a process has ended; its last messages may still be unread."""
         self._ends[end.rank] = end
-        grace_s = _LAST_WORDS_S if end.rank in self._audience else 0.0
-        asyncio.get_running_loop().call_later(grace_s, self.believe, end.rank)
+        grace_s = _LAST_MESSAGES_S if end.rank in self._members else 0.0
+        asyncio.get_running_loop().call_later(grace_s, self.apply_end, end.rank)
 
-    def believe(self, rank: int) -> bool:
-        """Decide what follows from the end of a process; return whether the launcher saw it."""
+    def apply_end(self, rank: int) -> bool:
+        """Carry out what follows from the end of a process; return whether the launcher saw it."""
         end, roster, now_s = self._ends.pop(rank, None), self._roster, time.monotonic()
         if end is None:
             return False
         if roster.membership is None:
             roster.withdraw(rank)
-        elif end.kind is None:  # it left in good order while nobody could hear it say so
+        elif end.kind is None:  # it exited cleanly while no coordinator received its Leave
             self._carry_out(roster.left(rank, now_s))
-        elif end.kind is m.LossKind.BEREFT:  # of a loss that may not be believed yet
+        elif end.kind is m.LossKind.BEREFT:  # the loss that caused it may not be known yet
             self._carry_out(roster.left(rank, now_s, is_finished=False, is_bereft=True))
         else:
             self._carry_out(roster.lost(rank, end.text, now_s, end.kind))
         return True
 
     def _status(self, request_id: int) -> o.Status:
-        """Say how the job is."""
         roster, state = self._roster, self._roster.state
         ranks = () if roster.membership is None else roster.membership.ranks
         return o.Status(
@@ -200,7 +194,7 @@ class Desk:
             missing=roster.missing,
             wanted=roster.wanted,
             reserved=state.reserved,
-            states={r: text for r, text in self._audience.states.items() if r in ranks},
+            states={r: text for r, text in self._members.states.items() if r in ranks},
             not_adopted=tuple(one.rank for one in roster.late),
             reports=tuple(self._reports.values()),
             loads=tuple(load for rank, load in self._loads.items() if rank in ranks),
@@ -208,11 +202,11 @@ class Desk:
             over=state.over,
         )
 
-    def _welcome(self) -> Sequence[o.News]:
-        """What somebody who begins to watch must know."""
+    def _first_notifications(self) -> Sequence[o.Notification]:
+        """Return what an operator that begins to watch must know."""
         membership, over = self._roster.membership, self._roster.state.over
-        news: list[o.News] = list(self._roster.wanted)
-        if self._record.num_replayed:
+        found: list[o.Notification] = list(self._roster.wanted)
+        if self._state.num_replayed:
             generation = 0 if membership is None else membership.generation
-            news.append(o.Happened(CoordinatorBack(generation, self._record.num_replayed)))
-        return [*news, m.Over(over)] if over else news
+            found.append(o.Happened(CoordinatorBack(generation, self._state.num_replayed)))
+        return [*found, m.Over(over)] if over else found

@@ -1,14 +1,14 @@
-"""The store of a job: a key-value table with waiting, as torch.distributed's stores define it.
+"""The job's key-value store, with waiting, as torch.distributed's stores define it.
 
-`Store` is the table, without any I/O. Values are bytes; `add` keeps a decimal number as text, which
-is what torch's own stores do. A waiter is a function that is called once, when all of its keys
-exist. Not thread-safe: one loop or lock owns a store.
+`Store` is the table, without any I/O. Values are bytes; `add` keeps a decimal number as text, as
+torch's own stores do. A waiter is a function that is called once, when all of its keys exist. Not
+thread-safe: one loop or lock owns a store.
 
-`StoreService` answers the members' requests in the coordinator's loop, waiting without tasks: a
-wait is two callbacks, one for the keys and one for the deadline; the first one takes the other
-back. When the coordinator comes back after it was killed, members ask again what was not answered,
-though it may have been done. So, with `note`, every change is noted together with its answer, and a
-member that asks again with the same id gets that answer.
+`StoreService` answers the members' requests in the coordinator's loop, without a task per wait: a
+wait is two callbacks, one for the keys and one for the deadline; the first to run cancels the
+other. After a restart of the coordinator, members repeat unanswered requests, although the previous
+coordinator may have handled them. So, with `note`, every change is noted together with its answer,
+and a repeated request with the same id gets that answer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,41 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeAlias
 
-from paceline.control.coordinator.journal import Answered, Forgotten, Stored, StoreEntry
-from paceline.control.transport import messages as m
+import msgspec
+
+from paceline.control import messages as m
 from paceline.errors import PacelineError, PeerTimeout, UsageError
 
 
+class Stored(msgspec.Struct, frozen=True, tag=True):
+    """Journal entry: a change of the store, and the answer to the request for it."""
+
+    key: str
+    value: bytes | None  # None: deleted
+    rank: int = -1  # -1: the request will not be repeated
+    request: int = 0
+    reply: bytes | int | bool | None = None
+
+
+class Answered(msgspec.Struct, frozen=True, tag=True):
+    """Journal entry: an answer without its change, in journals that were shortened."""
+
+    rank: int
+    request: int
+    reply: bytes | int | bool | None
+
+
+class Forgotten(msgspec.Struct, frozen=True, tag=True):
+    """Journal entry: a member is gone for good and will not repeat requests."""
+
+    rank: int
+
+
+StoreEntry: TypeAlias = Stored | Answered | Forgotten
+
+
 class Store:
-    """The table and those who wait for keys in it."""
+    """The table, and the waiters for its keys."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -77,15 +105,15 @@ class Store:
         return len(self._values)
 
     def when(self, keys: Collection[str], wake: Callable[[], None]) -> Callable[[], None]:
-        """Call `wake` once all keys exist, at once if they do; returns a function that gives up."""
+        """Call `wake` once all keys exist, at once if they do; return a function that cancels."""
         ticket = object()
         self._waiters[ticket] = (frozenset(keys), wake)
         self._wake()
 
-        def give_up() -> None:
+        def cancel() -> None:
             self._waiters.pop(ticket, None)
 
-        return give_up
+        return cancel
 
     def _wake(self) -> None:
         ready = [ticket for ticket, (keys, _) in self._waiters.items() if self.has(keys)]
@@ -98,7 +126,7 @@ Answer: TypeAlias = Callable[[Value | PacelineError], None]
 
 
 _CHANGES = (m.StoreSet, m.StoreAdd, m.StoreCompareSet, m.StoreDelete)
-_REMEMBERED = 256  # answers by member; it asks one after the other, from a few threads
+_REMEMBERED = 256  # answers per member; its few threads send one request after the other
 
 
 class StoreService:
@@ -112,7 +140,7 @@ class StoreService:
     def handle(
         self, request: m.Request, answer: Answer, rank: int = -1
     ) -> Callable[[], None] | None:
-        """Answer now, or later and return a function that forgets the wait."""
+        """Answer now, or later and return a function that cancels the wait."""
         store = self._store
         if isinstance(request, m.StoreGet):
             key = request.key
@@ -128,7 +156,7 @@ class StoreService:
         return None
 
     def replay(self, entry: StoreEntry) -> None:
-        """Take in what an earlier coordinator noted."""
+        """Apply an entry that an earlier coordinator noted."""
         if isinstance(entry, Forgotten):
             self._answers.pop(entry.rank, None)
             return
@@ -140,7 +168,7 @@ class StoreService:
         self._remember(entry)
 
     def entries(self) -> Iterable[StoreEntry]:
-        """Everything that a successor must know, in short."""
+        """Return all that a restarted coordinator must know, in short form."""
         for key, value in self._store.items():
             yield Stored(key, value)
         for rank, answers in self._answers.items():
@@ -148,7 +176,7 @@ class StoreService:
                 yield Answered(rank, request, reply)
 
     def forget(self, rank: int) -> None:
-        """A member is gone for good, and will not ask again."""
+        """Forget the answers to a member that is gone for good."""
         if self._answers.pop(rank, None) is not None and self.note is not None:
             self.note(Forgotten(rank))
 
@@ -206,21 +234,21 @@ class StoreService:
             answer(value())
 
         def expire() -> None:
-            give_up()
-            answer(timed_out(self._store.missing(keys), timeout_s))
+            cancel_wait()
+            answer(wait_error(self._store.missing(keys), timeout_s))
 
-        def forget() -> None:
+        def cancel() -> None:
             timer.cancel()
-            give_up()
+            cancel_wait()
 
         timer = asyncio.get_running_loop().call_later(timeout_s, expire)
-        give_up = self._store.when(keys, wake)
-        return forget
+        cancel_wait = self._store.when(keys, wake)
+        return cancel
 
 
-def timed_out(missing: list[str], waited_s: float) -> PeerTimeout:
-    """The error of a wait in vain; also used by the store of a job that has one process."""
+def wait_error(missing: list[str], waited_s: float) -> PeerTimeout:
+    """Return the error of a wait that timed out."""
     return PeerTimeout(
-        f"waited {waited_s:g} s for keys of the store that nobody set: {missing};"
+        f"waited {waited_s:g} s for keys of the store that no rank set: {missing};"
         " a rank may have failed or taken another path"
     )

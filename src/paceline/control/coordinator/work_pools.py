@@ -1,17 +1,16 @@
-"""Pools of work: portions that whoever is free may take, each of them once.
+"""Work pools: portions of a pass over some data, each leased to the next worker that asks.
 
-A POOL is one pass over some data, cut into PORTIONS by those who work on it; the coordinator knows
-only how many there are. A member takes a portion, which is then LENT to it, and says later that it
-is done. Portions of a member that is gone come back, and are lent AGAIN to whoever asks next. So
-each portion is done once while nobody is lost; behind that, at least once: what a lost member had
-done and not said.
+A POOL is one pass over some data, which the workers have split into PORTIONS; the coordinator knows
+only how many there are. A member leases a portion and reports later that it is done. If a member is
+gone, its portions are returned and leased AGAIN to the next member that asks. So each portion is
+done once while no member is lost. After a loss it is done at least once: the lost member may have
+done portions that it had not reported.
 
-Pools are named by a LINE (a loader of the script) and the INDEX of the pass over it. Of each line
-the last few are kept; earlier ones are over, whoever asks for them.
+A pool is named by a LINE (a loader of the script) and the INDEX of the pass over it. The last few
+pools of each line are kept; earlier ones are over, whichever member asks for them.
 
-Everything that happens is an entry, which is noted (in the journal) before it is answered; a
-coordinator that is started again takes in the same entries. Not thread-safe: one loop or lock owns
-it.
+Every event is an entry, which is noted in the journal before it is answered. A restarted
+coordinator replays the same entries. Not thread-safe: one loop or lock owns it.
 """
 
 from __future__ import annotations
@@ -19,9 +18,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from paceline.control.coordinator.journal import Closed, Lending, Pooled, PoolEntry, Unlent
-from paceline.control.transport import messages as m
+import msgspec
+
+from paceline.control import messages as m
 from paceline.errors import UsageError
 
 MAX_PORTIONS = 1 << 32
@@ -31,112 +32,155 @@ _MAX_LINES = 100_000
 _KEPT = 16  # pools of each line
 
 
+class Pooled(msgspec.Struct, frozen=True, tag=True):
+    """Journal entry: the full state of a pool; at its start no portion is leased."""
+
+    line: str
+    index: int
+    portions: int
+    start: int = 0
+    lent: tuple[tuple[int, int], ...] = ()  # portion, rank
+    back: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
+    answers: tuple[tuple[int, int, int], ...] = ()  # rank, request, portion
+    before: tuple[tuple[int, int], ...] = ()
+
+
+class Lending(msgspec.Struct, frozen=True, tag=True):
+    """Journal entry: a member has done or returned portions, and leased another one."""
+
+    line: str
+    index: int
+    rank: int
+    request: int  # 0: it did not ask for one
+    portion: int  # -1: there was none
+    done: tuple[int, ...] = ()
+    back: tuple[int, ...] = ()
+    before: tuple[tuple[int, int], ...] = ()  # ranges that an earlier job has done
+
+
+class Unlent(msgspec.Struct, frozen=True, tag=True):
+    """Journal entry: a member is gone, and its portions are returned."""
+
+    rank: int
+
+
+class PoolsClosed(msgspec.Struct, frozen=True, tag="Closed"):
+    """Journal entry: passes below this one are over."""
+
+    line: str
+    below: int
+
+
+PoolEntry: TypeAlias = Pooled | Lending | Unlent | PoolsClosed
+
+
 @dataclass
-class Pool:
-    """The portions of one pass. Done are those below `start` that are neither lent nor back, and
-    those that were done `before`, by an earlier job whose checkpoint this one goes on from."""
+class WorkPool:
+    """The portions of one pass. Done are those below `start` that are neither leased nor returned,
+    and those that were done `before`, by an earlier job from whose checkpoint this one resumed."""
 
     portions: int
-    start: int = 0  # the first that nobody has had
-    lent: dict[int, int] = field(default_factory=dict)  # by portion: to which rank
-    back: deque[int] = field(default_factory=deque)
-    again: list[int] = field(default_factory=list)  # portions that came back
+    start: int = 0  # the first that was never leased
+    leased: dict[int, int] = field(default_factory=dict)  # by portion: to which rank
+    returned: deque[int] = field(default_factory=deque)
+    again: list[int] = field(default_factory=list)  # all portions that were ever returned
     answers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by rank: request, portion
     before: set[int] = field(default_factory=set)
 
     def next_portion(self) -> int:
-        """Return the one that comes next; -1: there is none now."""
-        if self.back:
-            return self.back[0]
+        """Return the next portion to lease; -1: there is none now."""
+        if self.returned:
+            return self.returned[0]
         first = self.start
         while first in self.before:
             first += 1
         return first if first < self.portions else -1
 
-    def lend(self, portion: int, rank: int) -> None:
-        """Give a portion away."""
+    def lease(self, portion: int, rank: int) -> None:
+        """Lease a portion to a member."""
         if portion >= self.start:
             self.start = portion + 1  # those in between were done before
         else:
-            self.back.remove(portion)
-        self.lent[portion] = rank
+            self.returned.remove(portion)
+        self.leased[portion] = rank
 
-    def settle(self, rank: int, done: tuple[int, ...]) -> None:
-        """Note that portions are done; those that were taken away meanwhile are somebody else's."""
+    def complete(self, rank: int, done: tuple[int, ...]) -> None:
+        """Note that portions are done, unless they are leased to another member by now."""
         for portion in done:
-            if self.lent.get(portion) == rank:
-                del self.lent[portion]
+            if self.leased.get(portion) == rank:
+                del self.leased[portion]
 
     def give_back(self, portions: list[int]) -> None:
-        """Have portions done by somebody else."""
+        """Return portions, to be leased to another member."""
         for portion in portions:
-            del self.lent[portion]
-        self.back.extend(portions)
+            del self.leased[portion]
+        self.returned.extend(portions)
         self.again += portions
 
     def of(self, rank: int) -> list[int]:
-        """Return what a member has."""
-        return sorted(portion for portion, holder in self.lent.items() if holder == rank)
+        """Return the portions that are leased to a member."""
+        return sorted(portion for portion, holder in self.leased.items() if holder == rank)
 
     def done(self) -> tuple[tuple[int, int], ...]:
         """Return the portions that are done, as ranges."""
-        gaps = {*self.lent, *self.back}
+        gaps = {*self.leased, *self.returned}
         found = [portion for portion in range(self.start) if portion not in gaps]
         return _ranges([*found, *(p for p in self.before if p >= self.start)])
 
 
-class Pools:
+class WorkPools:
     """All pools of a job."""
 
     def __init__(self) -> None:
         self.note: Callable[[PoolEntry], None] = lambda _: None
-        self._lines: dict[str, dict[int, Pool]] = {}
+        self._lines: dict[str, dict[int, WorkPool]] = {}
         self._floors: dict[str, int] = {}  # by line: passes below this are over
 
     def take(self, rank: int, request: m.TakePortion) -> m.Lent:
-        """Lend the next portion; what is asked again with the same id is answered alike."""
+        """Lease the next portion; a repeated request with the same id gets the same answer."""
         pool = self._pool(rank, request)
         if pool is None:
             return m.Lent(request.id, -1, 0, 0)
         _check(request.done, pool)
         _check([edge for start, stop in request.before for edge in (start, stop - 1)], pool)
         if pool.answers.get(rank, (None, 0))[0] != request.id:
-            place = (request.line, request.index, rank)
+            lessee = (request.line, request.index, rank)
             if request.before:
-                self._happen(Lending(*place, 0, -1, before=request.before))
-            self._happen(Lending(*place, request.id, pool.next_portion(), request.done))
-        others = sum(holder != rank for holder in pool.lent.values())
-        return m.Lent(request.id, pool.answers[rank][1], others + len(pool.back), len(pool.again))
+                self._record(Lending(*lessee, 0, -1, before=request.before))
+            self._record(Lending(*lessee, request.id, pool.next_portion(), request.done))
+        missing = sum(holder != rank for holder in pool.leased.values()) + len(pool.returned)
+        return m.Lent(request.id, pool.answers[rank][1], missing, len(pool.again))
 
     def settle(self, rank: int, message: m.SettlePortions) -> None:
-        """Take in that portions are done, or will not be."""
+        """Note that a member has done portions, or returns them."""
         pool = self._lines.get(message.line, {}).get(message.index)
         if pool is None:
             return
         _check(message.done, pool)
         _check(message.back, pool)
-        self._happen(Lending(message.line, message.index, rank, 0, -1, message.done, message.back))
+        self._record(Lending(message.line, message.index, rank, 0, -1, message.done, message.back))
 
     def look(self, request: m.LookAtPool) -> m.PoolState:
-        """Say how far a pass is; nothing is known of one that has not begun, or is long over."""
+        """Return the progress of a pass; an empty one if it has not begun, or ended long ago."""
         pool = self._lines.get(request.line, {}).get(request.index)
         if pool is None:
             return m.PoolState(request.id, 0, (), ())
         return m.PoolState(request.id, pool.portions, pool.done(), tuple(pool.again))
 
     def release(self, rank: int) -> None:
-        """A member is gone: lend what it had to others."""
+        """Return the portions of a member that is gone."""
         if any(pool.of(rank) or rank in pool.answers for pool in self._all()):
-            self._happen(Unlent(rank))
+            self._record(Unlent(rank))
 
     def replay(self, entry: PoolEntry) -> None:
-        """Take in what happened, now or in an earlier life."""
-        if isinstance(entry, Closed):
+        """Apply an entry, of this coordinator or of an earlier one."""
+        if isinstance(entry, PoolsClosed):
             self._floors[entry.line] = entry.below
             pools = self._lines.setdefault(entry.line, {})
             self._lines[entry.line] = {i: pool for i, pool in pools.items() if i >= entry.below}
         elif isinstance(entry, Pooled):
-            self._lines.setdefault(entry.line, {})[entry.index] = Pool(
+            self._lines.setdefault(entry.line, {})[entry.index] = WorkPool(
                 entry.portions,
                 entry.start,
                 dict(entry.lent),
@@ -150,12 +194,12 @@ class Pools:
                 pool.give_back(pool.of(entry.rank))
                 pool.answers.pop(entry.rank, None)
         else:
-            self._lend(entry)
+            self._lease(entry)
 
     def entries(self) -> Iterator[PoolEntry]:
-        """Everything that a successor must know, in short."""
+        """Yield all that a restarted coordinator must know, in short form."""
         for line, floor in self._floors.items():
-            yield Closed(line, floor)
+            yield PoolsClosed(line, floor)
         for line, pools in self._lines.items():
             for index, pool in pools.items():
                 yield Pooled(
@@ -163,29 +207,29 @@ class Pools:
                     index,
                     pool.portions,
                     pool.start,
-                    tuple(pool.lent.items()),
-                    tuple(pool.back),
+                    tuple(pool.leased.items()),
+                    tuple(pool.returned),
                     tuple(pool.again),
                     tuple((rank, *answer) for rank, answer in pool.answers.items()),
                     _ranges(pool.before),
                 )
 
-    def _lend(self, entry: Lending) -> None:
+    def _lease(self, entry: Lending) -> None:
         pool = self._lines[entry.line][entry.index]
         pool.before.update(p for start, stop in entry.before for p in range(start, stop))
-        pool.settle(entry.rank, entry.done)
-        pool.give_back([p for p in entry.back if pool.lent.get(p) == entry.rank])
+        pool.complete(entry.rank, entry.done)
+        pool.give_back([p for p in entry.back if pool.leased.get(p) == entry.rank])
         if entry.request:
             if entry.portion >= 0:
-                pool.lend(entry.portion, entry.rank)
+                pool.lease(entry.portion, entry.rank)
             pool.answers[entry.rank] = (entry.request, entry.portion)
 
-    def _happen(self, entry: PoolEntry) -> None:
+    def _record(self, entry: PoolEntry) -> None:
         self.note(entry)
         self.replay(entry)
 
-    def _pool(self, rank: int, request: m.TakePortion) -> Pool | None:
-        """Return the pool of a request, which may be the first one for it; None: it is over."""
+    def _pool(self, rank: int, request: m.TakePortion) -> WorkPool | None:
+        """Return the pool of a request, made if this is its first request; None: it is over."""
         line, index = request.line, request.index
         if not 0 < len(line) <= _MAX_NAME or index < 0 or not 0 < request.portions <= MAX_PORTIONS:
             raise UsageError(
@@ -198,27 +242,27 @@ class Pools:
         if index not in pools:
             if line not in self._lines and len(self._lines) >= _MAX_LINES:
                 raise UsageError(f"rank {rank}: more than {_MAX_LINES} loaders; make them once")
-            self._happen(Pooled(line, index, request.portions))
+            self._record(Pooled(line, index, request.portions))
             pools = self._lines[line]
             if len(pools) > _KEPT:
-                self._happen(Closed(line, min(pools) + 1))
+                self._record(PoolsClosed(line, min(pools) + 1))
                 return self._lines[line].get(index)
         pool = pools[index]
         if pool.portions != request.portions:
             raise UsageError(
-                f"rank {rank} has cut pass {index} of {line} into {request.portions} portions,"
-                f" expected {pool.portions} as the others have; use the same data and settings on"
-                " all workers"
+                f"rank {rank} has split pass {index} of {line} into {request.portions} portions,"
+                f" expected {pool.portions} as on the other workers; use the same data and settings"
+                " on all workers"
             )
         return pool
 
-    def _all(self) -> Iterator[Pool]:
+    def _all(self) -> Iterator[WorkPool]:
         for pools in self._lines.values():
             yield from pools.values()
 
 
 def _ranges(portions: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Write numbers as ranges, in order."""
+    """Return numbers as ranges, in order."""
     found: list[tuple[int, int]] = []
     for portion in sorted(portions):
         if found and found[-1][1] == portion:
@@ -228,7 +272,7 @@ def _ranges(portions: Iterable[int]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _check(portions: Sequence[int], pool: Pool) -> None:
+def _check(portions: Sequence[int], pool: WorkPool) -> None:
     if len(portions) > _MAX_DONE or any(not 0 <= portion < pool.portions for portion in portions):
         raise UsageError(
             f"{len(portions)} portions of a pool of {pool.portions}, {portions[:3]}...: there are"

@@ -1,6 +1,7 @@
 """Which processes are in the job: pure functions and values, without I/O and without a clock.
 
-Start with roster.py, which decides. changes.py computes the next membership, departures.py who is
-lost or leaves, adoption.py which generation members work in, partitions.py which server holds what,
-numbers.py ranks and numbers of roles, leases.py which members are silent or lost.
+Start with roster.py, which decides. changes.py computes the next membership, lifecycle.py tracks
+which members join, enter a generation or depart, partitions.py assigns partitions to servers,
+leases.py finds silent and lost members. state.py has what is journaled, and the numbers of roles;
+policy.py what the user decided.
 """

@@ -1,18 +1,19 @@
 """Which servers hold which partition: pure arithmetic on ranks.
 
-A LAYOUT says of each partition its HOLDERS (the primary first) and those that are FILLING. A
-layout changes in small steps, each of which is safe once everybody works with the one before:
+A layout has for each partition its HOLDERS (the primary first) and its FILLING copies, which are
+catching up. A layout changes in small steps. Each is safe once every member works with the layout
+before it:
 
-    loss       the lost server goes; the next holder is the primary
+    loss       the lost server is removed; the next holder becomes the primary
     fill       a partition with too few copies gets a filling one
-    sync       a filling copy that has everything becomes the last holder
-    hand over  the last holder becomes the primary; the old one stays, as a backup
-    drop       a holder too many goes; never the primary
+    sync       a filling copy that has caught up becomes the last holder
+    switch     the last holder becomes the primary; the old primary becomes a backup
+    drop       a surplus holder is removed; never the primary
 
-A MOVE from one server to another is fill, sync, hand over (when it was the primary) and drop; so a
-partition is never without its copies. `relieved` finds the next steps: towards enough copies, away
-from servers that are to leave, and towards servers that hold equally many. A copy prefers a host
-on which there is none yet. A fill is never called off, only ended by a loss.
+A MOVE from one server to another is fill, sync, switch (if it was the primary) and drop, so a
+partition never has too few copies. `next_layout` finds the next steps: towards enough copies, away
+from servers that are to leave, and towards an equal number of copies per server. A new copy goes to
+a host without a copy if there is one. A fill is never cancelled; only a loss ends it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import msgspec
 Ranks: TypeAlias = tuple[int, ...]
 
 
-class Layout(msgspec.Struct, frozen=True):
+class PartitionLayout(msgspec.Struct, frozen=True):
     """By partition: its holders, primary first, and its copies that are being filled."""
 
     holders: tuple[Ranks, ...] = ()
@@ -35,42 +36,44 @@ class Layout(msgspec.Struct, frozen=True):
         return self.holders[partition] + self.filling[partition]
 
     def load(self, rank: int) -> int:
-        """How many copies a server has or will have."""
+        """Return how many copies a server has or will have."""
         return sum(rank in self.copies(p) for p in range(len(self.holders)))
 
     def primaries(self, rank: int) -> int:
         return sum(ranks[:1] == (rank,) for ranks in self.holders)
 
-    def without(self, gone: Collection[int]) -> Layout:
-        """The layout after a loss."""
+    def without(self, gone: Collection[int]) -> PartitionLayout:
+        """Return the layout after a loss."""
         holders, filling = (
             tuple(tuple(r for r in ranks if r not in gone) for ranks in by_partition)
             for by_partition in (self.holders, self.filling)
         )
-        return Layout(holders, filling)
+        return PartitionLayout(holders, filling)
 
-    def synced(self, partition: int, rank: int) -> Layout:
-        """The layout when a filling copy has everything."""
+    def synced(self, partition: int, rank: int) -> PartitionLayout:
+        """Return the layout after a filling copy has caught up."""
         assert rank in self.filling[partition], (rank, partition, self)
         left = tuple(r for r in self.filling[partition] if r != rank)
         return self._with(partition, (*self.holders[partition], rank), left)
 
     @property
     def lost(self) -> Ranks:
-        """The partitions that nobody holds."""
+        """The partitions without a holder."""
         return tuple(p for p, ranks in enumerate(self.holders) if not ranks)
 
-    def _with(self, partition: int, holders: Ranks, filling: Ranks) -> Layout:
-        return Layout(
+    def _with(self, partition: int, holders: Ranks, filling: Ranks) -> PartitionLayout:
+        return PartitionLayout(
             _replaced(self.holders, partition, holders), _replaced(self.filling, partition, filling)
         )
 
 
-def spread(num_partitions: int, replicas: int, hosts: Mapping[int, str]) -> Layout:
-    """The first layout: primaries in turn, then the backups. `hosts`: of each server, in order."""
+def initial_layout(num_partitions: int, replicas: int, hosts: Mapping[int, str]) -> PartitionLayout:
+    """Return the first layout: primaries in turn, then backups. `hosts`: by server, in order."""
     servers = list(hosts)
     none: tuple[Ranks, ...] = ((),) * num_partitions
-    layout = Layout(tuple((servers[p % len(servers)],) for p in range(num_partitions)), none)
+    layout = PartitionLayout(
+        tuple((servers[p % len(servers)],) for p in range(num_partitions)), none
+    )
     for _ in range(1, min(replicas, len(servers))):
         for partition in range(num_partitions):
             target = _target(layout, partition, hosts)
@@ -79,8 +82,10 @@ def spread(num_partitions: int, replicas: int, hosts: Mapping[int, str]) -> Layo
     return layout
 
 
-def filled(layout: Layout, replicas: int, hosts: Mapping[int, str]) -> Layout:
-    """Begin to fill a copy of each partition that has too few; `hosts`: of the possible servers."""
+def add_missing_copies(
+    layout: PartitionLayout, replicas: int, hosts: Mapping[int, str]
+) -> PartitionLayout:
+    """Add filling copies of each partition that has too few; `hosts`: of the possible servers."""
     for partition in range(len(layout.holders)):
         while sum(r in hosts for r in layout.copies(partition)) < replicas:
             target = _target(layout, partition, hosts)
@@ -90,38 +95,40 @@ def filled(layout: Layout, replicas: int, hosts: Mapping[int, str]) -> Layout:
     return layout
 
 
-def relieved(
-    layout: Layout,
+def next_layout(
+    layout: PartitionLayout,
     replicas: int,
     hosts: Mapping[int, str],
     leaving: Collection[int] = (),
     wanted: int = 0,
-) -> Layout:
-    """Return the layout after the next steps; the same one when there is nothing to do.
+) -> PartitionLayout:
+    """Return the layout after the next steps; the same one if there is nothing to do.
 
-    To be called only when everybody works with `layout`. `hosts` has all servers, also those that
-    are `leaving`; `wanted`: how many the job is to have. While one is awaited that copies are
-    missing for, nothing is moved for balance: copies are refilled first.
+    Call this only when every member works with `layout`. `hosts` has all servers, also those that
+    are `leaving`; `wanted`: how many servers the job is to have. If copies are missing and a server
+    is still to join, nothing is moved for balance: missing copies come first.
     """
     staying = {rank: host for rank, host in hosts.items() if rank not in leaving}
-    after = _shed(layout, replicas, leaving)
-    after = filled(after, replicas, staying or hosts)
+    after = _drop_surplus(layout, replicas, leaving)
+    after = add_missing_copies(after, replicas, staying or hosts)
     fewest = min(len(layout.copies(partition)) for partition in range(len(layout.holders)))
     if fewest < min(replicas, wanted):
         return after
     if after == layout and not any(layout.filling):
         after = _move_one(layout, staying)
     if after == layout and not any(layout.filling):
-        after = _hand_one_over(layout, staying)
+        after = _switch_one_primary(layout, staying)
     return after
 
 
-def _shed(layout: Layout, replicas: int, leaving: Collection[int]) -> Layout:
-    """Drop a copy too many of each partition, or hand over what its primary still has to do."""
+def _drop_surplus(
+    layout: PartitionLayout, replicas: int, leaving: Collection[int]
+) -> PartitionLayout:
+    """Drop a surplus copy of each partition; if that is its primary, switch the primary first."""
     for partition, holders in enumerate(layout.holders):
         if len(holders) <= replicas:
             continue
-        # Not by primaries: handing over changes those, and the next step must choose the same.
+        # Not by primaries: a switch changes those, and the next step must choose the same copy.
         victim = max(holders, key=lambda r: (r in leaving, layout.load(r), r))
         if victim == holders[0]:
             after = (holders[-1], *holders[:-1])
@@ -131,7 +138,7 @@ def _shed(layout: Layout, replicas: int, leaving: Collection[int]) -> Layout:
     return layout
 
 
-def _move_one(layout: Layout, hosts: Mapping[int, str]) -> Layout:
+def _move_one(layout: PartitionLayout, hosts: Mapping[int, str]) -> PartitionLayout:
     """Begin to move a copy from the server with most of them to the one with fewest."""
     load = {rank: layout.load(rank) for rank in hosts}
     primaries = {rank: layout.primaries(rank) for rank in hosts}
@@ -154,8 +161,8 @@ def _move_one(layout: Layout, hosts: Mapping[int, str]) -> Layout:
     return layout
 
 
-def _hand_one_over(layout: Layout, hosts: Mapping[int, str]) -> Layout:
-    """Make a backup the primary where one server is primary of two more than another."""
+def _switch_one_primary(layout: PartitionLayout, hosts: Mapping[int, str]) -> PartitionLayout:
+    """Make a backup the primary if one server has two more primaries than another."""
     primaries = {rank: layout.primaries(rank) for rank in hosts}
     by_primaries = sorted(hosts, key=lambda r: (primaries[r], r))
     for target in by_primaries:
@@ -169,8 +176,9 @@ def _hand_one_over(layout: Layout, hosts: Mapping[int, str]) -> Layout:
     return layout
 
 
-def _target(layout: Layout, partition: int, hosts: Mapping[int, str]) -> int | None:
-    """Choose who gets another copy: a host without one, then whoever has least, then in turn."""
+def _target(layout: PartitionLayout, partition: int, hosts: Mapping[int, str]) -> int | None:
+    """Return the server for another copy: on a host without one, then with the fewest copies, then
+    in turn."""
     copies = layout.copies(partition)
     taken = {hosts[rank] for rank in copies if rank in hosts}
     free = [rank for rank in hosts if rank not in copies]
@@ -192,7 +200,7 @@ def _num_hosts(ranks: Iterable[int], hosts: Mapping[int, str]) -> int:
     return len({hosts.get(rank, "") for rank in ranks})
 
 
-def _fill(layout: Layout, partition: int, target: int) -> Layout:
+def _fill(layout: PartitionLayout, partition: int, target: int) -> PartitionLayout:
     filling = (*layout.filling[partition], target)
     return layout._with(partition, layout.holders[partition], filling)
 

@@ -1,4 +1,4 @@
-"""What the person who started the job decided about its members, as one value."""
+"""What the user who started the job decided about its members, as one value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ON_LOSS = ("shrink", "replace")
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How many members a job has, and what happens when one is lost.
 
-    A job that is not elastic has the members that it began with; losses are only told.
+    A job that is not elastic keeps its initial members; losses are only reported.
     """
 
     num_workers: int  # at the start
@@ -27,13 +27,13 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     on_loss: str = "shrink"
     replicas: int = 1  # servers that hold each partition
     num_partitions: int = 0  # 0: as many as servers at the start
-    mesh: str = ""  # "": each worker has a copy of the model for itself
-    silent_s: float = 2.0  # without a heartbeat for so long: everybody is told
-    lease_s: float = 4.0  # silent for so long, or stopped for so long: lost
-    stall_s: float = 30.0  # silent for so long although its process runs: lost
-    absent_s: float = 10.0  # not back for so long after the coordinator was restarted: lost
-    accused_s: float = 1.0  # a peer says for so long that it cannot be reached: one of them is lost
-    reserve_s: float = 120.0  # a reserved place is free again when nobody has come for so long
+    mesh: str = ""  # "": each worker has a full copy of the model
+    silent_s: float = 2.0  # without a heartbeat for this long: silent
+    lease_s: float = 4.0  # silent or stopped for this long: lost
+    stall_s: float = 30.0  # silent for this long although its process runs: lost
+    absent_s: float = 10.0  # not reconnected this long after a restart of the coordinator: lost
+    accused_s: float = 1.0  # a peer reports it as unreachable for this long: one of them is lost
+    reserve_s: float = 120.0  # a reservation expires if no process has used it for this long
 
     def __post_init__(self) -> None:
         if self.on_loss not in ON_LOSS:
@@ -62,16 +62,16 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def partitions(self) -> int:
-        """How many partitions the servers' tables have; 0 without servers."""
+        """Number of partitions of the servers' tables; 0 without servers."""
         return (self.num_partitions or self.num_servers) if self.num_servers else 0
 
     @property
     def unit_size(self) -> int:
-        """How many workers hold one copy of the model between them, and come and go together."""
+        """Number of workers that hold one copy of the model, and join and leave together."""
         return _parsed(self.mesh).unit_size
 
     def require_elastic(self, else_what: str) -> None:
-        """Refuse what only an elastic job can do; `else_what` says what follows for this one."""
+        """Raise RendezvousError unless the job is elastic; `else_what`: what follows for it."""
         if not self.is_elastic:
             raise RendezvousError(
                 f"this job is not elastic, {else_what}; start it with --min, --max or --on-loss"
@@ -79,19 +79,19 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def fixed(cls, world_size: int, silent_s: float = 5.0) -> Policy:
-        """The policy of a job that is not elastic; whatever the roles of its ranks are."""
+        """Return the policy of a job that is not elastic, whatever the roles of its ranks."""
         return cls(num_workers=world_size, max_workers=world_size, silent_s=silent_s)
 
 
 def require_whole_units(mesh: str, option: str, count: int) -> None:
-    """Refuse a number of workers that would leave a copy of the model incomplete."""
+    """Raise UsageError for a number of workers that would leave a copy of the model incomplete."""
     size = _parsed(mesh).unit_size
     units, rest = divmod(count, size)
     if rest:
         terms = " x ".join(f"{axis} {length}" for axis, length in _parsed(mesh).inner)
         raise UsageError(
-            f"{option} {count}: with mesh {mesh} workers come and go in units of {terms} = {size},"
-            f" and {count} = {units} x {size} + {rest}; give a multiple of {size}, such as"
+            f"{option} {count}: with mesh {mesh} workers join and leave in units of {terms} ="
+            f" {size}, and {count} = {units} x {size} + {rest}; give a multiple of {size}, such as"
             f" {option} {(units + 1) * size}"
         )
 

@@ -1,6 +1,6 @@
-"""Authenticated connections of the control plane: sockets, handshake, frames, messages.
+"""Authenticated connections of the control plane: sockets, handshake, frames.
 
-Start with channel.py. auth.py has the handshake and the keys without I/O. Every connection from
-outside passes acceptor.py, which limits what a stranger can do before it has proved itself.
-peer_connections.py hands file descriptors between members to the C++ core.
+Start with channel.py. auth.py has the job's secret, the handshake and the keys. Every incoming
+connection passes acceptor.py, which limits a caller until it is authenticated. peer_connections.py
+hands file descriptors between members to the C++ core.
 """

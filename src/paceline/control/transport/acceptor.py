@@ -1,9 +1,9 @@
-"""The gate: every connection from outside is a stranger until it has proved itself here.
+"""Accepts connections and authenticates them.
 
-Strangers get little: frames of at most 4 KiB, 5 seconds in all, and 64 places together. When all
-places are taken the oldest stranger makes room, because an honest handshake takes milliseconds
-while somebody who holds sockets open only gets older; an honest caller that was pushed out simply
-connects again. No stranger can hold up another, and nobody is told why he was refused.
+Before it is authenticated, a connection is limited to frames of at most 4 KiB and 5 seconds in all,
+and at most 64 connections wait at a time. If there are more, the oldest one is closed: an honest
+handshake takes milliseconds, so the oldest is most likely an attacker's. An honest caller that was
+closed connects again. No stranger can delay another, and a refused caller is not sent the reason.
 
 Threads: everything runs in the asyncio loop that called `open`.
 """
@@ -23,19 +23,18 @@ from paceline.control.transport.sockets import close_in_children, receive_frame,
 from paceline.errors import AuthError, PacelineError
 
 HANDSHAKE_S = 5.0
-MAX_STRANGERS = 64
-# A younger stranger is not pushed out: it may be honest, on a busy machine.
-_GRACE_S = 0.05
+MAX_STRANGERS = 64  # connections that are not authenticated yet
+_GRACE_S = 0.05  # a younger stranger is not closed: it may be honest, on a busy machine
 
 log = logging.getLogger("paceline.control")
 
 Admit = Callable[[socket.socket, Session, Hello], Awaitable[None]]
 
 
-class Gate:
+class Acceptor:
     """Accepts connections on some sockets and passes the authenticated ones to `admit`.
 
-    `admit` owns the socket; it runs in the connection's own task and may stay as long as it likes.
+    `admit` owns the socket; it runs in the connection's own task, for as long as it needs.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Gate:
         self.refused = 0
 
     def open(self, *listeners: socket.socket) -> None:
-        """Start to accept; the listening sockets are closed with the gate."""
+        """Start to accept; `close` also closes the listening sockets."""
         for listener in listeners:
             self._sockets.append(listener)
             self._start(self._accept(listener))
@@ -130,12 +129,12 @@ class Gate:
         """Count refusals; log the 1st, 2nd, 4th, 8th ... so that a flood cannot fill the disk."""
         self.refused += 1
         if self.refused & (self.refused - 1) == 0:
-            text = str(error) or "handshake not finished in time"
+            text = str(error) or f"handshake not finished in {self._handshake_s:g} s"
             log.warning("%s refused %d connections: %s", self._listener, self.refused, text)
 
 
 async def introduce(sock: socket.socket, handshake: CallerHandshake, *, what: str) -> Session:
-    """Run the caller's side on a fresh connection to `what`; closes the socket on any failure."""
+    """Run the caller's side on a new connection to `what`; close the socket on any failure."""
     try:
         await send_frame(sock, handshake.hello())
         await send_frame(sock, handshake.answer(await receive_frame(sock)))
@@ -149,7 +148,7 @@ async def introduce(sock: socket.socket, handshake: CallerHandshake, *, what: st
 
 
 def _require_same_user(sock: socket.socket) -> None:
-    """Refuse a Unix peer of another user: the kernel vouches for the uid."""
+    """Raise AuthError for a Unix peer of another user: the kernel vouches for the uid."""
     size = struct.calcsize("3i")
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     if uid != os.getuid():

@@ -1,45 +1,112 @@
-"""Proof that both ends of a connection know the job's secret, without any I/O.
+"""The job's secret, and proof that both ends of a connection know it.
 
-The caller (who connected) and the listener (who accepted) exchange four messages:
+The SECRET is 256 random bits in a private file. It never travels in an argument (command lines are
+public) and never in a message: a process receives the name of the file. A file that other users can
+read is refused.
 
-    caller   -> listener   Hello      version, who calls, what for, a nonce
+The handshake, which does no I/O, has four messages between the caller (which connected) and the
+listener (which accepted):
+
+    caller   -> listener   Hello      version, role and rank of the caller, purpose, a nonce
     caller  <-  listener   Challenge  a nonce, HMAC(secret, "listener", transcript)
     caller   -> listener   Proof      HMAC(secret, "caller", transcript)
     caller  <-  listener   an empty sealed frame: the connection is accepted
 
 The transcript binds version, job, listener, caller and both nonces, so a message recorded from
-another connection, job or direction proves nothing. The job id is never sent: two jobs that meet
-by accident simply fail. The listener proves itself first, so that a caller with the wrong secret
-can say so, while the listener tells a failing caller nothing at all.
+another connection, job or direction proves nothing. The job id is never sent: if two jobs meet by
+accident, the handshake fails. The listener proves itself first, so that a caller with the wrong
+secret can report it, while a failing caller learns nothing from the listener.
 
-Both sides then derive one key per direction with HKDF; `Session` seals each frame with the key
-and a counter, which refuses replayed, reordered and reflected frames. Frames are authenticated,
-not encrypted.
+Both sides then derive one key per direction with HKDF. `Session` seals each frame with the key and
+a counter, which refuses replayed, reordered and reflected frames. Frames are authenticated, not
+encrypted.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
+import stat
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from paceline.control.transport.secret_file import create_secret_file, load_secret
 from paceline.errors import AuthError, BadFrame, VersionMismatch
 
-__all__ = ["CallerHandshake", "ListenerHandshake", "Session", "create_secret_file", "load_secret"]
-
 PROTOCOL_VERSION = 1
+SECRET_BYTES = 32
 NONCE_BYTES = 32
 TAG_BYTES = 32
+_HOW_TO = (
+    "create one with: (umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > FILE)"
+)
 
 _T = TypeVar("_T")
 
 
+def new_secret() -> bytes:
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def create_secret_file(directory: str | os.PathLike[str]) -> Path:
+    """Write a new secret into `directory`, readable by this user only; return its path."""
+    path = Path(directory) / f"secret-{secrets.token_hex(8)}"
+    write_private(path, new_secret().hex().encode() + b"\n")
+    return path
+
+
+def load_secret(path: str | os.PathLike[str]) -> bytes:
+    """Read a secret; AuthError names the file when it is missing, exposed or malformed."""
+    text = read_private(path).decode("ascii", errors="replace").strip()
+    try:
+        secret = bytes.fromhex(text)
+    except ValueError:
+        secret = b""
+    if len(secret) != SECRET_BYTES:
+        raise AuthError(
+            f"secret file {os.fspath(path)} does not hold {2 * SECRET_BYTES} hexadecimal digits;"
+            f" {_HOW_TO}"
+        )
+    return secret
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Create a new file of mode 0600, following no link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o600), "wb") as file:
+        file.write(content)
+
+
+def read_private(path: str | os.PathLike[str]) -> bytes:
+    """Read a small file after checking, on the open descriptor, that only this user can use it."""
+    name = os.fspath(path)
+    try:
+        # O_NONBLOCK: opening a pipe that another user put there must not hang.
+        with open(os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise AuthError(f"secret file {name} is not a regular file; {_HOW_TO}")
+            if status.st_uid not in (os.getuid(), 0):
+                raise AuthError(
+                    f"secret file {name} belongs to uid {status.st_uid}, this process to"
+                    f" {os.getuid()}; use a file of your own"
+                )
+            mode = stat.S_IMODE(status.st_mode)
+            if mode & 0o077:
+                raise AuthError(
+                    f"secret file {name} has mode {mode:04o}, other users can use it; expected"
+                    f" 0600: make a new secret, then chmod 600 {name}"
+                )
+            return file.read(4096)
+    except OSError as error:
+        raise AuthError(f"secret file {name} cannot be read: {error.strerror}") from error
+
+
 class Hello(msgspec.Struct, frozen=True):
-    """Who calls: everything a listener learns before it decides."""
+    """The caller's first message: all that a listener knows before it decides."""
 
     version: int
     role: str
@@ -59,7 +126,7 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """The part of Hello and Challenge that every version of the protocol must be able to read."""
+    """The part of Hello and Challenge that every version of the protocol can read."""
 
     version: int
 
@@ -115,8 +182,8 @@ class CallerHandshake:
         keys = _Keys(self._secret, self._job_id, self._listener, self._hello, challenge.nonce)
         if not hmac.compare_digest(challenge.proof, keys.listener_proof):
             raise AuthError(
-                f"whoever listens there is not the {self._listener} of job {self._job_id} with our"
-                " secret; another job has that address, or the secret files differ"
+                f"the process that listens there is not the {self._listener} of job {self._job_id}"
+                " with our secret; another job has that address, or the secret files differ"
             )
         self._session = Session(keys.caller_key, keys.listener_key)
         return msgspec.msgpack.encode(Proof(keys.caller_proof))
@@ -140,7 +207,7 @@ class ListenerHandshake:
         self.session: Session
 
     def challenge(self, message: bytes) -> bytes:
-        """Answer a hello, also one of another version: its caller shall learn of ours."""
+        """Answer a hello, also one of another version: its caller must learn ours."""
         self._version = _decode(message, _Version).version
         if self._version != PROTOCOL_VERSION:
             return msgspec.msgpack.encode(Challenge(PROTOCOL_VERSION))
@@ -152,7 +219,7 @@ class ListenerHandshake:
         return msgspec.msgpack.encode(Challenge(PROTOCOL_VERSION, nonce, self._keys.listener_proof))
 
     def require_version(self) -> None:
-        """Raise VersionMismatch when the hello was of another version."""
+        """Raise VersionMismatch if the hello was of another version."""
         if self._version != PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"a caller speaks protocol {self._version}, this process {PROTOCOL_VERSION};"
@@ -160,7 +227,7 @@ class ListenerHandshake:
             )
 
     def accept(self, message: bytes) -> bytes:
-        """Check the caller's proof; return the frame that tells it so."""
+        """Check the caller's proof; return the frame that accepts it."""
         self.require_version()
         proof = _decode(message, Proof).proof
         if not hmac.compare_digest(proof, self._keys.caller_proof):
@@ -170,7 +237,7 @@ class ListenerHandshake:
 
 
 class _Keys:
-    """What both sides compute from the secret and everything said so far."""
+    """What both sides compute from the secret and the messages so far."""
 
     def __init__(
         self, secret: bytes, job_id: str, listener: str, hello: Hello, nonce: bytes
@@ -202,4 +269,4 @@ def _decode(message: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.msgpack.decode(message, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadFrame(f"handshake message is no {kind.__name__}: {error}") from None
+        raise BadFrame(f"handshake message is not a {kind.__name__}: {error}") from None

@@ -1,9 +1,9 @@
 """A control connection: typed messages in sealed frames over an authenticated stream.
 
 Each frame is a 4-byte length, a msgpack message and its tag (see `auth.Session`). A frame that is
-too long, has a wrong tag or holds anything but an expected message ends the connection: nothing
-is guessed. `send` never waits; a peer that does not read is dropped when its backlog exceeds a
-bound, so that it can take neither memory nor time from the others.
+too long, has a wrong tag or holds an unexpected message ends the connection. `send` never waits. A
+peer that does not read is disconnected when its backlog exceeds a bound, so that it costs the other
+peers neither memory nor time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Channel(Generic[M]):
         return self._writer.transport.get_write_buffer_size()
 
     def send(self, message: Any) -> None:
-        """Queue a message; PeerLost when the peer has not been reading for long."""
+        """Queue a message; PeerLost if the peer has not read for long."""
         payload = msgspec.msgpack.encode(message)
         if len(payload) + TAG_BYTES > MAX_FRAME_BYTES:
             raise UsageError(
@@ -65,7 +65,7 @@ class Channel(Generic[M]):
         self._writer.write(frame(self._session.seal(payload)))
 
     async def receive(self) -> M:
-        """Return the next message; OSError or EOFError when the connection is gone."""
+        """Return the next message; OSError or EOFError if the connection has ended."""
         size = frame_size(await self._reader.readexactly(4), MAX_FRAME_BYTES)
         if size < TAG_BYTES:
             raise BadFrame(f"control frame of {size} bytes, expected at least {TAG_BYTES}")
@@ -73,15 +73,15 @@ class Channel(Generic[M]):
         try:
             return self._decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadFrame(f"control message cannot be understood: {error}") from None
+            raise BadFrame(f"control message cannot be decoded: {error}") from None
 
     def close(self) -> None:
         """Send what is queued in the background, then close."""
         self._writer.close()
 
     async def finish(self) -> None:
-        """Send what is queued, then close; waits a moment for the peer to do the same."""
-        # Closing with unread data resets the connection, and the peer would lose our last words.
+        """Send what is queued, then close; wait a moment for the peer to do the same."""
+        # Closing with unread data resets the connection, and the peer would lose our last messages.
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             self._writer.write_eof()
             await asyncio.wait_for(self._reader.read(-1), _GOODBYE_S)

@@ -52,7 +52,7 @@ class LoopThread:
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine in the loop; its result comes later."""
+        """Start a coroutine in the loop; return a future of its result."""
         with self._mu:
             if not self.is_running:
                 coroutine.close()
@@ -60,7 +60,7 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def post(self, function: Callable[..., None], *args: Any) -> None:
-        """Run a function in the loop some time soon; nothing happens once the thread stops."""
+        """Run a function in the loop soon; no effect once the thread stops."""
         with self._mu:
             if self.is_running:
                 self._loop.call_soon_threadsafe(function, *args)
@@ -87,5 +87,5 @@ async def _wind_up() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.sleep(0)  # closed transports say goodbye in the next round of the loop
+    await asyncio.sleep(0)  # closed transports finish in the next round of the loop
     await asyncio.get_running_loop().shutdown_default_executor()

@@ -1,10 +1,9 @@
 """Links: authenticated connections between members, handed to the C++ core as file descriptors.
 
 Every member listens on an abstract Unix socket, and on TCP when the job has several hosts. Of two
-members the lower rank connects and the higher one waits; both name the same purpose ("local",
-"group:7"), so that several links between the same two never get mixed up. Descriptors come out
-non-blocking, detached from Python and positioned exactly behind the handshake: whoever receives
-one owns it.
+members the lower rank connects and the higher one waits. Both name the same purpose ("local",
+"group:7"), so that several links between the same two are never mixed up. A descriptor is
+non-blocking, detached from Python and positioned exactly after the handshake. Its receiver owns it.
 
 Threads: an asyncio loop in "paceline-links", or one that is passed in. Public methods block and
 may be called from any other thread.
@@ -17,7 +16,7 @@ import secrets
 import socket
 
 from paceline.control.member import Member
-from paceline.control.transport.acceptor import Gate, introduce
+from paceline.control.transport.acceptor import Acceptor, introduce
 from paceline.control.transport.auth import CallerHandshake, Hello, Session
 from paceline.control.transport.loop_thread import LoopThread
 from paceline.control.transport.sockets import (
@@ -50,7 +49,7 @@ class LinkListener:
         self._secret, self._job_id, self._rank, self._role = secret, job_id, rank, role
         self._arrived: dict[_Key, socket.socket] = {}
         self._expected: dict[_Key, asyncio.Future[None]] = {}
-        self._gate = Gate(secret, job_id=job_id, listener=_name(rank), admit=self._admit)
+        self._acceptor = Acceptor(secret, job_id=job_id, listener=_name(rank), admit=self._admit)
         self.unix_name = f"paceline-{secrets.token_hex(16)}"
         self.tcp_address = ""
         listeners = []
@@ -63,25 +62,25 @@ class LinkListener:
         self._thread.call(self._open(listeners))
 
     def connect(self, member: Member, purpose: str, local: bool, timeout_s: float = 10.0) -> int:
-        """Connect to another member; returns a file descriptor that the caller owns.
+        """Connect to another member; return a file descriptor that the caller owns.
 
         `local` chooses the Unix socket, else TCP. ConnectError names the address and the tries.
         """
         return self._thread.call(self._connect(member, purpose, local, timeout_s))
 
     def accepted(self, rank: int, purpose: str, timeout_s: float = 10.0) -> int:
-        """Wait for the connection of another member; returns a descriptor that the caller owns."""
+        """Wait for another member to connect; return a descriptor that the caller owns."""
         return self._thread.call(self._take((rank, purpose), timeout_s))
 
     def close(self) -> None:
-        """Stop listening and drop links that nobody took. May be called twice."""
+        """Stop listening and drop links that were not taken. May be called twice."""
         if self._thread.is_running:
             self._thread.call(self._close())
             if self._owns_thread:
                 self._thread.stop()
 
     async def _open(self, listeners: list[socket.socket]) -> None:
-        self._gate.open(*listeners)
+        self._acceptor.open(*listeners)
 
     async def _connect(self, member: Member, purpose: str, local: bool, timeout_s: float) -> int:
         where = f"unix:{member.unix}" if local else member.tcp
@@ -129,12 +128,12 @@ class LinkListener:
         return self._arrived.pop(key).detach()
 
     async def _close(self) -> None:
-        await self._gate.close()
+        await self._acceptor.close()
         for sock in self._arrived.values():
             sock.close()
         self._arrived.clear()
 
 
 def _name(rank: int) -> str:
-    """Name a listener in the handshake: a call for rank 3 cannot be answered by rank 5."""
+    """Return a listener's name in the handshake: rank 5 cannot answer a call for rank 3."""
     return f"rank {rank}"

@@ -4,9 +4,9 @@ Frames are a 4-byte little-endian length and that many bytes. They are read with
 never ahead, because a link's descriptor goes to the C++ core afterwards: a byte too many would be
 lost to it. All sockets are non-blocking and close-on-exec; all functions run in an asyncio loop.
 
-Sockets must not live on in forked children (`close_in_children`). A data loader forks workers out
+Sockets must not stay open in forked children (`close_in_children`). A data loader forks workers out
 of a training process: such a child would keep the parent's connections and ports open after the
-parent was killed, and nobody would notice the loss. Programs started with exec are no concern:
+parent was killed, and its loss would not be noticed. Programs started with exec are no problem:
 Python's descriptors are close-on-exec.
 """
 
@@ -39,7 +39,7 @@ def frame(payload: bytes) -> bytes:
 
 
 def frame_size(header: bytes, limit: int) -> int:
-    """Decode a frame's length and refuse it before anything is allocated."""
+    """Return a frame's length; BadFrame before anything is allocated if it exceeds the limit."""
     size = int.from_bytes(header, "little")
     if size > limit:
         raise BadFrame(f"frame of {size} bytes announced, at most {limit} allowed")
@@ -51,7 +51,7 @@ async def send_frame(sock: socket.socket, payload: bytes) -> None:
 
 
 async def receive_frame(sock: socket.socket, limit: int = MAX_HELLO_BYTES) -> bytes:
-    """Read one frame and not a byte more; ConnectionError when the peer closes before its end."""
+    """Read one frame and not a byte more; ConnectionError if the peer closes before its end."""
     return await _receive(sock, frame_size(await _receive(sock, 4), limit))
 
 
@@ -77,7 +77,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def listen_tcp(host: str, port: int = 0) -> socket.socket:
-    """Listen on one address; PortInUse names who has the port when /proc tells."""
+    """Listen on one address; PortInUse names the process that has the port, if /proc shows it."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -125,7 +125,7 @@ def _port_owner(port: int) -> str:
                 if field[3] == "0A" and int(field[1].rpartition(":")[2], 16) == port:
                     inodes.add(f"socket:[{field[9]}]")
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        # The process may have ended meanwhile, or belong to somebody else.
+        # The process may have ended meanwhile, or belong to another user.
         with contextlib.suppress(OSError):
             if os.readlink(descriptor) in inodes:
                 process = descriptor.parent.parent
@@ -151,10 +151,10 @@ async def connect_tcp(address: str) -> socket.socket:
 
 
 def retry_soon(sock: socket.socket) -> None:
-    """Let TCP try again every second after an interruption, not at ever longer intervals.
+    """Let TCP retry every second after an interruption, not at ever longer intervals.
 
-    A wire that was cut for 3 s would be found whole only 3 s later, when its owner is taken for
-    lost. Where the kernel cannot (TCP_RTO_MAX_MS came with Linux 6.15), it takes longer.
+    After a network outage of 3 s the next retry would be 3 s later, when the member is already
+    taken for lost. On kernels without TCP_RTO_MAX_MS (before Linux 6.15) it takes longer.
     """
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
@@ -180,7 +180,7 @@ async def keep_trying(attempt: Callable[[], Awaitable[T]], *, what: str, timeout
     """Repeat an attempt to connect until it works; ConnectError counts the tries.
 
     A refused or dropped connection is ordinary at the start of a job: the other side may not listen
-    yet, or was flooded by strangers for a moment.
+    yet, or may be flooded by unauthenticated connections for a moment.
     """
     deadline = time.monotonic() + timeout_s
     tries, pause_s = 0, 0.02
@@ -206,7 +206,7 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def close_in_children(sock: socket.socket) -> socket.socket:
-    """Close this socket in every child that is forked while it is open; returns the socket."""
+    """Close this socket in every child that is forked while it is open; return the socket."""
     _sockets.add(sock)
     return sock
 

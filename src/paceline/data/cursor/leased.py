@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.control.client.rendezvous import AnyAgent
-from paceline.control.client.requests import lent
-from paceline.control.transport.messages import Answer
+from paceline.control.client.requests import wait_for_portion
+from paceline.control.messages import Answer
 from paceline.control.wait_notice import WaitNotice
 from paceline.data.cursor.cursor import Cursor, Plain
 from paceline.data.sources.indexed import IndexedLoader, plain
@@ -166,7 +166,7 @@ class LeasedCursor(Cursor):
             self._request_portion()
         answer, self._requested = self._requested, None
         assert answer is not None, "a portion was requested"
-        found = lent(answer)
+        found = wait_for_portion(answer)
         self._again, self._missing = found.again, found.missing
         if found.portion < 0:
             return None

@@ -153,7 +153,7 @@ class DataProgress(Part):
     @property
     def _passed(self) -> int:
         job = self._job()
-        return 0 if job is None else job.elastic.passed
+        return 0 if job is None else job.elastic.num_passed
 
     # -- loops --------------------------------------------------------------------------------
 

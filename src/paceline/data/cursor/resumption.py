@@ -39,7 +39,7 @@ def resume_data(job: Job, states: Sequence[State], *, is_lockstep: bool) -> list
     """Continue from a checkpoint, given the states of all workers that saved it, by number. Call it
     on every worker before any loop begins. Returns lines to log. Not collective. Raises DataError
     if the states cannot be continued; pl.shard raises it later if a loader differs."""
-    if job.elastic.is_candidate:
+    if job.elastic.is_joining:
         return []  # it receives the state of a peer
     _require_complete(states)
     workers = len(job.fabric.membership.workers)

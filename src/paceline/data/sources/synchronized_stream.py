@@ -73,7 +73,7 @@ class SynchronizedSteps:
     def is_over(self, counts: list[int], stops_short: bool) -> bool:
         """Return whether there is no further step."""
         missing = 0 if min(counts) >= 0 else sum(count < 0 for count in counts)
-        is_first = self._cursor.position == 0 and self._pass.job.elastic.changes == 0
+        is_first = self._cursor.position == 0 and self._pass.job.elastic.num_changes == 0
         if is_first and missing and (self._pass.pad or missing == len(counts)):
             raise DataError(
                 f"pl.shard: {self._describe_missing(counts)} no batch at all; {self._too_few}"

@@ -251,7 +251,7 @@ class DynamicSource(IndexedSource):
 
     @property
     def _is_leased(self) -> bool:
-        return self._mode == "dynamic" and self._job.elastic.may_part
+        return self._mode == "dynamic" and self._job.elastic.may_diverge
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class DataWorkerPool:
         presence = self._fabric.presence.get(member.rank)
         try:
             if presence is not None and presence.state in ("left", "lost"):
-                raise PeerLost(presence.words, rank=member.rank)
+                raise PeerLost(presence.text, rank=member.rank)
             if not self._agent.store_check([ready_key(member.rank)]):
                 return
             group = form(self._fabric, member, self._fabric.me)

@@ -182,7 +182,7 @@ def choose_skipping(
         why_not = "workers have gradients of their own, and would not skip the same steps"
     elif rounds or narrows:
         why_not = "not all workers see the same averages, so that their scales would diverge"
-    elif setup.job.place:
+    elif setup.job.part_suffix:
         why_not = "each process sees the gradients of its local shards only"
     elif traits.keeps_residual:
         why_not = "what a codec leaves out would be sent with the scale of another step"

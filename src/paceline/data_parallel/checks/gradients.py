@@ -17,7 +17,7 @@ from paceline.comm.object_collectives import all_gather_object
 from paceline.data_parallel.policy import PassResult
 from paceline.errors import NonFiniteGradient, PacelineError, UsageError
 from paceline.options.table import Options
-from paceline.runtime.elastic.session import Elastic
+from paceline.runtime.elastic.session import ElasticSession
 
 if TYPE_CHECKING:
     from paceline.data_parallel.reducer import Reducer
@@ -32,7 +32,7 @@ class Health:
         self,
         group: Group,
         options: Options,
-        elastic: Elastic,
+        elastic: ElasticSession,
         ask_unit: Callable[[list[bool]], list[bool]],
         *,
         on_servers: bool = False,
@@ -59,7 +59,7 @@ class Health:
                 self._nonfinite(reducer, is_here=is_bad)
 
     def _tell(self, names: list[str]) -> list[list[str]]:
-        return self._elastic.point(lambda: all_gather_object(self._group, names))
+        return self._elastic.run_step(lambda: all_gather_object(self._group, names))
 
     # -- missing ------------------------------------------------------------------------------
 

@@ -187,7 +187,7 @@ def check_consistency(model: nn.Module, optimizer: torch.optim.Optimizer | None 
     '71857576257465c7'
     """
     mine = job.current()
-    peers = mine.column.world  # on a mesh: the ranks with the same shards
+    peers = mine.data_parallel_view.world  # on a mesh: the ranks with the same shards
     values = dict(_values(local_models.get(model, model), optimizer))
     lines = [(name, _kind(value), _hash(value)) for name, value in values.items()]
     digest = hashlib.blake2b(repr(lines).encode(), digest_size=8).hexdigest()

@@ -91,7 +91,7 @@ def register_elastic(
     Returns how steps are taken where all workers exchange gradients, else None.
     """
     elastic, step = setup.job.elastic, None
-    elastic.may_part = setup.may_diverge
+    elastic.may_diverge = setup.may_diverge
     if not elastic.is_on:
         return None
     is_served = setup.serving is not None
@@ -114,7 +114,7 @@ def register_elastic(
     if setup.exchange.traits.is_collective and setup.exchange.residuals is not None:
         elastic.register(f"{setup.name} codec", setup.exchange.residuals)
     if setup.is_common:
-        memory = CommonMemory(setup.host, allocator, is_newcomer=elastic.is_candidate)
+        memory = CommonMemory(setup.host, allocator, is_newcomer=elastic.is_joining)
         elastic.register(f"{setup.name} memory", memory)
     return step
 

@@ -146,7 +146,7 @@ class PaceChoice:
         _refuse_apart(job, pace)
         if job.elastic.is_on:
             _refuse_in_elastic_jobs(options)
-            if job.place:
+            if job.part_suffix:
                 _refuse_in_units(pace)
 
     @property
@@ -240,8 +240,8 @@ def _refuse_apart(job: Job, pace: PaceSpec) -> None:
         return
     members = job.fabric.membership
     hosts = {members.member(rank).host_id for rank in members.workers}
-    if job.elastic.is_candidate and hosts != {job.env.host_id}:
-        job.elastic.give_way(
+    if job.elastic.is_joining and hosts != {job.env.host_id}:
+        job.elastic.exit_for_replacement(
             f"pace {pace}: workers share memory, so a newcomer must be on their host"
         )
     if len(hosts) > 1:

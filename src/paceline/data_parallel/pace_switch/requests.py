@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.control.client.agent import Agent, PaceNews
-from paceline.control.transport.messages import PaceAnswer, PaceSettled, PaceWanted
+from paceline.control.client.agent import Agent, PaceMessage
+from paceline.control.messages import PaceAnswer, PaceSettled, PaceWanted
 from paceline.control.wait_notice import WaitNotice
 from paceline.runtime.job import Job
 
@@ -86,11 +86,11 @@ class PaceRequests:
 
     def _begin(self, agent: Agent) -> None:
         agent.on_pace = self._on_news
-        if agent.pace_news is not None:
-            self._on_news(agent.pace_news)
-            agent.pace_news = None
+        if agent.pace_message is not None:
+            self._on_news(agent.pace_message)
+            agent.pace_message = None
 
-    def _on_news(self, news: PaceNews) -> None:
+    def _on_news(self, news: PaceMessage) -> None:
         with self._news:
             if isinstance(news, PaceWanted):
                 self._answer(news)

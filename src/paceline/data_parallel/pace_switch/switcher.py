@@ -113,10 +113,10 @@ class PaceSwitcher(Part):
         self._generation = 0  # in which this training was set up, if it is not the first
         self._pending: _PendingChange | None = None
         self._ignores_until = -1  # requests about steps up to this one
-        self._is_in = not job.elastic.is_candidate
+        self._is_in = not job.elastic.is_joining
         self._steps_before = 0  # at earlier paces
         first, *later = phases
-        now = self._ask_others() if job.elastic.is_candidate else None
+        now = self._ask_others() if job.elastic.is_joining else None
         if now is not None:
             self._changes, self._generation = now.changes, now.generation
             first = choose(now.pace)
@@ -132,7 +132,7 @@ class PaceSwitcher(Part):
 
     def _make(self, chosen: PhaseOptions) -> Training:
         model, optimizer = self._own()
-        label = f"{self._number}{self._job.place}"
+        label = f"{self._number}{self._job.part_suffix}"
         if self._changes:
             label += f".{self._changes}.{self._generation}"
         return Training(
@@ -180,10 +180,10 @@ class PaceSwitcher(Part):
         self.training.finish()
 
         def gather() -> None:
-            with elastic.raising():
+            with elastic.raising_losses():
                 gathered[:] = [self.training.gather()]
 
-        elastic.point(gather)
+        elastic.run_step(gather)
         if self._pending is None:  # else the others finished this, and sent the result
             steps = self.steps
             self.training.end(gathered[0])
@@ -204,13 +204,13 @@ class PaceSwitcher(Part):
         def attempt() -> None:
             self._begin_again(change)
             elastic.parts.stage()
-            with elastic.raising():
+            with elastic.raising_losses():
                 self._attempt(change)
 
-        elastic.point(attempt)
+        elastic.run_step(attempt)
         elastic.parts.unstage()
         self._pending = None
-        if self._job.speaks:
+        if self._job.is_first_worker:
             say(
                 f"after step {self._steps_before}: pace {self.pace} instead of {change.before}:"
                 f" {self.training.describe()}"
@@ -289,7 +289,7 @@ class PaceSwitcher(Part):
 
     @property
     def _key(self) -> str:
-        return f"paceline/pace of model {self._number}{self._job.place}"
+        return f"paceline/pace of model {self._number}{self._job.part_suffix}"
 
     def _ask_others(self) -> _CurrentPace | None:
         agent = self._job.rendezvous.agent
@@ -324,7 +324,9 @@ class PaceSwitcher(Part):
             self._join_pending_change(changes, steps, state.passing["plain"])
             return
         if (changes, generation) != (self._changes, self._generation):
-            self._job.elastic.give_way("the other workers have changed to another pace meanwhile")
+            self._job.elastic.exit_for_replacement(
+                "the other workers have changed to another pace meanwhile"
+            )
         self._steps_before = steps - self.training.steps
 
     def _join_pending_change(self, changes: int, steps: int, plain: Mapping[str, Any]) -> None:
@@ -351,7 +353,7 @@ class PaceSwitcher(Part):
 
     def before_forward(self) -> None:
         self.training.before_forward()
-        if not self._is_in and not self._job.elastic.is_candidate:
+        if not self._is_in and not self._job.elastic.is_joining:
             self._is_in = True
             self._change_if_due()  # a change may be due after the step at which this worker joined
 

@@ -95,12 +95,12 @@ class ElasticStep:
         start_s = time.perf_counter()
         is_stop_agreed, is_change_agreed = passed.is_stop_agreed, passed.is_change_agreed
         if self._asks:
-            is_stop_agreed, changes = job.elastic.point(self._agree, lambda: late.append(True))
+            is_stop_agreed, changes = job.elastic.run_step(self._agree, lambda: late.append(True))
             is_change_agreed = changes and not late
         if not (passed.has_caught_up or late):  # else the workers ahead of this one counted it
             count(time.perf_counter() - start_s if self._asks else 0.0)
-        job.stopping.hear(is_stop_agreed)
-        job.elastic.boundary(agreed=is_change_agreed)
+        job.stopping.note_agreement(is_stop_agreed)
+        job.elastic.enter_due_generation(agreed=is_change_agreed)
         return result
 
     def _run_resized(self, update: Update, step: Step) -> Any:
@@ -163,20 +163,20 @@ class MethodStep:
             stops, changes = stops or stops_now, changes and not self._is_late
         if has_met:
             job.contribution.commit()
-            job.stopping.hear(stops)
+            job.stopping.note_agreement(stops)
         if not was_late:  # else the workers ahead of this one counted it
             count(self._waited_lately())
         if has_met:
-            job.elastic.boundary(agreed=changes)
+            job.elastic.enter_due_generation(agreed=changes)
         return result
 
     def _run_alone(self, step: Step, count: Count) -> Any:
         """Run a step of a method without rounds."""
         result = self._step(step, is_together=False)
         self._job.contribution.commit()
-        self._job.stopping.hear(self._job.stopping.is_wanted())
+        self._job.stopping.note_agreement(self._job.stopping.is_wanted())
         count(self._waited_lately())
-        self._job.elastic.boundary(agreed=False)
+        self._job.elastic.enter_due_generation(agreed=False)
         return result
 
     def _step(self, step: Step, is_together: bool) -> Any:
@@ -230,7 +230,7 @@ class MethodStep:
         self._is_late = False
         with self._waiting:
             traced_s = tracer.start()
-            flags = self._job.elastic.point(self._meet, self._be_late)
+            flags = self._job.elastic.run_step(self._meet, self._be_late)
             if traced_s:
                 tracer.add("meet", traced_s, round=self._method.rounds)
         if not self._is_late:

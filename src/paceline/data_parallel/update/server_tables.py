@@ -89,7 +89,7 @@ class Serving(Part):
         self.update = kind(
             optimizer, self.exchange, job.fabric.me.number, self.rule, len(membership.servers)
         )
-        self.update.position = lambda: job.elastic.passed
+        self.update.position = lambda: job.elastic.num_passed
         self.optimizer_state = (
             ServedState(optimizer, self.update.settle) if self.rule.push == "grad" else None
         )
@@ -161,8 +161,8 @@ class Serving(Part):
             wire=self._wire,
             packing=self.packing,
         )
-        is_first = self._workers.rank == 0 and not self._job.elastic.is_candidate
-        if self._job.elastic.is_candidate:
+        is_first = self._workers.rank == 0 and not self._job.elastic.is_joining
+        if self._job.elastic.is_joining:
             self._unopened.append((table, buckets))
         else:
             self._set_up(table, len(buckets), is_first)
@@ -205,7 +205,7 @@ class Serving(Part):
 
         A step that this worker has committed, but after which not all have agreed yet, is not.
         """
-        position = self._job.elastic.passed
+        position = self._job.elastic.num_passed
         settled = [
             table.clock - (self.update.committed_at == position) for table in self.exchange.tables
         ]

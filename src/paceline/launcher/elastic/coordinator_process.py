@@ -22,10 +22,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from paceline.control.client.operator import News, Operator, Status
-from paceline.control.membership.decisions import Place
+from paceline.control.client.operator import Operator
 from paceline.control.membership.policy import Policy
-from paceline.control.transport.messages import LossKind
+from paceline.control.membership.state import Reservation
+from paceline.control.messages import LossKind
+from paceline.control.operator_messages import Notification, Status
 from paceline.control.transport.sockets import join_address, listen_tcp
 from paceline.errors import LaunchError
 from paceline.launcher.job_size import ElasticPlan
@@ -64,9 +65,12 @@ class CoordinatorProcess:
     """One coordinator at a time, at one address. `log` prints a line."""
 
     def __init__(
-        self, job_id: str, on_news: Callable[[News], None], log: Callable[[str], None]
+        self,
+        job_id: str,
+        on_notification: Callable[[Notification], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._job_id, self._on_news, self._log = job_id, on_news, log
+        self._job_id, self._on_news, self._log = job_id, on_notification, log
         self.address = ""
         self._listener_fd = -1
         self._popen: subprocess.Popen[bytes] | None = None
@@ -155,7 +159,7 @@ class CoordinatorProcess:
         """Connect, subscribe to its news, and return the status of the job."""
         loop = asyncio.get_running_loop()
 
-        def pass_on(news: News) -> None:
+        def pass_on(news: Notification) -> None:
             loop.call_soon_threadsafe(self._on_news, news)
 
         self._operator = await asyncio.to_thread(
@@ -164,12 +168,12 @@ class CoordinatorProcess:
             secret,
             self._job_id,
             timeout_s=_START_S,
-            on_news=pass_on,
+            on_notification=pass_on,
             is_launcher=True,
         )
         return await asyncio.to_thread(self._operator.status)
 
-    async def reserve(self, role: str, number: int) -> Place:
+    async def reserve(self, role: str, number: int) -> Reservation:
         assert self._operator is not None
         return await asyncio.to_thread(self._operator.reserve, role, number)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from paceline.control.member import Member, Membership
-from paceline.control.transport.messages import LossKind, Presence
+from paceline.control.messages import LossKind, Presence
 from paceline.launcher.job_size import ElasticPlan
 from paceline.observe.telemetry.events import Filled, Happening, Moved, Promoted, Resumed
 
@@ -149,7 +149,7 @@ class EventLog:
 
     def presence(self, news: Presence) -> str:
         """Return a line about a member that is silent, or back."""
-        return stamped(f"{self.name(news.rank)} is {news.state}: {news.words}")
+        return stamped(f"{self.name(news.rank)} is {news.state}: {news.text}")
 
     def progressed(self, step: int, now_s: float) -> None:
         """Record that a worker has finished a step."""

@@ -23,11 +23,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.control.client.operator import Happened, News
-from paceline.control.membership.decisions import Remark, Unwanted, Wanted
-from paceline.control.transport import messages as m
-from paceline.control.transport.messages import LossKind
-from paceline.control.transport.secret_file import load_secret
+from paceline.control import messages as m
+from paceline.control.messages import LossKind, Remark, Unwanted, Wanted
+from paceline.control.operator_messages import Happened, Notification
+from paceline.control.transport.auth import load_secret
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.elastic.coordinator_process import CoordinatorProcess, policy_of
 from paceline.launcher.elastic.event_log import EventLog, hottest, stamped
@@ -324,7 +323,7 @@ class ElasticJob(LocalJob):
         prefix = f"{name.role} {name.number}: "
         self.log(prefix + text.removeprefix(prefix))
 
-    def _on_news(self, news: News) -> None:
+    def _on_news(self, news: Notification) -> None:
         """Handle a message of the coordinator."""
         if isinstance(news, m.Changed):
             self._on_changed(news)

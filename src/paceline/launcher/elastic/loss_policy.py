@@ -20,7 +20,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from paceline.control.transport.messages import LossKind
+from paceline.control.messages import LossKind
 from paceline.launcher.elastic.newcomers import MAX_FAILED_STARTS
 from paceline.launcher.processes.process import UNKNOWN, ExitStatus, RankProcess
 from paceline.launcher.processes.table import ProcessResult

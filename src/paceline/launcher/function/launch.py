@@ -24,7 +24,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from paceline.control.client.rendezvous import CoordinatorThread
-from paceline.control.transport.secret_file import create_secret_file, load_secret
+from paceline.control.coordinator.coordinator import Coordinator
+from paceline.control.transport.auth import create_secret_file, load_secret
 from paceline.control.transport.sockets import close_in_children
 from paceline.errors import LaunchError, UsageError
 from paceline.launcher.environment import (
@@ -126,11 +127,13 @@ class _FunctionJob:
             self._selector.register(process.link, selectors.EVENT_READ, process)
         self._workers = forked[: self._spec.num_workers]
         self._coordinator = coordinator = CoordinatorThread(
-            self._job_id,
-            load_secret(secret_file),
-            len(forked),
-            SERVER_PATIENCE_S if self._spec.num_servers else config.join_timeout_s,
-            liveness_s=config.liveness_s,
+            Coordinator(
+                self._job_id,
+                load_secret(secret_file),
+                len(forked),
+                SERVER_PATIENCE_S if self._spec.num_servers else config.join_timeout_s,
+                liveness_s=config.liveness_s,
+            )
         )
         held.callback(coordinator.stop)
         where = JobAddresses(

@@ -189,7 +189,7 @@ def as_part(saved: SavedModel, meshed: Meshed) -> SavedModel:
         kept = f"part{place}/"
         common |= {n.removeprefix(kept): t for n, t in saved.common.items() if n.startswith(kept)}
         mine = {k.removesuffix(" by place"): v[place] for k, v in plain.items() if _by_place(k)}
-        column = mesh_of(plain, len(saved.owns)).column(place)
+        column = mesh_of(plain, len(saved.owns)).data_parallel_numbers(place)
         return SavedModel(
             common,
             _of_here(meshed, {**plain, **mine}),

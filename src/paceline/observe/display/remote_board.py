@@ -11,9 +11,9 @@ from __future__ import annotations
 import threading
 import time
 
-from paceline.control.client.operator import Happened, News, Status
+from paceline.control import messages as m
 from paceline.control.member import Member
-from paceline.control.transport import messages as m
+from paceline.control.operator_messages import Happened, Notification, Status
 from paceline.observe.display.board import Board, Picture
 from paceline.runtime.process_names import ProcessName, names
 
@@ -41,7 +41,7 @@ class Watched:
                 self._board.on_event(report, now_s)
             self._over = status.over
 
-    def on_news(self, news: News) -> None:
+    def on_notification(self, news: Notification) -> None:
         """Take in what happens."""
         with self._mu:
             if isinstance(news, Happened):
@@ -52,7 +52,7 @@ class Watched:
                 for member in news.membership.members:
                     self._seat(member)
             elif isinstance(news, m.Presence):
-                self._mark(news.rank, _STATES.get(news.state, news.state), news.words)
+                self._mark(news.rank, _STATES.get(news.state, news.state), news.text)
             elif isinstance(news, m.Over):
                 self._over = news.why
 

@@ -1,7 +1,7 @@
 """The job's clock: seconds that mean the same moment in every process of a job.
 
 On one host all processes share the kernel's monotonic clock. A process whose clock is another than
-the coordinator's asks it for the time, several times (control/client/clock_sync.py), and adds how
+the coordinator's asks it for the time, several times (control/client/requests.py), and adds how
 far apart they are:
 
     here     sent_s ------------------- received_s      offset = there - middle of sent and received

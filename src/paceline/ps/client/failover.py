@@ -167,7 +167,7 @@ class ControlAgent(Protocol):
     @property
     def is_attached(self) -> bool: ...
     def wait_for_generation(self, above: int, timeout_s: float) -> object: ...
-    def accuse(self, rank: int, why: str) -> None: ...
+    def report_unreachable(self, rank: int, why: str) -> None: ...
 
 
 class Failover:
@@ -277,7 +277,7 @@ class Failover:
             # Repeatedly: the coordinator forgets it with every generation that this worker enters,
             # and when it is restarted.
             self._reported_s = now_s
-            self._agent.accuse(self._broken.server, str(self.why)[:300])
+            self._agent.report_unreachable(self._broken.server, str(self.why)[:300])
         if waited_s > _CUT_OFF_S and not self._agent.is_attached:
             raise errors.PeerTimeout(
                 f"rank {self._fabric.rank}: neither the server of partition {self._partition} nor"

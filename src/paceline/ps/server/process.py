@@ -29,7 +29,7 @@ from paceline.comm.fabric import Fabric
 from paceline.control.client.agent import Agent
 from paceline.control.client.local_agent import LocalAgent
 from paceline.control.member import Membership
-from paceline.control.transport.messages import Changed, Presence
+from paceline.control.messages import Changed, Presence
 from paceline.errors import PacelineError
 from paceline.observe.telemetry.events import Note
 from paceline.observe.telemetry.trace import tracer
@@ -163,7 +163,7 @@ class ServerProcess:
         if self.is_elastic:
             self._report_adopted()
             for rank, why in self._peers.unreachable(now_s, self._ranks):
-                self._agent.accuse(rank, why)
+                self._agent.report_unreachable(rank, why)
             self._forget(now_s)
         if self._reports.check(self._servers(), now_s):
             self._send_reports()
@@ -241,7 +241,7 @@ class ServerProcess:
             partition.replica.is_settled for partition in self.partitions.values()
         ):
             self._adopted = generation
-            self._control.adopted(generation)
+            self._control.entered(generation)
 
     def _forget(self, now_s: float) -> None:
         """Drop the memory of lost workers, when no copy can be asked to read it any more."""
@@ -252,7 +252,7 @@ class ServerProcess:
     def departed(self, rank: int) -> Departed | None:
         presence = self._fabric.presence.get(rank)
         if presence is not None and presence.is_gone:
-            return Departed(presence.words, has_left=presence.state == "left")
+            return Departed(presence.text, has_left=presence.state == "left")
         is_here = rank in self._ranks or rank in self._retiring
         return None if is_here else Departed("it is not in the job any more")
 

@@ -1,11 +1,11 @@
 """A worker's side of membership changes: workers are lost, replaced and added while it trains.
 
-    session.py             Elastic: retryable steps, entering a generation, joining
+    session.py             ElasticSession: retryable steps, entering a generation, joining
     stateful_parts.py      everything on this worker whose state a newcomer receives
-    recovery_plan.py       from the steps of all workers: who sends state, what is repeated
+    recovery_plan.py       from the steps of all workers: which one sends state, what is repeated
     unit_agreement.py      on a mesh: the processes of a unit decide together
     free_running.py        the same changes at a free-running pace, without waiting
-    membership_watcher.py  membership news, and waiting for the next membership
+    membership_watcher.py  announced losses, and waiting for the next membership
 
 Start with session.py. Every collective step of training is a RETRYABLE STEP. All workers take the
 same steps in the same order, so two workers are never more than one step apart. If a worker is

@@ -1,7 +1,7 @@
-"""Changes of the membership at a free-running pace: nobody waits for anybody.
+"""Changes of the membership at a free-running pace: no worker waits for another.
 
-A worker takes note of another membership between two steps of its own. The first worker that has
-the state of the training sends it to each newcomer, over a group of the two.
+A worker enters another membership between two steps of its own. The first worker that has the
+training state sends it to each newcomer, over a group of the two.
 """
 
 from __future__ import annotations
@@ -14,39 +14,42 @@ from paceline.control.client.agent import Agent
 from paceline.control.member import Member, Membership
 from paceline.errors import PeerError, PeerLost
 from paceline.observe.telemetry.events import Note
-from paceline.runtime.elastic.membership_watcher import News
-from paceline.runtime.elastic.stateful_parts import Parts
+from paceline.runtime.elastic.membership_watcher import MembershipWatcher
+from paceline.runtime.elastic.stateful_parts import StatefulParts
 from paceline.state import transfer
 from paceline.state.protocol import Change
 
 
-class Alone:
+class FreeRunningChanges:
     """One worker's part in such changes."""
 
-    def __init__(self, fabric: Fabric, agent: Agent, parts: Parts, news: News) -> None:
-        self._fabric, self._agent, self._parts, self._news = fabric, agent, parts, news
+    def __init__(
+        self, fabric: Fabric, agent: Agent, parts: StatefulParts, watcher: MembershipWatcher
+    ) -> None:
+        self._fabric, self._agent, self._parts, self._watcher = fabric, agent, parts, watcher
 
-    def adopt(self) -> tuple[int, ...] | None:
-        """Take note of another membership; return the workers that are lost, None: nothing new."""
+    def enter_newest(self) -> tuple[int, ...] | None:
+        """Enter the newest membership; return the workers that are lost, None: nothing new."""
         newest, fabric = self._agent.membership, self._fabric
         if newest is None or newest.generation <= fabric.membership.generation:
             return None
         if fabric.rank not in newest.ranks:
-            self._news.retire()
+            self._watcher.retire()
         before = fabric.membership
-        fabric.enter_generation(newest, self._news.vanished())
+        fabric.enter_generation(newest, self._watcher.vanished())
         newest = fabric.membership
         joined = [rank for rank in newest.workers if rank not in before.workers]
         if fabric.rank == _source(newest, joined):
             for rank in joined:
-                self._give(newest.member(rank))
-        gone = [rank for rank in before.ranks if self._news.losses.pop(rank, None) is not None]
+                self._send_state(newest.member(rank))
+        losses = self._watcher.losses
+        gone = [rank for rank in before.ranks if losses.pop(rank, None) is not None]
         return tuple(rank for rank in gone if rank in before.workers)
 
-    def enter(self, membership: Membership) -> Change:
-        """Receive what a newcomer needs; return the change that this worker is."""
+    def join(self, membership: Membership) -> Change:
+        """Receive the training state as a newcomer; return the change that this worker is."""
         fabric = self._fabric
-        fabric.enter_generation(membership, self._news.vanished())
+        fabric.enter_generation(membership, self._watcher.vanished())
         membership = fabric.membership
         source = _source(membership, [fabric.rank])
         if source is None:
@@ -65,17 +68,17 @@ class Alone:
         group.close()
         return change
 
-    def _give(self, newcomer: Member) -> None:
+    def _send_state(self, newcomer: Member) -> None:
         states = self._parts.states()
         try:
             group = self._pair(self._fabric.rank, newcomer.rank)
             transfer.send(group, [1], states, None)
             group.close()
         except PeerError:
-            # It was lost again before it was in, which the next membership will say.
+            # It was lost again before it had joined; the next membership will not list it.
             if newcomer.rank in (self._agent.membership or self._fabric.membership).ranks:
                 self._agent.report(
-                    Note(self._fabric.rank, f"worker {newcomer.number} left while it came in")
+                    Note(self._fabric.rank, f"worker {newcomer.number} left while it was joining")
                 )
 
     def _pair(self, source: int, newcomer: int) -> Group:
@@ -86,5 +89,5 @@ class Alone:
 
 
 def _source(membership: Membership, joined: Sequence[int]) -> int | None:
-    """Return the first worker that has the state of the training."""
+    """Return the first worker that has the training state."""
     return next((rank for rank in membership.workers if rank not in joined), None)

@@ -1,18 +1,20 @@
-"""Elastic: how one worker goes through changes of the membership.
+"""ElasticSession: how one worker follows changes of the membership.
 
-    point(attempt)     a collective step: repeated, among whoever is left, until it succeeds
-    boundary(agreed)   between two steps: newcomers come in, and those who are to leave go
-    enter()            a newcomer's way in: it has built its model, and now receives the rest
+    run_step(attempt)              a retryable step: repeated among the remaining workers until it
+                                   succeeds
+    enter_due_generation(agreed)   at the boundary between two steps: newcomers join, and workers
+                                   that are to leave exit
+    join_running_job()             for a newcomer that has built its model: receives the rest
 
-A change is ADOPTED by all workers of the new membership together: the groups are formed anew, all
-tell their positions, and a donor sends its state to newcomers and to those who are behind. If
-somebody else is lost meanwhile, that begins again with the membership after it.
+All workers of a new membership enter its generation together: they form the groups anew, exchange
+their positions, and a source worker sends its state to newcomers and to workers that lag. If
+another worker is lost meanwhile, that begins again with the membership after it.
 
-On a mesh all of this happens among those who hold the same part of the model, in step with the
-other processes of the unit (unit_agreement.py).
+On a mesh all of this happens in each data-parallel group, in step with the other processes of the
+unit (unit_agreement.py).
 
-Threads: all of this runs on the main thread (membership_watcher.py has what the control thread
-does).
+Threads: all of this runs on the main thread (membership_watcher.py has the part of the control
+thread).
 """
 
 from __future__ import annotations
@@ -33,120 +35,129 @@ from paceline.errors import Evicted, PeerError, PeerLost, ProtocolError, TooLate
 from paceline.observe.telemetry.events import Resumed
 from paceline.runtime import console
 from paceline.runtime.config import JobEnv
-from paceline.runtime.elastic.free_running import Alone
-from paceline.runtime.elastic.membership_watcher import News, Retired
-from paceline.runtime.elastic.recovery_plan import Status, Verdict, judge
-from paceline.runtime.elastic.stateful_parts import Parts
-from paceline.runtime.elastic.unit_agreement import ADOPTED, FAILED, PASSED, Ballot, UnitVote
+from paceline.runtime.elastic.free_running import FreeRunningChanges
+from paceline.runtime.elastic.membership_watcher import MembershipWatcher, Retired
+from paceline.runtime.elastic.recovery_plan import RecoveryPlan, WorkerStatus, plan_recovery
+from paceline.runtime.elastic.stateful_parts import StatefulParts
+from paceline.runtime.elastic.unit_agreement import (
+    ENTERED,
+    FAILED,
+    PASSED,
+    UnitPosition,
+    UnitVote,
+)
 from paceline.state import transfer
 from paceline.state.protocol import Change, Part
 
 T = TypeVar("T")
 
-_LAST_STEP_S = 35.0  # servers wait for the last step of one who is to leave, but not for ever
+_LAST_STEP_S = 35.0  # servers wait this long for the last step of a worker that is to leave
 
 
-class Elastic:
-    """One worker's part in a job whose members change. In any other job it only passes through."""
+class ElasticSession:
+    """One worker's part in a job whose members change. In any other job it has no effect."""
 
     def __init__(
-        self, fabric: Fabric, agent: AnyAgent, env: JobEnv, mates: Fabric | None = None
+        self, fabric: Fabric, agent: AnyAgent, env: JobEnv, unit: Fabric | None = None
     ) -> None:
-        """`fabric` has the workers that hold the same state; `mates`: the unit, on a mesh."""
+        """`fabric` has the workers that hold the same state; `unit`: the unit, on a mesh."""
         self.is_on = env.is_elastic and env.role == "worker"
-        self.is_candidate = self.is_on and env.is_newcomer
+        self.is_joining = self.is_on and env.is_newcomer
         self.is_lockstep = True
-        self.may_part = False  # workers may take any numbers of steps: nobody waits for anybody
+        self.may_diverge = False  # workers may take different numbers of steps: none waits
         self.on_loss = env.on_loss
         self.next_step: Callable[[], int] = lambda: 0  # for messages: the step under way
-        self.wants_stop: Callable[[], bool] = lambda: False  # this process was asked to
-        self.changes = 0  # adopted so far
-        self.passed = 0  # points
+        self.wants_stop: Callable[[], bool] = lambda: False  # this process was asked to stop
+        self.num_changes = 0  # generations entered so far
+        self.num_passed = 0  # retryable steps
         self.committed_steps: int | None = None  # free-running: of the number that was taken over
         self._fabric = fabric
         self._agent = agent
-        self._unit = None if mates is None else UnitVote(mates)
-        self._unit_size = 1 if mates is None else len(mates.membership.ranks)
-        self._speaks = mates is None or mates.membership.ranks[0] == fabric.rank
-        self.parts = Parts()
-        self._raises = False  # see `raising`
-        self._result: Any = None  # of the last point passed
-        self._settled = fabric.membership  # the last one that was adopted whole
+        self._unit = None if unit is None else UnitVote(unit)
+        self._unit_size = 1 if unit is None else len(unit.membership.ranks)
+        self._is_first_of_unit = unit is None or unit.membership.ranks[0] == fabric.rank
+        self.parts = StatefulParts()
+        self._raises = False  # see `raising_losses`
+        self._result: Any = None  # of the last step passed
+        self._entered = fabric.membership  # the last one that was entered completely
         self._out_since_s = 0.0  # when this worker saw in a wait that it is to leave
         if not self.is_on:
             return
         self._control = fabric.worker_group("elastic")
         assert isinstance(agent, Agent), "an elastic job has a coordinator"
-        self._news = News(fabric, agent)
-        self._alone = Alone(fabric, agent, self.parts, self._news)
+        self._watcher = MembershipWatcher(fabric, agent)
+        self._free_running = FreeRunningChanges(fabric, agent, self.parts, self._watcher)
 
     def register(self, name: str, part: Part) -> None:
-        """Let something take part in changes; under the same name on all workers."""
+        """Let a part take part in changes; under the same name on all workers."""
         self.parts.register(name, part)
 
     def unregister(self, name: str) -> None:
-        """Let something take part no more."""
+        """Let a part take part in changes no more."""
         self.parts.unregister(name)
 
     @contextmanager
-    def raising(self) -> Iterator[None]:
-        """In here a loss that is noticed in a wait for servers is raised, not adopted: what is
-        under way must begin again."""
+    def raising_losses(self) -> Iterator[None]:
+        """Raise a loss that is noticed in a wait for servers, instead of entering the next
+        generation: the operation under way must begin again."""
         self._raises = True
         try:
             yield
         finally:
             self._raises = False
 
-    # -- points -------------------------------------------------------------------------------
+    # -- retryable steps ----------------------------------------------------------------------
 
-    def point(self, attempt: Callable[[], T], when_behind: Callable[[], None] = lambda: None) -> T:
-        """Take a collective step; its result is plain data. Repeated while workers are lost.
+    def run_step(
+        self, attempt: Callable[[], T], when_behind: Callable[[], None] = lambda: None
+    ) -> T:
+        """Take a retryable step: a collective whose result is plain data. It is repeated while
+        workers are lost.
 
-        If others have taken this step before somebody was lost, and this worker has not, their
-        result is returned: it has received their state as well, and `when_behind` is called.
+        If other workers had passed this step before a worker was lost, and this one had not, their
+        result is returned: this worker has received their state too, and `when_behind` is called.
         """
         if not self.is_on:
             return attempt()
         while True:
             try:
-                result = attempt() if self._unit is None else self._attempt_together(attempt)
+                result = attempt() if self._unit is None else self._attempt_with_unit(attempt)
                 break
             except PeerError as error:
-                if self._adopt(error):
+                if self._recover(error):
                     when_behind()
                     return self._result  # type: ignore[no-any-return]
-        self.passed += 1
+        self.num_passed += 1
         self._result = result
         return result
 
-    def _attempt_together(self, attempt: Callable[[], T]) -> T:
-        """Take a step with the column; it counts when the whole unit has taken it."""
+    def _attempt_with_unit(self, attempt: Callable[[], T]) -> T:
+        """Take a step with the data-parallel group; it counts if the whole unit has passed it."""
         assert self._unit is not None
         failure: PeerError | None = None
         try:
             result = attempt()
         except PeerError as error:
             failure = error
-        counts = self._unit.has_passed(self._ballot(PASSED if failure is None else FAILED))
+        counts = self._unit.has_passed(self._position(PASSED if failure is None else FAILED))
         if failure is not None:
             raise failure
         if not counts:
             raise PeerLost(
-                f"rank {self._fabric.rank}: others of its unit could not take this step: it is"
-                " taken again"
+                f"rank {self._fabric.rank}: other processes of its unit could not take this step:"
+                " it is repeated"
             )
         return result
 
-    def _ballot(self, state: int) -> Ballot:
+    def _position(self, state: int) -> UnitPosition:
         since, newest = self._fabric.membership.workers_since, self._agent.membership
         known = since if newest is None else newest.workers_since
-        return Ballot(state, since, self.passed, known, int(self.wants_stop()))
+        return UnitPosition(state, since, self.num_passed, known, int(self.wants_stop()))
 
     @property
     def is_change_due(self) -> bool:
-        """Whether a membership has been announced that begins at the next boundary. On a mesh: when
-        the unit last told each other, so that all columns say the same."""
+        """Whether a membership has been announced that begins at the next boundary. On a mesh: at
+        the last exchange of the unit, so that all data-parallel groups agree."""
         if not self.is_on or self._agent.membership is None:
             return False
         newest = self._agent.membership.workers_since
@@ -159,124 +170,126 @@ class Elastic:
         """Whether this process was asked to stop; on a mesh: its unit, as with a change."""
         return self.wants_stop() if self._unit is None else self._unit.wants_stop
 
-    def boundary(self, *, agreed: bool) -> None:
-        """Between two steps: adopt what is due, if the workers agreed that it is."""
+    def enter_due_generation(self, *, agreed: bool) -> None:
+        """Enter the due generation between two steps, if the workers agreed that one is due."""
         if not self.is_on:
             return
         if not self.is_lockstep:
-            self._adopt_alone()
+            self._enter_alone()
         elif agreed:
-            self._adopt(None)
+            self._recover(None)
 
     def interrupt_wait(self) -> None:
-        """Called in long waits for a server: others may wait for this worker meanwhile.
+        """Called in long waits for a server: other workers may wait for this one meanwhile.
 
-        In lockstep they are about to adopt a change, because somebody is lost; free-running, it may
-        be the newcomer without whom the server does not answer.
+        In lockstep they are about to enter a generation, because a worker is lost. At a
+        free-running pace the server may wait for a newcomer, which needs this worker's state.
         """
         newest = self._agent.membership
         if newest is None:
             return
-        if self._fabric.rank not in newest.ranks:  # who is to leave does so behind its step
+        if self._fabric.rank not in newest.ranks:  # a worker that is to leave does so after a step
             self._out_since_s = self._out_since_s or time.monotonic()
             if time.monotonic() - self._out_since_s > _LAST_STEP_S:
-                self._news.retire()  # which nobody waits for any more
+                self._watcher.retire()  # no server waits for that step any more
             return
         if not self.is_lockstep:
-            self._adopt_alone()
+            self._enter_alone()
             return
-        workers = self._fabric.membership.workers
-        lost = [rank for rank in workers if rank not in newest.ranks and rank in self._news.losses]
+        workers, losses = self._fabric.membership.workers, self._watcher.losses
+        lost = [rank for rank in workers if rank not in newest.ranks and rank in losses]
         if lost and self._raises:
-            why = self._news.losses[lost[0]].why
-            text = f"rank {self._fabric.rank}: rank {lost[0]} is lost: {why}"
+            text = f"rank {self._fabric.rank}: rank {lost[0]} is lost: {losses[lost[0]].why}"
             raise PeerLost(text, rank=lost[0])
         if lost:
-            self._adopt(None)
+            self._recover(None)
 
-    # -- adoption -----------------------------------------------------------------------------
+    # -- entering a generation ----------------------------------------------------------------
 
-    def _adopt(self, error: PeerError | None) -> bool:
-        """Go over to the next membership with the others; true if this worker was behind."""
-        started_s, passed = time.monotonic(), self.passed
+    def _recover(self, error: PeerError | None) -> bool:
+        """Enter the next generation with the other workers; return whether this worker lagged."""
+        started_s, passed = time.monotonic(), self.num_passed
         while True:
-            membership = self._news.await_change(error)
+            membership = self._watcher.wait_for_change(error)
             try:
                 self._enter(membership, started_s)
                 if self._is_together():
-                    return self.passed > passed  # perhaps since an attempt that was cut off
+                    return self.num_passed > passed  # perhaps since an interrupted attempt
                 error = None
             except PeerError as again:
                 error = again
 
     def _is_together(self) -> bool:
-        """Say whether the whole unit is where this process is; else others are further."""
-        return self._unit is None or self._unit.is_together(self._ballot(ADOPTED))
+        """Return whether the whole unit is where this process is; else a unit peer is further."""
+        return self._unit is None or self._unit.is_together(self._position(ENTERED))
 
     def _enter(self, membership: Membership, started_s: float) -> None:
-        """Meet the others in a membership."""
-        self._fabric.enter_generation(membership, self._news.vanished())
+        """Enter a membership with all of its workers."""
+        self._fabric.enter_generation(membership, self._watcher.vanished())
         membership = self._fabric.membership
         answers = all_gather_object(self._control, self._status(membership))
-        statuses = [msgspec.convert(answer, Status) for answer in answers]
+        statuses = [msgspec.convert(answer, WorkerStatus) for answer in answers]
         if all(status.is_new for status in statuses):
             self._refuse_to_begin()
-        verdict = judge(statuses)
-        if self._fabric.rank in verdict.behind:
+        plan = plan_recovery(statuses)
+        if self._fabric.rank in plan.behind:
             self.parts.unstage()
         change = Change(
             generation=membership.generation,
-            before=verdict.before,
+            before=plan.before,
             after=membership.workers,
-            lost=verdict.lost,
-            joined=verdict.newcomers,
-            uncounted=bool(verdict.lost) and self.on_loss == "shrink",
+            lost=plan.lost,
+            joined=plan.newcomers,
+            uncounted=bool(plan.lost) and self.on_loss == "shrink",
         )
-        self._transfer(verdict, change)
-        self._control.barrier()  # nobody goes on before everybody has what it needs
-        self._settled = membership
-        self._finish(change, verdict, started_s)
+        self._transfer(plan, change)
+        self._control.barrier()  # no worker continues before all have what they need
+        self._entered = membership
+        self._finish(change, plan, started_s)
 
-    def _status(self, membership: Membership) -> Status:
-        workers = self._settled.workers
+    def _status(self, membership: Membership) -> WorkerStatus:
+        workers, losses = self._entered.workers, self._watcher.losses
         gone = [rank for rank in workers if rank not in membership.ranks]
-        return Status(
+        return WorkerStatus(
             rank=self._fabric.rank,
-            passed=self.passed,
-            adopted=self._settled.workers_since,
+            passed=self.num_passed,
+            adopted=self._entered.workers_since,
             workers=workers,
-            lost=tuple(self._news.losses[rank] for rank in gone if rank in self._news.losses),
-            is_new=self.is_candidate,
+            lost=tuple(losses[rank] for rank in gone if rank in losses),
+            is_new=self.is_joining,
         )
 
-    def _transfer(self, verdict: Verdict, change: Change) -> None:
-        """Bring state from the donor to those who lack it."""
+    def _transfer(self, plan: RecoveryPlan, change: Change) -> None:
+        """Send the state of the source to the workers that need it."""
         group = self._control
-        if self._fabric.rank == verdict.donor and verdict.receivers:
-            receivers = [group.ranks.index(rank) for rank in verdict.receivers]
+        if self._fabric.rank == plan.source and plan.receivers:
+            receivers = [group.ranks.index(rank) for rank in plan.receivers]
             transfer.send(group, receivers, self.parts.states(), self._result)
-        elif self._fabric.rank in verdict.receivers:
-            states, self._result = transfer.receive(group, group.ranks.index(verdict.donor))
+        elif self._fabric.rank in plan.receivers:
+            states, self._result = transfer.receive(group, group.ranks.index(plan.source))
             self.parts.load(states, change)
-        self.passed = verdict.passed
+        self.num_passed = plan.passed
 
-    def _finish(self, change: Change, verdict: Verdict, started_s: float) -> None:
-        was_candidate, self.is_candidate = self.is_candidate, False
-        self._go_on(change)
-        self._news.settle(change.after)
-        if self._fabric.rank == verdict.donor and not was_candidate and self._speaks:
-            self._tell_resumed(tuple(loss.rank for loss in change.lost), started_s, repeats=True)
+    def _finish(self, change: Change, plan: RecoveryPlan, started_s: float) -> None:
+        was_joining, self.is_joining = self.is_joining, False
+        self._resume(change)
+        self._watcher.forget_losses(change.after)
+        if self._fabric.rank == plan.source and not was_joining and self._is_first_of_unit:
+            lost = tuple(loss.rank for loss in change.lost)
+            self._report_resumed(lost, started_s, is_repeated=True)
 
-    def _go_on(self, change: Change) -> None:
+    def _resume(self, change: Change) -> None:
         self.parts.resume(change)
-        self._note_adopted(change.generation)
+        self._note_entered(change.generation)
 
-    def _note_adopted(self, generation: int) -> None:
-        self.changes += 1
+    def _note_entered(self, generation: int) -> None:
+        self.num_changes += 1
         assert isinstance(self._agent, Agent)
-        self._agent.adopted(generation)
+        self._agent.entered(generation)
 
-    def _tell_resumed(self, lost: tuple[int, ...], started_s: float, *, repeats: bool) -> None:
+    def _report_resumed(
+        self, lost: tuple[int, ...], started_s: float, *, is_repeated: bool
+    ) -> None:
         workers, took_s = self._fabric.membership.workers, time.monotonic() - started_s
         self._agent.report(
             Resumed(
@@ -285,47 +298,47 @@ class Elastic:
                 len(workers) * self._unit_size,
                 lost,
                 took_s,
-                repeats and bool(lost),
+                is_repeated and bool(lost),
             )
         )
 
     # -- newcomers ----------------------------------------------------------------------------
 
-    def enter(self) -> None:
-        """Come in, as a newcomer that has built its model: blocks until a peer has sent the rest.
+    def join_running_job(self) -> None:
+        """Join, as a newcomer that has built its model: blocks until a peer has sent the rest.
 
-        Without effect on a worker that is in already.
+        Without effect on a worker that is a member already.
         """
-        if not self.is_candidate:
+        if not self.is_joining:
             return
         try:
-            self._come_in()
-        except TooLate as error:  # nothing is wrong: there is nothing left to do
+            self._join()
+        except TooLate as error:  # not a failure: there is nothing left to do
             console.say(f"rank {self._fabric.rank} is not needed: {error}")
-            self._news.retire()
+            self._watcher.retire()
         except Evicted as error:
             if self._unit is None:
                 raise
             console.say(str(error))  # a newcomer without its unit
             raise Retired(0) from None
 
-    def give_way(self, why: str) -> NoReturn:
-        """End as a newcomer that cannot come in as it is; another one takes its place."""
-        console.say(f"rank {self._fabric.rank} makes way for another: {why}")
-        self._news.retire()
+    def exit_for_replacement(self, why: str) -> NoReturn:
+        """Exit as a newcomer that cannot join; the launcher starts another one."""
+        console.say(f"rank {self._fabric.rank} exits, and a replacement will be started: {why}")
+        self._watcher.retire()
 
     def _refuse_to_begin(self) -> NoReturn:
-        """Nobody is left who could send the state of the training: they have left, or are lost."""
-        if self._news.has_seen_farewell:
+        """Raise: no worker is left that could send the training state."""
+        if self._watcher.has_seen_farewell:
             raise TooLate("the other workers have finished and left")
-        lost = [f"worker {loss.number}: {loss.why}" for loss in self._news.losses.values()]
+        lost = [f"worker {loss.number}: {loss.why}" for loss in self._watcher.losses.values()]
         raise ProtocolError(
-            f"rank {self._fabric.rank}: every worker that had the state of the training is lost"
-            f"{' (' + '; '.join(lost) + ')' if lost else ''} before it could be handed over; start"
-            " the job again"
+            f"rank {self._fabric.rank}: every worker that had the training state was lost"
+            f"{' (' + '; '.join(lost) + ')' if lost else ''} before it could send it; start the"
+            " job again"
         )
 
-    def _come_in(self) -> None:
+    def _join(self) -> None:
         assert isinstance(self._agent, Agent)
         started_s = time.monotonic()
         membership, failure = self._agent.ready(self._fabric.me), None
@@ -334,24 +347,24 @@ class Elastic:
                 if self.is_lockstep:
                     self._enter(membership, started_s)
                 else:
-                    change = self._alone.enter(membership)
-                    self.is_candidate = False
-                    self._go_on(change)
+                    change = self._free_running.join(membership)
+                    self.is_joining = False
+                    self._resume(change)
                 if self._is_together():
                     return
                 failure = None
             except PeerError as error:
                 failure = error
-            membership = self._news.await_change(failure)
+            membership = self._watcher.wait_for_change(failure)
 
-    # -- free-running: nobody waits for anybody -----------------------------------------------
+    # -- at a free-running pace: no worker waits for another -----------------------------------
 
-    def _adopt_alone(self) -> None:
-        """Take note of another membership; the first worker gives to those who come."""
+    def _enter_alone(self) -> None:
+        """Enter the newest membership; the first worker sends its state to newcomers."""
         started_s = time.monotonic()
-        lost = self._alone.adopt()
+        lost = self._free_running.enter_newest()
         if lost is None:
             return
         if lost and self._fabric.rank == self._fabric.membership.workers[0]:
-            self._tell_resumed(lost, started_s, repeats=False)
-        self._note_adopted(self._fabric.membership.generation)
+            self._report_resumed(lost, started_s, is_repeated=False)
+        self._note_entered(self._fabric.membership.generation)

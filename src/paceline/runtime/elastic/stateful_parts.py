@@ -1,4 +1,4 @@
-"""Parts: everything on this worker whose state newcomers receive (state/protocol.py)."""
+"""The parts of one worker whose state newcomers receive (state/protocol.py)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from paceline.state.protocol import Change, Part, State
 
 
-class Parts:
+class StatefulParts:
     """The parts of one worker, in the order in which they were registered."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Part] = {}
         self._staged: dict[str, Part] | None = None  # see `stage`
-        self._early: dict[str, tuple[State, Change]] = {}  # of parts that are not there yet
+        self._early: dict[str, tuple[State, Change]] = {}  # of parts that do not exist yet
 
     def register(self, name: str, part: Part) -> None:
-        """Let something take part in changes; under the same name on all workers."""
+        """Let a part take part in changes; under the same name on all workers."""
         if self._staged is not None:
             self._staged[name] = part
             return
@@ -25,30 +25,30 @@ class Parts:
             part.load(*self._early.pop(name))
 
     def unregister(self, name: str) -> None:
-        """Let something take part no more."""
+        """Let a part take part in changes no more."""
         self._parts.pop(name, None)
         if self._staged is not None:
             self._staged.pop(name, None)
 
     def stage(self) -> None:
-        """Let what is registered from now on take part only when the point under way is passed.
+        """Stage all parts that are registered from now on, until the present step is passed.
 
-        Until then not all workers have it. If others have passed the point, and this worker has
-        not, it has all that they have, and takes part in that very change.
+        Until then not all workers have them. If other workers have passed the step, and this worker
+        has not, it has all parts that they have, and its staged parts take part in that change.
         """
         self._staged = {}
 
     def unstage(self) -> None:
-        """Let what was staged take part."""
+        """Let the staged parts take part."""
         staged, self._staged = self._staged or {}, None
         self._parts.update(staged)
 
     def states(self) -> dict[str, State]:
-        """Return what all of them have."""
+        """Return the states of all parts."""
         return {name: part.state() for name, part in self._parts.items()}
 
     def load(self, states: Mapping[str, State], change: Change) -> None:
-        """Take over a peer's states; those of parts that the script has not made yet are kept."""
+        """Load a peer's states; those of parts that the script has not made yet are kept."""
         for name, state in states.items():
             if name in self._parts:
                 self._parts[name].load(state, change)
@@ -56,6 +56,6 @@ class Parts:
                 self._early[name] = (state, change)
 
     def resume(self, change: Change) -> None:
-        """Let all of them go on with other members."""
+        """Let all parts continue with other members."""
         for part in self._parts.values():
             part.resume(change)

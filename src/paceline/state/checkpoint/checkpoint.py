@@ -100,7 +100,7 @@ class Checkpoint:
         self._saved_at = -1
         self._is_wanted = False  # a save waits until nothing is between the workers
         self._job.stopping.should_stop(alone=False)  # from now on SIGTERM asks
-        if not self._job.elastic.is_candidate:
+        if not self._job.elastic.is_joining:
             self._begin(resume)
         self._cut: Cut | None = None  # where, at the pace of the moment, nobody waits for anybody
         self._due.begin(self.steps)
@@ -165,7 +165,7 @@ class Checkpoint:
         if self._saved_at == self.steps:
             return
         started_s, said = time.perf_counter(), list[Said]()
-        self._job.elastic.point(lambda: said.__setitem__(slice(None), [self._gather()]))
+        self._job.elastic.run_step(lambda: said.__setitem__(slice(None), [self._gather()]))
         if said:  # else others were through before somebody was lost: theirs has this step
             members = list(self._job.world.ranks)
             self._write(said[0], self.steps, members, started_s, {})
@@ -260,7 +260,7 @@ class Checkpoint:
 
     def _agree(self, own: float) -> float:
         told = torch.tensor([own], dtype=torch.float64)
-        self._job.elastic.point(lambda: self._group.all_reduce(told, "max") is None)
+        self._job.elastic.run_step(lambda: self._group.all_reduce(told, "max") is None)
         return float(told)
 
     # -- going on -----------------------------------------------------------------------------

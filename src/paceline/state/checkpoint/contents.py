@@ -128,7 +128,7 @@ def gather(
     generators = Tensors()
     own["random"] = random_state(generators)
     mine.update({f"rank.{rank}/{name}": tensor for name, tensor in generators.items()})
-    own["data"] = data_state(job.sharers)
+    own["data"] = data_state(job.batch_view)
     common = {
         "models": models,
         "objects": written,
@@ -183,7 +183,7 @@ def is_lockstep(saved: Sequence[PaceSwitcher]) -> bool:
 def farewell(job: Job, saved: Sequence[PaceSwitcher], steps: int) -> dict[str, Any]:
     """Return what there is to say of a worker that leaves before the others: how far it is."""
     counts = [{"steps": switcher.steps} for switcher in saved]
-    return {"has_left": True, "steps": steps, "models": counts, "data": data_state(job.sharers)}
+    return {"has_left": True, "steps": steps, "models": counts, "data": data_state(job.batch_view)}
 
 
 def restore(
@@ -208,9 +208,9 @@ def restore(
         notices.insert(0, f"{_workers(job.world.size)} instead of {len(owns)}")
     if before != now and max(before.unit_size, now.unit_size) > 1:
         notices.insert(0, f"mesh {now} instead of {before}")
-    states = [owns[number] for number in before.sharers(0)]
+    states = [owns[number] for number in before.batch_numbers(0)]
     notices += resume_data(
-        job.sharers, _data_states(states, notices), is_lockstep=common["is_lockstep"]
+        job.batch_view, _data_states(states, notices), is_lockstep=common["is_lockstep"]
     )
     # On another mesh: one for all parts of a copy, which must draw the same.
     source = rank if before == now else now.unit_of(job.env.number)

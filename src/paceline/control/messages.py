@@ -1,8 +1,8 @@
-"""What members and the coordinator say to each other, as typed values.
+"""Messages between members and the coordinator, as typed values.
 
-A request carries an id that its reply repeats, so that many can be under way on one connection.
-Encoded with msgpack by msgspec: decoding checks every type and can only ever produce these
-classes.
+A request carries an id that its reply repeats, so that many requests can be in flight on one
+connection. msgspec encodes messages with msgpack. Decoding checks every type and can only produce
+these classes. The wire tag of a message is its class name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COORDINATOR = "coordinator"  # the listener's name in the handshake
 
 
 class FromMember(msgspec.Struct, frozen=True, tag=True):
-    """Base of what a member says."""
+    """Base of the messages that a member sends."""
 
 
 class Heartbeat(FromMember, frozen=True):
@@ -27,10 +27,10 @@ class Heartbeat(FromMember, frozen=True):
 
 
 class Leave(FromMember, frozen=True):
-    """The member ends in good order: closing the connection next is no loss."""
+    """The member exits cleanly: the end of its connection is not a loss."""
 
-    is_finished: bool = True  # its work is done; else others may take its place
-    is_bereft: bool = False  # it fails because it has lost a peer, not for a reason of its own
+    is_finished: bool = True  # its work is done; else a replacement may be started
+    is_bereft: bool = False  # it fails because it lost a peer, not for a reason of its own
 
 
 class Report(FromMember, frozen=True):
@@ -38,7 +38,7 @@ class Report(FromMember, frozen=True):
 
 
 class Request(FromMember, frozen=True):
-    """Base of what is answered with Reply, Joined or Failure."""
+    """Base of the messages that the coordinator answers."""
 
     id: int
 
@@ -49,49 +49,50 @@ class Join(Request, frozen=True):
 
 
 class Ready(Request, frozen=True):
-    """A newcomer has done what it can do alone: let it in. Answered with Joined."""
+    """A newcomer has set itself up and asks to be admitted. Answered with Joined."""
 
     member: Member
 
 
 class Look(Request, frozen=True):
-    """A newcomer asks who is there, without being in. Answered with Joined."""
+    """A newcomer asks for the membership without joining it. Answered with Joined."""
 
 
 class Attach(Request, frozen=True):
-    """A member is back after its connection broke. Answered with Joined, or Evicted."""
+    """A member reconnects after its connection broke. Answered with Joined, or Evicted."""
 
     member: Member
-    adopted: int  # the generation in which it works
-    known: int  # the newest generation that it has heard of
+    adopted: int  # the generation that it has entered
+    known: int  # the newest generation that it has received
 
 
 class Adopted(FromMember, frozen=True):
-    """The member works in this generation; everything older is behind it."""
+    """The member has entered this generation, and left all older ones."""
 
     generation: int
 
 
 class Accuse(FromMember, frozen=True):
-    """The member cannot reach another one, whatever that one tells the coordinator."""
+    """The member reports another member as unreachable."""
 
     rank: int
-    why: str  # empty: it can again
+    why: str  # empty: it is reachable again
 
 
 class InSync(FromMember, frozen=True):
-    """A filling server has everything: no reply leaves the primary without its word any more."""
+    """A backup has caught up: from now on the primary waits for its acknowledgement before it
+    replies."""
 
     partition: int
     generation: int
 
 
 class PaceAnswer(FromMember, frozen=True):
-    """Answers PaceWanted: the worker goes no further than this step before it is settled."""
+    """Answer to PaceWanted: the worker does not pass this step before it receives PaceSettled."""
 
     number: int
     step: int
-    problem: str = ""  # why it cannot be, instead
+    problem: str = ""  # instead of a step: why the worker refuses the pace
 
 
 class StoreSet(Request, frozen=True):
@@ -133,29 +134,30 @@ class StoreNumKeys(Request, frozen=True):
 
 
 class TakePortion(Request, frozen=True):
-    """The member has done some portions of a pool (control/coordinator/work_pools.py), and wants
-    another one. Answered with Lent."""
+    """The member reports portions of a work pool (control/coordinator/work_pools.py) as done and
+    asks for another portion. Answered with Lent."""
 
-    line: str
-    index: int
-    portions: int  # that there are
+    line: str  # the loader
+    index: int  # the pass over its data
+    portions: int  # in the pool
     done: tuple[int, ...] = ()
     before: tuple[tuple[int, int], ...] = ()  # ranges that an earlier job has done
 
 
 class LookAtPool(Request, frozen=True):
-    """The member asks how far a pool is. Answered with PoolState."""
+    """The member asks for the progress of a work pool. Answered with PoolState."""
 
     line: str
     index: int
 
 
 class AskClock(Request, frozen=True):
-    """The member asks for the time (control/client/clock_sync.py). Answered with ClockIs."""
+    """The member asks for the coordinator's time (control/client/requests.py). Answered with
+    ClockIs."""
 
 
 class SettlePortions(FromMember, frozen=True):
-    """The member has done these portions of a pool, and will not do those that it gives back."""
+    """The member has done some portions of a work pool, and gives others back."""
 
     line: str
     index: int
@@ -164,11 +166,11 @@ class SettlePortions(FromMember, frozen=True):
 
 
 class FromCoordinator(msgspec.Struct, frozen=True, tag=True):
-    """Base of what the coordinator says."""
+    """Base of the messages that the coordinator sends."""
 
 
 class Answer(FromCoordinator, frozen=True):
-    """Base of what answers a request: it repeats the request's id."""
+    """Base of the answers to requests; `id` is the request's."""
 
     id: int
 
@@ -188,77 +190,77 @@ class Failure(Answer, frozen=True):
 
 class Lent(Answer, frozen=True):
     portion: int  # -1: there is none now
-    missing: int  # portions that are not done, apart from this member's
-    again: int  # portions that were lent a second time
+    missing: int  # portions that are not done, without this member's
+    again: int  # portions that were leased a second time
 
 
 class PoolState(Answer, frozen=True):
-    portions: int  # 0: nobody has begun, or it is long over
+    portions: int  # 0: no worker has begun the pass, or it ended long ago
     done: tuple[tuple[int, int], ...]  # ranges
-    again: tuple[int, ...]  # portions that were lent a second time
+    again: tuple[int, ...]  # portions that were leased a second time
 
 
 class ClockIs(Answer, frozen=True):
     now_s: float  # the coordinator's monotonic clock
-    clock_id: str  # which clock that is: equal names are equal clocks
+    clock_id: str  # equal ids are the same clock
 
 
 class Missing(FromCoordinator, frozen=True):
-    """The join still waits for these ranks."""
+    """These ranks have not joined yet."""
 
     ranks: tuple[int, ...]
     waited_s: float
 
 
 class LossKind(enum.Enum):
-    """How a member came to be lost: others decide by this, never by the words for people."""
+    """Why a member was lost. Processes decide by the kind, never by the text beside it."""
 
-    ENDED = "ended"  # its connection or process ended; nobody saw how
-    KILLED = "killed"  # its process was ended by a signal
+    ENDED = "ended"  # its connection or process ended, for an unknown reason
+    KILLED = "killed"  # a signal ended its process
     CRASHED = "crashed"  # its process ended with an error
-    SILENT = "silent"  # no sign of life: it is stopped, stuck or cut off, and may wake up
+    SILENT = "silent"  # no heartbeats: it is stopped, stuck or cut off, and may wake up
     UNREACHABLE = "unreachable"  # it is alive, but other members cannot reach it
-    BEREFT = "bereft"  # it failed because it could not reach a mate, who is not seen to be lost
-    LEFT = "left"  # it left before its work was done, and ends by itself
-    RETIRED = "retired"  # a mate of its unit was lost
-    RELEASED = "released"  # a mate of its unit left; it ends by itself, like that one
+    BEREFT = "bereft"  # it failed because it could not reach a unit peer that is not known as lost
+    LEFT = "left"  # it left before its work was done, and exits by itself
+    RETIRED = "retired"  # a peer of its unit was lost
+    RELEASED = "released"  # a peer of its unit left; it exits by itself, like that peer
 
     @property
     def is_own(self) -> bool:
-        """Whether the reason lies with the member itself, and not with a mate."""
+        """Whether the member itself is the reason, and not a peer of its unit."""
         return self not in (LossKind.RETIRED, LossKind.RELEASED)
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the process ends because of others, or because the coordinator decided so: its
-        exit code then says nothing about the script."""
+        """Whether the process ends because of another process or a decision of the coordinator.
+        Its exit code then says nothing about the script."""
         own = (LossKind.ENDED, LossKind.KILLED, LossKind.CRASHED, LossKind.LEFT)
         return self not in own
 
     @property
     def is_willing(self) -> bool:
-        """Whether the process ends by itself: it may finish what it says, and is not stopped."""
+        """Whether the process exits by itself: it may finish its output and is not killed."""
         return self in (LossKind.LEFT, LossKind.RELEASED)
 
     @property
     def is_cause(self) -> bool:
-        """Whether the member is lost for a reason of its own, and against its will."""
+        """Whether the member was lost for a reason of its own and did not leave."""
         return self.is_own and not self.is_willing
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """A member that is not in the job any more, and why."""
+    """A member that is no longer in the job, and why."""
 
     rank: int
     number: int
     role: str
     where: str
     why: str
-    kind: LossKind = LossKind.ENDED  # the default: a journal of a version without kinds
+    kind: LossKind = LossKind.ENDED  # the default is for journals of versions without kinds
 
 
 class Changed(FromCoordinator, frozen=True):
-    """The job has another membership from now on: journaled, and never taken back."""
+    """The next membership: in the journal, and never taken back."""
 
     membership: Membership
     lost: tuple[Loss, ...] = ()
@@ -267,20 +269,20 @@ class Changed(FromCoordinator, frozen=True):
 
 
 class Over(FromCoordinator, frozen=True):
-    """The job cannot go on: too few workers are left, or a partition has no holder."""
+    """The job is over: too few workers are left, or a partition has no holder."""
 
     why: str
 
 
 class PaceWanted(FromCoordinator, frozen=True):
-    """A person wishes for another pace. Answered by workers, with PaceAnswer."""
+    """An operator requests another pace. Workers answer with PaceAnswer."""
 
     number: int
     pace: str
 
 
 class PaceSettled(FromCoordinator, frozen=True):
-    """Behind this step the pace is another one; a negative step: it stays as it is."""
+    """The pace changes after this step; a negative step: the pace does not change."""
 
     number: int
     pace: str
@@ -288,13 +290,13 @@ class PaceSettled(FromCoordinator, frozen=True):
 
 
 class Presence(FromCoordinator, frozen=True):
-    """A member's state changed: "lost", "left", "silent" (no heartbeat) or "back"."""
+    """The new state of a member: "lost", "left", "silent" (no heartbeat) or "back"."""
 
     rank: int
     state: str
     detail: str
     where: str = ""  # its host and pid
-    kind: LossKind | None = None  # of a loss; None: it is there, or has ended in good order
+    kind: LossKind | None = None  # of a loss; None: it is present, or has exited cleanly
 
     @property
     def is_gone(self) -> bool:
@@ -302,13 +304,32 @@ class Presence(FromCoordinator, frozen=True):
 
     @property
     def has_finished(self) -> bool:
-        """Whether it left in good order, and nobody misses it."""
+        """Whether it exited cleanly, with its work done."""
         return self.state == "left" and self.kind is None
 
     @property
-    def words(self) -> str:
-        """The detail, with the place of the process."""
+    def text(self) -> str:
+        """The detail, preceded by host and pid of the process."""
         return f"{self.where}: {self.detail}" if self.where else self.detail
+
+
+class Wanted(FromCoordinator, frozen=True):
+    """The launcher shall start a process with this role and number."""
+
+    role: str
+    number: int
+
+
+class Unwanted(FromCoordinator, frozen=True):
+    """An operator removed this member: it leaves at its next boundary."""
+
+    rank: int
+
+
+class Remark(FromCoordinator, frozen=True):
+    """A line of text for the operators."""
+
+    text: str
 
 
 MemberMessage: TypeAlias = (
