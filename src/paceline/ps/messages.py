@@ -1,4 +1,4 @@
-"""What workers and servers say to each other, as typed values; connection.py has their frames.
+"""Messages between workers and servers, as typed values; connection.py has their frames.
 
 A REQUEST carries a sequence number, which its REPLY repeats; (worker, sequence) names it, so that
 one that is sent again is answered, not applied. Tensors do not travel in messages: on one host a
@@ -52,7 +52,7 @@ class Traced(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Request(Traced, frozen=True, tag=True, omit_defaults=True):
-    """Base of what a worker says."""
+    """Base of a worker's requests."""
 
     seq: Number
 
@@ -125,7 +125,7 @@ class Pull(Request, frozen=True):
 
 
 class Peek(Request, frozen=True):
-    """Read the newest values at once; anybody may, and the clocks do not notice."""
+    """Read the newest values at once; any process may, and the clocks do not change."""
 
     table: int
     into: tuple[Where, ...] = ()  # by shard; empty: the values follow
@@ -204,7 +204,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     stops: bool = False  # of a commit, where all end a step together: one of them was asked to stop
     absent: tuple[int, ...] = ()
     codec: str = ""  # of an average: what follows is a packet that this codec reads
-    speaker: int = -1  # of an average: the worker that tells how all of them have changed it
+    speaker: int = -1  # of an average: the worker that sends how all workers have changed it
     delivers: bool = False  # tensors follow, because the worker is on another host
     entries: tuple[EncodedStateEntry, ...] = ()
     spec: TableSpec | None = None

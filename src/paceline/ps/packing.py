@@ -10,7 +10,7 @@ only codecs that need no such memory are used:
 
     topk              the mean of n workers' chosen values has at most n times as many: those are
                       sent, and the mean is what it was
-    fp16, bf16, int8  the mean is rounded, before anybody has seen it: the servers apply what the
+    fp16, bf16, int8  the mean is rounded before any worker gets it: the servers apply what the
                       workers get
 
 With others (int4 and onebit; error feedback; dgc, which sends more at first) averages go as they
@@ -32,7 +32,7 @@ from paceline.observe.telemetry.traffic import Account
 from paceline.ps import messages as m
 from paceline.ps.spec import ShardSpec
 
-_MOST = 4096  # ways to read packets that are remembered: whoever pushes names the codec
+_MOST = 4096  # packet formats that are remembered: workers choose the codec
 _SHOWN = 80
 
 
@@ -60,9 +60,9 @@ class Packing:
         self._allocate, self._worker, self._num_workers = allocate, worker, num_workers
 
     def packet(self, spec: ShardSpec, first: int) -> Packet | None:
-        """Return the packet of a shard, whose first element is that one of the model.
+        """Return the packet of a shard, whose first element has that index in the model.
 
-        None: it is too small, or of another dtype, and travels as it is.
+        None: it is too small, or of another dtype, and is not packed.
         """
         layout = layout_of(spec, first, self.codec.spec.min_elements)
         if spec.dtype != "float32" or not layout.large:
@@ -108,7 +108,7 @@ class Unpacking:
         if spec.dtype != "float32" or not layout.large:
             raise ShapeMismatch(
                 f"shard {spec.label!r} has {spec.count} x {spec.dtype}, of which codec"
-                f" {text[:_SHOWN]} takes nothing; push it as it is"
+                f" {text[:_SHOWN]} packs nothing; push it unpacked"
             )
         return PacketFormat(self._codecs[text], layout)
 
@@ -163,7 +163,7 @@ class MeanPackets:
         return self._contents[text]
 
     def pack(self, average: torch.Tensor, num_workers: int) -> tuple[str, torch.Tensor] | None:
-        """Return codec and packet of an average, which it then is to the bit; None: as it is."""
+        """Return codec and packet of an average, which is rounded to it; None: it is not packed."""
         form = self._form(num_workers)
         contents = self.contents(str(form))
         if contents.num_bytes > _WORTH * average.nbytes:
@@ -178,7 +178,7 @@ class MeanPackets:
             if not self.is_exact:
                 values.copy_(read)
             elif not _are_same(values, read):
-                return None  # somebody has sent more than was thought
+                return None  # a worker has sent more values than expected
         self._layout.pack_small(average, contents.small(packet))
         return str(form), packet
 

@@ -85,7 +85,7 @@ def _at_cuts(size: int, num_parts: int, cuts: Sequence[int]) -> list[int]:
 
 
 def balance(parts: Sequence[Placement], itemsizes: Sequence[int], num_servers: int) -> str:
-    """Say for people how much each server holds, and how uneven that is."""
+    """Return how much each server holds, and how uneven that is, for people."""
     loads, counts = [0] * num_servers, [0] * num_servers
     for part in parts:
         loads[part.server] += (part.stop - part.start) * itemsizes[part.item]

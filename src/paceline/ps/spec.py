@@ -57,12 +57,12 @@ class Rule(ServerOptions, frozen=True):
     What a person can choose of it are the fields of `ServerOptions` (options/table.py).
     """
 
-    bound: int | None  # None: nobody waits
+    bound: int | None  # None: no worker waits
     aggregate: bool = False  # synchronous: the workers' mean is applied, once per step
     backup: int = 0  # synchronous: so many workers are not waited for
     votes: bool = False  # the average is the majority of signs, as bits; nothing is applied
     mean_codec: str = ""  # synchronous: averages go to the workers through it, if that is less
-    all_speak: bool = False  # every worker tells what the script has changed, not only the first
+    all_speak: bool = False  # every worker sends what the script has changed, not only the first
     is_elastic: bool = False  # backups: of the workers that are there, not of those at the start
 
     @property
@@ -100,7 +100,7 @@ def rule_of(name: str, number: int, options: ServerOptions, *, is_elastic: bool 
     """
     chosen = {field: getattr(options, field) for field in ServerOptions.__struct_fields__}
     if name == "backup" and number:
-        # Nobody is bound to the clock of the slowest; and the first worker may be that one.
+        # No worker is bound to the slowest one's clock; and the first worker may be the slowest.
         return Rule(
             None, aggregate=True, backup=number, all_speak=True, is_elastic=is_elastic, **chosen
         )

@@ -259,7 +259,7 @@ def test_a_worker_that_comes_back_with_its_clock_is_waited_for() -> None:
         (lambda: Clocks([0], bound=-1), "bound on staleness is -1"),
         (lambda: Clocks([0], bound=1, unit="second"), "'second'; choose from"),
         (lambda: Clocks([0, 1], bound=1).clock(7), "worker 7 has no clock.*live workers are"),
-        (lambda: Clocks([0, 1], bound=1).join(1), "worker 1 joins, but it is there already"),
+        (lambda: Clocks([0, 1], bound=1).join(1), "worker 1 joins, but has a clock already"),
         (lambda: Clocks([0], bound=1, unit="version").applied([0]), "did not read since"),
     ],
 )

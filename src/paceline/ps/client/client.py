@@ -1,4 +1,4 @@
-"""The neutral client: named arrays on parameter servers, for whoever has gradients of any kind.
+"""`ps.Client`: named arrays on parameter servers, for scripts with gradients of any kind.
 
     client = ps.Client("async")
     client.init("weights", numpy.zeros(10), optimizer="SGD", lr=0.1)
@@ -6,7 +6,7 @@
 
 Arrays are numpy's, torch's, or anything with DLPack or the buffer protocol. Servers apply what is
 pushed with the optimizer that the key was made with. A WORKER of a key pushes, and its reads obey
-the pace; any other rank only looks, which holds up nobody.
+the pace; any other rank only reads, and no worker waits for it.
 
 Operations return a Work at once; arrays given to them must be left alone until it is done. At most
 one push, one pull and one peek of a key are under way: another one waits for the one before.

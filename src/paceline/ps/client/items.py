@@ -1,7 +1,7 @@
 """What a table is made of, as a worker has it, and how that is cut into shards.
 
 An ITEM is one flat tensor of the table: a bucket of a model, or an array. It is HELD by several
-parameters, one behind the other; placement.py cuts it into parts, each a shard on one server.
+parameters, one after the other; placement.py cuts it into parts, each a shard on one server.
 """
 
 from __future__ import annotations
@@ -94,5 +94,5 @@ def spec_of(item: Item, part: Placement) -> ShardSpec:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Write a dtype as it is named in messages: 'float32'."""
+    """Return the name of a dtype in messages: 'float32'."""
     return str(dtype).removeprefix("torch.")

@@ -7,10 +7,10 @@ waits for the one before.
 
 An OPERATION is requests to several servers that are waited for as one. Refusals are raised when
 every server has answered, so that no server uses the memory any more; a server that is lost is
-raised at once, since the others may wait for it for ever.
+raised at once, since the other servers may wait for it for ever.
 
-Threads: any. Whoever waits first for an operation takes the answers; `settled` returns an error
-that nobody has seen.
+Threads: any. The first thread that waits for an operation takes the answers; `settled` returns an
+error that no thread has seen.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.runtime.work import Work
 
 
 class Operation:
-    """The handle behind the client's Works."""
+    """The handle of a client's Work."""
 
     def __init__(
         self, what: str, works: Sequence[Work[Any]], finish: Callable[[list[Any]], Any], keep: Any
@@ -50,7 +50,7 @@ class Operation:
         self._has_ended = False  # guarded by: _mu; so are the next three
         self._result: Any = None
         self._error: Exception | None = None
-        self.is_seen = False  # somebody has got the outcome
+        self.is_seen = False  # a thread has got the outcome
 
     def work(self) -> Work[Any]:
         return Work(self, lambda: self._result, self)
@@ -64,14 +64,14 @@ class Operation:
         return self._error
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for all answers; raise what went wrong. PeerTimeout: it goes on."""
+        """Wait for all answers; raise the first error. PeerTimeout: the operation continues."""
         self._take(timeout_s)
         self.is_seen = True
         if self._error is not None:
             raise self._error
 
     def settled(self) -> Exception | None:
-        """Wait until its memory can be used again; return an error that nobody has seen yet."""
+        """Wait until its memory can be used again; return an error that no thread has seen yet."""
         self._take(None)
         was_seen, self.is_seen = self.is_seen, True
         return None if was_seen else self._error
@@ -79,7 +79,7 @@ class Operation:
     def _take(self, timeout_s: float | None) -> None:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._mu.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise PeerTimeout(f"{self._what}: no answer within {timeout_s} s; it goes on")
+            raise PeerTimeout(f"{self._what}: no answer within {timeout_s} s; it continues")
         try:
             if not self._has_ended:
                 self._collect(deadline_s)
@@ -112,11 +112,11 @@ class Operation:
 
 
 class Receipt(NamedTuple):
-    """What became of a push."""
+    """The outcome of a push."""
 
     version: int  # of the key when it was applied
-    staleness: int  # updates of others between this worker's last read and the push
-    notice: str  # what the user should know: why it was left out, for example; mostly empty
+    staleness: int  # updates of other workers between this worker's last read and the push
+    notice: str  # a warning, such as why it was skipped; usually empty
 
 
 class _Target(NamedTuple):
@@ -139,7 +139,7 @@ class Key:
         self._mu = threading.Lock()
         self._peek_mu = threading.Lock()
         self._settings: dict[str, Any] = {}  # changed ones; guarded by: _mu, as the next
-        self._has_news = False  # they are not told yet
+        self._is_changed = False  # they are not sent yet
         self._boxes: dict[str, torch.Tensor] = {}
         self._last: dict[str, Operation] = {}  # by use: "push" and "pull" under _mu, "peek"
 
@@ -158,7 +158,7 @@ class Key:
         """Use other settings of the optimizer from this worker's next push on."""
         with self._mu:
             self._settings.update(settings)
-            self._has_news = True
+            self._is_changed = True
 
     # -- operations ---------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Key:
         with self._mu:
             self._settle("push")
             memory = self._healthy_outgoing(grad)
-            works = self.remote.push_array(memory, self._news())
+            works = self.remote.push_array(memory, self._changed_settings())
             return self._start("push", works, self._receipt, (thing, memory))
 
     def push_pull(self, thing: object, out: object) -> Operation:
@@ -177,7 +177,7 @@ class Key:
             as_torch = isinstance(thing, torch.Tensor)
             target = self._target(out, "inbox", as_torch=as_torch)
             memory = self._healthy_outgoing(grad)
-            works = self.remote.push_pull(memory, self._news(), target.memory)
+            works = self.remote.push_pull(memory, self._changed_settings(), target.memory)
             self._last["pull"] = started = self._start(
                 "push",
                 works,
@@ -230,10 +230,10 @@ class Key:
         self._receipt(answers)
         return target.deliver()
 
-    def _news(self) -> dict[str, Any] | None:
-        if not self._has_news:
+    def _changed_settings(self) -> dict[str, Any] | None:
+        if not self._is_changed:
             return None
-        self._has_news = False
+        self._is_changed = False
         return {**self.spec.optimizer.groups[0], **self._settings}
 
     # -- arrays -------------------------------------------------------------------------------

@@ -263,15 +263,16 @@ class RemoteTable:
         was asked to stop, which in lockstep all hear with their replies.
 
         With a bound in versions this worker does not have its next turn yet: `pull(in_turn=True)`
-        when it is about to compute. Whoever has one and does something else holds up the others.
+        when it is about to compute. A worker that has its turn and does not compute delays all
+        other workers.
         """
         self.clock += 1
-        told, bad = None if settings is None else tuple(settings), self._bad_servers()
+        changed, bad = None if settings is None else tuple(settings), self._bad_servers()
         reads, clock = not self.rule.takes_turns and not self.rule.votes, self.clock
 
         def make(seq: int, table: int, index: int) -> m.Commit:
             counts = not bad or index in bad
-            return m.Commit(seq, table, clock, told, reads, counts=counts, stops=stops)
+            return m.Commit(seq, table, clock, changed, reads, counts=counts, stops=stops)
 
         if reads:
             return self._read(make)
@@ -297,7 +298,7 @@ class RemoteTable:
     is_over = False  # an array's is when its client's job is
 
     def stand_aside(self) -> None:
-        """Take no part any more: nobody waits for this worker, which may still `pull`. Blocks."""
+        """Leave the table: no worker waits for this one, which may still `pull`. Blocks."""
         self._stands_aside = True
         Together(self._ask_all(lambda seq, table: m.StandAside(seq, table))).wait()
 
@@ -345,8 +346,8 @@ class RemoteTable:
     def _bad_servers(self) -> set[int]:
         """Return the servers that refuse this worker's update, because it is not finite there.
 
-        Each looks at its own part only; the others must leave theirs out too. In lockstep the
-        answers to pushes say so before anybody commits.
+        Each server checks its own part only; the other servers must skip theirs too. In lockstep
+        the replies to pushes say so before any worker commits.
         """
         rule = self.rule
         if rule.nonfinite == "ignore" or rule.aggregate or len(self._numbers) == 1:

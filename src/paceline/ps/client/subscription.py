@@ -1,4 +1,4 @@
-"""Following a key, or a model: told of new versions as they come, without asking again and again.
+"""Subscriptions to a key or a model: notified of new versions, without polling.
 
 The server keeps the question until there is a newer version, or until there can be none: the
 follower has closed the subscription or left the job, or all workers of the key have left.
@@ -23,9 +23,9 @@ _numbers = itertools.count(1)
 class Subscription:
     """Versions as an iterable; made by `Client.subscribe` and `model.subscribe`.
 
-    A version is the number of updates that were applied. Versions that come while nobody waits are
-    not queued: the next wait returns the newest one. Where a key is cut over several servers, every
-    part has the version that is told, or a newer one.
+    A version is the number of updates that were applied. Versions that are made while no thread
+    waits are not queued: the next wait returns the newest one. Where a key is cut over several
+    servers, every part has the version that is returned, or a newer one.
     """
 
     def __init__(self, remote: RemoteTable, after: int) -> None:
@@ -39,7 +39,7 @@ class Subscription:
         """Block until there is a version that is newer than the last one; return it.
 
         None: there will be none any more. PeerTimeout when `timeout_s` passes first; the next call
-        goes on waiting.
+        continues to wait.
         """
         if self._is_closed or self._remote.is_over:
             return None
@@ -56,7 +56,7 @@ class Subscription:
         return newest
 
     def close(self) -> None:
-        """End the subscription: whoever waits gets None."""
+        """End the subscription: a thread that waits gets None."""
         was_closed, self._is_closed = self._is_closed, True
         if not was_closed and not self._remote.is_over:
             self._remote.unfollow(self._number)

@@ -6,7 +6,7 @@ of the two it is may change with the server that answers, so it is decided when 
 and when a reply is read.
 
 A shard's packet is filled once for each step, under its key, and then sent as often as it has to
-be. Averages come back as the reply says.
+be. The reply names the codec of an average.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OutgoingTensor:
         self.shard, self._flat, self._staging = shard, flat, staging
 
     def locate(self) -> m.Where | None:
-        """Get it ready for whoever answers now, and say where it lies."""
+        """Prepare it for the server that answers now; return where it lies."""
         self.tensor = self.shard.of(self._flat)
         if self._staging is not None:
             self.tensor = self._staging.cast("grad", self.shard, self.tensor)
@@ -75,7 +75,7 @@ class OutgoingPacket(OutgoingTensor):
 
     def __init__(self, shard: RemoteShard, packet: Packet) -> None:
         super().__init__(shard, packet.payload)
-        self.tensor = packet.payload  # stays as it is until the step has been answered
+        self.tensor = packet.payload  # does not change until the step has been answered
         self.codec = packet.form
 
     def locate(self) -> m.Where | None:
@@ -152,7 +152,7 @@ class Packets:
         self._means: dict[tuple[int, int], MeanPackets] = {}
 
     def add(self, shard: RemoteShard, spec: ShardSpec, first: int) -> None:
-        """Look after a shard, whose first element is that one of the table."""
+        """Add a shard, whose first element has that index in the table."""
         if self._mean_codec:
             self._means[_key(shard)] = MeanPackets(spec, self._mean_codec)
         packet = self._packing.packet(spec, first) if self._packing is not None else None
@@ -160,13 +160,13 @@ class Packets:
             self._by_shard[_key(shard)] = (spec, packet)
 
     def of(self, shard: RemoteShard) -> Packet | None:
-        """Return the packet of a shard; None: it travels as it is."""
+        """Return the packet of a shard; None: it is not packed."""
         return self._by_shard[_key(shard)][1] if _key(shard) in self._by_shard else None
 
     def outgoing(
         self, shard: RemoteShard, grads: torch.Tensor, absent: Sequence[int], key: int | None
     ) -> OutgoingTensor:
-        """Get a shard's part of gradients ready to be pushed; key None: as it is."""
+        """Prepare a shard's part of gradients for a push; key None: not packed."""
         if key is None or _key(shard) not in self._by_shard:
             return OutgoingTensor(shard, grads, self._staging)
         spec, packet = self._by_shard[_key(shard)]
@@ -175,7 +175,7 @@ class Packets:
         return OutgoingPacket(shard, packet)
 
     def incoming_mean(self, shard: RemoteShard, average: torch.Tensor | None) -> IncomingTensors:
-        """Return where a shard's part of averages lands; None: nobody wants it."""
+        """Return where a shard's part of averages lands; None: it is not wanted."""
         if average is None:
             return IncomingTensors(self._staging, "average", ())
         if not self._mean_codec:
@@ -192,7 +192,7 @@ class Packets:
         return [packet.num_filled for _, packet in self._by_shard.values()]
 
     def recount(self, counts: Sequence[int]) -> None:
-        """Go on from there."""
+        """Continue from these counts."""
         for (_, packet), count in zip(self._by_shard.values(), counts, strict=True):
             packet.num_filled = count
 

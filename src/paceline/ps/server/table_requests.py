@@ -20,9 +20,10 @@ import torch
 from paceline.errors import PacelineError
 from paceline.ps import messages as m
 from paceline.ps.connection import Landing
+from paceline.ps.server.precision import FLOATING
 from paceline.ps.server.table import Table
 from paceline.ps.server.worker_clocks import StepOutcome
-from paceline.ps.server.worker_memory import DTYPES, Caller, Tensorful, WorkerBuffers
+from paceline.ps.server.worker_memory import Caller, Tensorful, WorkerBuffers
 
 
 @dataclass
@@ -72,7 +73,7 @@ class ServedTable:
         """Return where the tensor of a request is; usually the same place as the last time."""
         if isinstance(request, m.Push) and not (is_sent or request.codec):
             known = self.buffers.views.get(("push", caller.worker, request.shard))
-            if known is not None and known[:2] == (request.where, DTYPES.get(request.dtype)):
+            if known is not None and known[:2] == (request.where, FLOATING.get(request.dtype)):
                 return Landing(known[2:])
         return self.buffers.landing(caller, request, is_sent=is_sent)
 

@@ -19,6 +19,7 @@ from paceline.errors import UsageError
 from paceline.ps import messages as m
 from paceline.ps.connection import Landing
 from paceline.ps.packing import Unpacking, unpack
+from paceline.ps.server.precision import FLOATING
 from paceline.ps.server.table import Table
 from paceline.ps.spec import ShardSpec
 
@@ -33,13 +34,6 @@ class Caller:
 
 
 Tensorful: TypeAlias = m.Assign | m.Push | m.Replace  # requests with a tensor
-
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 @dataclass
@@ -264,9 +258,9 @@ def wire_dtype(opened: m.Open, dtype: str) -> torch.dtype:
 
 def dtype_of(name: str) -> torch.dtype:
     """Return torch's dtype of that name; UsageError if servers cannot hold it."""
-    if name not in DTYPES:
-        raise UsageError(f"dtype {name[:40]!r} cannot be on a server; one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    if name not in FLOATING:
+        raise UsageError(f"dtype {name[:40]!r} cannot be on a server; one of {', '.join(FLOATING)}")
+    return FLOATING[name]
 
 
 def view(
