@@ -50,11 +50,11 @@ def measure(*, quick: bool) -> tuple[dict[str, Any], list[Figure]]:
 def automatic(model: Uneven, count: int) -> list[int]:
     """Return the layers with which stages begin when nobody names them."""
     from paceline.model_parallel.pipeline.measuring import measure_layers
-    from paceline.model_parallel.pipeline.partitioning import choose_starts
+    from paceline.model_parallel.pipeline.partitioning import choose_split_points
     from paceline.model_parallel.pipeline.tracing import trace
 
     example = torch.randn(_BATCH, _WIDTH)
-    starts = choose_starts(trace(model, (example,)), measure_layers(model, example), count)
+    starts = choose_split_points(trace(model, (example,)), measure_layers(model, example), count)
     number = {f"layers.{index}": index for index in range(len(model.layers))}
     return [{**number, "head": len(model.layers)}[name] for name in starts]
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.model_parallel.fsdp.sharded import Sharded
-from paceline.model_parallel.parts.layout import Part
+from paceline.model_parallel.fsdp.fully_sharded import FullyShardedModel
+from paceline.model_parallel.sharding.layout import SliceSpec
 
 ROWS = 12  # of a global batch; divides by 2, 3 and 4
 
@@ -81,17 +81,17 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
-def sharded(model: nn.Module, precision: str = "fp32") -> Sharded:
+def sharded(model: nn.Module) -> FullyShardedModel:
     if not dist.is_initialized():
         dist.init_process_group("paceline")
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    parts = {name: Part(tuple(param.shape)) for name, param in model.named_parameters()}
-    return Sharded(model, mesh, parts, precision)
+    parts = {name: SliceSpec(tuple(param.shape)) for name, param in model.named_parameters()}
+    return FullyShardedModel(model, mesh, parts)
 
 
-def move_to_bucket(shards: Sharded) -> torch.Tensor:
+def move_to_bucket(shards: FullyShardedModel) -> torch.Tensor:
     """Put the plain parameters behind each other into one memory, as data parallelism does."""
-    plain = [held.param for _, held in shards.holding]
+    plain = [held.tensor for _, held in shards.shards.items()]
     bucket = torch.cat([param.detach().flatten() for param in plain])
     pieces = bucket.split([param.numel() for param in plain])
     for param, piece in zip(plain, pieces, strict=True):
@@ -100,9 +100,11 @@ def move_to_bucket(shards: Sharded) -> torch.Tensor:
     return bucket
 
 
-def assert_holds(shards: Sharded, whole: dict[str, torch.Tensor], **tolerance: float) -> None:
+def assert_holds(
+    shards: FullyShardedModel, whole: dict[str, torch.Tensor], **tolerance: float
+) -> None:
     """Compare what this process holds with the same parts of a whole model."""
-    for name, held in shards.holding:
+    for name, held in shards.shards.items():
         torch.testing.assert_close(
-            held.param.detach(), held.part.of(whole[name].detach()), **tolerance
+            held.tensor.detach(), held.spec.of(whole[name].detach()), **tolerance
         )

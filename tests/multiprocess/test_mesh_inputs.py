@@ -43,7 +43,7 @@ def test_data_shared_out_by_rank_is_refused_and_by_data_rank_trains(tmp_path: Pa
     refused = bench.run("run", "--mesh", "tp=2", wrong)
     assert refused.returncode != 0, refused.stdout
     assert "InconsistentRanks" in refused.stderr
-    said = r"inputs has other values on rank 1 than on rank 0.*pl\.data_rank\(\)"
+    said = r"inputs has different values on rank 1 and on rank 0.*pl\.data_rank\(\)"
     assert re.search(said, " ".join(refused.stderr.split())), refused.stderr
     right = bench.script(BY_RANK.format("data_rank", "data_world_size"), "right.py")
     trained = bench.run("run", "--mesh", "tp=2", right)
@@ -77,7 +77,7 @@ def test_what_differs_is_named_on_all_processes_of_the_unit() -> None:
         return said
 
     for values, shape, dtype in run_ranks(2, body):
-        assert "targets has other values on rank 1 than on rank 0" in values
+        assert "targets has different values on rank 1 and on rank 0" in values
         assert "inputs is float32 [6, 6] on rank 1, float32 [4, 6] on rank 0" in shape
         assert "inputs is float64 [4, 6] on rank 1, float32 [4, 6] on rank 0" in dtype
 

@@ -17,8 +17,8 @@ from sharded_models import sharded
 from torch import nn
 
 import paceline as pl
-from paceline.model_parallel.fsdp.materialize import Recipes, materialize
-from paceline.model_parallel.parts.layout import Held, Holding, Part
+from paceline.model_parallel.fsdp.materialize import MetaModel, materialize
+from paceline.model_parallel.sharding.layout import LocalShard, SliceSpec
 from support import hear, started, tell
 
 MB = 1 << 20
@@ -38,19 +38,19 @@ def train(width: int, depth: int, is_sharded: bool, optimizer_class: Any) -> lis
     """Build a model on meta, make this process's part of it real, and train it for two steps."""
     with torch.device("meta"):
         model = nn.Sequential(*(Residual(width) for _ in range(depth)))
-    recipes, shards = Recipes.of(model), sharded(model) if is_sharded else None
-    whole = {n: Held(p, Part(tuple(p.shape))) for n, p in model.named_parameters()}
-    holding = Holding(whole) if shards is None else shards.holding
+    recipes, shards = MetaModel.of(model), sharded(model) if is_sharded else None
+    whole = {n: LocalShard(p, SliceSpec(tuple(p.shape))) for n, p in model.named_parameters()}
+    holding = whole if shards is None else shards.shards
     materialize(holding, recipes, seed=0)
     if shards is not None:
         shards.refresh()
-    optimizer = optimizer_class([held.param for _, held in holding], lr=1e-3)
+    optimizer = optimizer_class([held.tensor for held in holding.values()], lr=1e-3)
     losses = []
     for _ in range(2):
         loss = model(torch.ones(2, width)).square().mean()
         loss.backward()
         if shards is not None:
-            shards.collect()
+            shards.collect_gradients()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -16,7 +16,6 @@ from pipeline_models import (
     MODELS,
     chain_batch,
     ladder_batch,
-    ladder_loss,
     make,
     run_whole,
     shared_of,
@@ -29,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from paceline.errors import PacelineError, PeerError, PeerLost, UsageError
 from paceline.model_parallel.pipeline.pipeline import Pipeline
-from paceline.model_parallel.pipeline.schedules import indices_of, stages_per_process
+from paceline.model_parallel.pipeline.schedules import stages_of_rank, stages_per_process
 from support import run_ranks, started, tell
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved:2", "zero-bubble"]
@@ -49,7 +48,7 @@ def pipeline_of(name: str, schedule: str, microbatches: int | str = "auto") -> t
     """Return a pipeline, the stages of this process, and the whole model."""
     rank, size = dist.get_rank(), dist.get_world_size()
     num_stages = size * stages_per_process(schedule)
-    whole, indices = make(name, num_stages), indices_of(schedule, rank, size)
+    whole, indices = make(name, num_stages), stages_of_rank(schedule, rank, size)
     stages = taken(whole, indices)
     pipeline = Pipeline(
         stages,
@@ -87,7 +86,7 @@ def train_both(name: str, schedule: str, microbatches: int | str, sizes: list[in
     _, make_batch, loss = MODELS[name]
     ours = torch.optim.SGD(stages.parameters(), 0.05, momentum=0.9, weight_decay=0.01)
     theirs = torch.optim.SGD(whole.parameters(), 0.05, momentum=0.9, weight_decay=0.01)
-    indices = indices_of(schedule, dist.get_rank(), dist.get_world_size())
+    indices = stages_of_rank(schedule, dist.get_rank(), dist.get_world_size())
     for step in range(STEPS):
         torch.manual_seed(100 + step)
         inputs, targets = make_batch(sizes[step % len(sizes)])
@@ -153,13 +152,11 @@ def test_evaluation_gives_the_whole_output_everywhere():
             for microbatches in ("auto", 3):
                 pipeline, stages, whole = pipeline_of("ladder", schedule, microbatches)
                 for rows in (8, 7, 1):
-                    inputs, targets = ladder_batch(rows)
+                    inputs, _ = ladder_batch(rows)
                     expected = run_whole(list(whole), inputs)
                     found = pipeline.evaluate(inputs)
                     assert not found["x"].requires_grad and found["numbers"].dtype == torch.int64
                     close(found, {k: v.detach() for k, v in expected.items()}, f"{rows} rows")
-                    loss = pipeline.evaluate_loss(inputs, targets)
-                    close(loss, ladder_loss(expected, targets).detach(), f"loss of {rows} rows")
                 assert all(p.grad is None for p in stages.parameters())
 
     run_ranks(2, body)
@@ -198,7 +195,7 @@ def test_gradients_add_up_and_are_scaled():
                 loss = transformer_loss(run_whole(list(whole), inputs), targets)
                 (loss * scale).backward()
                 close(pipeline.forward_backward(inputs, targets, scale), loss.detach(), "loss")
-            compare(stages, whole, indices_of(schedule, rank, 2), schedule)
+            compare(stages, whole, stages_of_rank(schedule, rank, 2), schedule)
 
     run_ranks(2, body)
 
@@ -208,7 +205,7 @@ def test_frozen_parts_get_no_gradients():
         rank = start()
         for schedule in SCHEDULES:
             pipeline, stages, whole = pipeline_of("chain", schedule, 2)
-            indices = indices_of(schedule, rank, 2)
+            indices = stages_of_rank(schedule, rank, 2)
             for index, module in [(0, whole[0]), *zip(indices, stages, strict=True)]:
                 module.requires_grad_(index != 0)
             inputs, targets = chain_batch(4)
@@ -224,7 +221,7 @@ def test_bfloat16_crosses_under_autocast():
         rank = start()
         for schedule in SCHEDULES:
             whole = [s.float() for s in make("chain", 2 * stages_per_process(schedule))]
-            indices = indices_of(schedule, rank, 2)
+            indices = stages_of_rank(schedule, rank, 2)
             stages = taken(whole, indices)
             crossed: list[torch.dtype] = []
             note = partial(note_dtype, crossed)

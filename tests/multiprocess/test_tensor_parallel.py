@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
-from paceline.model_parallel.tensor import TensorPlan, parallelize
-from paceline.model_parallel.tensor.sharded_tensor import gathered
+from paceline.model_parallel.tensor.parallelize import parallelize
+from paceline.model_parallel.tensor.plan import TensorPlan
+from paceline.model_parallel.tensor.sharded_tensor import gather_tensors
 from support import run_ranks
 from support import tensor_models as models
 
@@ -86,7 +87,7 @@ def check(
     loss.backward()
     output, cut_loss = loss_of(model, args)
     cut_loss.backward()
-    close(gathered(output), expected, f"{name}: output")
+    close(gather_tensors(output), expected, f"{name}: output")
     close(cut_loss, loss, f"{name}: loss")
     wanted = {param: p.grad for param, p in reference.named_parameters()}
     largest = max(float(grad.abs().max()) for grad in wanted.values())

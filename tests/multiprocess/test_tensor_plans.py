@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from paceline.errors import UsageError
-from paceline.model_parallel.tensor import TensorPlan, parallelize, tensor_plan
+from paceline.model_parallel.tensor.parallelize import parallelize, tensor_plan
+from paceline.model_parallel.tensor.plan import TensorPlan
 from support import run_ranks
 from support import tensor_models as models
 
@@ -207,8 +208,8 @@ def test_bad_plans_are_refused():
         said = refused(heads, device_mesh, {"": "attention"}, example=(torch.randn(2, 1, 12),) * 3)
         assert "3 heads" in said and "tp=2" in said
         said = refused(ThreeHeads(), device_mesh, {"qkv": "column", "out": "row"})
-        assert "qkv cannot be cut as column on the axis tp=2" in said
-        assert "(2, 8, 3, 3, 8) cannot be cut into 2" in said
+        assert "qkv cannot be sharded as column on the axis tp=2" in said
+        assert "(2, 8, 3, 3, 8) cannot be split into 2" in said
         said = refused(mlp, device_mesh, None, example=[torch.randn(2, 12)])
         assert "example must be the tuple" in said
         tied = Words()

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from paceline.model_parallel.tensor import parallelize
-from paceline.model_parallel.tensor.sharded_tensor import CutTensor
+from paceline.model_parallel.tensor.parallelize import parallelize
+from paceline.model_parallel.tensor.sharded_tensor import ShardedTensor
 from support import run_ranks
 from support import tensor_models as models
 
@@ -57,7 +57,7 @@ class Masks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
         inner = F.dropout(torch.ones_like(hidden), 0.5, self.training)
-        if isinstance(inner, CutTensor):
+        if isinstance(inner, ShardedTensor):
             self.inner = inner.local
         self.outer = F.dropout(torch.ones_like(x), 0.5, self.training)
         return self.down(hidden * inner) * self.outer
@@ -146,7 +146,7 @@ def test_recomputed_blocks_draw_the_same_masks(reentrant):
             assert torch.equal(plain, again)
         twin = copy.deepcopy(model).eval()
         model.eval()
-        assert torch.equal(twin(words)[0].whole(), model(words)[0].whole())
+        assert torch.equal(twin(words)[0].full_tensor(), model(words)[0].full_tensor())
         state = torch.get_rng_state()
         assert all(torch.equal(state, other) for other in everybodys(state))
 
@@ -203,7 +203,7 @@ def test_losses_of_all_kinds():
             for model in (head, whole):
                 model.zero_grad()
                 logits = model(x)
-                assert isinstance(logits, CutTensor) == (model is head)
+                assert isinstance(logits, ShardedTensor) == (model is head)
                 loss = F.cross_entropy(logits, target, **option)
                 loss.square().sum().backward()
                 results.append((loss.detach(), model.weight.grad))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from paceline.model_parallel.pipeline.splitting import shared, split
+from paceline.model_parallel.pipeline.splitting import find_tied, split
 from paceline.model_parallel.pipeline.tracing import trace
 
 
@@ -69,11 +69,11 @@ def state_of(model):
     return {name: one.detach().clone() for name, one in model.state_dict().items()}
 
 
-def check_cuts(model: nn.Module, example, cuts=None, largest=2, leaves=(), tolerance=None):
+def check_cuts(model: nn.Module, example, cuts=None, largest=2, tolerance=None):
     """Compare outputs, gradients, buffers and names with the whole model's, for all cuts."""
     before = state_of(model)
     seed = torch.get_rng_state()
-    graph = trace(model, example, leaves)
+    graph = trace(model, example)
     assert torch.equal(seed, torch.get_rng_state())
     for name, one in model.state_dict().items():
         assert torch.equal(one, before[name]), f"tracing changed {name}"
@@ -86,7 +86,7 @@ def check_cuts(model: nn.Module, example, cuts=None, largest=2, leaves=(), toler
         expected = reference(*pytree.tree_map_only(torch.Tensor, torch.clone, example))
         loss_of(expected).backward()
         mine = copy.deepcopy(model).train(training)
-        graph = trace(mine, example, leaves)
+        graph = trace(mine, example)
         for starts in cuts or all_cuts(startable, largest):
             mine.load_state_dict(before)
             mine.zero_grad()
@@ -139,5 +139,5 @@ def _check_names(mine, stages):
     assert together.keys() == whole.keys()
     assert {name for stage in stages for name, _ in stage.named_parameters()} == parameters.keys()
     assert {n for s in stages for n, _ in s.named_buffers()} == {n for n, _ in mine.named_buffers()}
-    for name, where in shared(stages).items():
+    for name, where in find_tied(stages).items():
         assert len(where) > 1 and name in parameters

@@ -1,7 +1,7 @@
-"""Clip gradients of which each process has a part: the norm is that of the whole model.
+"""Clip gradients of a sharded model by the norm of the full model.
 
-torch.nn.utils.clip_grad_norm_ would take the norm of what is here; for parameters of a model on a
-mesh it is therefore taught to ask all processes of the unit.
+torch.nn.utils.clip_grad_norm_ would use the norm of the local shards. For parameters of a model on
+a mesh it is therefore replaced by one that asks all processes of the unit.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch import nn
 
 from paceline.comm.group import Group
 from paceline.errors import UsageError
-from paceline.model_parallel.parts.layout import Holding
-from paceline.model_parallel.registry import meshed
+from paceline.model_parallel.distribute import mesh_models
+from paceline.model_parallel.sharding.layout import LocalShards
 
 
 def clip(
     group: Group,
-    holding: Holding,
+    shards: LocalShards,
     max_norm: float,
     norm_type: float = 2.0,
     only: Collection[str] | None = None,
     waiting: AbstractContextManager[None] | None = None,
 ) -> torch.Tensor:
-    """Scale gradients so that the norm of all of them together, over the processes of the group,
-    is at most `max_norm`; return that norm. `only`: of the parameters with these names. `waiting`
-    is entered to wait for the others. Collective."""
+    """Scale gradients so that their norm over all processes of the group is at most `max_norm`;
+    return the norm before. `only`: the names of the parameters to clip. `waiting` is entered while
+    this process waits for other processes. Collective."""
     if norm_type <= 0:
         raise UsageError(f"clip_grad_norm_(norm_type={norm_type}): expected a number above 0")
-    held = [one for name, one in holding if only is None or name in only]
-    grads = [one.param.grad for one in held if one.param.grad is not None]
-    counted = [one.param.grad for one in held if one.counts and one.param.grad is not None]
+    local = [one for name, one in shards.items() if only is None or name in only]
+    grads = [one.tensor.grad for one in local if one.tensor.grad is not None]
+    counted = [one.tensor.grad for one in local if one.is_counted and one.tensor.grad is not None]
     norm = _norm(group, counted, float(norm_type), waiting or nullcontext())
     scale = max_norm / (norm + 1e-6)
     if scale < 1.0 or math.isnan(scale):
@@ -54,39 +54,39 @@ def _norm(
     """Return the norm over all processes, summed in float64."""
     norms = [float(one) for one in torch._foreach_norm(grads, norm_type)] if grads else []
     if math.isinf(norm_type):
-        told = torch.tensor([max(norms, default=0.0)], dtype=torch.float64)
+        largest = torch.tensor([max(norms, default=0.0)], dtype=torch.float64)
         with waiting:
-            group.all_reduce(told, "max")
-        return float(told)
-    told = torch.tensor([sum(one**norm_type for one in norms)], dtype=torch.float64)
+            group.all_reduce(largest, "max")
+        return float(largest)
+    total = torch.tensor([sum(one**norm_type for one in norms)], dtype=torch.float64)
     with waiting:
-        group.all_reduce(told, "sum")
-    return float(math.pow(float(told), 1.0 / norm_type))
+        group.all_reduce(total, "sum")
+    return float(math.pow(float(total), 1.0 / norm_type))
 
 
-def teach_torch() -> None:
-    """Let torch.nn.utils.clip_grad_norm_ take the norm of the whole model, where it is given
-    parameters of a model in parts."""
-    theirs = nn.utils.clip_grad.clip_grad_norm_
-    if getattr(theirs, "knows_paceline", False):
+def patch_clip_grad_norm() -> None:
+    """Let torch.nn.utils.clip_grad_norm_ use the norm of the full model for the parameters of a
+    model on a mesh."""
+    original = nn.utils.clip_grad.clip_grad_norm_
+    if getattr(original, "knows_paceline", False):
         return
-    nn.utils.clip_grad.clip_grad_norm_ = nn.utils.clip_grad_norm_ = _taught(theirs)
+    nn.utils.clip_grad.clip_grad_norm_ = nn.utils.clip_grad_norm_ = _patched(original)
 
 
-def _taught(theirs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(theirs)
+def _patched(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
     def clip_grad_norm_(
         parameters: Any, max_norm: float, norm_type: float = 2.0, *rest: Any, **options: Any
     ) -> torch.Tensor:
         is_one = isinstance(parameters, torch.Tensor)
         given = [parameters] if is_one else list(parameters)
-        for model, made in meshed.items():
+        for model, mesh_model in mesh_models.items():
             names = {id(param): name for name, param in model.named_parameters()}
-            names.update({id(held.param): name for name, held in made.cut.holding})
+            names.update({id(one.tensor): n for n, one in mesh_model.shard.shards.items()})
             chosen = {names[id(param)] for param in given if id(param) in names}
             if chosen:
-                return made.clip(max_norm, norm_type, chosen)
-        return theirs(given, max_norm, norm_type, *rest, **options)
+                return mesh_model.clip(max_norm, norm_type, chosen)
+        return original(given, max_norm, norm_type, *rest, **options)
 
     clip_grad_norm_.knows_paceline = True  # type: ignore[attr-defined]
     return clip_grad_norm_

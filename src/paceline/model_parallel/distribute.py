@@ -1,9 +1,10 @@
-"""pl.distribute: make a model and its optimizer train on all workers, whole or in parts."""
+"""pl.distribute: train a model and its optimizer on all workers, replicated or sharded."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,13 +12,23 @@ from torch import nn
 from paceline.data_parallel.distribute import begin
 from paceline.errors import UsageError
 from paceline.model_parallel.fsdp.blocks import recompute
-from paceline.model_parallel.options import Wishes
-from paceline.model_parallel.registry import meshed
-from paceline.model_parallel.train_step import Loss, TrainStep
+from paceline.model_parallel.train_step import Loss, TrainStep, as_inputs
 from paceline.runtime.config import requested_mesh
 from paceline.runtime.console import say
 from paceline.runtime.job import Job, current
 from paceline.runtime.mesh import Mesh
+
+if TYPE_CHECKING:
+    from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
+    from paceline.model_parallel.mesh_model import MeshModel
+
+# The models of this process that are sharded over a mesh.
+mesh_models: weakref.WeakKeyDictionary[nn.Module, MeshModel] = weakref.WeakKeyDictionary()
+
+
+def find_mesh_model(switcher: PaceSwitcher) -> MeshModel | None:
+    """Return the sharded model that this trains; None: its model is not sharded."""
+    return next((one for one in mesh_models.values() if one.switcher is switcher), None)
 
 
 def distribute(
@@ -44,38 +55,38 @@ def distribute(
     locally.
 
     pace       how the workers agree: "allreduce", or through parameter servers "ps" (in lockstep),
-               "backup:1" (without the slowest one), "async", "ssp:3" (at most 3 clocks apart), or
-               less often: "local:8", "diloco:500", "easgd:10" and more (docs/guides/paces.md);
-               `paceline run --pace` wins over it
-    options    of the pace, as keywords here or in its brackets: "allreduce[update=sharded]". Tables
-               of them are in docs/guides/paces.md and parameter-server.md; `paceline paces ssp`
-               prints those of a pace, with defaults and meaning
+               "backup:1" (without the slowest worker), "async", "ssp:3" (at most 3 clocks apart),
+               or less often: "local:8", "diloco:500", "easgd:10" and more (docs/guides/paces.md);
+               `paceline run --pace` overrides it
+    options    of the pace, as keywords here or in its brackets: "allreduce[update=sharded]".
+               docs/guides/paces.md and parameter-server.md list them; `paceline paces ssp` prints
+               those of a pace, with defaults and meaning
     mesh       how the workers share data and model, such as "dp=2,tp=2", "pp=4" or "fsdp=4": the
-               pace is that of dp, and the others hold parts of one model
-               (docs/guides/model-parallel.md); `paceline run --mesh` wins over it
+               pace is used on dp, and on the other axes each worker holds a shard of one model
+               (docs/guides/model-parallel.md); `paceline run --mesh` overrides it
 
     with a mesh:
     loss       `loss(output, target)`, the mean over a batch, for `model.train_step(x, y)`
     max_norm   clip gradients to this norm in `train_step` (elsewhere: pl.clip_grad_norm_)
-    example    inputs of the model, of the size of a batch: pp cuts the model by what they cost, tp
-               tries its cuts with them
+    example    inputs of the model, of the size of a batch: pp measures layers with them, tp tests
+               its sharding with them
     plan       of tp: styles by the names of modules; None: found automatically
     splits     of pp: the layers that begin stage 1, 2, ...; None: so that stages cost the same
-    schedule, microbatches   of pp: "gpipe", "1f1b", "interleaved:2", "zero-bubble"; how many parts
-               a batch is cut into, or "auto"
+    schedule, microbatches   of pp: "gpipe", "1f1b", "interleaved:2", "zero-bubble"; the number of
+               microbatches of a batch, or "auto"
     activations   "keep" what backward needs, or "recompute" it block by block
     init       initialises a module of a model that was built on the meta device; None: its
                reset_parameters()
 
-    Raises UsageError (also on the ranks that did nothing wrong) for a model or optimizer that
-    cannot be distributed, InconsistentRanks when the ranks' models differ.
+    Raises UsageError on all ranks for a model or optimizer that cannot be distributed,
+    InconsistentRanks when the ranks' models differ.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> model, optimizer = pl.distribute(model, optimizer)
     """
     job = current()
-    if job.env.is_data_worker:  # it makes batches, and trains nothing
+    if job.env.is_data_worker:  # it prepares batches, and does not train
         return model, optimizer
     if max_norm is not None and not max_norm > 0:
         raise UsageError(f"distribute(max_norm={max_norm}): expected a number above 0, or None")
@@ -90,33 +101,34 @@ def distribute(
         begin(job, model, optimizer, pace, options)
         TrainStep(model, optimizer, loss, max_norm)
         return model, optimizer
-    given = None if example is None else example if isinstance(example, tuple) else (example,)
-    wishes = Wishes(
+    # Here, because of what torch imports for it.
+    from paceline.model_parallel.setup import distribute_on_mesh
+    from paceline.model_parallel.sharding.model_shard import ModelParallelOptions
+
+    given = None if example is None else as_inputs(example)
+    asked_options = ModelParallelOptions(
         *(loss, given, plan, splits, schedule, microbatches, activations, init),
         seed=torch.initial_seed(),
     )
-    # Here, because of what torch imports for it.
-    from paceline.model_parallel.setup import distribute_parts
-
-    distribute_parts(job, model, optimizer, (pace, options), wishes, max_norm)
+    distribute_on_mesh(job, model, optimizer, (pace, options), asked_options, max_norm)
     return model, optimizer
 
 
-def _use_mesh(job: Job, asked: str, mine: str | None) -> None:
+def _use_mesh(job: Job, asked: str, in_script: str | None) -> None:
     chosen = Mesh.parse(asked)
-    if mine is not None and job.env.rank == 0 and Mesh.parse(mine) != chosen:
-        say(f"mesh {chosen} from the command line instead of the script's {mine}")
+    if in_script is not None and job.env.rank == 0 and Mesh.parse(in_script) != chosen:
+        say(f"mesh {chosen} from the command line instead of the script's {in_script}")
     job.set_mesh(chosen)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Clip the gradients of a model, whole or in parts, to a norm over all of them; return what it
-    was. Call it between backward() and optimizer.step(), on all workers.
+    """Clip the gradients of a model, sharded or not, to a norm over all of them; return the norm
+    before. Call it between backward() and optimizer.step(), on all workers.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> model(torch.ones(1, 4)).sum().backward()
     >>> norm = pl.clip_grad_norm_(model, 1.0)
     """
-    if model in meshed:
-        return meshed[model].clip(max_norm, norm_type)
+    if model in mesh_models:
+        return mesh_models[model].clip(max_norm, norm_type)
     return nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)

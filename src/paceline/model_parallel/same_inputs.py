@@ -1,9 +1,9 @@
-"""Do the processes of a unit train on the same batch? Compared in the first steps, then rarely.
+"""Check that the processes of a unit train on the same batch, in the first steps and then rarely.
 
-The processes of `tp` and `pp` compute one batch together. A script that shares out data by
-`pl.rank()` gives each of them another one, and the unit would train on a mixture of both without a
-word. So each process describes its batch in a few lines, one for each tensor (dtype, shape and a
-hash), and the unit compares them. Processes along `fsdp` have batches of their own.
+The processes of `tp` and `pp` compute one batch together. A script that shards data by `pl.rank()`
+gives each of them a different batch, and the unit would silently train on a mixture of both. So
+each process describes its batch in a few lines, one for each tensor (dtype, shape and a hash), and
+the unit compares them. Processes along `fsdp` have batches of their own.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from paceline.comm.object_collectives import all_gather_object
 from paceline.errors import InconsistentRanks
-from paceline.model_parallel.unit import Unit
+from paceline.model_parallel.unit import MeshUnit
 from paceline.runtime.job import Job
 
-_FIRST, _EVERY = 3, 100  # the first steps are compared, then one in so many
+_FIRST, _EVERY = 3, 100  # compare in the first 3 steps, then in every 100th
 _ALL_BYTES = 1 << 18  # of a larger tensor some elements are hashed
 _ELEMENTS = 1 << 12
 
@@ -30,32 +30,34 @@ Described = list[list[str]]  # of each tensor: where it is, its type, a hash of 
 class SameInputs:
     """Compares the batches of one model within a unit."""
 
-    def __init__(self, job: Job, unit: Unit) -> None:
+    def __init__(self, job: Job, unit: MeshUnit) -> None:
         self._unit, self._waiting = unit, job.reporter.waiting
         self._is_needed = unit.mesh.pp * unit.mesh.tp > 1
         self._steps = 0
 
     def compare(self, **given: Any) -> None:
-        """Raise InconsistentRanks on all processes of the unit when what they were given differs.
-        What is None is not compared. Collective in some steps, the same ones on all processes."""
+        """Raise InconsistentRanks on all processes of the unit if their arguments differ; None is
+        not compared. Collective in some steps, which are the same on all processes."""
         if not self._is_needed:
             return
         self._steps += 1
         if self._steps > _FIRST and self._steps % _EVERY:
             return
         with self._waiting:
-            told = all_gather_object(self._unit.group, [self._unit.index("fsdp"), describe(given)])
+            gathered = all_gather_object(
+                self._unit.group, [self._unit.index("fsdp"), describe(given)]
+            )
         for shard in range(self._unit.mesh.fsdp):
             described = {
                 rank: theirs
-                for rank, (index, theirs) in zip(self._unit.group.ranks, told, strict=True)
+                for rank, (index, theirs) in zip(self._unit.group.ranks, gathered, strict=True)
                 if index == shard
             }
             require_same(described, str(self._unit.mesh))
 
 
 def describe(given: dict[str, Any]) -> Described:
-    """Return a line for each tensor or number in what a process was given."""
+    """Return a line for each tensor or number in the arguments."""
     named = {name: value for name, value in given.items() if value is not None}
     leaves, _ = tree_flatten_with_path(named)
     return [[_name(path), *_described(leaf)] for path, leaf in leaves]
@@ -75,10 +77,10 @@ def _described(leaf: Any) -> Iterator[str]:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether the values can be read, and are the whole tensor's: a DTensor has a part of them."""
-    is_part = isinstance(tensor, torch.distributed.tensor.DTensor)
+    """Whether the values can be read, and are the full tensor's: a DTensor has a shard of them."""
+    is_shard = isinstance(tensor, torch.distributed.tensor.DTensor)
     is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-    return is_plain and not (tensor.is_meta or is_part)
+    return is_plain and not (tensor.is_meta or is_shard)
 
 
 def _hash(tensor: torch.Tensor) -> str:
@@ -100,13 +102,13 @@ def require_same(described: dict[int, Described], mesh: str) -> None:
         if named is None:
             continue
         here, there = mine[named][0], theirs[named][0]
-        found = f"{named} has other values on rank {rank} than on rank {first}"
+        found = f"{named} has different values on rank {rank} and on rank {first}"
         if here != there:
             found = f"{named} is {there} on rank {rank}, {here} on rank {first}"
         raise InconsistentRanks(
             f"mesh {mesh}: the processes of a unit train on one batch, but {found}; let pl.shard"
-            " share out the data, or do so by pl.data_rank() and pl.data_world_size() instead of"
-            " pl.rank() and pl.world_size(), and seed alike what is drawn at random",
+            " distribute the data, or use pl.data_rank() and pl.data_world_size() instead of"
+            " pl.rank() and pl.world_size(), and use the same seed for random data",
             name=named,
             sides=_sides(described, named),
         )

@@ -1,8 +1,8 @@
-"""Which stages of a pipeline this process holds, and where the model is cut into them.
+"""StagePlan: where a model is split into stages, and which stages this process holds.
 
-A traced forward pass may hold for inputs of one size only. Other sizes (the last batch of an epoch,
-an evaluation) are traced again when they come, with a copy of the model that has no data: by then
-this process has let go of the other stages.
+A traced forward pass may be valid for inputs of one size only. Inputs of other sizes (the last
+batch of an epoch, an evaluation) are traced when they occur, with a copy of the model on the meta
+device: by then this process has released the other stages.
 """
 
 from __future__ import annotations
@@ -17,130 +17,140 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
-from paceline.model_parallel.options import Wishes
-from paceline.model_parallel.parts.layout import Held, Holding, Part
-from paceline.model_parallel.pipeline.batches import count_microbatches, cut, rows_of
 from paceline.model_parallel.pipeline.graph import LayerGraph
 from paceline.model_parallel.pipeline.measuring import LayerCost, measure_layers
-from paceline.model_parallel.pipeline.partitioning import choose_starts
+from paceline.model_parallel.pipeline.microbatches import (
+    count_microbatches,
+    count_rows,
+    split_batch,
+)
+from paceline.model_parallel.pipeline.partitioning import choose_split_points
 from paceline.model_parallel.pipeline.pipeline import Pipeline
 from paceline.model_parallel.pipeline.schedules import (
-    indices_of,
-    owners,
+    stage_ranks,
+    stages_of_rank,
     stages_per_process,
 )
-from paceline.model_parallel.pipeline.splitting import release_others, shared, split
-from paceline.model_parallel.pipeline.stage_module import StageModule
+from paceline.model_parallel.pipeline.splitting import (
+    StageModule,
+    find_tied,
+    release_other_stages,
+    split,
+)
 from paceline.model_parallel.pipeline.tracing import trace
-from paceline.model_parallel.unit import Unit
+from paceline.model_parallel.sharding.layout import LocalShard, LocalShards, SliceSpec
+from paceline.model_parallel.sharding.model_shard import ModelParallelOptions
+from paceline.model_parallel.unit import MeshUnit
 
-_numbers = itertools.count()  # alike on all workers
+_numbers = itertools.count()  # the same on all workers
 
 
-class Stages:
-    """The stages of one model: chosen when it is still whole, taken when matrices are cut."""
+class StagePlan:
+    """The stages of one model: chosen from the full model, kept after tp has sharded matrices."""
 
-    def __init__(self, model: nn.Module, unit: Unit, wishes: Wishes) -> None:
-        """Trace the model, and agree where it is cut: as one process of the job measures."""
-        self._unit, self._wishes = unit, wishes
-        example = self._microbatch(_required(unit, wishes))
+    def __init__(self, model: nn.Module, unit: MeshUnit, options: ModelParallelOptions) -> None:
+        """Trace the model, and agree where to split it: as one process of the job measures."""
+        self._unit, self._options = unit, options
+        example = self._example_microbatch(_require_loss_and_example(unit, options))
         self._graphs = [trace(model, example)]
-        self._blueprint = _without_data(model)
-        self._count = unit.mesh.pp * stages_per_process(wishes.schedule)
-        self.starts = self._chosen(model, example)
-        self._mine: list[StageModule] = []
-        self._numbers = indices_of(wishes.schedule, unit.index("pp"), unit.mesh.pp)
+        self._blueprint = _copy_to_meta(model)
+        self._count = unit.mesh.pp * stages_per_process(options.schedule)
+        self.starts = self._choose_starts(model, example)
+        self._local: list[StageModule] = []
+        self._numbers = stages_of_rank(options.schedule, unit.index("pp"), unit.mesh.pp)
 
-    def _microbatch(self, example: tuple[Any, ...]) -> tuple[Any, ...]:
-        asked, pp = self._wishes.microbatches, self._unit.mesh.pp
+    def _example_microbatch(self, example: tuple[Any, ...]) -> tuple[Any, ...]:
+        asked, pp = self._options.microbatches, self._unit.mesh.pp
         if asked != "auto" and (not isinstance(asked, int) or asked < 1):
             raise UsageError(f"microbatches={asked!r}: pass a number of at least 1, or 'auto'")
-        rows = rows_of(example)
-        count = count_microbatches(rows, asked, self._wishes.schedule, pp)
-        return tuple(cut(example, rows, count)[0])
+        rows = count_rows(example)
+        count = count_microbatches(rows, asked, self._options.schedule, pp)
+        return tuple(split_batch(example, rows, count)[0])
 
-    def _chosen(self, model: nn.Module, example: tuple[Any, ...]) -> list[str]:
-        splits = self._wishes.splits
+    def _choose_starts(self, model: nn.Module, example: tuple[Any, ...]) -> list[str]:
+        splits = self._options.splits
         if splits is None:
 
             def measured() -> list[str]:
                 is_empty = any(one.is_meta for one in model.parameters())
-                costs = _by_size(model, self._graphs[0]) if is_empty else None
+                costs = _costs_by_size(model, self._graphs[0]) if is_empty else None
                 costs = costs or measure_layers(model, *example)
-                holders = owners(self._wishes.schedule, self._unit.mesh.pp)
-                return choose_starts(self._graphs[0], costs, self._count, holders)
+                holders = stage_ranks(self._options.schedule, self._unit.mesh.pp)
+                return choose_split_points(self._graphs[0], costs, self._count, holders)
 
             return self._unit.agree_once(f"stages of model {next(_numbers)}", measured)
         if len(splits) != self._count - 1:
             raise UsageError(
                 f"splits={list(splits)}: {len(splits) + 1} stages, but schedule"
-                f" {self._wishes.schedule!r} with pp={self._unit.mesh.pp} has {self._count}: name"
+                f" {self._options.schedule!r} with pp={self._unit.mesh.pp} has {self._count}: name"
                 f" {self._count - 1} layers, each of which begins a stage"
             )
         return list(splits)
 
-    def take(self, model: nn.Module, holding: Holding, parts: Mapping[str, Part]) -> Pipeline:
-        """Keep this process's stages; the parameters of all others are let go."""
-        unit, wishes = self._unit, self._wishes
+    def keep_local(
+        self, model: nn.Module, shards: LocalShards, specs: Mapping[str, SliceSpec]
+    ) -> Pipeline:
+        """Keep this process's stages; release the parameters of all other stages."""
+        unit, options = self._unit, self._options
         stages = split(self._graphs[0], self.starts)
-        self._mine = [stages[number] for number in self._numbers]
-        tied = shared(stages)
+        self._local = [stages[number] for number in self._numbers]
+        tied = find_tied(stages)
         first = self._first_holders(tied)
         names = {param: name for name, param in model.named_parameters()}
-        for stage in self._mine:
+        for stage in self._local:
             for name, param in stage.named_parameters():
-                counts = first.get(name, unit.index("pp")) == unit.index("pp")
-                holding.held[names[param]] = Held(param, parts[names[param]], counts)
+                is_counted = first.get(name, unit.index("pp")) == unit.index("pp")
+                shards[names[param]] = LocalShard(param, specs[names[param]], is_counted)
         pipeline = Pipeline(
-            self._mine,
+            self._local,
             self._numbers,
             len(stages),
             unit.axis("pp").get_group(),
-            wishes.loss,
-            wishes.schedule,
-            wishes.microbatches,
+            options.loss,
+            options.schedule,
+            options.microbatches,
             tied,
         )
         pipeline.prepare = self._prepare
-        release_others(model, self._mine)
+        release_other_stages(model, self._local)
         return pipeline
 
     def _first_holders(self, tied: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """Return the first process on pp that has a parameter which several have."""
-        schedule, pp = self._wishes.schedule, self._unit.mesh.pp
-        of_rank = [set(indices_of(schedule, rank, pp)) for rank in range(pp)]
+        """Return the first process on pp that holds each tied parameter."""
+        schedule, pp = self._options.schedule, self._unit.mesh.pp
+        of_rank = [set(stages_of_rank(schedule, rank, pp)) for rank in range(pp)]
         return {
             name: next(rank for rank in range(pp) if of_rank[rank] & set(where))
             for name, where in tied.items()
         }
 
     def _prepare(self, inputs: tuple[Any, ...]) -> None:
-        """See to it that the stages can compute inputs of this size."""
+        """Trace the model for inputs of this size, if no trace is valid for them."""
         if any(graph.fits(inputs) for graph in self._graphs):
             return
         empty = pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), inputs)
         self._graphs.append(trace(self._blueprint, empty))
         others = split(self._graphs[-1], self.starts)
-        for stage, number in zip(self._mine, self._numbers, strict=True):
-            stage.learn(others[number])
+        for stage, number in zip(self._local, self._numbers, strict=True):
+            stage.add_program_of(others[number])
 
 
-def _required(unit: Unit, wishes: Wishes) -> tuple[Any, ...]:
-    if wishes.loss is None:
+def _require_loss_and_example(unit: MeshUnit, options: ModelParallelOptions) -> tuple[Any, ...]:
+    if options.loss is None:
         raise UsageError(
             f"mesh {unit.mesh}: with pp the last stage computes the loss; pass it:"
             " distribute(..., loss=torch.nn.functional.cross_entropy)"
         )
-    if wishes.example is None:
+    if options.example is None:
         raise UsageError(
-            f"mesh {unit.mesh}: pp needs to see how a batch goes through the model; pass inputs of"
-            " the size of a batch: distribute(..., example=x)"
+            f"mesh {unit.mesh}: pp traces the model with an example; pass inputs of the size of a"
+            " batch: distribute(..., example=x)"
         )
-    return wishes.example
+    return options.example
 
 
-def _by_size(model: nn.Module, graph: LayerGraph) -> list[LayerCost]:
-    """Say what layers cost where nothing can be run: as much as they have parameters."""
+def _costs_by_size(model: nn.Module, graph: LayerGraph) -> list[LayerCost]:
+    """Return costs by the size of parameters, for a model on meta, which cannot be run."""
     modules = dict(model.named_modules())
     sizes = {
         name: sum(p.numel() * p.element_size() for p in modules[name].parameters())
@@ -149,7 +159,7 @@ def _by_size(model: nn.Module, graph: LayerGraph) -> list[LayerCost]:
     return [LayerCost(name, float(size), 0.0, size, 0, 0) for name, size in sizes.items()]
 
 
-def _without_data(model: nn.Module) -> nn.Module:
+def _copy_to_meta(model: nn.Module) -> nn.Module:
     """Copy a model to the meta device, without copying its data first."""
     memo: dict[int, Any] = {}
     for param in model.parameters():

@@ -1,4 +1,4 @@
-"""model.train_step(x, y): one batch, the same words for every mesh."""
+"""model.train_step(x, y): train on one batch, with the same call on every mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Loss = Callable[..., torch.Tensor]
 
 
 def as_inputs(inputs: Any) -> tuple[Any, ...]:
-    """Return what a model is called with: several inputs are given as a tuple."""
+    """Return the arguments of a model's call; several inputs are passed as a tuple."""
     return inputs if isinstance(inputs, tuple) else (inputs,)
 
 
@@ -24,7 +24,7 @@ def backward(model: nn.Module, loss: Loss | None, inputs: Any, targets: Any) -> 
     """Compute the gradients of one batch the ordinary way; return its loss."""
     if loss is None:
         raise UsageError(
-            "train_step: which loss? pass it: distribute(..., loss=torch.nn.functional"
+            "train_step needs a loss; pass it: distribute(..., loss=torch.nn.functional"
             ".cross_entropy); or write the loop with model(x), backward() and optimizer.step()"
         )
     output = model(*as_inputs(inputs))
@@ -33,15 +33,16 @@ def backward(model: nn.Module, loss: Loss | None, inputs: Any, targets: Any) -> 
     return found.detach()
 
 
-def in_copies(*_: Any) -> NoReturn:
-    """Stand in for what a copy of a distributed model does not have."""
+def refuse_copies(*_: Any) -> NoReturn:
+    """Raise UsageError: a copy of a distributed model does not have its methods."""
     raise UsageError(
-        "train_step: this is a copy of the model that was distributed, and a plain one"
+        "train_step: this is a copy of the model that was distributed, and is not distributed"
+        " itself; call train_step on the original"
     )
 
 
 class TrainStep:
-    """Gives a model that every worker has whole its `train_step`."""
+    """Adds `train_step` to a model that every worker holds in full."""
 
     def __init__(
         self,
@@ -52,14 +53,14 @@ class TrainStep:
     ) -> None:
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         self._loss, self._max_norm = loss, max_norm
-        object.__setattr__(model, "train_step", UncopiedHook(self.run, in_copies))
-        forward_backward = UncopiedHook(self.forward_backward, in_copies)
+        object.__setattr__(model, "train_step", UncopiedHook(self.run, refuse_copies))
+        forward_backward = UncopiedHook(self.forward_backward, refuse_copies)
         object.__setattr__(model, "forward_backward", forward_backward)
 
     def run(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Train with one batch: gradients, clipping, the optimizer's step; return its loss."""
         model, optimizer = self._model(), self._optimizer()
-        assert model is not None and optimizer is not None, "who calls this has them"
+        assert model is not None and optimizer is not None, "the caller holds them"
         optimizer.zero_grad()
         loss = self.forward_backward(inputs, targets)
         if self._max_norm is not None:
@@ -70,5 +71,5 @@ class TrainStep:
     def forward_backward(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Compute the gradients of one batch; return its loss."""
         model = self._model()
-        assert model is not None, "who calls this has it"
+        assert model is not None, "the caller holds it"
         return backward(model, self._loss, inputs, targets)

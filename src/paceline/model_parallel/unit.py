@@ -1,7 +1,7 @@
-"""Unit: the processes that hold one copy of a model between them, as torch sees them.
+"""MeshUnit: the processes that together hold one copy of a model, as torch's world.
 
-torch.distributed's world is the unit: what torch does with the parts of a model (DTensor, stages,
-shards) stays among these processes and knows nothing of other copies, which may come and go.
+torch.distributed's world is the unit: what torch does with the shards of a model (DTensor, stages,
+FSDP) stays among these processes, and is independent of other copies, which may join and leave.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from paceline.runtime.job import Job
 from paceline.runtime.mesh import Mesh
 
 
-class Unit:
-    """This process's unit. To make one is collective among its processes."""
+class MeshUnit:
+    """This process's unit. Creating one is collective among its processes."""
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self.mesh, self.number = mesh, job.env.number
@@ -31,14 +31,14 @@ class Unit:
         self.rank, self.size = mesh.unit_index(self.number), mesh.unit_size
         self._agent = job.rendezvous.agent
         self._join(job)
-        # For our own words: torch's group has an order of its own.
+        # For our own messages: torch's group has an order of its own.
         self.group = Group(job.unit_fabric, self.ranks)
         self.device_mesh: DeviceMesh = init_device_mesh(
             "cpu",
             tuple(size for _, size in mesh.inner),
             mesh_dim_names=tuple(axis for axis, _ in mesh.inner),
         )
-        for axis, _ in mesh.inner:  # torch talks over these in the middle of forward and backward
+        for axis, _ in mesh.inner:  # torch communicates over these during forward and backward
             group = cast(EngineProcessGroup, self.axis(axis).get_group())
             group.waiting = job.reporter.waiting
 
@@ -57,17 +57,17 @@ class Unit:
             )
 
     def agree_once(self, what: str, choose: Callable[[], list[str]]) -> list[str]:
-        """Return what one unit has chosen, for all of the job and for those that come later: two
-        that measure do not find the same. Collective."""
+        """Return what one unit has chosen, on all units of the job and on those that join later:
+        two units that measure do not find the same. Collective."""
         chosen, problem = list[str](), ""
         if self.rank == 0:
             key = f"paceline/chosen: {what}"
             try:
                 if not self._agent.store_check([key]):
-                    mine = msgspec.msgpack.encode(choose())
-                    self._agent.store_compare_set(key, b"", mine)
+                    encoded = msgspec.msgpack.encode(choose())
+                    self._agent.store_compare_set(key, b"", encoded)
                 chosen = msgspec.msgpack.decode(self._agent.store_get(key), type=list[str])
-            except UsageError as error:  # the others wait for it
+            except UsageError as error:  # the other processes wait for the broadcast
                 problem = str(error)
         chosen, problem = broadcast_object(self.group, [chosen, problem])
         if problem:
@@ -75,18 +75,18 @@ class Unit:
         return list(chosen)
 
     def index(self, axis: str) -> int:
-        """Return where this process is on an axis."""
+        """Return this process's index on an axis."""
         return self.mesh.index(self.number, axis)
 
     def axis(self, axis: str) -> DeviceMesh:
         """Return one axis of the unit, as torch's functions take it."""
         return self.device_mesh[axis]
 
-    def any_of(self, notes: list[bool]) -> list[bool]:
-        """Say of each note whether any process of the unit has it. Collective."""
-        told = torch.tensor(notes, dtype=torch.float32)
-        self.group.all_reduce(told, "max")
-        return [bool(one) for one in told.tolist()]
+    def any_of(self, flags: list[bool]) -> list[bool]:
+        """Return for each flag whether any process of the unit has set it. Collective."""
+        combined = torch.tensor(flags, dtype=torch.float32)
+        self.group.all_reduce(combined, "max")
+        return [bool(one) for one in combined.tolist()]
 
 
 def _leave() -> None:

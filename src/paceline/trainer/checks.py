@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.data_parallel.distribute import distributed
 from paceline.errors import UsageError
-from paceline.model_parallel.registry import meshed
+from paceline.model_parallel.distribute import mesh_models
 from paceline.runtime.config import requested_mesh
 from paceline.runtime.mesh import Mesh
 
@@ -45,7 +45,7 @@ def whole_number(name: str, value: Any, *, least: int) -> int:
 
 def require_plain(model: nn.Module) -> None:
     """Raise UsageError for a model that is distributed already."""
-    if model in meshed or any(model is one for one, _ in distributed()):
+    if model in mesh_models or any(model is one for one, _ in distributed()):
         raise UsageError(
             "Trainer: this model has been distributed already, which the Trainer does itself; leave"
             " out pl.distribute and pass its arguments to the Trainer (to continue training, call"

@@ -18,8 +18,7 @@ from paceline.data.workers.source import ServedLoader
 from paceline.data_parallel.amp.grad_scaler import GradScaler
 from paceline.data_parallel.distribute import distributed
 from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
-from paceline.model_parallel.distribute import distribute
-from paceline.model_parallel.registry import meshed
+from paceline.model_parallel.distribute import distribute, mesh_models
 from paceline.runtime.job import Job, carry, init, report
 from paceline.runtime.mesh import Mesh
 from paceline.trainer import checks
@@ -316,8 +315,8 @@ class Trainer:
 
 def _switcher_of(model: nn.Module) -> PaceSwitcher:
     """Return the pace switcher of a distributed model."""
-    if model in meshed:
-        return meshed[model].switcher
+    if model in mesh_models:
+        return mesh_models[model].switcher
     return next(one for known, one in distributed() if known is model)
 
 

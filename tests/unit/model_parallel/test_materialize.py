@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.model_parallel.fsdp.materialize import Recipes, materialize
-from paceline.model_parallel.parts.layout import Held, Holding, Part, Slice
+from paceline.model_parallel.fsdp.materialize import MetaModel, materialize
+from paceline.model_parallel.sharding.layout import LocalShard, Slice, SliceSpec
 
 
 def on_meta(maker):
@@ -17,13 +17,13 @@ def on_meta(maker):
 
 
 def whole_of(model):
-    return Holding({n: Held(p, Part(tuple(p.shape))) for n, p in model.named_parameters()})
+    return {n: LocalShard(p, SliceSpec(tuple(p.shape))) for n, p in model.named_parameters()}
 
 
 def filled(maker, seed=1, init=None):
     model = on_meta(maker)
     holding = whole_of(model)
-    materialize(holding, Recipes.of(model), seed, init)
+    materialize(holding, MetaModel.of(model), seed, init)
     return model
 
 
@@ -34,7 +34,7 @@ def small():
 def test_values_are_those_of_the_modules_own_resets():
     model = on_meta(small)
     params = dict(model.named_parameters())
-    recipes = Recipes.of(model)
+    recipes = MetaModel.of(model)
     torch.manual_seed(3)
     before = torch.get_rng_state()
     materialize(whole_of(model), recipes, 1)
@@ -55,16 +55,16 @@ def test_every_cut_starts_with_the_same_values():
     assert not torch.equal(whole[0].weight, other[0].weight)
     for index in range(3):
         model = on_meta(small)
-        recipes, held = Recipes.of(model), {}
+        recipes, held = MetaModel.of(model), {}
         for name, param in model.named_parameters():
-            part = Part(tuple(param.shape)).then(Slice(0, index, 3))
-            held[name] = Held(nn.Parameter(part.of(param.detach())), part)
+            part = SliceSpec(tuple(param.shape)).then(Slice(0, index, 3))
+            held[name] = LocalShard(nn.Parameter(part.of(param.detach())), part)
         if index == 2:  # a stage that has not everything
             del held["0.weight"], held["0.bias"]
-        materialize(Holding(held), recipes, 1)
+        materialize(held, recipes, 1)
         for name, one in held.items():
-            expected = one.part.of(whole.get_parameter(name).detach())
-            assert torch.equal(one.param.detach(), expected), name
+            expected = one.spec.of(whole.get_parameter(name).detach())
+            assert torch.equal(one.tensor.detach(), expected), name
 
 
 def test_a_reset_that_writes_below_itself_is_done_with_what_it_writes_to():
@@ -145,8 +145,8 @@ def test_tied_parameters_stay_tied_and_real_ones_stay_as_they_are():
 
     mixed = nn.Sequential(nn.Linear(2, 2), on_meta(lambda: nn.Linear(2, 2)))
     before = mixed[0].weight.clone()
-    materialize(whole_of(mixed), Recipes.of(mixed), 0)
+    materialize(whole_of(mixed), MetaModel.of(mixed), 0)
     assert torch.equal(mixed[0].weight, before) and not mixed[1].weight.is_meta
     late = nn.Sequential(on_meta(lambda: nn.Linear(2, 2)))
     with pytest.raises(UsageError, match=r"parameter 0\.weight .* not in the model"):
-        materialize(whole_of(late), Recipes.of(nn.Sequential()), 0)
+        materialize(whole_of(late), MetaModel.of(nn.Sequential()), 0)

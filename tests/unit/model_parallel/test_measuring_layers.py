@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
 import paceline as pl
 from paceline.errors import UsageError
-from paceline.model_parallel.pipeline.measuring import costs_table, to_plain
 from support.cut_models import Shared, TiedGPT
 
 
@@ -61,15 +58,6 @@ def test_the_model_is_as_before():
     assert all(param.grad is None for name, param in model.named_parameters() if name != "0.weight")
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     assert model.training and not model[1].training
-
-
-def test_numbers_are_plain_data_and_a_table():
-    costs = pl.measure_layers(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.randn(1, 2))
-    plain = json.loads(json.dumps(to_plain(costs)))
-    assert [one["name"] for one in plain] == ["0", "1"]
-    assert plain[0]["parameter_bytes"] == 24
-    lines = costs_table(costs).splitlines()
-    assert len(lines) == 3 and lines[1].startswith("0") and "ms" in lines[1]
 
 
 def test_a_model_without_data_is_refused():

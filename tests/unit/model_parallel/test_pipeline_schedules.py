@@ -12,9 +12,9 @@ from paceline.model_parallel.pipeline.schedules import (
     can_run,
     choose_microbatches,
     forward_order,
-    indices_of,
-    order_of,
-    owners,
+    schedule_actions,
+    stage_ranks,
+    stages_of_rank,
     stages_per_process,
 )
 
@@ -43,16 +43,16 @@ def is_ready(action: Action, done: set[Action], last: int) -> bool:
 
 @pytest.mark.parametrize(("schedule", "num_ranks", "microbatches"), CASES)
 def test_everything_is_done_once_and_in_an_order_that_ends(schedule, num_ranks, microbatches):
-    left = [list(order_of(schedule, r, num_ranks, microbatches)) for r in range(num_ranks)]
+    left = [list(schedule_actions(schedule, r, num_ranks, microbatches)) for r in range(num_ranks)]
     for rank, order in enumerate(left):
         counts = Counter(order)
         assert set(counts.values()) == {1}
-        for stage in indices_of(schedule, rank, num_ranks):
+        for stage in stages_of_rank(schedule, rank, num_ranks):
             for m in range(microbatches):
                 assert Action("F", stage, m) in counts
                 halves = {Action("I", stage, m), Action("W", stage, m)} <= counts.keys()
                 assert (Action("B", stage, m) in counts) != halves
-        assert {a.stage for a in order} == set(indices_of(schedule, rank, num_ranks))
+        assert {a.stage for a in order} == set(stages_of_rank(schedule, rank, num_ranks))
     last, done = num_ranks * stages_per_process(schedule) - 1, set[Action]()
     while any(left):
         before = len(done)
@@ -65,7 +65,7 @@ def test_everything_is_done_once_and_in_an_order_that_ends(schedule, num_ranks, 
 def test_1f1b_keeps_few_microbatches():
     for rank in range(4):
         kept = most = 0
-        for action in order_of("1f1b", rank, 4, 16):
+        for action in schedule_actions("1f1b", rank, 4, 16):
             kept += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
             most = max(most, kept)
         assert most == 4 - rank
@@ -73,17 +73,17 @@ def test_1f1b_keeps_few_microbatches():
 
 def test_1f1b_gives_the_first_and_the_last_gradients_back_at_once():
     for rank in range(3):
-        halves = [action for action in order_of("1f1b", rank, 3, 8) if action.kind in "IW"]
+        halves = [action for action in schedule_actions("1f1b", rank, 3, 8) if action.kind in "IW"]
         early = [0, 1, 6, 7] if rank > 0 else []
         assert halves == [Action(kind, rank, m) for m in early for kind in "IW"]
 
 
 def test_places_of_stages():
-    assert owners("1f1b", 3) == [0, 1, 2]
-    assert owners("interleaved:2", 3) == [0, 1, 2, 0, 1, 2]
-    assert owners("zero-bubble", 3) == [0, 1, 2, 2, 1, 0]
-    assert indices_of("zero-bubble", 0, 3) == [0, 5]
-    assert indices_of("interleaved", 1, 2) == [1, 3]
+    assert stage_ranks("1f1b", 3) == [0, 1, 2]
+    assert stage_ranks("interleaved:2", 3) == [0, 1, 2, 0, 1, 2]
+    assert stage_ranks("zero-bubble", 3) == [0, 1, 2, 2, 1, 0]
+    assert stages_of_rank("zero-bubble", 0, 3) == [0, 5]
+    assert stages_of_rank("interleaved", 1, 2) == [1, 3]
 
 
 def test_forward_only_takes_each_stage_in_turn():
@@ -115,4 +115,4 @@ def test_unknown_schedules_are_refused(schedule):
 
 def test_interleaved_says_which_numbers_work():
     with pytest.raises(UsageError, match=r"9 microbatches .* 2 processes in 4 .*microbatches=8"):
-        order_of("interleaved:2", 0, 2, 9)
+        schedule_actions("interleaved:2", 0, 2, 9)

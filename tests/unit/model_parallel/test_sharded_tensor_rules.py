@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.model_parallel.parts.layout import Slice
-from paceline.model_parallel.tensor import parallelize  # registers the rules
-from paceline.model_parallel.tensor.axis import Simulated
-from paceline.model_parallel.tensor.sharded_tensor import CutTensor
+from paceline.model_parallel.sharding.layout import Slice
+from paceline.model_parallel.tensor.axis import SimulatedAxis
+from paceline.model_parallel.tensor.parallelize import parallelize  # registers the rules
+from paceline.model_parallel.tensor.sharded_tensor import ShardedTensor
 
 assert parallelize is not None
 B, T, H, D = 2, 3, 4, 6  # batch, length, heads, size of a head
 
 
-class Watching(Simulated):
+class Watching(SimulatedAxis):
     def __init__(self, count: int, index: int) -> None:
         super().__init__(count, index)
         self.gathered: list[str] = []
@@ -29,8 +29,8 @@ class Watching(Simulated):
         self.gathered.append(why)
 
 
-def cut(whole: Tensor, dim: int, axis: Simulated, blocks: int = 1) -> CutTensor:
-    return CutTensor(axis.slice(dim, blocks).of(whole), dim, axis, frozenset(["m"]), blocks)
+def cut(whole: Tensor, dim: int, axis: SimulatedAxis, blocks: int = 1) -> ShardedTensor:
+    return ShardedTensor(axis.slice(dim, blocks).of(whole), dim, axis, frozenset(["m"]), blocks)
 
 
 def check(operation, *operands, count: int = 2) -> None:
@@ -45,9 +45,9 @@ def check(operation, *operands, count: int = 2) -> None:
         found = operation(*pieces)
         assert axis.gathered == []
         for result, one in zip(results, found if several else [found], strict=True):
-            assert isinstance(one, CutTensor)
+            assert isinstance(one, ShardedTensor)
             assert one.shape == result.shape
-            Slice(one.cut_dim, index, count, one.blocks).put(result, one.local)
+            Slice(one.shard_dim, index, count, one.blocks).put(result, one.local)
     for result, one in zip(results, expected if several else [expected], strict=True):
         torch.testing.assert_close(result, one)
 
@@ -130,17 +130,17 @@ def test_pieces_together_are_the_whole(name):
 
 
 REFUSED = {
-    "softmax over features": (lambda a: a.softmax(-1), (FEATURES, 2, 1), "across its pieces"),
+    "softmax over features": (lambda a: a.softmax(-1), (FEATURES, 2, 1), "across its shards"),
     "norm over features": (lambda a: F.layer_norm(a, (H * D,)), (FEATURES, 2, 1), "layer_norm"),
-    "q, k and v as one block": (lambda a: a.split(H * D, 2), (QKV, 2, 1), "across its pieces"),
-    "three heads": (lambda a: a.view(B, T, 3, -1), (FEATURES, 2, 1), "cannot be cut into 2"),
-    "product": (lambda a: a @ numbers(H * D, 5), (FEATURES, 2, 1), "sums over its pieces"),
-    "residual": (lambda a: a + FEATURES, (FEATURES, 2, 1), "whole tensor of the same shape"),
-    "sum of all": (lambda a: a.sum(), (FEATURES, 2, 1), "across its pieces"),
+    "q, k and v as one block": (lambda a: a.split(H * D, 2), (QKV, 2, 1), "across its shards"),
+    "three heads": (lambda a: a.view(B, T, 3, -1), (FEATURES, 2, 1), "cannot be split into 2"),
+    "product": (lambda a: a @ numbers(H * D, 5), (FEATURES, 2, 1), "sums over its shards"),
+    "residual": (lambda a: a + FEATURES, (FEATURES, 2, 1), "full tensor of the same shape"),
+    "sum of all": (lambda a: a.sum(), (FEATURES, 2, 1), "across its shards"),
     "argmax": (lambda a: a.argmax(-1), (FEATURES, 2, 1), "argmax needs all of it"),
     "one feature": (lambda a: a[..., 0], (FEATURES, 2, 1), "indexed across"),
     "gather": (lambda a: a.gather(2, torch.zeros(B, T, 1).long()), (FEATURES, 2, 1), "gather"),
-    "written to a whole": (lambda a: torch.zeros(B, T, H * D).add_(a), (FEATURES, 2, 1), "whole"),
+    "written to a whole": (lambda a: torch.zeros(B, T, H * D).add_(a), (FEATURES, 2, 1), "full"),
 }
 
 
@@ -149,5 +149,5 @@ def test_what_needs_the_whole_gathers_it(name):
     operation, (whole, dim, blocks), words = REFUSED[name]
     axis = Watching(2, 0)
     result = operation(cut(whole, dim, axis, blocks))
-    assert not isinstance(result, CutTensor)
+    assert not isinstance(result, ShardedTensor)
     assert len(axis.gathered) == 1 and words in axis.gathered[0]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from paceline.model_parallel.pipeline.stage import Crossing, Stage
+from paceline.model_parallel.pipeline.stage import PipelineStage, StageTensor
 
 
 class Model(nn.Module):
@@ -66,7 +66,7 @@ WAYS = [
 def test_halves_equal_the_whole(way, needs_grad):
     torch.manual_seed(5)
     module = Model(way).double()
-    stage = Stage(module, 1)
+    stage = PipelineStage(module, 1)
     for param in module.parameters():
         param.grad = torch.rand_like(param)
     start = [param.grad.clone() for param in module.parameters()]
@@ -78,7 +78,7 @@ def test_halves_equal_the_whole(way, needs_grad):
         sent = []
         for microbatch in range(2):
             given = [torch.randn(4, 6, generator=generator).double() for _ in range(2)]
-            crossing = [Crossing(t, n) for t, n in zip(given, needs_grad, strict=True)]
+            crossing = [StageTensor(t, n) for t, n in zip(given, needs_grad, strict=True)]
             stage.forward(microbatch, crossing)
         for microbatch in range(2):
             outputs = stage.outputs_of(microbatch)
@@ -95,9 +95,9 @@ def test_halves_equal_the_whole(way, needs_grad):
 
 
 def test_first_half_leaves_the_weights_alone():
-    stage = Stage(Model("layers"), 1)
+    stage = PipelineStage(Model("layers"), 1)
     outputs = stage.forward(
-        0, [Crossing(torch.randn(4, 6), True), Crossing(torch.randn(4, 6), True)]
+        0, [StageTensor(torch.randn(4, 6), True), StageTensor(torch.randn(4, 6), True)]
     )
     stage.backward_input(0, [torch.ones_like(output) for output in outputs])
     assert all(param.grad is None for param in stage.module.parameters())
@@ -106,12 +106,12 @@ def test_first_half_leaves_the_weights_alone():
 
 
 def test_hooks_on_parameters_see_every_gradient():
-    stage, seen = Stage(Model("layers"), 1), []
+    stage, seen = PipelineStage(Model("layers"), 1), []
     stage.module.first.weight.register_post_accumulate_grad_hook(
         lambda p: seen.append(p.grad.sum())
     )
     for microbatch in range(2):
-        crossing = [Crossing(torch.randn(4, 6), True), Crossing(torch.randn(4, 6), False)]
+        crossing = [StageTensor(torch.randn(4, 6), True), StageTensor(torch.randn(4, 6), False)]
         outputs = stage.forward(microbatch, crossing)
         stage.backward_input(microbatch, [torch.ones_like(o) for o in outputs if o.requires_grad])
         stage.backward_weight(microbatch)
@@ -119,9 +119,9 @@ def test_hooks_on_parameters_see_every_gradient():
 
 
 def test_input_may_be_changed_in_place():
-    stage = Stage(Clipping(), 1)
+    stage = PipelineStage(Clipping(), 1)
     x = torch.tensor([-1.0, 2.0])
-    (y,) = stage.forward(0, [Crossing(x.clone(), True)])
+    (y,) = stage.forward(0, [StageTensor(x.clone(), True)])
     assert y.tolist() == [0.0, 2.0]
     (grad,) = stage.backward(0, [torch.ones(2)])
     assert grad is not None and grad.tolist() == [0.0, 1.0]

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.errors import UsageError
-from paceline.model_parallel.tensor import TensorPlan, tensor_plan
+from paceline.model_parallel.tensor.parallelize import tensor_plan
+from paceline.model_parallel.tensor.plan import TensorPlan
 from support import tensor_models as models
 
 
@@ -83,9 +84,7 @@ def test_other_peoples_models():
     plan = tensor_plan(ImageTransformer(), 2)
     assert styles(plan)["encoder.layers.1.self_attn"] == "attention"
     assert styles(plan)["encoder.layers.0.linear1"] == "column"
-    assert (
-        "whole tensor" in reasons(plan)["patches"] and "leaves the model" in reasons(plan)["head"]
-    )
+    assert "full tensor" in reasons(plan)["patches"] and "leaves the model" in reasons(plan)["head"]
 
     plan = tensor_plan(Separate(), 2, (torch.randn(2, 6, 32),))
     heads = {f"inner.{name}": "column" for name in ("query", "key", "value")}
@@ -104,7 +103,7 @@ def test_other_peoples_models():
 
 def test_what_does_not_divide_is_listed():
     plan = tensor_plan(models.NanoGPT(), 8)  # 4 heads, 64 words
-    assert "cannot be cut into 8" in reasons(plan)["h.0.attn.c_attn"]
+    assert "cannot be split into 8" in reasons(plan)["h.0.attn.c_attn"]
     assert styles(plan)["h.0.mlp.c_fc"] == "column" and styles(plan)["lm_head"] == "vocabulary"
     plan = tensor_plan(models.NanoGPT(), 3)  # nothing but the 96 features of q, k and v
     assert not styles(plan)
@@ -123,7 +122,7 @@ def test_a_model_that_no_guess_fits_needs_an_example():
 
     plan = tensor_plan(Picky(), 2)
     assert not styles(plan)
-    assert plan.table().endswith("give example= for a better plan.")
+    assert plan.table().endswith("pass example= for a better plan.")
 
 
 def test_nothing_is_changed_and_the_table_is_readable():

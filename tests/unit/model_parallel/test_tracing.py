@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline as pl
 from paceline.errors import UsageError
-from paceline.model_parallel.pipeline.partitioning import choose_starts
-from paceline.model_parallel.pipeline.splitting import release_others, shared, split
+from paceline.model_parallel.pipeline.partitioning import choose_split_points
+from paceline.model_parallel.pipeline.splitting import find_tied, release_other_stages, split
 from paceline.model_parallel.pipeline.tracing import trace
 from support.cut_models import WIDTH, Block, RopeModel, Shared, Statistics, TiedGPT, UNet
 from support.stage_checks import chained, check_cuts
@@ -58,7 +58,7 @@ def test_a_decision_by_values_is_refused_with_its_line():
     with pytest.raises(UsageError) as caught:
         trace(Deciding(), (torch.randn(2, WIDTH),))
     text = str(caught.value)
-    assert "Deciding cannot be cut into stages" in text and "__bool__" in text
+    assert "Deciding cannot be split into stages" in text and "__bool__" in text
     assert "test_tracing.py" in text and "if x.sum() > 0:" in text
     assert "submodule" in text
 
@@ -67,7 +67,7 @@ def test_a_module_that_decides_by_values_becomes_a_layer():
     graph = check_cuts(Around(), (torch.randn(2, WIDTH),))
     assert graph.layers == ["first", "deciding", "last"]
     assert list(graph.closed) == ["deciding"]
-    with pytest.raises(UsageError, match=r"start at 'deciding.blocks.1': deciding cannot be cut"):
+    with pytest.raises(UsageError, match=r"start at 'deciding.blocks.1': deciding cannot be split"):
         split(graph, ["deciding.blocks.1"])
 
 
@@ -101,7 +101,7 @@ class Reading(nn.Module):
     ],
 )
 def test_values_between_layers_are_refused(read):
-    with pytest.raises(UsageError, match="Reading cannot be cut"):
+    with pytest.raises(UsageError, match="Reading cannot be split"):
         trace(Reading(read), (torch.randn(2, 4),))
 
 
@@ -276,9 +276,9 @@ def test_shapes_are_checked_only_where_the_forward_reads_them():
 
 def test_parameters_in_several_stages():
     stages = split(trace(TiedGPT(), (torch.randint(10, (2, 5)),)), ["blocks.1", "blocks.2"])
-    assert shared(stages) == {"embed.weight": [0, 2]}
+    assert find_tied(stages) == {"embed.weight": [0, 2]}
     stages = split(trace(RopeModel(), (torch.randint(10, (2, 5)),)), ["model.layers.1", "lm_head"])
-    assert shared(stages) == {"model.embed_tokens.weight": [0, 2]}
+    assert find_tied(stages) == {"model.embed_tokens.weight": [0, 2]}
     assert list(stages[2].state_dict()) == ["lm_head.weight"]
 
 
@@ -312,14 +312,6 @@ def test_bad_split_points():
     assert "called 3 times" in names_error(shared_graph, ["same.inner"])
 
 
-def test_leaves_stay_whole():
-    graph = trace(RopeModel(), (torch.randint(10, (2, 5)),), leaves=["model"])
-    assert graph.layers == ["model", "lm_head"]
-    assert "was to stay whole" in names_error(graph, ["model.layers.1"])
-    with pytest.raises(UsageError, match="no module 'modle'"):
-        trace(RopeModel(), (torch.randint(10, (2, 5)),), leaves=["modle"])
-
-
 def test_a_boundary_keeps_the_memory_layout():
     """Received tensors are contiguous; code after the cut may view them as the sender's were."""
     model = Shared()
@@ -335,7 +327,10 @@ def test_writes_that_another_stage_would_not_see():
     assert "written to in place" in names_error(graph, ["layers.2"])
     split(graph, ["layers.3"])
     free = [one for one in graph.layers if one not in ("layers.1", "layers.2")]
-    assert choose_starts(graph, pl.measure_layers(Statistics(again=True), *example), 2) == free[-1:]
+    assert (
+        choose_split_points(graph, pl.measure_layers(Statistics(again=True), *example), 2)
+        == free[-1:]
+    )
 
 
 def test_bad_inputs():
@@ -354,7 +349,7 @@ def test_another_shape_when_only_one_stage_is_left():
     stages = split(trace(model, (short,)), starts)
     expected = model(long)
     values = split(trace(model, (long,)), starts)[0](long)
-    release_others(model, [stages[1]])
+    release_other_stages(model, [stages[1]])
     assert model.place.device.type == "meta"
     again = split(trace(model, (long,)), starts)[1]
     assert all(a is b for a, b in zip(again.parameters(), stages[1].parameters(), strict=True))

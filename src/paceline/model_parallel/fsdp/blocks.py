@@ -1,14 +1,14 @@
-"""Blocks: the pieces of a model that are gathered, or recomputed, one at a time.
+"""Blocks: the modules of a model that are gathered, or recomputed, one at a time.
 
 A block is an element of an nn.ModuleList or nn.Sequential that has parameters: the layers of a
-transformer, the units of a residual network. Blocks are looked for from the outside, and what is
-inside one is not looked at, except in one that holds more than half of the model: that is rather
-the body of the model, and has blocks of its own.
+transformer, the units of a residual network. The search goes from the outside in and stops at a
+block, except at one that holds more than half of the model: that is the body of the model, and has
+blocks of its own.
 
-Recomputing keeps the inputs of blocks only, and computes a block again when backward reaches it.
+Recomputing keeps only the inputs of blocks, and computes a block again when backward reaches it.
 The memory of activations becomes that of one block and of the blocks' inputs, for one more forward
-pass. Random numbers (dropout) are the same in both passes. Names of parameters and modules stay as
-they are: only the block's `forward` changes.
+pass. Random numbers (dropout) are the same in both passes. Names of parameters and modules do not
+change: only the block's `forward` does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.errors import UsageError
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks by name, inner ones before those around them; the model is none itself."""
+    """Return the blocks by name, inner ones before outer ones; the model itself is not a block."""
     found: dict[str, nn.Module] = {}
     for name, block in _blocks(model, "", num_elements(model)):
         # One module under several names is one block.
@@ -52,19 +52,17 @@ def _blocks(module: nn.Module, prefix: str, num_all: int) -> Iterator[tuple[str,
             yield path, child
 
 
-def recompute(model: nn.Module, which: str = "blocks") -> list[str]:
-    """Let blocks compute again in backward; return their names. Before or behind any cut."""
-    if which != "blocks":
-        raise UsageError(f"recompute {which!r}: it is 'blocks' that can be recomputed")
+def recompute(model: nn.Module) -> list[str]:
+    """Let backward recompute the blocks; return their names. Call it before or after sharding."""
     blocks = blocks_of(model)
-    # A block around others is the body of the model: it is those that are recomputed.
+    # An outer block is the body of the model: only the inner ones are recomputed.
     found = set(blocks.values())
     inner = {n: b for n, b in blocks.items() if not any(c in found for c in _below(b))}
     if not inner:
         raise UsageError(
             f"recompute: {type(model).__name__} has no blocks (elements of an nn.ModuleList or"
             " nn.Sequential that have parameters), so there is nothing to recompute; put its layers"
-            " into one, or leave activations as they are"
+            " into one, or use activations='keep'"
         )
     for block in inner.values():
         block.forward = functools.partial(_forward, block.forward)

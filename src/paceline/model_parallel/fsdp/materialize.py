@@ -3,12 +3,12 @@
     with torch.device("meta"):
         model = GPT()
 
-has shapes only, so it can be cut for a mesh although nobody could hold it. `Recipes` remember its
-modules as they were before the cuts. Behind them, each module is made whole on the cpu, gets its
-first values from `reset_parameters()` and the caller's `init(module)`, is cut as the process holds
-it, and is freed. Random numbers are seeded by the module's name, so that every mesh starts with the
-same values. At most one module is there as a whole, or what its reset writes to below it (that of
-nn.MultiheadAttention writes to its projection), which is then made together.
+has shapes only, so it can be sharded even if no process could hold it. `MetaModel` keeps its
+modules as they were before the sharding. Afterwards each module is created in full on the CPU, gets
+its first values from `reset_parameters()` and the caller's `init(module)`, is sharded, and is
+freed. Random numbers are seeded by the module's name, so that every mesh starts with the same
+values. At most one full module exists at a time, together with the submodules that its reset
+writes to (that of nn.MultiheadAttention writes to its projection).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils import swap_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import UsageError
-from paceline.model_parallel.parts.layout import Holding
+from paceline.model_parallel.sharding.layout import LocalShards
 
 # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -36,40 +36,42 @@ Init = Callable[[nn.Module], object]
 
 
 @dataclass
-class Recipes:
-    """The modules of a whole model as they were before it was cut: shapes, and how to reset."""
+class MetaModel:
+    """The modules of a full model before it was sharded: shapes, and how to reset them."""
 
     shapes: nn.Module  # a copy of the model, all on meta
-    modules: dict[str, nn.Module]  # the model's own ones, which keep their buffers
+    modules: dict[str, nn.Module]  # the model's own modules, which keep their buffers
     names: set[str]  # of the parameters that have no values yet
 
     @classmethod
-    def of(cls, model: nn.Module) -> Recipes:
-        """Remember a model; to be called before the first cut."""
+    def of(cls, model: nn.Module) -> MetaModel:
+        """Return the modules of a model; call it before the model is sharded."""
         known: dict[int, Any] = {}
         for tensor in [*model.parameters(), *model.buffers()]:
-            if not tensor.is_meta:  # what has values is not copied, and stays as it is
+            if not tensor.is_meta:  # tensors with values are not copied
                 known[id(tensor)] = _like(tensor, "meta")
         names = {name for name, param in model.named_parameters() if param.is_meta}
         return cls(copy.deepcopy(model, known), dict(model.named_modules()), names)
 
 
-def materialize(holding: Holding, recipes: Recipes, seed: int, init: Init | None = None) -> None:
-    """Give their first values to the held parameters, and to the buffers, that are on meta.
+def materialize(
+    shards: LocalShards, meta_model: MetaModel, seed: int, init: Init | None = None
+) -> None:
+    """Give first values to the local shards, and to the buffers, that are on meta.
 
-    The parameters stay the same objects. `init` is called for each module behind its own reset, as
+    The parameters stay the same objects. `init` is called for each module after its own reset, as
     by `model.apply(init)`. UsageError names what neither of them gives a value to.
 
-    Who builds on meta is short of memory: from here on this process returns large tensors to the
-    system when they are freed.
+    A model that is built on meta is large, so from here on this process returns the memory of large
+    tensors to the system when they are freed.
     """
-    if recipes.names:
+    if meta_model.names:
         return_freed_memory()
     made: set[str] = set()
-    for name, shape in recipes.shapes.named_modules():
-        if name in made or not _is_wanted(name, shape, holding, recipes, init):
+    for name, shape in meta_model.shapes.named_modules():
+        if name in made or not _is_wanted(name, shape, shards, meta_model, init):
             continue
-        with _Made() as made_here:
+        with _MaterializedModules() as made_here:
             below = {n: m for n, m in shape.named_modules(prefix=name) if m is not shape}
             made_here.add(name, shape)
             made_here.reset(name, shape, seed, init)
@@ -80,49 +82,49 @@ def materialize(holding: Holding, recipes: Recipes, seed: int, init: Init | None
                 made_here.reset(name, shape, seed, init)
             made.update(made_here.names)
             for path, value in made_here.values():
-                _give(path, value, holding, recipes)
-    for name, held in holding:
-        if held.param.is_meta:
+                _give(path, value, shards, meta_model)
+    for name, shard in shards.items():
+        if shard.tensor.is_meta:
             raise UsageError(
-                f"parameter {name} is on the meta device, and was not in the model when it was cut;"
-                " add parameters before distribute()"
+                f"parameter {name} is on the meta device, and was not in the model when it was"
+                " sharded; add parameters before distribute()"
             )
 
 
 def _is_wanted(
-    name: str, shape: nn.Module, holding: Holding, recipes: Recipes, init: Init | None
+    name: str, shape: nn.Module, shards: LocalShards, meta_model: MetaModel, init: Init | None
 ) -> bool:
-    """Tell whether a module, or its reset, has something to do with what this process holds."""
+    """Return whether a module, or its reset, gives values to what this process holds."""
     prefix = f"{name}." if name else ""
-    if any(n.startswith(prefix) and n in recipes.names for n, _ in holding):
-        has_own = any(f"{prefix}{own}" in holding.held for own in shape._parameters)
+    if any(n.startswith(prefix) and n in meta_model.names for n in shards):
+        has_own = any(f"{prefix}{own}" in shards for own in shape._parameters)
         is_reset = init is not None or bool(_resets(shape))
-        return has_own or is_reset or _has_meta_buffers(recipes.modules[name])
-    # Buffers of a module whose parameters another process holds are that one's too.
+        return has_own or is_reset or _has_meta_buffers(meta_model.modules[name])
+    # The process that holds a module's parameters materializes its buffers too.
     is_bare = not any(True for _ in shape.parameters())
-    return is_bare and _has_meta_buffers(recipes.modules[name])
+    return is_bare and _has_meta_buffers(meta_model.modules[name])
 
 
 def _has_meta_buffers(module: nn.Module) -> bool:
     return any(buffer.is_meta for buffer in module.buffers(recurse=False))
 
 
-def _give(path: str, value: torch.Tensor, holding: Holding, recipes: Recipes) -> None:
-    """Put a value to where the tensor of that name is on meta."""
-    held = holding.held.get(path)
-    if held is not None and held.param.is_meta:
-        part = held.part.of(value.detach()).clone()
-        real = nn.Parameter(part, requires_grad=held.param.requires_grad)
-        swap_tensors(held.param, real)  # .data cannot be set to another device
+def _give(path: str, value: torch.Tensor, shards: LocalShards, meta_model: MetaModel) -> None:
+    """Write a value to the tensor of that name, if it is on meta."""
+    shard = shards.get(path)
+    if shard is not None and shard.tensor.is_meta:
+        values = shard.spec.of(value.detach()).clone()
+        real = nn.Parameter(values, requires_grad=shard.tensor.requires_grad)
+        swap_tensors(shard.tensor, real)  # .data cannot be set to another device
         return
-    module, own = recipes.modules[path.rpartition(".")[0]], path.rpartition(".")[2]
+    module, own = meta_model.modules[path.rpartition(".")[0]], path.rpartition(".")[2]
     buffer = module._buffers.get(own)
     if buffer is not None and buffer.is_meta:
         module._buffers[own] = value.detach()
 
 
-class _Made(TorchDispatchMode):
-    """Modules that are real for the length of a `with`, and which tensors are written to in it."""
+class _MaterializedModules(TorchDispatchMode):
+    """Modules that have memory during a `with`, and the tensors that are written in it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,14 +138,14 @@ class _Made(TorchDispatchMode):
         return self._shapes.keys()
 
     def add(self, name: str, shape: nn.Module) -> None:
-        """Make a module's own tensors real, without values."""
+        """Allocate a module's own tensors, without values."""
         self._shapes[name] = shape
         for own, kind, tensor in _own(shape):
             kind[own] = self._real[f"{name}.{own}".lstrip(".")] = _like(tensor, "cpu")
             self._undo.callback(kind.__setitem__, own, tensor)
 
     def reset(self, name: str, shape: nn.Module, seed: int, init: Init | None) -> None:
-        """Call a module's reset and the caller's, with random numbers of its own."""
+        """Call a module's reset and the caller's init, with random numbers of its own."""
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
@@ -153,11 +155,11 @@ class _Made(TorchDispatchMode):
                 init(shape)
 
     def has_reached(self, modules: Iterable[nn.Module]) -> bool:
-        """Tell whether tensors of these modules were written to."""
+        """Return whether tensors of these modules were written."""
         return any(_storage(t) in self._written for module in modules for _, _, t in _own(module))
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors with their names; UsageError if one was never written to."""
+        """Yield the tensors with their names; UsageError if one was never written."""
         for name, shape in self._shapes.items():
             for own, _, tensor in _own(shape):
                 path = f"{name}.{own}".lstrip(".")
@@ -206,14 +208,14 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def return_freed_memory() -> None:
-    """Have glibc map every allocation of 256 KB or more, so that freeing it returns it.
+    """Have glibc map every allocation of 256 KB or more, so that freeing it returns the memory.
 
-    Else it is kept for later ones, of which other sizes cannot always be cut: with parameters that
-    come and go in every block, a process grew to twice of what was in use. The price is that new
-    memory has to be cleared: about 0.5 s per GB. data_parallel asks for the opposite, to be fast,
-    so this is to be called again behind it.
+    Otherwise glibc keeps it for later allocations, which may not fit: with parameters that are
+    gathered and freed in every block, a process grew to twice what was in use. The cost: new memory
+    has to be cleared, about 0.5 s per GB. data_parallel sets the opposite, for speed, so call this
+    again after it.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other systems return it anyhow
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other systems return it anyway
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 1 << 18)
         mallopt(_TRIM_THRESHOLD, 1 << 18)

@@ -1,5 +1,6 @@
-"""Pipeline parallel: a model is cut into stages, and microbatches flow through them.
+"""Pipeline parallel: a model is split into stages, and microbatches pass through them.
 
-Start with pipeline.py. schedules.py orders the microbatches, tracing.py and recorder.py record a
-forward pass, splitting.py and partitioning.py cut it into stages.
+Start with pipeline.py. schedules.py orders the microbatches and schedule_runner.py runs them;
+tracing.py and recorder.py record a forward pass; partitioning.py chooses where to split it, and
+splitting.py does so.
 """

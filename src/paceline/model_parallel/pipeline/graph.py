@@ -1,8 +1,8 @@
 """A forward pass as a list of calls, in the order of execution: layers, and the glue between them.
 
-A `Node` is one call: of a layer, or of a function of torch. Tensors that it takes are named by
-`Value`s, all other arguments are constants. A `Pass` is one recorded forward pass; a `LayerGraph`
-has one of them for training and one for evaluation, since glue may ask for `self.training`.
+A `Node` is one call: of a layer, or of a function of torch. `Value`s name the tensors that it
+takes, all other arguments are constants. A `ForwardPass` is one recorded forward pass; a
+`LayerGraph` has one for training and one for evaluation, since glue may read `self.training`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Value(NamedTuple):
 
 
 class Depends(Flag):
-    """What a value was computed from; from nothing: it may be computed anywhere, again."""
+    """What a value was computed from; NOTHING: every stage can compute it again."""
 
     NOTHING = 0
     INPUT = 1
@@ -37,19 +37,11 @@ class Depends(Flag):
 
 
 class Shape(NamedTuple):
-    """What is known of a tensor before it is there."""
+    """Size, stride and dtype of a recorded tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """How much of it crosses a boundary."""
-        count = 1
-        for length in self.size:
-            count *= length
-        return count * self.dtype.itemsize
 
 
 @dataclass
@@ -58,17 +50,17 @@ class Arguments:
 
     leaves: list[Any]
     spec: pytree.TreeSpec
-    values: list[tuple[int, Value]] = field(init=False)  # where the tensors stand
+    values: list[tuple[int, Value]] = field(init=False)  # positions of the tensors
 
     def __post_init__(self) -> None:
         self.values = [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Value)]
         args, kwargs = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
-        # Mostly there is nothing nested; then putting the arguments together is fast.
+        # Mostly nothing is nested; then filling in the arguments is fast.
         self._is_flat = all(isinstance(one, int) for one in [*args, *kwargs.values()])
         self._num_args, self._keys = len(args), list(kwargs)
 
     def fill(self, env: dict[Value, torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return positional and keyword arguments with the tensors in their places."""
+        """Return positional and keyword arguments with the tensors filled in."""
         leaves = list(self.leaves)
         for position, value in self.values:
             leaves[position] = env[value]
@@ -81,7 +73,7 @@ class Arguments:
 
 @dataclass
 class Node:
-    """One call, or something that is there without one (an input, a parameter, a constant)."""
+    """One call, or a value without a call (an input, a parameter, a constant)."""
 
     kind: Literal["input", "state", "constant", "call", "layer"]
     target: Any  # a function; the name of a layer, parameter or buffer; a tensor
@@ -90,27 +82,29 @@ class Node:
     shapes: dict[int, Shape] = field(default_factory=dict)  # of the tensors that it returns
     memory: dict[int, int] = field(default_factory=dict)  # which memory each of them lies in
     mutates: frozenset[int] = frozenset()  # the memory that it writes to
-    grad: bool = True  # whether gradients were wanted there
+    grad: bool = True  # whether gradients were enabled
     needs_grad: set[int] = field(default_factory=set)  # which of the tensors have gradients
     autocast: tuple[str, torch.dtype, bool] | None = None  # as set by the forward itself
     is_checkpointed: bool = False  # called through torch.utils.checkpoint
 
     @property
     def is_run(self) -> bool:
-        """Whether it is a call at all."""
+        """Whether it is a call."""
         return self.kind in ("call", "layer")
 
 
 @dataclass
-class Pass:
+class ForwardPass:
     """One recorded forward pass."""
 
     nodes: list[Node] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)  # the tensors among the inputs, flattened
     outputs: list[Any] = field(default_factory=list)  # Values and constants, flattened
     output_spec: pytree.TreeSpec | None = None
-    reads_sizes: bool = False  # if not, it holds for inputs of any size
-    differentiable: frozenset[int] = frozenset()  # memory that something with gradients went into
+    reads_sizes: bool = False  # if not, it is valid for inputs of any size
+    differentiable: frozenset[int] = (
+        frozenset()
+    )  # memory that values with gradients were written to
 
     def shape(self, value: Value) -> Shape:
         """Return the shape of a value."""
@@ -121,7 +115,7 @@ class Pass:
         return self.nodes[value.node].memory[value.item]
 
     def needs_grad(self, value: Value) -> bool:
-        """Say whether gradients may flow through a value (there may be none after all)."""
+        """Return whether gradients may flow through a value (there may be none after all)."""
         node = self.nodes[value.node]
         if value.item in node.needs_grad:
             return True
@@ -129,7 +123,7 @@ class Pass:
         return is_number and node.memory[value.item] in self.differentiable
 
     def layer_calls(self) -> Iterator[tuple[int, str]]:
-        """Go through the calls of layers: the node's index and the layer's name."""
+        """Yield the calls of layers: the node's index and the layer's name."""
         for index, node in enumerate(self.nodes):
             if node.kind == "layer":
                 yield index, node.target
@@ -140,11 +134,13 @@ class LayerGraph:
     """The forward pass of a model as a graph of layers and glue, for inputs like the example."""
 
     model: nn.Module
-    training: Pass
-    evaluation: Pass | UsageError  # the latter: why there is none
+    training: ForwardPass
+    evaluation: ForwardPass | UsageError  # an error: why there is none
     example: tuple[list[Any], pytree.TreeSpec]  # leaves: Shape for tensors, else the constant
-    closed: dict[str, str]  # modules that had to become layers, and why
-    retrace: Callable[[Sequence[str]], LayerGraph]  # the same with the modules around names opened
+    closed: dict[str, str]  # modules that cannot be traced and became layers, and why
+    retrace: Callable[
+        [Sequence[str]], LayerGraph
+    ]  # again, with the modules around these names opened
 
     @property
     def layers(self) -> list[str]:
@@ -158,12 +154,12 @@ class LayerGraph:
         return {name: names.count(name) for name in self.layers if names.count(name) > 1}
 
     def fits(self, inputs: Sequence[Any]) -> bool:
-        """Say whether the graph holds for these inputs: sizes are constants in it."""
+        """Return whether the graph is valid for these inputs: it has constant sizes."""
         leaves, spec = pytree.tree_flatten(tuple(inputs))
         known, known_spec = self.example
         if spec != known_spec:
             return False
-        passes = [one for one in (self.training, self.evaluation) if isinstance(one, Pass)]
+        passes = [one for one in (self.training, self.evaluation) if isinstance(one, ForwardPass)]
         same_size = any(one.reads_sizes for one in passes)
         return all(
             _fits(leaf, one, same_size=same_size) for leaf, one in zip(leaves, known, strict=True)

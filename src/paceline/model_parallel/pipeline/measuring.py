@@ -1,14 +1,14 @@
-"""Measure the layers of a model: time, parameters, what backward keeps, what goes on to the next.
+"""Measure the layers of a model: time, parameters, what backward keeps, what the next layer gets.
 
-The model is cut at every layer, and the pieces run one after the other on the example: a piece is a
-layer with the code that follows it up to the next one, which always runs in the same stage. So what
-is measured is what a stage would run. The first piece has what stands before the first layer, too.
+The model is split at every layer, and the sections run one after the other on the example: a
+section is a layer with the code that follows it up to the next one, which always runs in the same
+stage. So what is measured is what a stage would run. The first section includes the code before the
+first layer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,89 +17,64 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
-from paceline.model_parallel.pipeline.dry_run import undisturbed
+from paceline.model_parallel.dry_run import dry_run
 from paceline.model_parallel.pipeline.graph import LayerGraph
-from paceline.model_parallel.pipeline.program import CannotCut
 from paceline.model_parallel.pipeline.splitting import StageModule, make_stages
+from paceline.model_parallel.pipeline.stage_program import CannotSplit
 from paceline.model_parallel.pipeline.tracing import trace
 
 
 class LayerCost(msgspec.Struct, frozen=True):
-    """What one layer costs, for one batch like the example; `to_plain` gives it as plain data."""
+    """What one layer costs, for one batch like the example."""
 
     name: str
     forward_s: float
     backward_s: float
-    parameter_bytes: int  # tied ones count where they are first used
+    parameter_bytes: int  # tied parameters count where they are first used
     activation_bytes: int  # what is kept for backward, without parameters
-    output_bytes: int  # what a cut after it would send
+    output_bytes: int  # what a stage boundary after it would send
     calls: int = 1  # in one forward pass; times and activations are the sums over them
 
 
 def measure_layers(model: nn.Module, *example: Any, repeats: int = 3) -> list[LayerCost]:
     """Run every layer forward and backward on the example; the fastest of the repeats counts.
 
-    The model, its buffers and gradients, and the random state are afterwards as before.
+    The model, its buffers and gradients, and the random state are restored.
     """
     if repeats < 1:
-        raise UsageError(f"repeats={repeats}: at least one is needed")
+        raise UsageError(f"repeats={repeats}: expected a number of at least 1")
     if any(one.device.type == "meta" for one in [*model.parameters(), *model.buffers()]):
         raise UsageError("a model on the meta device has no data to be measured with")
     graph = trace(model, example)
-    with undisturbed(model):
+    with dry_run(model):
         model.train()
         costs = []
         counted: set[int] = set()
         values: tuple[Any, ...] = tuple(pytree.tree_leaves(example))
-        for name, stage in _pieces(graph):
+        for name, stage in _sections(graph):
             cost, values = _measure(name, stage, values, repeats, counted)
             costs.append(cost)
     return _summed(graph, costs)
 
 
-def to_plain(costs: Sequence[LayerCost]) -> list[dict[str, Any]]:
-    """Return the numbers as plain data, fit for JSON."""
-    plain: list[dict[str, Any]] = msgspec.to_builtins(list(costs))
-    return plain
-
-
-def costs_table(costs: Sequence[LayerCost]) -> str:
-    """Return the costs as a table to be printed."""
-    width = max([5, *(len(cost.name) for cost in costs)])
-    lines = [
-        f"{'layer':<{width}}  {'forward':>10}  {'backward':>10}  {'parameters':>11}  "
-        f"{'kept':>11}  {'output':>11}"
-    ]
-    for cost in costs:
-        sizes = (cost.parameter_bytes, cost.activation_bytes, cost.output_bytes)
-        times = (cost.forward_s, cost.backward_s)
-        lines.append(
-            f"{cost.name:<{width}}  "
-            + "  ".join(f"{1e3 * one:>7.3f} ms" for one in times)
-            + "  "
-            + "  ".join(f"{one / 1e6:>8.3f} MB" for one in sizes)
-        )
-    return "\n".join(lines)
-
-
-def _pieces(graph: LayerGraph) -> list[tuple[str, StageModule]]:
-    """Cut at every call of a layer where that is possible."""
+def _sections(graph: LayerGraph) -> list[tuple[str, StageModule]]:
+    """Split at every call of a layer where that is possible."""
     names = [name for _, name in graph.training.layer_calls()]
     if not names:
         raise UsageError(f"the forward pass of {type(graph.model).__name__} calls no layers")
-    calls, stages = _cut_everywhere(graph, names, list(range(1, len(names))))
+    calls, stages = _split_everywhere(graph, names, list(range(1, len(names))))
     return [(names[call], stage) for call, stage in zip([0, *calls], stages, strict=True)]
 
 
-def _cut_everywhere(
+def _split_everywhere(
     graph: LayerGraph, names: list[str], calls: list[int]
 ) -> tuple[list[int], list[StageModule]]:
     try:
         return calls, make_stages(graph, calls)
-    except CannotCut as error:
-        # It is measured with the layer before it.
+    except CannotSplit as error:
+        # Measure it with the layer before it.
         left = [call for call in calls if names[call] != error.layer]
-        return _cut_everywhere(graph, names, left)
+        return _split_everywhere(graph, names, left)
 
 
 def _measure(
@@ -109,7 +84,7 @@ def _measure(
         one.detach().requires_grad_(one.requires_grad) if isinstance(one, torch.Tensor) else one
         for one in values
     ]
-    kept = _Kept(stage)
+    kept = _SavedBytes(stage)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda one: one):
         outputs = stage(*inputs)  # the warm-up
     _backward(outputs)
@@ -138,19 +113,19 @@ def _measure(
 
 
 def _backward(outputs: tuple[torch.Tensor, ...]) -> None:
-    # What only passes through has no grad_fn, and costs nothing.
+    # A tensor that only passes through has no grad_fn, and costs nothing.
     ends = [one for one in outputs if one.grad_fn is not None]
     if ends:
         torch.autograd.backward(ends, [torch.ones_like(one) for one in ends])
 
 
-class _Kept:
-    """Counts the memory that backward keeps, each piece of it once."""
+class _SavedBytes:
+    """Counts the memory that backward keeps, each storage once."""
 
     def __init__(self, stage: StageModule) -> None:
         state = [*stage.parameters(), *stage.buffers()]
         self._seen = {one.untyped_storage().data_ptr() for one in state}
-        self._keep: list[torch.Tensor] = []  # no address is used twice
+        self._keep: list[torch.Tensor] = []  # keeps them alive, so that no address is reused
         self.num_bytes = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -187,10 +162,10 @@ def _num_bytes(one: torch.Tensor) -> int:
 
 
 def _now(outputs: tuple[torch.Tensor, ...]) -> float:
-    """Return the time when all that was started is done.
+    """Return the time, after all work on the outputs is done.
 
-    On one thread it is the thread's own time: other processes on the same cores, which may be
-    measuring as well, would otherwise make long layers look longer than short ones.
+    With one thread it is the thread's CPU time: otherwise other processes on the same cores, which
+    may be measuring as well, would make long layers look longer than short ones.
     """
     if any(one.is_cuda for one in outputs):
         torch.cuda.synchronize()

@@ -1,13 +1,13 @@
-"""Where to cut: the slowest stage shall be as fast as possible.
+"""Choose where to split a model: the slowest stage should be as fast as possible.
 
 Layers run one after the other, so a partition of n layers into s stages is a choice of s - 1 cuts,
 and the best is found exactly, in two rounds of dynamic programming over (stages, layers): first the
 smallest possible time of the slowest stage; then, among all partitions that reach it, the one that
 sends the least across its boundaries and, among these, the most even one.
 
-Where a process holds several stages it is the slowest process that counts, and its stages are not
-neighbours. From the best partition of that kind, cuts are then moved, one or two at a time, for as
-long as that helps.
+If a process holds several stages, the slowest process counts, and its stages are not neighbours.
+From the best partition of the first kind, cuts are then moved, one or two at a time, as long as
+that helps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from itertools import accumulate, combinations, pairwise
 from paceline.errors import UsageError
 from paceline.model_parallel.pipeline.graph import LayerGraph
 from paceline.model_parallel.pipeline.measuring import LayerCost
-from paceline.model_parallel.pipeline.program import CannotCut
 from paceline.model_parallel.pipeline.splitting import split
+from paceline.model_parallel.pipeline.stage_program import CannotSplit
 
 
 def partition(
@@ -34,9 +34,9 @@ def partition(
     if num_stages < 1:
         raise UsageError(f"{num_stages} stages: there must be at least one")
     if num_stages > count:
-        raise UsageError(f"{count} layers cannot be cut into {num_stages} stages")
+        raise UsageError(f"{count} layers cannot be split into {num_stages} stages")
     if crossing is not None and len(crossing) != count:
-        raise UsageError(f"{count} costs, but {len(crossing)} crossings; they go together")
+        raise UsageError(f"{count} costs, but {len(crossing)} crossings; pass one for each layer")
     sums = [0.0, *accumulate(costs)]
     sent = [0.0] * count if crossing is None else list(crossing)
     slowest = _smallest_maximum(sums, num_stages)
@@ -53,14 +53,14 @@ def partition(
                     continue
                 cuts = (*before[2], begin) if stage else ()
                 cost = before[0] + (sent[begin] if stage else 0.0)
-                found = (cost, before[1] + time * time, cuts)
+                candidate = (cost, before[1] + time * time, cuts)
                 kept = following[end]
-                if kept is None or found < kept:
-                    following[end] = found
+                if kept is None or candidate < kept:
+                    following[end] = candidate
         best = following
-    whole = best[count]
-    assert whole is not None  # one partition reaches the smallest maximum
-    return list(whole[2])
+    found = best[count]
+    assert found is not None  # one partition reaches the smallest maximum
+    return list(found[2])
 
 
 def _smallest_maximum(sums: list[float], num_stages: int) -> float:
@@ -77,31 +77,31 @@ def _smallest_maximum(sums: list[float], num_stages: int) -> float:
     return best[count]
 
 
-def balance(costs: Sequence[float], cuts: Sequence[int], owners: Sequence[int]) -> list[int]:
-    """Move cuts until the slowest process, then the slowest stage, gets no faster.
+def balance(costs: Sequence[float], cuts: Sequence[int], stage_ranks: Sequence[int]) -> list[int]:
+    """Move cuts until neither the slowest process nor the slowest stage gets faster.
 
-    `owners` has the process of each stage.
+    `stage_ranks` has the process of each stage.
     """
     sums = [0.0, *accumulate(costs)]
     count = len(costs)
 
-    def judge(chosen: Sequence[int]) -> tuple[float, float]:
+    def cost_of(chosen: Sequence[int]) -> tuple[float, float]:
         stages = [sums[end] - sums[begin] for begin, end in pairwise([0, *chosen, count])]
-        of_process = dict.fromkeys(owners, 0.0)
-        for owner, time in zip(owners, stages, strict=True):
+        of_process = dict.fromkeys(stage_ranks, 0.0)
+        for owner, time in zip(stage_ranks, stages, strict=True):
             of_process[owner] += time
         return max(of_process.values()), max(stages)
 
     best = list(cuts)
     while True:
-        found = min(_moved(best, count), key=judge, default=best)
-        if judge(found) >= judge(best):
+        found = min(_moved(best, count), key=cost_of, default=best)
+        if cost_of(found) >= cost_of(best):
             return best
         best = found
 
 
 def _moved(cuts: Sequence[int], count: int) -> Iterator[list[int]]:
-    """Yield every choice in which one cut is anywhere else, or two are one layer further on."""
+    """Yield all cuts of which one is moved anywhere, or two are moved by one layer."""
     for number in range(len(cuts)):
         bounds = [0, *cuts, count]
         for place in range(bounds[number] + 1, bounds[number + 2]):
@@ -116,24 +116,24 @@ def _moved(cuts: Sequence[int], count: int) -> Iterator[list[int]]:
                     yield moved
 
 
-def choose_starts(
+def choose_split_points(
     graph: LayerGraph,
     costs: Sequence[LayerCost],
     num_stages: int,
-    owners: Sequence[int] | None = None,
+    stage_ranks: Sequence[int] | None = None,
 ) -> list[str]:
-    """Choose the layers at which stages 1, 2, ... start, by what was measured.
+    """Return the layers at which stages 1, 2, ... start, by measured costs.
 
-    `owners` has the process of each stage, when a process holds several.
+    `stage_ranks` has the process of each stage, if a process holds several.
     """
     if num_stages < 1:
         raise UsageError(f"{num_stages} stages: there must be at least one")
     forbidden = set(graph.repeated)
     while True:
-        starts = _choose(graph, costs, num_stages, forbidden, owners)
+        starts = _choose(graph, costs, num_stages, forbidden, stage_ranks)
         try:
             split(graph, starts)
-        except CannotCut as error:
+        except CannotSplit as error:
             forbidden.add(error.layer)
         else:
             return starts
@@ -144,32 +144,32 @@ def _choose(
     costs: Sequence[LayerCost],
     num_stages: int,
     forbidden: set[str],
-    owners: Sequence[int] | None,
+    stage_ranks: Sequence[int] | None,
 ) -> list[str]:
     by_name = {cost.name: cost for cost in costs}
     missing = [name for name in graph.layers if name not in by_name]
     if missing:
         raise UsageError(f"no costs of {', '.join(missing[:5])}; measure the model that was traced")
-    # What cannot start a stage is one piece with what is before it.
-    pieces: list[tuple[str, float]] = []
+    # A layer that cannot start a stage is grouped with the layers before it.
+    groups: list[tuple[str, float]] = []
     sent: list[float] = []
     before = 0.0
     for _, name in graph.training.layer_calls():
         cost = by_name[name]
         time = (cost.forward_s + cost.backward_s) / cost.calls
-        if pieces and name in forbidden:
-            pieces[-1] = (pieces[-1][0], pieces[-1][1] + time)
+        if groups and name in forbidden:
+            groups[-1] = (groups[-1][0], groups[-1][1] + time)
         else:
-            pieces.append((name, time))
+            groups.append((name, time))
             sent.append(before)
         before = cost.output_bytes
-    if len(pieces) < num_stages:
-        raise UsageError(_too_few(graph, [name for name, _ in pieces], num_stages, forbidden))
-    times = [time for _, time in pieces]
+    if len(groups) < num_stages:
+        raise UsageError(_too_few(graph, [name for name, _ in groups], num_stages, forbidden))
+    times = [time for _, time in groups]
     cuts = partition(times, num_stages, sent)
-    if owners is not None and len(set(owners)) < num_stages:
-        cuts = balance(times, cuts, owners)
-    return [pieces[cut][0] for cut in cuts]
+    if stage_ranks is not None and len(set(stage_ranks)) < num_stages:
+        cuts = balance(times, cuts, stage_ranks)
+    return [groups[cut][0] for cut in cuts]
 
 
 def _too_few(graph: LayerGraph, names: list[str], num_stages: int, forbidden: set[str]) -> str:
@@ -178,4 +178,4 @@ def _too_few(graph: LayerGraph, names: list[str], num_stages: int, forbidden: se
     text += ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
     if several:
         text += f" (not counted, since no stage can start there: {', '.join(several[:5])})"
-    return text + ". Use fewer stages, or name layers inside of these as split points"
+    return text + "; use fewer stages, or name layers inside of these as split points"

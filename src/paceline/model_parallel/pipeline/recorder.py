@@ -1,10 +1,10 @@
-"""The recorder: runs a forward pass and writes down every call of a layer or a torch function.
+"""ForwardRecorder: runs a forward pass and records every call of a layer or a torch function.
 
 It is a mode of torch (`TorchFunctionMode`), so it sees what the forward does to tensors, and the
 forward sees real tensors: sizes, dtypes and loops over them are plain Python. Only a decision that
-depends on the *values* of tensors cannot be written down; that raises `CannotRecord`.
+depends on the *values* of tensors cannot be recorded; that raises `CannotRecord`.
 
-Which memory a tensor lies in and who writes to it is written down as well, since a stage boundary
+It also records which memory a tensor lies in and which calls write to it, because a stage boundary
 separates tensors that share memory.
 """
 
@@ -26,52 +26,59 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.errors import UsageError
-from paceline.model_parallel.pipeline.graph import Arguments, Depends, Node, Pass, Shape, Value
+from paceline.model_parallel.pipeline.graph import (
+    Arguments,
+    Depends,
+    ForwardPass,
+    Node,
+    Shape,
+    Value,
+)
 from paceline.model_parallel.pipeline.trace_errors import (
     CannotRecord,
     PythonRandom,
     check_constant,
     name_of,
+    new_objects,
     reads_sizes,
     reads_values,
-    young_objects,
 )
 
 
-class Recorder(TorchFunctionMode):
-    """Writes one forward pass into a `Pass`."""
+class ForwardRecorder(TorchFunctionMode):
+    """Records one forward pass as a `ForwardPass`."""
 
     def __init__(
         self, model: nn.Module, opened: set[str], device: str, inside: AbstractContextManager[Any]
     ) -> None:
         super().__init__()
-        self.recorded = Pass()
+        self.recorded = ForwardPass()
         self.is_on = False
         self._opened = opened
         self._names = {id(module): name for name, module in model.named_modules()}
         self._state: dict[int, tuple[str, Depends, torch.Tensor]] = {}
         self._values = WeakTensorKeyDictionary()
         self._memories: dict[StorageWeakRef, int] = {}
-        self._keep: list[torch.Tensor] = []  # so that no id is used twice
-        self.is_new: Callable[[object], bool] = lambda _: False  # made during the pass
+        self._keep: list[torch.Tensor] = []  # keeps them alive, so that no id is reused
+        self.is_new: Callable[[object], bool] = lambda _: False  # created during the pass
         self._is_checkpointed = False
         self._drawn = PythonRandom()
         self._thread = threading.get_ident()
         self._device = device
-        self._inside = inside  # what layers are run in
+        self._inside = inside  # the context in which layers run
         self._autocast = self._autocast_now()
 
     def add_state(
-        self, name: str, held: torch.Tensor, used: torch.Tensor, *, is_parameter: bool
+        self, name: str, original: torch.Tensor, used: torch.Tensor, *, is_parameter: bool
     ) -> None:
-        """Make a parameter or buffer known; `used` stands for what the model holds."""
+        """Register a parameter or buffer; `used` is used in place of `original`."""
         kind = Depends.PARAMETER if is_parameter else Depends.BUFFER
-        self._state.setdefault(id(held), (name, kind, used))
+        self._state.setdefault(id(original), (name, kind, used))
         self._state.setdefault(id(used), (name, kind, used))
-        self._keep += [held, used]
+        self._keep += [original, used]
 
     def add_input(self, tensor: torch.Tensor) -> None:
-        """Make the next tensor of the inputs known."""
+        """Register the next tensor of the inputs."""
         node = self._add(Node("input", None, _arguments((), {}), Depends.INPUT))
         self.recorded.inputs.append(self._bind(tensor, node, 0, tensor.requires_grad))
 
@@ -98,7 +105,7 @@ class Recorder(TorchFunctionMode):
     def call_module(
         self, run: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Record a layer, or go into a module that is opened."""
+        """Record a layer, or run a module that is opened."""
         if not self.is_on or threading.get_ident() != self._thread:
             return run(module, *args, **kwargs)
         name = self._names.get(id(module))
@@ -120,15 +127,15 @@ class Recorder(TorchFunctionMode):
                 raise UsageError(
                     f"layer {name} ({type(module).__name__}) needs the values of tensors "
                     f"({error.func}), and the model, or the example, is on the meta device, "
-                    "without values. Trace it with data"
+                    "without values; trace it with data"
                 ) from error
 
         result = self._record("layer", name, run_layer, args, kwargs)
-        self._drawn = PythonRandom()  # layers may draw as they like
+        self._drawn = PythonRandom()  # layers may draw random numbers
         return result
 
     def call_function(self, run: Callable[..., Any], kind: Any, args: Any) -> Any:
-        """Record a call of an autograd function, as a whole."""
+        """Record a call of an autograd function as one call."""
         if not self.is_on or threading.get_ident() != self._thread:
             return run(*args)
         if kind is CheckpointFunction:
@@ -145,7 +152,7 @@ class Recorder(TorchFunctionMode):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
-        if name == "_set_grad_enabled":  # as no_grad does; it must outlast this call
+        if name == "_set_grad_enabled":  # no_grad calls it; its effect must last
             return func(*args, **kwargs)
         if reads_sizes(name):
             self.recorded.reads_sizes = True
@@ -153,7 +160,7 @@ class Recorder(TorchFunctionMode):
             raise CannotRecord(f"it depends on the values of a tensor ({name})")
         return self._record("call", func, func, args, kwargs)
 
-    # -- how it is written down ---------------------------------------------------------------
+    # -- recording ----------------------------------------------------------------------------
 
     def _record(
         self,
@@ -163,7 +170,7 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        self.is_on = False  # what the call does inside is not recorded
+        self.is_on = False  # calls inside of this one are not recorded
         try:
             arguments = self._arguments(args, kwargs)
             depends = self._depends(arguments)
@@ -171,7 +178,7 @@ class Recorder(TorchFunctionMode):
             tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             versions = [one._version for one in tensors]
             random_state = None if depends or kind == "layer" else self._random_state()
-            # Layers may want gradients inside; glue is run for its values and sizes only.
+            # Layers may need gradients inside; glue is run for its values and sizes only.
             with torch.set_grad_enabled(kind == "layer" and torch.is_grad_enabled()):
                 result = run(*args, **kwargs)
             if random_state is not None and not torch.equal(random_state, self._random_state()):
@@ -210,10 +217,10 @@ class Recorder(TorchFunctionMode):
         known = {id(one) for one in tensors}
         for item, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor) or id(leaf) in changed:
-                continue  # a tensor that was written to stays the value that it is
+                continue  # a tensor that was written to stays the same value
             own_needs = needs_grad or leaf.requires_grad
             if id(leaf) in known or leaf.requires_grad:
-                # An object of its own, for it is a value of its own (`x.float()` of a float).
+                # A new object, because it is a new value (`x.float()` of a float).
                 leaf = leaves[item] = leaf.detach()
             self._bind(leaf, index, item, own_needs and name_of(target) not in ("detach", "data"))
         return pytree.tree_unflatten(leaves, spec)
@@ -228,7 +235,7 @@ class Recorder(TorchFunctionMode):
         return Arguments(arguments.leaves, arguments.spec)
 
     def _usable(self, args: Any, kwargs: Any) -> Any:
-        """Put what stands for parameters and buffers in the place of those."""
+        """Return the arguments with the registered stand-ins of parameters and buffers."""
 
         def used(leaf: Any) -> Any:
             known = self._state.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
@@ -252,17 +259,17 @@ class Recorder(TorchFunctionMode):
         return self._bind(tensor, self._add(node), 0, tensor.requires_grad)
 
     def _check_unknown(self, tensor: torch.Tensor) -> None:
-        """Accept a tensor that nothing recorded has made only if it was there before."""
+        """Raise CannotRecord for a tensor that was created in the pass by no recorded call."""
         self._keep.append(tensor)
         if self.is_new(tensor):
             raise CannotRecord(
-                f"it uses a tensor of shape {tuple(tensor.shape)} that was made by code which "
-                "cannot be seen (torch.func, a scripted function, an extension, from_numpy)"
+                f"it uses a tensor of shape {tuple(tensor.shape)} that was created by code "
+                "that cannot be recorded (torch.func, scripted functions, extensions, from_numpy)"
             )
         if tensor.device.type == "meta":
             raise CannotRecord(
                 f"it uses a tensor of shape {tuple(tensor.shape)} on the meta device that is no "
-                "parameter or buffer, so nobody will give it data (register_buffer makes it one)"
+                "parameter or buffer, so it never gets data (register_buffer makes it a buffer)"
             )
 
     def _add(self, node: Node) -> int:
@@ -308,8 +315,8 @@ class Recorder(TorchFunctionMode):
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Let the recorder see calls of modules, of autograd functions, and of torch functions."""
+def recording(recorder: ForwardRecorder) -> Iterator[None]:
+    """Pass calls of modules, autograd functions and torch functions to the recorder."""
     call = nn.Module.__call__
 
     def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +329,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
     _SingleLevelFunction.apply = classmethod(recorded_apply)  # type: ignore[attr-defined]
     recorder.is_on = True
     try:
-        with young_objects() as recorder.is_new, recorder:
+        with new_objects() as recorder.is_new, recorder:
             yield
     finally:
         recorder.is_on = False

@@ -2,15 +2,15 @@
 
     "gpipe"          all forwards, then all backwards: simple, keeps all activations
     "1f1b"           a backward as soon as one can be done: fewer activations. For the first and the
-                     last microbatches, on which the stage before has to wait, what it waits for is
-                     computed and sent before the gradients of weights
+                     last microbatches, for which the stage before has to wait, the gradients that
+                     it waits for are computed and sent before the gradients of weights
     "interleaved:2"  two stages for each process, in turns: a shorter wait at the beginning
     "zero-bubble"    two stages for each process, placed like a V (the first process has the first
-                     and the last stage); gradients of weights, for which nobody waits, are put off
-                     to when a process would have nothing to do
+                     and the last stage); gradients of weights, for which no process waits, are
+                     computed when a process would be idle
 
 The orders of the last two are those of torch.distributed.pipelining. An order has only what is
-computed: each action waits for what it needs, and hands on what it makes (pipeline.py).
+computed: each action waits for its inputs, and sends its outputs (schedule_runner.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KNOWN = "'gpipe', '1f1b', 'interleaved:2' (or more stages for each process), 'ze
 
 
 class Action(NamedTuple):
-    """Something that a process computes."""
+    """One computation of a process."""
 
     kind: str
     stage: int
@@ -37,7 +37,7 @@ class Action(NamedTuple):
 
 
 def stages_per_process(schedule: str) -> int:
-    """Return how many stages a schedule needs on each process; UsageError if there is none such."""
+    """Return how many stages a schedule needs on each process; UsageError if it is unknown."""
     name, colon, number = schedule.partition(":")
     if name == "interleaved" and not colon:
         return 2
@@ -50,34 +50,34 @@ def stages_per_process(schedule: str) -> int:
     raise UsageError(f"schedule {schedule!r}: choose one of {KNOWN}")
 
 
-def indices_of(schedule: str, rank: int, num_ranks: int) -> list[int]:
+def stages_of_rank(schedule: str, rank: int, num_ranks: int) -> list[int]:
     """Return the stages that a process holds, in the order of the model."""
     if schedule == "zero-bubble":
         return [rank, 2 * num_ranks - 1 - rank]
     return [turn * num_ranks + rank for turn in range(stages_per_process(schedule))]
 
 
-def owners(schedule: str, num_ranks: int) -> list[int]:
+def stage_ranks(schedule: str, num_ranks: int) -> list[int]:
     """Return the rank that holds each stage."""
-    by_stage = {s: r for r in range(num_ranks) for s in indices_of(schedule, r, num_ranks)}
+    by_stage = {s: r for r in range(num_ranks) for s in stages_of_rank(schedule, r, num_ranks)}
     return [by_stage[stage] for stage in range(len(by_stage))]
 
 
 def can_run(schedule: str, num_ranks: int, microbatches: int) -> bool:
-    """Whether a schedule is defined for a number of microbatches."""
+    """Return whether a schedule is defined for a number of microbatches."""
     if not schedule.startswith("interleaved"):
         return True
-    # Microbatches go through a process's stages in rounds of equal size, of at least one for each
+    # Microbatches pass through a process's stages in rounds of equal size, of at least one for each
     # process.
     return microbatches % max(1, microbatches // num_ranks) == 0
 
 
 def choose_microbatches(schedule: str, num_ranks: int, rows: int) -> int:
-    """Choose into how many microbatches a batch of so many rows is cut.
+    """Return the number of microbatches for a batch of so many rows.
 
-    The time in which processes wait is (p - 1) / (m + p - 1) of all, for p processes and m
-    microbatches: with m = 4 p it is below a fifth, and more microbatches are so small that each
-    computes less well. So: the largest number up to 4 p that divides the batch.
+    Processes wait for (p - 1) / (m + p - 1) of the time, with p processes and m microbatches: with
+    m = 4 p that is below a fifth, and smaller microbatches compute less efficiently. So: the
+    largest number up to 4 p that divides the batch.
     """
     return next(
         number
@@ -87,12 +87,14 @@ def choose_microbatches(schedule: str, num_ranks: int, rows: int) -> int:
 
 
 @lru_cache
-def order_of(schedule: str, rank: int, num_ranks: int, microbatches: int) -> tuple[Action, ...]:
-    """Return what a process computes, in which order."""
+def schedule_actions(
+    schedule: str, rank: int, num_ranks: int, microbatches: int
+) -> tuple[Action, ...]:
+    """Return what a process computes, in order."""
     if not can_run(schedule, num_ranks, microbatches):
         rounds = microbatches // num_ranks
         raise UsageError(
-            f"schedule {schedule!r}: {microbatches} microbatches cannot go through {num_ranks}"
+            f"schedule {schedule!r}: {microbatches} microbatches cannot pass through {num_ranks}"
             f" processes in {rounds} rounds of equal size; use microbatches="
             f"{rounds * num_ranks}, or schedule='1f1b', which takes any number"
         )
@@ -115,15 +117,15 @@ def _all_then_all(stage: int, microbatches: int) -> Iterator[Action]:
 
 
 def _one_by_one(stage: int, num_stages: int, microbatches: int) -> Iterator[Action]:
-    # A stage is as many microbatches ahead as there are stages behind it.
+    # A stage is as many microbatches ahead as there are stages after it.
     ahead = min(microbatches, num_stages - 1 - stage)
     for microbatch in range(ahead):
         yield Action(FORWARD, stage, microbatch)
     for microbatch in range(microbatches):
         if microbatch + ahead < microbatches:
             yield Action(FORWARD, stage, microbatch + ahead)
-        # The stage before has nothing else to do while it waits for the first gradients and for the
-        # last ones: it gets those before this stage turns to its weights.
+        # The stage before is idle while it waits for the first gradients and for the last ones: it
+        # gets those before this stage computes the gradients of its weights.
         if stage > 0 and not num_stages - 1 <= microbatch <= microbatches - num_stages:
             yield Action(BACKWARD_INPUT, stage, microbatch)
             yield Action(BACKWARD_WEIGHT, stage, microbatch)
@@ -133,7 +135,7 @@ def _one_by_one(stage: int, num_stages: int, microbatches: int) -> Iterator[Acti
 
 def _torch_order(schedule: str, rank: int, num_ranks: int, microbatches: int) -> Iterator[Action]:
     count = stages_per_process(schedule)
-    # All that torch asks of stages to make an order.
+    # All that torch needs of stages to make an order.
     stages: Any = [
         SimpleNamespace(
             stage_index=index,
@@ -142,7 +144,7 @@ def _torch_order(schedule: str, rank: int, num_ranks: int, microbatches: int) ->
             group_rank=rank,
             submod=None,
         )
-        for index in indices_of(schedule, rank, num_ranks)
+        for index in stages_of_rank(schedule, rank, num_ranks)
     ]
     kind: Any = pipelining.ScheduleInterleaved1F1B
     if schedule == "zero-bubble":
@@ -154,17 +156,17 @@ def _torch_order(schedule: str, rank: int, num_ranks: int, microbatches: int) ->
 
 
 def _merged(actions: Iterator[Action]) -> Iterator[Action]:
-    """Make one backward of its two halves where they follow each other: it costs less."""
-    held: Action | None = None
+    """Join the two halves of a backward if they follow each other: it costs less."""
+    pending: Action | None = None
     for action in actions:
-        if held is not None and action == held._replace(kind=BACKWARD_WEIGHT):
+        if pending is not None and action == pending._replace(kind=BACKWARD_WEIGHT):
             yield action._replace(kind=BACKWARD)
-            held = None
+            pending = None
             continue
-        if held is not None:
-            yield held
-        held = action if action.kind == BACKWARD_INPUT else None
-        if held is None:
+        if pending is not None:
+            yield pending
+        pending = action if action.kind == BACKWARD_INPUT else None
+        if pending is None:
             yield action
-    if held is not None:
-        yield held
+    if pending is not None:
+        yield pending

@@ -1,4 +1,4 @@
-"""What a forward pass may not do between its layers, if it is to be written down.
+"""What a forward pass must not do between its layers if it is to be recorded.
 
 A recorded pass is replayed on other inputs. So nothing in it may depend on the values of tensors:
 neither decisions, nor Python numbers, nor sizes of other tensors.
@@ -34,7 +34,7 @@ _TORCH_FILES = str(Path(torch.__file__).parent)
 
 
 class CannotRecord(Exception):
-    """The forward of an opened module does what cannot be written down."""
+    """The forward of an opened module does what cannot be recorded."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -43,13 +43,13 @@ class CannotRecord(Exception):
 
 
 class PythonRandom:
-    """Notices numbers drawn from Python's or numpy's generators, which decide for every replay."""
+    """Notices numbers drawn from Python's or numpy's generators: every replay would repeat them."""
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), _numpy_state()
 
     def check(self) -> None:
-        """Refuse if anything was drawn since."""
+        """Raise CannotRecord if a number was drawn since."""
         if self._python != random.getstate() or self._numpy != _numpy_state():
             raise CannotRecord(
                 "it draws random numbers from Python or numpy between layers, before this line"
@@ -65,12 +65,12 @@ def name_of(func: Any) -> str:
 
 
 def reads_sizes(name: str) -> bool:
-    """Say whether a function tells sizes, which are constants of the recorded pass."""
+    """Return whether a function returns sizes, which are constants of the recorded pass."""
     return name in _READS_SIZES
 
 
 def reads_values(name: str, args: tuple[Any, ...]) -> bool:
-    """Say whether what a function returns, or its size, is made from the values of tensors."""
+    """Return whether a function's result, or its size, depends on the values of tensors."""
     if name == "__getitem__" and len(args) == 2:
         index = pytree.tree_leaves(args[1])
         return any(isinstance(one, torch.Tensor) and one.dtype == torch.bool for one in index)
@@ -82,7 +82,7 @@ def reads_values(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def check_constant(leaf: Any) -> None:
-    """Refuse an argument that hides tensors: it would be the same in every replay."""
+    """Raise CannotRecord for an argument that contains tensors: every replay would repeat them."""
     if isinstance(leaf, slice):
         if _has_tensor((leaf.start, leaf.stop, leaf.step)):
             raise CannotRecord("it slices by the values of a tensor")
@@ -96,13 +96,13 @@ def check_constant(leaf: Any) -> None:
 
 
 @contextmanager
-def young_objects() -> Iterator[Callable[[object], bool]]:
-    """Tell objects that are made inside of the block from older ones, by the garbage collector."""
+def new_objects() -> Iterator[Callable[[object], bool]]:
+    """Yield a function that returns whether an object was created inside of the block."""
     was_enabled = gc.isenabled()
     gc.disable()
-    gc.collect(0)  # what was young until now
+    gc.collect(0)  # older objects leave generation 0
     try:
-        yield lambda one: any(one is young for young in gc.get_objects(0))
+        yield lambda one: any(one is new for new in gc.get_objects(0))
     finally:
         if was_enabled:
             gc.enable()
@@ -118,7 +118,7 @@ def _has_tensor(tree: Any) -> bool:
 
 
 def _calling_line() -> str:
-    """Return where in the user's code this happens."""
+    """Return the line of the user's code that is running."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((_OWN_FILES, _TORCH_FILES)):
             return f"\n    {frame.filename}:{frame.lineno}: {frame.line}"

@@ -1,19 +1,19 @@
-"""Trace a model: find its layers, run the forward pass once, and write it down as a `LayerGraph`.
+"""Trace a model: find its layers, run the forward pass once, and record it as a `LayerGraph`.
 
-The pass is run on the example itself, without gradients between layers. A model of which some part
-is on the meta device is run without data (on fake tensors), so that a model that does not fit into
-this process can be traced. Training and evaluation are recorded separately: code between layers may
-ask for `self.training`.
+The pass is run on the example itself, without gradients between layers. A model with tensors on the
+meta device is run without data (on fake tensors), so that a model that does not fit into this
+process can be traced. Training and evaluation are recorded separately: code between layers may read
+`self.training`.
 
-A module whose forward cannot be written down becomes a layer as a whole; for the model itself that
-is an error, for then there is nothing to cut.
+A module whose forward cannot be recorded becomes one layer; for the model itself that is an error,
+because there would be nothing to split.
 
-Layers are never cut. They are found from the outside in: the model itself is opened (its forward is
-read), and so is what stands around blocks: a container (Sequential, ModuleList, ModuleDict), and a
-module that holds a container of modules which have submodules themselves (an encoder with its list
-of blocks). All else is a layer: the elements of containers, and modules without such containers. A
-container inside of an element is opened only if it holds blocks too (a Sequential of Sequentials of
-blocks).
+Layers are never split. They are found from the outside in: the model itself is opened (its forward
+is recorded), and so are the modules around blocks: a container (Sequential, ModuleList,
+ModuleDict), and a module that holds a container of modules which have submodules themselves (an
+encoder with its list of blocks). Every other module is a layer: the elements of containers, and
+modules without such containers. A container inside of an element is opened only if it holds blocks
+too (a Sequential of Sequentials of blocks).
 """
 
 from __future__ import annotations
@@ -29,33 +29,27 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
-from paceline.model_parallel.pipeline.dry_run import undisturbed
-from paceline.model_parallel.pipeline.graph import LayerGraph, Pass, Shape
-from paceline.model_parallel.pipeline.recorder import Recorder, recording
+from paceline.model_parallel.dry_run import dry_run
+from paceline.model_parallel.pipeline.graph import ForwardPass, LayerGraph, Shape
+from paceline.model_parallel.pipeline.recorder import ForwardRecorder, recording
 from paceline.model_parallel.pipeline.trace_errors import CannotRecord
 
 
-def trace(model: nn.Module, example: tuple[Any, ...], leaves: Collection[str] = ()) -> LayerGraph:
-    """Write the model's forward pass down for inputs of the example's shapes.
+def trace(model: nn.Module, example: tuple[Any, ...]) -> LayerGraph:
+    """Record the model's forward pass for inputs of the example's shapes.
 
-    `leaves` names modules that are layers as a whole. The model is not changed. Raises UsageError
-    if the code of the model itself depends on the values of tensors.
+    The model is not changed. Raises UsageError if the code of the model itself depends on the
+    values of tensors.
     """
-    known = {name for name, _ in model.named_modules()}
-    for name in leaves:
-        if name not in known or not name:
-            raise UsageError(f"leaves: the model has no module {name!r}")
     _check_inputs(model, example)
-    return _trace(model, tuple(example), frozenset(leaves), ())
+    return _trace(model, tuple(example), ())
 
 
-def _trace(
-    model: nn.Module, example: tuple[Any, ...], leaves: frozenset[str], inside: Sequence[str]
-) -> LayerGraph:
+def _trace(model: nn.Module, example: tuple[Any, ...], inside: Sequence[str]) -> LayerGraph:
     closed: dict[str, str] = {}
-    passes = _record_both(model, example, leaves, inside, closed)
+    passes = _record_both(model, example, inside, closed)
     while passes is None:
-        passes = _record_both(model, example, leaves, inside, closed)
+        passes = _record_both(model, example, inside, closed)
     training, evaluation = passes
     flat, spec = pytree.tree_flatten(example)
     shapes = [
@@ -66,7 +60,7 @@ def _trace(
     ]
 
     def retrace(names: Sequence[str]) -> LayerGraph:
-        return _trace(model, example, leaves, names)
+        return _trace(model, example, names)
 
     return LayerGraph(model, training, evaluation, (shapes, spec), closed, retrace)
 
@@ -74,13 +68,12 @@ def _trace(
 def _record_both(
     model: nn.Module,
     example: tuple[Any, ...],
-    leaves: frozenset[str],
     inside: Sequence[str],
     closed: dict[str, str],
-) -> tuple[Pass, Pass | UsageError] | None:
-    """Record the pass in both modes; None: another module had to be closed, so begin again."""
-    opened = opened_modules(model, [*leaves, *closed], inside)
-    training: Pass | None = None
+) -> tuple[ForwardPass, ForwardPass | UsageError] | None:
+    """Record the pass in both modes; None: another module was closed, so start again."""
+    opened = opened_modules(model, closed, inside)
+    training: ForwardPass | None = None
     try:
         training = _run(model, example, opened, training=True)
         return training, _run(model, example, opened, training=False)
@@ -91,21 +84,23 @@ def _record_both(
         explained = UsageError(_explain(model, error))
         if training is None:
             raise explained from None
-        return training, explained  # it can be trained, and says why not when it is evaluated
+        return training, explained  # it can be trained; evaluating it raises this
 
 
-def _run(model: nn.Module, example: tuple[Any, ...], opened: set[str], *, training: bool) -> Pass:
+def _run(
+    model: nn.Module, example: tuple[Any, ...], opened: set[str], *, training: bool
+) -> ForwardPass:
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
     state = [*model.parameters(), *model.buffers()]
     device = next((one.device for one in [*tensors, *state] if one.device.type != "meta"), None)
     device = device or torch.device("cpu")
     is_meta = any(one.device.type == "meta" for one in [*tensors, *state])
     mode = FakeTensorMode(allow_non_fake_inputs=True) if is_meta else None
-    with undisturbed(model), torch.enable_grad():
+    with dry_run(model), torch.enable_grad():
         if training != model.training:
             model.train(training)
-        recorder = Recorder(model, opened, device.type, mode or nullcontext())
-        _introduce_state(recorder, model, mode, device)
+        recorder = ForwardRecorder(model, opened, device.type, mode or nullcontext())
+        _register_state(recorder, model, mode, device)
         inputs = pytree.tree_map_only(
             torch.Tensor, lambda one: _stand_in(one, mode, device) if mode else one.clone(), example
         )
@@ -117,29 +112,29 @@ def _run(model: nn.Module, example: tuple[Any, ...], opened: set[str], *, traini
     return recorder.recorded
 
 
-def _introduce_state(
-    recorder: Recorder, model: nn.Module, mode: FakeTensorMode | None, device: torch.device
+def _register_state(
+    recorder: ForwardRecorder, model: nn.Module, mode: FakeTensorMode | None, device: torch.device
 ) -> None:
-    """Make parameters and buffers known by name; without data, put fake ones in their places."""
+    """Register parameters and buffers by name; without data, replace them by fake ones."""
     stand_ins: dict[int, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         for kind in (module._parameters, module._buffers):
-            for key, held in kind.items():
-                if held is None:
+            for key, original in kind.items():
+                if original is None:
                     continue
-                used = stand_ins.get(id(held))
+                used = stand_ins.get(id(original))
                 if used is None:
-                    used = _stand_in(held, mode, device) if mode else held
-                    stand_ins[id(held)] = used
+                    used = _stand_in(original, mode, device) if mode else original
+                    stand_ins[id(original)] = used
                 name = f"{prefix}.{key}" if prefix else key
                 is_parameter = kind is module._parameters
-                recorder.add_state(name, held, used, is_parameter=is_parameter)
-                if used is not held:
+                recorder.add_state(name, original, used, is_parameter=is_parameter)
+                if used is not original:
                     kind[key] = used
 
 
 def _stand_in(one: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    """Return a fake tensor, without data, to run in the place of this one."""
+    """Return a fake tensor, without data, in place of this one."""
     empty = torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device="meta")
     fake = FakeTensor(mode, empty, device if one.device.type == "meta" else one.device)
     if isinstance(one, nn.Parameter):
@@ -160,26 +155,25 @@ def _check_inputs(model: nn.Module, example: tuple[Any, ...]) -> None:
 
 def _explain(model: nn.Module, error: CannotRecord) -> str:
     return (
-        f"{type(model).__name__} cannot be cut into stages: in its forward, {error.why}\n"
-        "Move this code into a submodule: that is then a layer of its own, whose inside may do "
-        "anything."
+        f"{type(model).__name__} cannot be split into stages: in its forward, {error.why}\n"
+        "Move this code into a submodule: that is then one layer, whose code may do anything"
     )
 
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def opened_modules(model: nn.Module, leaves: Collection[str], inside: Iterable[str]) -> set[str]:
-    """Return the names of the modules whose forward is read, the model ("") among them.
+def opened_modules(model: nn.Module, closed: Collection[str], inside: Iterable[str]) -> set[str]:
+    """Return the names of the modules whose forward is recorded, including the model ("").
 
-    `leaves` stay closed whatever they are; modules around the names in `inside` are opened.
+    Modules in `closed` are never opened; modules around the names in `inside` always are.
     """
     opened = {""}
     _open_children(model, "", opened, in_container=isinstance(model, CONTAINERS))
     for name in inside:
         parts = name.split(".")
         opened.update(".".join(parts[:depth]) for depth in range(1, len(parts)))
-    return {name for name in opened if not _is_within(name, leaves)}
+    return {name for name in opened if not _is_within(name, closed)}
 
 
 def _open_children(module: nn.Module, prefix: str, opened: set[str], *, in_container: bool) -> None:
@@ -196,7 +190,7 @@ def _open_children(module: nn.Module, prefix: str, opened: set[str], *, in_conta
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Say whether a container somewhere in the module has an element with submodules."""
+    """Return whether a container somewhere in the module has an element with submodules."""
     return any(
         isinstance(one, CONTAINERS) and any(_is_composite(element) for element in one.children())
         for one in module.modules()
@@ -207,5 +201,5 @@ def _is_composite(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def _is_within(name: str, leaves: Collection[str]) -> bool:
-    return any(name == leaf or name.startswith(f"{leaf}.") for leaf in leaves)
+def _is_within(name: str, modules: Collection[str]) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in modules)

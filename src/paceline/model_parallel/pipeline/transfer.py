@@ -1,12 +1,12 @@
-"""Wire: tensors between neighbouring stages, with word of what they are.
+"""StageTransport: sends tensors between neighbouring stages, with a header that describes them.
 
-The first message of a step between two stages is preceded by a HEADER that says how many tensors
-there are, with dtypes and shapes, as plain integers; so batches may change from step to step. Later
-microbatches of the step are like the first. The header also has the number of rows and microbatches
-of the sender's batch: stages that were given different batches find out here.
+The first message of a step between two stages is preceded by a HEADER with the number of tensors,
+their dtypes and shapes, as plain integers; so batches may change from step to step. Later
+microbatches of the step have the same shapes. The header also has the number of rows and
+microbatches of the sender's batch, so that stages with different batches notice that.
 
-On the way back a header says which gradients there are: where nothing depends on a tensor there is
-none, as in one process.
+In backward the header lists which gradients exist: a tensor on which nothing depends has none, as
+in one process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InconsistentRanks, UsageError
-from paceline.model_parallel.pipeline.stage import Crossing
+from paceline.model_parallel.pipeline.stage import StageTensor
 from paceline.observe.telemetry.trace import Stopwatch
 
 _HEADER = 1024  # integers: enough for a hundred tensors or more
-_MOST_TENSORS = 256  # of one stage for the next, so that each has a tag
+_MOST_TENSORS = 256  # from one stage to the next, so that each has a tag
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
@@ -34,15 +34,15 @@ _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True)
-class Like:
-    """What a tensor on the wire looks like."""
+class TensorMeta:
+    """Dtype and shape of a tensor that is sent."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     needs_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Like:
+    def of(cls, tensor: Tensor) -> TensorMeta:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
     def __str__(self) -> str:
@@ -50,56 +50,56 @@ class Like:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchShape:
     """What stages compare, to be sure that they work on the same batch."""
 
     rows: int
     microbatches: int
 
 
-def encode(likes: Sequence[Like], *numbers: int) -> Tensor:
-    """Write down numbers and tensors' looks as integers."""
-    words = [*numbers, len(likes)]
-    for like in likes:
-        words += (_CODES[like.dtype], int(like.needs_grad), len(like.shape), *like.shape)
-    if len(words) > _HEADER or len(likes) > _MOST_TENSORS:
+def encode(metas: Sequence[TensorMeta], *numbers: int) -> Tensor:
+    """Return numbers and the metadata of tensors as a header of integers."""
+    header_values = [*numbers, len(metas)]
+    for meta in metas:
+        header_values += (_CODES[meta.dtype], int(meta.needs_grad), len(meta.shape), *meta.shape)
+    if len(header_values) > _HEADER or len(metas) > _MOST_TENSORS:
         raise UsageError(
-            f"{len(likes)} tensors cross from one stage to the next, too many to describe in one"
-            f" message; cut the model where fewer are needed behind the cut"
+            f"{len(metas)} tensors cross from one stage to the next, too many for one header of"
+            f" {_HEADER} integers; split the model where a stage needs fewer"
         )
-    return torch.tensor(words + [0] * (_HEADER - len(words)))
+    return torch.tensor(header_values + [0] * (_HEADER - len(header_values)))
 
 
 def blank() -> Tensor:
-    """Return room for an encoded header."""
+    """Return an empty tensor for an encoded header."""
     return torch.empty(_HEADER, dtype=torch.int64)
 
 
-def decode(header: Tensor, count: int) -> tuple[list[int], list[Like]]:
-    """Read `count` numbers, and the looks of tensors."""
-    words = header.tolist()
-    numbers, position, likes = words[:count], count + 1, []
-    for _ in range(words[count]):
-        code, needs_grad, num_dims = words[position : position + 3]
+def decode(header: Tensor, count: int) -> tuple[list[int], list[TensorMeta]]:
+    """Return the first `count` numbers of a header, and the metadata of tensors."""
+    header_values = header.tolist()
+    numbers, position, metas = header_values[:count], count + 1, []
+    for _ in range(header_values[count]):
+        code, needs_grad, num_dims = header_values[position : position + 3]
         position += 3
-        shape = tuple(words[position : position + num_dims])
+        shape = tuple(header_values[position : position + num_dims])
         position += num_dims
-        likes.append(Like(DTYPES[code], shape, bool(needs_grad)))
-    return numbers, likes
+        metas.append(TensorMeta(DTYPES[code], shape, bool(needs_grad)))
+    return numbers, metas
 
 
-class Wire:
+class StageTransport:
     """Sends and receives for one process; asynchronous, in any order of the microbatches."""
 
-    def __init__(self, group: Any, owners: Sequence[int]) -> None:
-        self.waiting = Stopwatch()  # for neighbours, with nothing else to do
+    def __init__(self, group: Any, stage_ranks: Sequence[int]) -> None:
+        self.waiting = Stopwatch()  # for neighbouring stages, while idle
         self._group = group
-        self._owners = owners
+        self._owners = stage_ranks
         self._rank: int = group.rank()
-        self._sent: deque[Any] = deque()  # holds on to the tensors
+        self._sent: deque[Any] = deque()  # keeps the tensors alive
 
     def is_local(self, stage: int) -> bool:
-        """Whether this process holds a stage."""
+        """Return whether this process holds a stage."""
         return self._owners[stage] == self._rank
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int, microbatch: int) -> None:
@@ -113,37 +113,39 @@ class Wire:
                 self._sent.append(self._group.send([tensor.contiguous()], rank, tag))
 
     def send_header(self, header: Tensor, source: int, target: int, microbatch: int) -> None:
-        """Send word of what follows."""
+        """Send a header."""
         tag = _tag(source, target, microbatch, _MOST_TENSORS)
         self._sent.append(self._group.send([header], self._owners[target], tag))
 
     def receive_header(self, header: Tensor, source: int, target: int, microbatch: int) -> Tensor:
-        """Wait for word of what follows."""
+        """Wait for a header."""
         tag = _tag(source, target, microbatch, _MOST_TENSORS)
         with self.waiting:
             self._group.recv([header], self._owners[source], tag).wait()
         return header
 
-    def begin(self, likes: Sequence[Like], source: int, target: int, microbatch: int) -> Arrival:
-        """Begin to receive tensors that a neighbour sends."""
+    def begin(
+        self, metas: Sequence[TensorMeta], source: int, target: int, microbatch: int
+    ) -> PendingReceive:
+        """Start to receive tensors from a neighbouring stage."""
         tensors, works = [], []
-        for number, like in enumerate(likes):
-            tensor = torch.empty(like.shape, dtype=like.dtype)
+        for number, meta in enumerate(metas):
+            tensor = torch.empty(meta.shape, dtype=meta.dtype)
             tensors.append(tensor)
             if tensor.numel():
                 tag = _tag(source, target, microbatch, number)
                 works.append(self._group.recv([tensor], self._owners[source], tag))
-        return Arrival(tensors, works)
+        return PendingReceive(tensors, works)
 
     def flush(self) -> None:
-        """Wait until everything that was sent has been taken."""
+        """Wait until all sends are complete."""
         with self.waiting:
             while self._sent:
                 self._sent.popleft().wait()
 
 
 @dataclass
-class Arrival:
+class PendingReceive:
     """Tensors that are being received."""
 
     tensors: list[Tensor]
@@ -158,9 +160,9 @@ class Arrival:
         return self.tensors
 
 
-def check_alike(expected: Sequence[Like], tensors: Sequence[Tensor], stage: int) -> None:
-    """Refuse outputs that look otherwise than those of the first microbatch."""
-    found = [Like.of(tensor) for tensor in tensors]
+def check_metas(expected: Sequence[TensorMeta], tensors: Sequence[Tensor], stage: int) -> None:
+    """Raise UsageError for outputs of other shapes than those of the first microbatch."""
+    found = [TensorMeta.of(tensor) for tensor in tensors]
     if found != list(expected):
         raise UsageError(
             f"stage {stage}: outputs of one microbatch are {', '.join(map(str, expected))}, of"
@@ -169,8 +171,8 @@ def check_alike(expected: Sequence[Like], tensors: Sequence[Tensor], stage: int)
         )
 
 
-def check_batch(own: Batch, other: Batch, stage: int) -> None:
-    """Refuse another batch than the one that this process was given."""
+def check_batch(own: BatchShape, other: BatchShape, stage: int) -> None:
+    """Raise InconsistentRanks if the stage before works on another batch than this process."""
     if own != other:
         raise InconsistentRanks(
             f"pipeline: stage {stage} works on a batch of {own.rows} rows in"
@@ -179,8 +181,8 @@ def check_batch(own: Batch, other: Batch, stage: int) -> None:
         )
 
 
-def crossings(likes: Sequence[Like], tensors: Sequence[Tensor]) -> list[Crossing]:
-    return [Crossing(t, like.needs_grad) for t, like in zip(tensors, likes, strict=True)]
+def stage_tensors(metas: Sequence[TensorMeta], tensors: Sequence[Tensor]) -> list[StageTensor]:
+    return [StageTensor(t, meta.needs_grad) for t, meta in zip(tensors, metas, strict=True)]
 
 
 def _tag(source: int, target: int, microbatch: int, number: int) -> int:

@@ -1,15 +1,16 @@
-"""The tp axis as layers see it: who we are on it, and the ways in which a tensor crosses it.
+"""The tp axis as layers use it: this process's index, and the operations that cross the axis.
 
-Outside of a cut region every process holds the same WHOLE tensors, and their gradients are complete
-and the same everywhere. Inside, each process holds a PIECE. Four crossings keep that true:
+Outside of a sharded region every process holds the same FULL tensors, and their gradients are
+complete and the same on all processes. Inside, each process holds a SHARD. Four operations lead in
+and out:
 
-    enter    whole -> whole, used by pieces     forward nothing       backward all-reduce
-    leave    partial sums -> whole              forward all-reduce    backward nothing
-    gather   pieces -> whole                    forward all-gather    backward our piece
-    piece    whole -> our piece                 (enter, and a slice)
+    enter    full -> full, used with shards     forward nothing       backward all-reduce
+    leave    partial sums -> full               forward all-reduce    backward nothing
+    gather   shards -> full                     forward all-gather    backward the local shard
+    shard    full -> the local shard            (enter, and a slice)
 
-Each counts itself under the name of the module that asked for it, so that tables tell what was
-done, not what was thought.
+Each counts its collectives under the name of the module that called it, so that tables show what
+was done, not what was planned.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.model_parallel.parts.layout import Slice
+from paceline.model_parallel.sharding.layout import Slice
 
 
 class Axis:
-    """A process's place on the tp axis, and its process group."""
+    """This process's index on the tp axis, and the process group of the axis."""
 
     def __init__(self, group: dist.ProcessGroup, index: int, count: int) -> None:
         self.group, self.index, self.count = group, index, count
@@ -33,78 +34,78 @@ class Axis:
         self.num_backward: Counter[str] = Counter()
 
     def __deepcopy__(self, _memo: object) -> Axis:
-        return self  # a copy of a model talks over the same group
+        return self  # a copy of a model uses the same group
 
     def slice(self, dim: int, blocks: int = 1) -> Slice:
-        """Return our slice of a dimension."""
+        """Return this process's slice of a dimension."""
         return Slice(dim, self.index, self.count, blocks)
 
-    def enter(self, whole: Tensor, label: str) -> Tensor:
-        """Use a whole tensor with pieces. Its gradient must be no other tensor's memory."""
-        if torch.is_grad_enabled() and whole.requires_grad:
-            entered: Tensor = _Enter.apply(whole, self, label)  # type: ignore[no-untyped-call]
+    def enter(self, full: Tensor, label: str) -> Tensor:
+        """Use a full tensor with shards. Its gradient must not share memory with another's."""
+        if torch.is_grad_enabled() and full.requires_grad:
+            entered: Tensor = _EnterRegion.apply(full, self, label)  # type: ignore[no-untyped-call]
             return entered
-        return whole
+        return full
 
     def leave(self, partial: Tensor, label: str) -> Tensor:
-        """Sum over the axis, in place: the argument must be fresh."""
-        summed: Tensor = _Leave.apply(partial, self, label)  # type: ignore[no-untyped-call]
+        """Sum over the axis, in place: no other code may use the argument's memory."""
+        summed: Tensor = _LeaveRegion.apply(partial, self, label)  # type: ignore[no-untyped-call]
         return summed
 
-    def piece(self, whole: Tensor, dim: int, blocks: int, label: str) -> Tensor:
-        """Return our piece of a whole tensor."""
-        return self.slice(dim, blocks).of(self.enter(whole, label))
+    def shard(self, full: Tensor, dim: int, blocks: int, label: str) -> Tensor:
+        """Return the local shard of a full tensor."""
+        return self.slice(dim, blocks).of(self.enter(full, label))
 
-    def gather(self, piece: Tensor, dim: int, blocks: int, label: str) -> Tensor:
-        """Put the pieces of all processes together."""
-        whole: Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
-            piece, self, dim, blocks, label
+    def gather(self, local: Tensor, dim: int, blocks: int, label: str) -> Tensor:
+        """Return the full tensor from the shards of all processes."""
+        full: Tensor = _GatherShards.apply(  # type: ignore[no-untyped-call]
+            local, self, dim, blocks, label
         )
-        return whole
+        return full
 
-    def sum(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce in place; without autograd."""
         dist.all_reduce(tensor, op, group=self.group)
         return tensor
 
     def on_gather(self, origins: frozenset[str], why: str) -> None:
-        """Hear that cut tensors are gathered because an operation has no rule."""
+        """Note that sharded tensors are gathered because an operation has no rule."""
 
-    def may_meet(self, one: frozenset[str], other: frozenset[str]) -> bool:
-        """Whether results of these columns may be added or multiplied; while tracing, not all."""
+    def may_combine(self, one: frozenset[str], other: frozenset[str]) -> bool:
+        """Return whether results of these columns may be combined; while tracing, not all may."""
         del one, other
         return True
 
     def on_loss(self, origins: frozenset[str]) -> None:
-        """Hear that cut logits have met their loss."""
+        """Note that a loss was computed from sharded logits."""
 
-    def all_pieces(self, piece: Tensor) -> list[Tensor]:
-        """Fetch everybody's piece; without autograd."""
-        pieces = [torch.empty_like(piece) for _ in range(self.count)]
-        dist.all_gather(pieces, piece, group=self.group)
-        return pieces
+    def all_gather(self, local: Tensor) -> list[Tensor]:
+        """Return the shards of all processes; without autograd."""
+        locals_ = [torch.empty_like(local) for _ in range(self.count)]
+        dist.all_gather(locals_, local, group=self.group)
+        return locals_
 
 
-class _Enter(torch.autograd.Function):
+class _EnterRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, axis: Axis, label: str) -> Tensor:
+    def forward(ctx: Any, full: Tensor, axis: Axis, label: str) -> Tensor:
         ctx.axis, ctx.label = axis, label
-        return whole.view_as(whole)
+        return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.axis.num_backward[ctx.label] += 1
-        return ctx.axis.sum(grad.contiguous()), None, None
+        return ctx.axis.all_reduce(grad.contiguous()), None, None
 
 
-class _Leave(torch.autograd.Function):
+class _LeaveRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, axis: Axis, label: str) -> Tensor:
         axis.num_forward[label] += 1
         if not partial.is_contiguous():
-            return axis.sum(partial.contiguous())
+            return axis.all_reduce(partial.contiguous())
         ctx.mark_dirty(partial)
-        return axis.sum(partial)
+        return axis.all_reduce(partial)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -112,15 +113,15 @@ class _Leave(torch.autograd.Function):
         return grad, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, axis: Axis, dim: int, blocks: int, label: str) -> Tensor:
+    def forward(ctx: Any, local: Tensor, axis: Axis, dim: int, blocks: int, label: str) -> Tensor:
         ctx.slice = axis.slice(dim, blocks)
         axis.num_forward[label] += 1
-        pieces = axis.all_pieces(piece.contiguous())
+        locals_ = axis.all_gather(local.contiguous())
         if blocks == 1:
-            return torch.cat(pieces, dim)
-        chunks = [piece.chunk(blocks, dim) for piece in pieces]
+            return torch.cat(locals_, dim)
+        chunks = [local.chunk(blocks, dim) for local in locals_]
         return torch.cat([chunk[block] for block in range(blocks) for chunk in chunks], dim)
 
     @staticmethod
@@ -128,16 +129,16 @@ class _Gather(torch.autograd.Function):
         return ctx.slice.of(grad), None, None, None, None
 
 
-class Simulated(Axis):
-    """An axis without others: shapes are right, sums and gathered numbers mean nothing."""
+class SimulatedAxis(Axis):
+    """An axis without other processes: shapes are right, reduced and gathered values are not."""
 
     def __init__(self, count: int, index: int = 0) -> None:
         self.index, self.count = index, count
         self.num_forward, self.num_backward = Counter(), Counter()
 
-    def sum(self, tensor: Tensor, op: Any = None) -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
         del op
         return tensor
 
-    def all_pieces(self, piece: Tensor) -> list[Tensor]:
-        return [piece] * self.count
+    def all_gather(self, local: Tensor) -> list[Tensor]:
+        return [local] * self.count

@@ -1,10 +1,10 @@
-"""Cross-entropy of logits whose classes are cut: no process sees all logits of a sample.
+"""Cross-entropy of logits whose classes are sharded: no process has all logits of a sample.
 
     largest, sum of exponentials, the target's logit      two small all-reduces of one number
                                                           and of two numbers per sample
     backward                                              local: softmax minus one at the target
 
-It is what `F.cross_entropy` does when it meets cut logits: a model's own loss stays as it is.
+`F.cross_entropy` of sharded logits calls it: a model's own loss does not change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.model_parallel.tensor.axis import Axis
 from paceline.model_parallel.tensor.rules import Args, Func, Kwargs, rule
-from paceline.model_parallel.tensor.sharded_tensor import CutTensor, NoRule
+from paceline.model_parallel.tensor.sharded_tensor import NoRule, ShardedTensor
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -28,7 +28,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, kept: Tensor, smoothing: float, axis: Axis
     ) -> Tensor:
         size = logits.shape[1]
-        largest = axis.sum(logits.detach().amax(1), dist.ReduceOp.MAX)
+        largest = axis.all_reduce(logits.detach().amax(1), dist.ReduceOp.MAX)
         shifted = logits - largest[:, None]
         ours = target - axis.index * size
         is_here = (ours >= 0) & (ours < size) & kept
@@ -36,7 +36,7 @@ class _CrossEntropy(torch.autograd.Function):
         chosen = torch.where(is_here, shifted.gather(1, ours)[:, 0], 0)
         terms = [chosen, shifted.sum(1)] if smoothing else [chosen]
         exponentials = shifted.exp_() if not smoothing else shifted.exp()
-        sums = axis.sum(torch.stack([exponentials.sum(1), *terms]))
+        sums = axis.all_reduce(torch.stack([exponentials.sum(1), *terms]))
         logarithm = sums[0].log()
         loss = logarithm - sums[1]
         num_classes = size * axis.count
@@ -62,8 +62,8 @@ def _cross_entropy(_func: Func, args: Args, kwargs: Kwargs) -> Any:
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
     named = {**dict(zip((*names, "label_smoothing"), args, strict=False)), **kwargs}
     logits, target = named["input"], named["target"]
-    plain = isinstance(logits, CutTensor) and not isinstance(target, CutTensor)
-    if not plain or logits.ndim < 2 or logits.cut_dim != 1 or logits.blocks != 1:
+    plain = isinstance(logits, ShardedTensor) and not isinstance(target, ShardedTensor)
+    if not plain or logits.ndim < 2 or logits.shard_dim != 1 or logits.blocks != 1:
         raise NoRule("cross_entropy of this shape needs all logits")
     if any(named.get(name) is not None for name in ("weight", "size_average", "reduce")):
         raise NoRule("cross_entropy with weights needs all logits")

@@ -1,7 +1,7 @@
-"""Guessing an input for a model that nobody gave an example for.
+"""Guess an input for a model if the script passed no example.
 
-The first layers with parameters say what goes in: numbers of words, features or images. Guesses
-are small and are tried one after the other; a model that takes none of them is tried in parts.
+The first layers with parameters show what the input is: token ids, features or images. Guesses are
+small and are tried one after the other; if a model takes none of them, its submodules are tried.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.model_parallel.tensor.dry_run import quiet
+from paceline.model_parallel.dry_run import evaluation_dry_run
 
 NUM_LAYERS = 3  # layers that may be the first
 Run = tuple[nn.Module, tuple[Any, ...]]
 
 
 def find_runs(model: nn.Module, example: tuple[Any, ...] | None) -> list[Run]:
-    """Return what to run to see all of the model at work: itself, or parts of it."""
+    """Return what to run in order to trace the model: itself, or submodules of it."""
     if example is not None:
         if not isinstance(example, tuple):
             raise UsageError(
                 "tensor parallel: example must be the tuple of the model's arguments, as in"
                 f" example=(tokens,); got {type(example).__name__}"
             )
-        with quiet(model), torch.no_grad():
+        with evaluation_dry_run(model), torch.no_grad():
             model(*example)
         return [(model, example)]
     return _guessed(model)
@@ -40,9 +40,9 @@ def _guessed(module: nn.Module) -> list[Run]:
         return []
     for args in _guesses(module):
         try:
-            with quiet(module), torch.no_grad():
+            with evaluation_dry_run(module), torch.no_grad():
                 module(*args)
-        except Exception:  # whatever a model raises for an input that is not meant for it
+        except Exception:  # a model may raise anything for an input that does not fit
             continue
         return [(module, args)]
     return [run for child in module.children() for run in _guessed(child)]
@@ -74,7 +74,7 @@ def _tensors(module: nn.Module, first: nn.Module, floating: dict[str, Any]) -> I
 
 
 def _widths(first: nn.Module) -> Iterator[int]:
-    """Yield features that a module may take."""
+    """Yield the numbers of features that a module may take."""
     if isinstance(first, nn.Linear):
         yield first.in_features
     elif isinstance(first, nn.MultiheadAttention):

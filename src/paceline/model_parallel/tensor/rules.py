@@ -1,15 +1,15 @@
-"""Rules: what operations do with pieces (see sharded_tensor.py). Names are those of torch
+"""Rules: what operations do with shards (see sharded_tensor.py). Names are those of torch
 functions.
 
-Operands are aligned from the right, as broadcasting does it: `c` is the cut dimension counted from
-the end. A whole operand that needs a gradient enters the region: each process has only its pieces'
-share of that gradient.
+Operands are aligned from the right, as in broadcasting: `c` is the sharded dimension counted from
+the end. A full operand that needs a gradient enters the region: each process has only its shard's
+contribution to that gradient.
 
-Random numbers for pieces differ on every process, and are reproducible. All processes of the tp
-axis have equal global generators, so whole tensors get the same dropout mask everywhere. For an
-operation on pieces each process draws one number from the generator (the generators stay equal),
-seeds with it and its own index, and puts the state back. It happens within one operation, so a
-recomputed region (activation checkpointing), which starts from the kept state, draws the same
+Random numbers for shards differ between the processes, and are reproducible. All processes of the
+tp axis have equal global generators, so full tensors get the same dropout mask on all of them. For
+an operation on shards each process draws one number from the generator (the generators stay equal),
+seeds with it and its own index, and restores the state. This happens within one operation, so a
+recomputed region (activation checkpointing), which starts from the saved state, draws the same
 masks again.
 """
 
@@ -24,12 +24,12 @@ from torch import Tensor
 
 from paceline.model_parallel.tensor.sharded_tensor import (
     RULES,
-    CutTensor,
     NoRule,
     Rule,
-    cuts_in,
+    ShardedTensor,
     is_in_place,
-    mapped,
+    map_tensors,
+    sharded_in,
 )
 
 Func = Callable[..., Any]
@@ -47,49 +47,50 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def from_end(cut: CutTensor) -> int:
-    """Return the cut dimension counted from the end: -1 is the last."""
-    return cut.cut_dim - cut.ndim
+def from_end(x: ShardedTensor) -> int:
+    """Return the sharded dimension counted from the end: -1 is the last."""
+    return x.shard_dim - x.ndim
 
 
-def agreed(cuts: list[CutTensor]) -> tuple[CutTensor, int]:
-    """Return the first, with merged origins, and the cut dimension from the end."""
-    first = cuts[0]
-    for other in cuts[1:]:
+def common_layout(sharded_operands: list[ShardedTensor]) -> tuple[ShardedTensor, int]:
+    """Return the first tensor with the origins of all, and the sharded dimension from the end;
+    NoRule if the tensors are not sharded in the same way."""
+    first = sharded_operands[0]
+    for other in sharded_operands[1:]:
         same = from_end(other) == from_end(first) and other.blocks == first.blocks
-        if not same or other.shape[other.cut_dim] != first.shape[first.cut_dim]:
-            raise NoRule("two tensors that are cut in different ways meet in it")
+        if not same or other.shape[other.shard_dim] != first.shape[first.shard_dim]:
+            raise NoRule("it combines tensors that are sharded in different ways")
         if not other.origins <= first.origins:
             origins = first.origins | other.origins
-            first = CutTensor(first.local, first.cut_dim, first.axis, origins, first.blocks)
+            first = ShardedTensor(first.local, first.shard_dim, first.axis, origins, first.blocks)
     return first, from_end(first)
 
 
-def localize(tree: Any, first: CutTensor, c: int) -> Any:
-    """Return the tree with pieces: of cut tensors theirs, of whole ones what belongs to them."""
+def localize(tree: Any, first: ShardedTensor, c: int) -> Any:
+    """Return the tree with shards: of sharded tensors theirs, of full ones the matching slice."""
 
-    def piece(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, CutTensor):
+    def shard(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, ShardedTensor):
             return tensor.local
         if tensor.shape == first.shape and tensor.is_floating_point():
-            # It could be cut, but a stream of residuals is better kept whole.
-            raise NoRule("its output meets a whole tensor of the same shape")
-        whole = enter_shared(tensor, first)
+            # It could be sliced, but a residual stream is better kept full.
+            raise NoRule("its output is combined with a full tensor of the same shape")
+        full = enter_shared(tensor, first)
         if tensor.ndim < -c or tensor.shape[c] == 1:
-            return whole
-        return first.axis.slice(tensor.ndim + c, first.blocks).of(whole)
+            return full
+        return first.axis.slice(tensor.ndim + c, first.blocks).of(full)
 
-    return mapped(tree, piece)
+    return map_tensors(tree, shard)
 
 
-def enter_shared(tensor: Tensor, first: CutTensor) -> Tensor:
-    """Enter a whole operand; its gradient may be shared with another's, so it gets its own."""
+def enter_shared(tensor: Tensor, first: ShardedTensor) -> Tensor:
+    """Enter a full operand. `* 1` gives its gradient memory of its own, which all-reduce needs."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
     return first.axis.enter(tensor, min(first.origins)) * 1
 
 
-# Each also with an underscore behind it: in place.
+# Each also with an underscore after it: in place.
 _ELEMENTWISE = """
 add sub mul div true_divide floor_divide remainder fmod pow float_power maximum minimum fmax fmin
 rsub neg negative abs absolute exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal
@@ -113,16 +114,19 @@ def _elementwise_names() -> list[str]:
 
 @rule(*_elementwise_names())
 def _elementwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    cuts = list(cuts_in((args, kwargs)))
-    if not all(cuts[0].axis.may_meet(cuts[0].origins, other.origins) for other in cuts[1:]):
-        raise NoRule("its output meets that of a layer with another input")
-    first, c = agreed(cuts)
-    if is_in_place(func.__name__) and not isinstance(args[0], CutTensor):
-        raise NoRule("it is written into a tensor that all processes hold whole")
+    sharded_operands = list(sharded_in((args, kwargs)))
+    if not all(
+        sharded_operands[0].axis.may_combine(sharded_operands[0].origins, other.origins)
+        for other in sharded_operands[1:]
+    ):
+        raise NoRule("its output is combined with that of a layer with another input")
+    first, c = common_layout(sharded_operands)
+    if is_in_place(func.__name__) and not isinstance(args[0], ShardedTensor):
+        raise NoRule("it is written into a full tensor")
     local_args, local_kwargs = localize((args, kwargs), first, c)
     local = func(*local_args, **local_kwargs)
     target = args[0] if args else None
-    if isinstance(target, CutTensor) and local is target.local:
+    if isinstance(target, ShardedTensor) and local is target.local:
         target.origins = first.origins
         return target
     return first.like(local, local.ndim + c)
@@ -139,15 +143,15 @@ def _elementwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
     "randn_like",
 )
 def _random(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    cut: CutTensor = args[0]
-    with own_randomness(cut.axis.index):
-        local = func(cut.local, *args[1:], **kwargs)
-    return cut.like(local, cut.cut_dim)
+    x: ShardedTensor = args[0]
+    with per_process_rng(x.axis.index):
+        local = func(x.local, *args[1:], **kwargs)
+    return x.like(local, x.shard_dim)
 
 
 @contextlib.contextmanager
-def own_randomness(index: int) -> Iterator[None]:
-    """Let random numbers differ between the processes of the axis while in the block."""
+def per_process_rng(index: int) -> Iterator[None]:
+    """Let random numbers differ between the processes of the axis within the block."""
     generator = torch.default_generator
     number = int(torch.randint(2**62, ()))
     state = generator.get_state()

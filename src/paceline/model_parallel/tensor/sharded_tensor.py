@@ -1,12 +1,12 @@
-"""CutTensor: a process's piece of a tensor, which answers with the whole's shape.
+"""ShardedTensor: the local shard of a tensor, which has the shape of the full tensor.
 
-A model's own code is full of whole sizes: `view(B, T, HEADS, -1)`, `split(self.width, 2)`. So what
-a cut layer returns says that it has the shape of the whole and carries the local piece: a
-dimension, seen as `blocks` blocks of equal size, of each of which there is a piece (q, k and v out
-of one matrix are three blocks). Rules (rules.py) say what an operation does with pieces. Where
-there is none, pieces are gathered, and what follows runs on whole tensors: slower, not wrong.
+A model's own code uses full sizes: `view(B, T, HEADS, -1)`, `split(self.width, 2)`. So what a
+sharded layer returns reports the full shape and carries the local shard. The sharded dimension
+consists of `blocks` blocks of equal size, and each block is sharded (q, k and v from one matrix are
+three blocks). Rules (rules.py) define what an operation does with shards. Without a rule, shards
+are gathered, and what follows runs on full tensors: slower, not wrong.
 
-Autograd runs on the local pieces; the wrapper is not part of any graph.
+Autograd runs on the local shards; the wrapper is not part of any graph.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from paceline.model_parallel.tensor.axis import Axis
 
 
 class NoRule(Exception):
-    """An operation needs more than pieces; says why."""
+    """An operation cannot run on shards; the message is the reason."""
 
 
 Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[str, Rule] = {}  # by the name of the function or method
 
 # Attributes and methods that the wrapper's own shape, dtype and device answer.
-_OF_THE_PIECE = {"requires_grad", "grad_fn", "is_leaf"}
+_OF_THE_SHARD = {"requires_grad", "grad_fn", "is_leaf"}
 
 
-class CutTensor(Tensor):
-    """See the module. `origins`: the modules that had a share in it."""
+class ShardedTensor(Tensor):
+    """See the module docstring. `origins`: the names of the modules that it was computed by."""
 
     local: Tensor
-    cut_dim: int
+    shard_dim: int
     blocks: int
     axis: Axis
     origins: frozenset[str]
 
     @staticmethod
     def __new__(
-        cls: type[CutTensor],
+        cls: type[ShardedTensor],
         local: Tensor,
         dim: int,
         axis: Axis,
         origins: frozenset[str],
         blocks: int = 1,
-    ) -> CutTensor:
+    ) -> ShardedTensor:
         shape = list(local.shape)
         shape[dim] *= axis.count
-        self: CutTensor = Tensor._make_wrapper_subclass(
+        self: ShardedTensor = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device
         )
-        self.local, self.cut_dim, self.blocks = local, dim, blocks
+        self.local, self.shard_dim, self.blocks = local, dim, blocks
         self.axis, self.origins = axis, origins
         return self
 
@@ -64,17 +64,17 @@ class CutTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
         return (
-            f"CutTensor(shape={tuple(self.shape)}, dim={self.cut_dim}, blocks={self.blocks},"
-            f" piece {self.axis.index} of {self.axis.count})"
+            f"ShardedTensor(shape={tuple(self.shape)}, dim={self.shard_dim}, blocks={self.blocks},"
+            f" shard {self.axis.index} of {self.axis.count})"
         )
 
-    def like(self, local: Tensor, dim: int, blocks: int | None = None) -> CutTensor:
-        """Wrap a local result that comes from this one."""
-        return CutTensor(local, dim, self.axis, self.origins, blocks or self.blocks)
+    def like(self, local: Tensor, dim: int, blocks: int | None = None) -> ShardedTensor:
+        """Return a local result, computed from this tensor, as a sharded tensor."""
+        return ShardedTensor(local, dim, self.axis, self.origins, blocks or self.blocks)
 
-    def whole(self) -> Tensor:
-        """Return the whole tensor; collective."""
-        return self.axis.gather(self.local, self.cut_dim, self.blocks, min(self.origins))
+    def full_tensor(self) -> Tensor:
+        """Return the full tensor. Collective."""
+        return self.axis.gather(self.local, self.shard_dim, self.blocks, min(self.origins))
 
     @classmethod
     def __torch_function__(
@@ -88,7 +88,7 @@ class CutTensor(Tensor):
         name: str = func.__name__
         if name == "__get__":
             name = func.__self__.__name__  # type: ignore[attr-defined]
-            if name in _OF_THE_PIECE:
+            if name in _OF_THE_SHARD:
                 return getattr(args[0].local, name)
             if name not in RULES and name not in ("data", "grad", "real", "imag", "H"):
                 name = "size"
@@ -101,35 +101,35 @@ class CutTensor(Tensor):
                 raise NoRule(f"{name} needs all of it")
             return rule(func, args, kwargs)
         except NoRule as why:
-            return _on_wholes(func, name, args, kwargs, str(why))
+            return _on_full_tensors(func, name, args, kwargs, str(why))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Reached only by code that goes around __torch_function__.
-        args, kwargs = gathered((args, kwargs or {}))
+        # Reached only by code that bypasses __torch_function__.
+        args, kwargs = gather_tensors((args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _on_wholes(
+def _on_full_tensors(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], why: str
 ) -> Any:
-    """Do an operation on gathered tensors; what it writes to goes back into its piece."""
-    for cut in cuts_in((args, kwargs)):
-        cut.axis.on_gather(cut.origins, why)
-    wholes, named = gathered((args, kwargs))
-    result = func(*wholes, **named)
+    """Run an operation on gathered tensors; what it writes is copied back into the shard."""
+    for sharded in sharded_in((args, kwargs)):
+        sharded.axis.on_gather(sharded.origins, why)
+    full_args, named = gather_tensors((args, kwargs))
+    result = func(*full_args, **named)
     target = args[0] if args else None
-    if not (is_in_place(name) and isinstance(target, CutTensor)):
+    if not (is_in_place(name) and isinstance(target, ShardedTensor)):
         return result
     axis, label = target.axis, min(target.origins)
-    target.local = axis.piece(wholes[0], target.cut_dim, target.blocks, label).clone()
+    target.local = axis.shard(full_args[0], target.shard_dim, target.blocks, label).clone()
     return None if result is None else target
 
 
 def is_in_place(name: str) -> bool:
-    """Whether a function of this name writes to its first argument."""
+    """Return whether a function of this name writes to its first argument."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
     return name.endswith("_")
@@ -151,29 +151,35 @@ _METADATA = {
 }
 
 
-def cuts_in(tree: Any) -> Iterator[CutTensor]:
-    """Yield the cut tensors in nested tuples, lists and dicts."""
-    if isinstance(tree, CutTensor):
+def sharded_in(tree: Any) -> Iterator[ShardedTensor]:
+    """Yield the sharded tensors in nested tuples, lists and dicts."""
+    if isinstance(tree, ShardedTensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            yield from cuts_in(item)
+            yield from sharded_in(item)
     elif isinstance(tree, dict):
-        yield from cuts_in(list(tree.values()))
+        yield from sharded_in(list(tree.values()))
 
 
-def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the tree with every tensor in it changed."""
+def map_tensors(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the tree with every tensor replaced by what `change` returns for it."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, (tuple, list)):
-        items = [mapped(item, change) for item in tree]
+        items = [map_tensors(item, change) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, dict):
-        return {key: mapped(item, change) for key, item in tree.items()}
+        return {key: map_tensors(item, change) for key, item in tree.items()}
     return tree
 
 
-def gathered(tree: Any) -> Any:
-    """Return the tree with whole tensors."""
-    return mapped(tree, lambda t: t.whole() if isinstance(t, CutTensor) else t)
+def gather_tensors(tree: Any) -> Any:
+    """Return the tree with full tensors in place of sharded ones. Collective."""
+    return map_tensors(tree, lambda t: t.full_tensor() if isinstance(t, ShardedTensor) else t)
+
+
+def tree_of(output: Any) -> Any:
+    """Return a model's output as nested tuples and dicts (other libraries return objects)."""
+    is_plain = isinstance(output, (Tensor, tuple, list, dict)) or not hasattr(output, "__dict__")
+    return output if is_plain else dict(vars(output))

@@ -24,7 +24,7 @@ from paceline.data_parallel.distribute import distributed
 from paceline.data_parallel.model_state.checkpoint import ModelSnapshot, SavedModel
 from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.errors import CheckpointMismatch, UsageError
-from paceline.model_parallel.registry import meshed, meshed_by
+from paceline.model_parallel.distribute import find_mesh_model, mesh_models
 from paceline.runtime.job import Job
 from paceline.runtime.mesh import Mesh
 from paceline.state.files.reading import Loaded
@@ -68,7 +68,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 def _distributed() -> list[tuple[Any, PaceSwitcher]]:
     """Return the script's models, whole or in parts, in order."""
-    in_parts = {id(made.switcher): model for model, made in meshed.items()}
+    in_parts = {id(made.switcher): model for model, made in mesh_models.items()}
     return [(in_parts.get(id(one), model), one) for model, one in distributed()]
 
 
@@ -141,22 +141,22 @@ def gather(
 
 
 def _picture(switcher: PaceSwitcher) -> ModelSnapshot:
-    made = meshed_by(switcher)
+    made = find_mesh_model(switcher)
     if made is None:
         return switcher.take_snapshot()
-    from paceline.model_parallel.parts.checkpoint import whole_picture
+    from paceline.model_parallel.sharding.checkpoint import full_state
 
-    return whole_picture(made)
+    return full_state(made)
 
 
 def _mapped(saved: SavedModel, switcher: PaceSwitcher) -> SavedModel:
     """Return what this worker needs of a model, whatever the mesh on which it was saved."""
-    made = meshed_by(switcher)
+    made = find_mesh_model(switcher)
     if made is None and "mesh" not in saved.plain:
         return saved
-    from paceline.model_parallel.parts.checkpoint import as_part, as_whole
+    from paceline.model_parallel.sharding.checkpoint import to_full_state, to_shard
 
-    return as_whole(saved) if made is None else as_part(saved, made)
+    return to_full_state(saved) if made is None else to_shard(saved, made)
 
 
 def steps_of(loaded: Loaded, rank: int) -> int:
@@ -231,10 +231,10 @@ def _set_stage_state(
 ) -> None:
     """Let stages of a pipeline draw on where they were."""
     for number, switcher in enumerate(models):
-        made = meshed_by(switcher)
+        made = find_mesh_model(switcher)
         found = _unprefixed(_of_rank(tensors, rank), number).get("stage/random")
-        if is_same and found is not None and made is not None and made.cut.pipeline is not None:
-            made.cut.pipeline.random_state = found.clone()
+        if is_same and found is not None and made is not None and made.shard.pipeline is not None:
+            made.shard.pipeline.random_state = found.clone()
 
 
 def restore_weights(loaded: Loaded, models: Sequence[PaceSwitcher]) -> None:

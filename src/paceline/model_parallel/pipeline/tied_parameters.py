@@ -1,8 +1,8 @@
-"""Parameters that several stages use (tied embeddings): their gradients are summed.
+"""TiedParameters: parameters that several stages use (tied embeddings); gradients are summed.
 
-Each process that holds a copy computes a part of the gradient. They tell each other, and all add up
-in the order of the ranks, so that copies which were equal stay equal to the last bit. Stages of one
-process share one Parameter, and need nothing.
+Each process that holds a copy computes a part of the gradient. The processes exchange these, and
+all add them in the order of the ranks, so that equal copies stay bitwise equal. Stages of one
+process share one Parameter, and need no exchange.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 from paceline.observe.telemetry.trace import Stopwatch
 
-_TAG = 1 << 30  # behind those of microbatches
+_TAG = 1 << 30  # above those of microbatches
 
 
-class Shared:
-    """The parameters of this process that others hold too."""
+class TiedParameters:
+    """The parameters of this process that other processes of the pipeline hold too."""
 
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
-        owners: Sequence[int],
+        stage_ranks: Sequence[int],
         group: Any,
         names: Mapping[str, Sequence[int]],
     ) -> None:
         self._group, self._rank = group, int(group.rank())
         self._copies: list[tuple[int, nn.Parameter, list[int]]] = []
-        for number, (name, holding) in enumerate(sorted(names.items())):
-            ranks = sorted({owners[index] for index in holding})
+        for number, (name, indices) in enumerate(sorted(names.items())):
+            ranks = sorted({stage_ranks[index] for index in indices})
             if self._rank not in ranks:
                 continue
-            local = [stages[index] for index in holding if owners[index] == self._rank]
+            local = [stages[index] for index in indices if stage_ranks[index] == self._rank]
             params = {id(p): p for p in (_find(stage, name) for stage in local)}
             if len(params) > 1:
                 raise UsageError(
@@ -47,14 +47,14 @@ class Shared:
                 self._copies.append((number, param, ranks))
         self._before: list[Tensor | None] = []
 
-    def set_aside(self) -> None:
-        """Before a batch: take away what has been summed already."""
+    def begin_batch(self) -> None:
+        """Before a batch: set gradients aside that have been summed already."""
         self._before = [param.grad for _, param, _ in self._copies]
         for _, param, _ in self._copies:
             param.grad = None
 
-    def add_up(self, waiting: Stopwatch) -> None:
-        """After a batch: sum what it added on all processes, and add what was there before."""
+    def sum_gradients(self, waiting: Stopwatch) -> None:
+        """After a batch: sum its gradients over all processes, and add those from before it."""
         own, works, others = [], [], []
         for number, param, ranks in self._copies:
             grad = torch.zeros_like(param) if param.grad is None else param.grad
@@ -78,5 +78,7 @@ class Shared:
 def _find(stage: nn.Module, name: str) -> nn.Parameter:
     found = dict(stage.named_parameters()).get(name)
     if found is None:
-        raise UsageError(f"pipeline: parameter {name} is said to be shared, but a stage lacks it")
+        raise UsageError(
+            f"pipeline: parameter {name} is listed as shared, but a stage does not have it"
+        )
     return found

@@ -1,4 +1,4 @@
-"""Batches cut into microbatches, and outputs put together again: along the first dimension."""
+"""Split batches into microbatches, and join outputs: along the first dimension."""
 
 from __future__ import annotations
 
@@ -13,30 +13,28 @@ from paceline.errors import UsageError
 from paceline.model_parallel.pipeline.schedules import choose_microbatches
 
 
-def rows_of(inputs: Sequence[Tensor], targets: Any = None) -> int:
-    """Return how many rows a batch has; UsageError if its tensors do not agree."""
+def count_rows(inputs: Sequence[Tensor], targets: Any = None) -> int:
+    """Return how many rows a batch has; UsageError if its tensors differ."""
     named = [(f"input {number}", value) for number, value in enumerate(inputs)]
     named += [(f"target{path}", value) for path, value in _tensors(targets)]
     rows = 0
     for name, value in named:
         if not isinstance(value, Tensor):
             raise UsageError(
-                f"pipeline: {name} is {type(value).__name__}; the inputs of a model that is cut"
-                " into stages are tensors"
+                f"pipeline: {name} is {type(value).__name__}; the inputs of a model that is split"
+                " into stages must be tensors"
             )
-        if value.ndim == 0:  # goes to each microbatch as it is
+        if value.ndim == 0:  # each microbatch gets it unchanged
             continue
         rows = rows or len(value)
         if not len(value) or len(value) != rows:
             raise UsageError(
-                f"pipeline: {name} has {len(value)} rows, {named[0][0]} has {rows}; a batch is cut"
-                " along the first dimension of all its tensors, so these must be equal; what is"
-                " not part of a batch belongs into the model, as a buffer"
+                f"pipeline: {name} has {len(value)} rows, {named[0][0]} has {rows}; a batch is"
+                " split along the first dimension of all its tensors, so these must be equal; make"
+                " a tensor that is not part of a batch a buffer of the model"
             )
     if not rows:
-        raise UsageError(
-            "pipeline: a batch without a tensor that has rows; pass the model's inputs"
-        )
+        raise UsageError("pipeline: no tensor of the batch has rows; pass the model's inputs")
     return rows
 
 
@@ -48,7 +46,7 @@ def count_microbatches(rows: int, asked: int | str, schedule: str, num_ranks: in
     if rows % number:
         fitting = [n for n in range(min(rows, 8 * num_ranks), 0, -1) if rows % n == 0]
         raise UsageError(
-            f"pipeline: a batch of {rows} rows cannot be cut into {number} equal microbatches"
+            f"pipeline: a batch of {rows} rows cannot be split into {number} equal microbatches"
             f" ({rows} = {rows // number} x {number} + {rows % number}); if it is the last of an"
             " epoch, pass drop_last=True to the loader; otherwise choose a batch size that"
             f" {number} divides, microbatches={fitting[0]}, or microbatches='auto'"
@@ -56,8 +54,8 @@ def count_microbatches(rows: int, asked: int | str, schedule: str, num_ranks: in
     return number
 
 
-def cut(structure: Any, rows: int, count: int) -> list[Any]:
-    """Cut each tensor of a structure into so many parts, which may differ by one row."""
+def split_batch(structure: Any, rows: int, count: int) -> list[Any]:
+    """Split each tensor of a structure into `count` parts, which may differ by one row."""
     leaves, spec = pytree.tree_flatten(structure)
     parts = [
         leaf.tensor_split(count) if isinstance(leaf, Tensor) and leaf.ndim else [leaf] * count
@@ -67,18 +65,18 @@ def cut(structure: Any, rows: int, count: int) -> list[Any]:
     return [pytree.tree_unflatten([p[number] for p in parts], spec) for number in range(count)]
 
 
-def sizes_of_parts(rows: int, count: int) -> list[int]:
-    """Return the rows of each part that `cut` makes."""
+def microbatch_sizes(rows: int, count: int) -> list[int]:
+    """Return the rows of each part that `split_batch` makes."""
     return [rows // count + (number < rows % count) for number in range(count)]
 
 
-def are_of_rows(outputs: Sequence[Tensor], rows: int) -> bool:
-    """Whether outputs have a row for each row of the batch, so that parts can be put together."""
+def have_rows(outputs: Sequence[Tensor], rows: int) -> bool:
+    """Return whether outputs have a row for each row of the batch, so that they can be joined."""
     return all(output.ndim and len(output) == rows for output in outputs)
 
 
-def join(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Put the outputs of microbatches together."""
+def join_outputs(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the joined outputs of microbatches."""
     if len(parts) == 1:
         return list(parts[0])
     return [torch.cat(together) for together in zip(*parts, strict=True)]

@@ -1,14 +1,14 @@
-"""What one stage computes: its part of a recorded pass, with what it takes and what it hands on.
+"""StageProgram: what one stage computes of a recorded pass, with its inputs and outputs.
 
-Positions cut a pass into pieces; every call belongs to the piece that it stands in. A value that a
-later piece needs is handed on from stage to stage, except
+Positions split a pass into sections; every call belongs to one section. A value that a later
+section needs is sent from stage to stage, except
 
 - what was computed from nothing or from buffers only (positions, masks): it is computed again,
-- parts of parameters (views): the parameter itself is then in both stages,
-- views of memory that is written to somewhere: the memory is handed on, and the view taken again,
-  so that a write is seen by all who share it.
+- views of parameters: the parameter itself is then in both stages,
+- views of memory that is written to somewhere: the memory is sent, and the view is created again,
+  so that all views of the memory see a write.
 
-A stage that writes to what it was given works on a copy: the sender's tensor is not its own.
+A stage that writes to its input works on a copy: the tensor belongs to the sender.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError
-from paceline.model_parallel.pipeline.graph import Depends, Node, Pass, Shape, Value
+from paceline.model_parallel.pipeline.graph import Depends, ForwardPass, Node, Shape, Value
 
 
-class CannotCut(UsageError):
-    """The model cannot be cut before this layer."""
+class CannotSplit(UsageError):
+    """The model cannot be split before this layer."""
 
     def __init__(self, message: str, layer: str) -> None:
         super().__init__(message)
@@ -35,10 +35,10 @@ class CannotCut(UsageError):
 
 
 @dataclass
-class Program:
-    """One stage's part of a pass."""
+class StageProgram:
+    """One stage's section of a pass."""
 
-    recorded: Pass
+    recorded: ForwardPass
     inputs: list[Value]
     outputs: list[Value]
     steps: list[int] = field(default_factory=list)  # nodes, in order
@@ -72,7 +72,7 @@ class Program:
         """Compute the stage's outputs; layers and parameters are looked up in the stage."""
         env: dict[Value, torch.Tensor] = {}
         for value, tensor in zip(self.inputs, inputs, strict=True):
-            tensor = _laid_out(tensor, self.recorded.shape(value))
+            tensor = _with_layout(tensor, self.recorded.shape(value))
             env[value] = tensor.clone() if value in self.copied else tensor
         for position, index in enumerate(self.steps):
             self._step(stage, env, index)
@@ -110,31 +110,33 @@ class Program:
             env[value] = getattr(stage.get_submodule(path), key)
 
 
-def make_programs(recorded: Pass, cuts: list[int]) -> list[Program]:
-    """Cut a pass before the nodes at these positions (ascending)."""
+def make_programs(recorded: ForwardPass, cuts: list[int]) -> list[StageProgram]:
+    """Split a pass before the nodes at these positions (ascending)."""
     bounds = [0, *cuts, len(recorded.nodes)]
     written = frozenset[int]().union(*(node.mutates for node in recorded.nodes))
     outputs = list(dict.fromkeys(one for one in recorded.outputs if isinstance(one, Value)))
-    programs: list[Program] = []
+    programs: list[StageProgram] = []
     for stage in reversed(range(len(cuts) + 1)):
-        piece = _Piece(recorded, bounds[stage], bounds[stage + 1], written)
-        program = piece.make(outputs, is_first=stage == 0)
+        builder = _StageProgramBuilder(recorded, bounds[stage], bounds[stage + 1], written)
+        program = builder.make(outputs, is_first=stage == 0)
         programs.append(program)
         outputs = program.inputs
     return programs[::-1]
 
 
-class _Piece:
-    """Finds out what a stage needs, going backwards from what it must hand on."""
+class _StageProgramBuilder:
+    """Finds out what a stage needs, backwards from its outputs."""
 
-    def __init__(self, recorded: Pass, begin: int, end: int, written: frozenset[int]) -> None:
+    def __init__(
+        self, recorded: ForwardPass, begin: int, end: int, written: frozenset[int]
+    ) -> None:
         self._recorded = recorded
         self._begin, self._end = begin, end
         self._written = written
-        self._again: set[int] = set()  # earlier nodes that are computed here again
+        self._recomputed: set[int] = set()  # earlier nodes that are computed again here
         self._inputs: dict[Value, None] = {}
 
-    def make(self, outputs: list[Value], *, is_first: bool) -> Program:
+    def make(self, outputs: list[Value], *, is_first: bool) -> StageProgram:
         nodes = self._recorded.nodes
         own: list[int] = []
         wanted = set(outputs)
@@ -142,38 +144,38 @@ class _Piece:
             node = nodes[index]
             if not node.is_run:
                 continue
-            if self._is_computed_again(index) and not any(v.node == index for v in wanted):
-                continue  # whoever needs it later computes it
+            if self._is_recomputed(index) and not any(v.node == index for v in wanted):
+                continue  # a later stage that needs it computes it
             own.append(index)
             wanted.update(value for _, value in node.arguments.values)
         for value in sorted(wanted):
             self._find(value)
         inputs = self._recorded.inputs if is_first else sorted(self._inputs)
-        steps = [*sorted(self._again), *reversed(own)]
+        steps = [*sorted(self._recomputed), *reversed(own)]
         written = frozenset[int]().union(*(nodes[index].mutates for index in steps))
         copied = {value for value in inputs if self._recorded.memory(value) in written}
         self._check(copied)
-        return Program(self._recorded, list(inputs), outputs, steps, copied)
+        return StageProgram(self._recorded, list(inputs), outputs, steps, copied)
 
     def _find(self, value: Value) -> None:
-        """Decide where a value of an earlier piece comes from."""
+        """Decide where a value of an earlier section comes from."""
         node = self._recorded.nodes[value.node]
         if node.is_run and value.node >= self._begin:
             return
         # Parameters, buffers and constants are in every stage that uses them, unless the pass
-        # writes to them: then they are in the first of these, and it hands them on.
+        # writes to them: then they are in the first of these stages, which sends them.
         if node.kind in ("state", "constant") and (
-            not self._is_written(node) or self._is_home(value.node)
+            not self._is_written(node) or self._is_first_user(value.node)
         ):
             return
-        if not self._is_computed_again(value.node):
+        if not self._is_recomputed(value.node):
             self._inputs[value] = None
             return
-        self._again.add(value.node)
+        self._recomputed.add(value.node)
         for _, argument in node.arguments.values:
             self._find(argument)
 
-    def _is_computed_again(self, index: int) -> bool:
+    def _is_recomputed(self, index: int) -> bool:
         node = self._recorded.nodes[index]
         if node.kind != "call" or node.mutates:
             return False
@@ -186,7 +188,7 @@ class _Piece:
         if node.depends & ~Depends.BUFFER:
             return False
         return all(
-            not self._recorded.nodes[value.node].is_run or self._is_computed_again(value.node)
+            not self._recorded.nodes[value.node].is_run or self._is_recomputed(value.node)
             for _, value in node.arguments.values
         )
 
@@ -197,8 +199,8 @@ class _Piece:
         sources = {self._recorded.memory(value) for _, value in node.arguments.values}
         return bool(node.memory) and sources.issuperset(node.memory.values())
 
-    def _is_home(self, index: int) -> bool:
-        """Say whether a buffer that the pass writes to is first used in this piece."""
+    def _is_first_user(self, index: int) -> bool:
+        """Return whether a buffer that the pass writes to is first used in this section."""
         users = (
             number
             for number, node in enumerate(self._recorded.nodes)
@@ -212,16 +214,16 @@ class _Piece:
         if len(set(memories)) == len(memories) and kinds.isdisjoint(("state", "constant")):
             return
         layer = str(self._recorded.nodes[self._begin].target)
-        raise CannotCut(
+        raise CannotSplit(
             f"no stage can start at {layer}: memory that is used before it is written to in place "
-            "after it, in a way that would not be seen in the other stage. Start it elsewhere, or "
-            "write the operation without the underscore",
+            "after it, in a way that the other stage would not see; start it elsewhere, or write "
+            "the operation without the underscore",
             layer,
         )
 
 
 def _run_within(node: Node, run: Any, args: Any, kwargs: Any) -> Any:
-    """Run a call in the contexts that the forward had around it."""
+    """Run a call in the contexts in which the forward called it."""
     with ExitStack() as contexts:
         if not node.grad:
             contexts.enter_context(torch.no_grad())
@@ -233,8 +235,8 @@ def _run_within(node: Node, run: Any, args: Any, kwargs: Any) -> Any:
         return run(*args, **kwargs)
 
 
-def _laid_out(tensor: torch.Tensor, like: Shape) -> torch.Tensor:
-    """Give a received tensor the memory layout that the sender's had: views may depend on it."""
+def _with_layout(tensor: torch.Tensor, like: Shape) -> torch.Tensor:
+    """Return a received tensor in the sender's memory layout: views may depend on it."""
     if tensor.stride() == like.stride or tensor.shape != like.size or 0 in like.size:
         return tensor
     order = sorted(range(tensor.dim()), key=lambda dim: -like.stride[dim])
@@ -245,6 +247,6 @@ def _laid_out(tensor: torch.Tensor, like: Shape) -> torch.Tensor:
         expected.append(width)
         width *= like.size[dim]
     if dense != expected[::-1]:
-        return tensor  # overlapping or with holes: nothing that a view could depend on
+        return tensor  # overlapping or with gaps: no view can depend on it
     back = sorted(range(len(order)), key=lambda place: order[place])
     return permuted.contiguous().permute(back)
