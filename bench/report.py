@@ -22,16 +22,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.observe.telemetry.event_file import Recorded, RunEnded, RunStarted, encode
 from paceline.observe.telemetry.events import (
     EpochEnded,
     MemberJoined,
     MemberLost,
     Note,
-    Progress,
+    ProgressReport,
+    Recorded,
     Resumed,
+    RunEnded,
+    RunStarted,
     ServerLoad,
 )
+from paceline.observe.telemetry.file_formats import encode_event
 from paceline.observe.telemetry.staleness import TableReport, WorkerReport
 from paceline.observe.telemetry.step_times import StepTimes
 
@@ -89,7 +92,7 @@ def _training(steps: int, workers: int, rng: random.Random) -> Iterator[Timed]:
             pending[worker].append(StepTimes(step, end_s, took_s, input_s, wait_s, BATCH))
             if len(pending[worker]) >= rng.randint(1, 10) or step == steps:
                 values = _values(step, steps, worker, rng)
-                reported = Progress(worker, step, values, 0.0, steps=tuple(pending[worker]))
+                reported = ProgressReport(worker, step, values, 0.0, steps=tuple(pending[worker]))
                 yield now_s, reported
                 pending[worker] = []
 
@@ -151,7 +154,7 @@ def write_run(directory: Path, events: list[Timed]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "events.jsonl", "wb") as file:
         for t, event in events:
-            file.write(encode(t, event))
+            file.write(encode_event(t, event))
     started = events[0][1]
     assert isinstance(started, RunStarted)
     settings = {

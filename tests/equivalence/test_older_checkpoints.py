@@ -60,8 +60,8 @@ def test_it_is_loaded_and_saved_as_it_was(
     assert steps == [[6] * len(paces)] * 2
     for name in paces:
         (before,), (after,) = (
-            reading.listing(tmp_path / name),
-            reading.listing(tmp_path / "again" / name),
+            reading.list_checkpoints(tmp_path / name),
+            reading.list_checkpoints(tmp_path / "again" / name),
         )
         old, new = reading.load(before.path), reading.load(after.path)
         assert old.tensors.keys() == new.tensors.keys(), name

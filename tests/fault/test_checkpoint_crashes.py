@@ -53,7 +53,7 @@ def saving(root: str, step: int) -> Callable[[], tuple[str, str, str | None]]:
             writing.begin(Path(root), step, "nonce")
             for number, part in enumerate(tensors):
                 record = writing.write_part(staging, number, part)
-                writing.leave_record(staging, number, record)
+                writing.write_record(staging, number, record)
             left = writing.collect_records(staging, range(len(tensors)))
             parts = [each.record for each in left.values() if each.record is not None]
             made = manifest.make(step=step, world=2, content={"which": NEW}, parts=parts)
@@ -79,7 +79,7 @@ def assert_valid(root: Path, *saves: int) -> int:
     expected = {name: t for part in tensors_of(which) for name, t in part.items()}
     assert loaded.tensors.keys() == expected.keys()
     assert all(bits(loaded.tensors[name]) == bits(t) for name, t in expected.items())
-    for found in reading.listing(root):
+    for found in reading.list_checkpoints(root):
         assert found.refusal is None, "nothing half written has the name of a checkpoint"
     assert isinstance(which, int)
     return which

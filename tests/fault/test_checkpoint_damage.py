@@ -129,7 +129,7 @@ def test_files_that_are_missing_added_or_in_each_others_place(path):
     refused(lambda: shutil.copy(first, second), "part-00001.safetensors")
     refused(lambda: (second.rename(path / "x"), first.rename(second)), "x, which its manifest")
     other = path.with_name("step-000000001") / "manifest.json"
-    refused(lambda: shutil.copy(other, path / "manifest.json"), "is that of step 1")
+    refused(lambda: shutil.copy(other, path / "manifest.json"), "is of step 1")
 
 
 def test_equal_sizes_in_each_others_place(tmp_path):
@@ -142,15 +142,15 @@ def test_equal_sizes_in_each_others_place(tmp_path):
 
 
 def test_nothing_there(tmp_path):
-    assert reading.newest(tmp_path / "no") == reading.Newest(None, ())
-    assert reading.newest(tmp_path) == reading.Newest(None, ())
+    assert reading.newest(tmp_path / "no") == reading.NewestCheckpoint(None, ())
+    assert reading.newest(tmp_path) == reading.NewestCheckpoint(None, ())
     with pytest.raises(CheckpointError, match="No such file"):
         reading.load(tmp_path / "step-000000001")
     (tmp_path / "step-000000001").mkdir()
-    with pytest.raises(CheckpointCorrupt, match="this is no checkpoint"):
+    with pytest.raises(CheckpointCorrupt, match="not a checkpoint"):
         reading.load(tmp_path / "step-000000001")
     (tmp_path / "file").touch()
-    for call in (reading.load, reading.listing, reading.newest):
+    for call in (reading.load, reading.list_checkpoints, reading.newest):
         with pytest.raises(CheckpointError, match="Not a directory"):
             call(tmp_path / "file")
 
@@ -239,7 +239,7 @@ def test_things_that_are_no_files(path):
 
 def crafted(path: Path, entries: dict[str, object], length: int | None = None) -> None:
     """A part of the right size and hash with another header."""
-    right = layout.header(reading.look(path).parts[0].tensors)
+    right = layout.header(reading.inspect(path).parts[0].tensors)
     text = json.dumps(entries, separators=(",", ":")).encode().ljust(len(right) - 8)
     assert len(text) == len(right) - 8
     head = struct.pack("<Q", len(text) if length is None else length) + text
@@ -297,7 +297,7 @@ def test_tensors_that_cannot_be(change, words, path):
 def test_tensors_that_would_not_be_aligned(tmp_path):
     """A part in another order, with everything else right."""
     path = save(tmp_path, 1, ({"a": torch.zeros(3, dtype=torch.uint8), "b": torch.zeros(2)},))
-    records = dict(reversed(reading.look(path).parts[0].tensors.items()))
+    records = dict(reversed(reading.inspect(path).parts[0].tensors.items()))
 
     def change(told: dict) -> None:
         told["parts"][0]["tensors"] = msgspec.to_builtins(records)

@@ -78,7 +78,7 @@ def test_a_record_that_does_not_fit(small_disk):
             while True:
                 other.write(bytes(1 << 16))
                 other.flush()
-        writing.leave_record(staging, 0, record)
+        writing.write_record(staging, 0, record)
 
     assert "No space left on device" in str(refused(small_disk, fill))
 

@@ -14,7 +14,7 @@ from paceline.control import messages as m
 from paceline.control.membership.policy import Policy
 from paceline.control.messages import Wanted
 from paceline.errors import Evicted, PeerTimeout
-from paceline.observe.telemetry.events import CoordinatorBack
+from paceline.observe.telemetry.events import CoordinatorRestarted
 
 
 @pytest.fixture
@@ -56,7 +56,9 @@ def test_members_go_on_without_it_and_attach_again(coordination):
     after = operator.status()
     assert (after.membership, after.policy) == (before.membership, before.policy)
     assert agents[1].store_get("before", 60) == b"1"
-    eventually(lambda: any(isinstance(getattr(n, "event", None), CoordinatorBack) for n in news))
+    eventually(
+        lambda: any(isinstance(getattr(n, "event", None), CoordinatorRestarted) for n in news)
+    )
     lose(agents.pop(2))
     eventually(lambda: agents[0].membership.workers == (0, 1))
     assert agents[0].membership.generation == 2

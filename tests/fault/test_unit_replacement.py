@@ -203,7 +203,7 @@ def test_the_only_unit_starts_again_from_the_last_checkpoint(tmp_path: Path) -> 
         r" last checkpoint \(restart 1 of 1\)",
         ended.stderr,
     )
-    assert "goes on from saved/step-000000010, behind step 10" in ended.stderr
+    assert "resumes from saved/step-000000010, after step 10" in ended.stderr
     assert ended.stdout.count("done behind 96") == 2
 
 

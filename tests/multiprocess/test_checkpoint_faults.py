@@ -72,7 +72,7 @@ def _train_on_a_small_disk(group: Group, directory: str) -> tuple[int, str, list
     return (
         trained.checkpoint.steps,
         said,
-        [found.step for found in reading.listing(Path(directory))],
+        [found.step for found in reading.list_checkpoints(Path(directory))],
     )
 
 

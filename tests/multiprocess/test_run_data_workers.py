@@ -214,6 +214,6 @@ def test_a_checkpoint_goes_on_with_other_data_workers(bench: Workbench) -> None:
     assert whole.returncode == 0, whole.stderr
     resumed = bench.run("run", "-n", "2", "--data-workers", "2", script, "7")
     assert resumed.returncode == 0, resumed.stderr
-    assert "goes on from saved/step-000000004" in resumed.stderr
+    assert "resumes from saved/step-000000004" in resumed.stderr
     found = sorted(resumed.stdout.splitlines())
     assert len(found) == 6 and found == sorted(whole.stdout.splitlines())

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from run_support import COMMAND, END_S, Workbench, is_alive, wait_until
 
-from paceline.observe.telemetry.event_file import Reading, RunEnded, RunStarted
+from paceline.observe.telemetry.events import RunEnded, RunStarted
+from paceline.observe.telemetry.file_formats import EventReader
 
 _TRAIN = """
     import os, pathlib, time
@@ -99,7 +100,7 @@ def test_a_detached_job_outlives_its_supervisor_and_can_be_changed(bench: Workbe
     assert "[0] worker 0 is done" in output and "no longer wanted, and leaves" in output
     assert bench.left_behind() == []
     (run,) = (bench.path / "runs").iterdir()
-    reading = Reading(run / "events.jsonl")
+    reading = EventReader(run / "events.jsonl")
     events = [line.event for line in reading.lines()]
     kinds = [type(event) for event in events]
     assert kinds[0] is RunStarted and kinds[-1] is RunEnded, "one record, of two supervisors"

@@ -98,7 +98,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job(bench: Workbench) -> None:
     )
     os.close(write_end)
     assert done.returncode == 0
-    assert "the job goes on without it" in done.stderr
+    assert "the job continues without it" in done.stderr
     assert (bench.path / "finished").exists()
 
 

@@ -73,7 +73,7 @@ def test_all_save_behind_one_step_and_nothing_is_lost(
     assert [steps for _, _, steps in stopped] == [int(path.name.removeprefix("step-"))] * 2
     done = bench.run("run", "-n", "2", *options, script, "second", "0")
     assert done.returncode == 0, done.stderr
-    assert f"goes on from saved/{path.name}" in done.stderr
+    assert f"resumes from saved/{path.name}" in done.stderr
     # The epoch that was interrupted is the first of 2: what it had seen, and the whole second.
     assert all(epoch == 0 for epoch, _, _ in stopped)
     ends = [_epoch_and_seen(bench, "second", rank) for rank in range(2)]

@@ -26,7 +26,7 @@ _REPORTING = """
     from paceline.control.client.agent import Agent
     from paceline.control.transport.auth import load_secret
     from paceline.runtime.config import job_env
-    from paceline.observe.telemetry.events import Note, Progress
+    from paceline.observe.telemetry.events import Note, ProgressReport
 
     env = job_env()
     secret = load_secret(env.secret_file)
@@ -34,7 +34,7 @@ _REPORTING = """
     for step in range(1, 11):
         while step == 10 and sys.argv[3:] and not os.path.exists(sys.argv[3]):
             time.sleep(0.02)
-        agent.report(Progress(env.rank, step, {"loss": 1 / step, "\\x1b[2Jbad": 0.5}))
+        agent.report(ProgressReport(env.rank, step, {"loss": 1 / step, "\\x1b[2Jbad": 0.5}))
         time.sleep(float(sys.argv[1]))
     agent.report(Note(env.rank, "a note"))
     print("last line of", env.rank)
@@ -64,7 +64,7 @@ _COUNTED = """
     import time
 
     import paceline as pl
-    from paceline import job
+    from paceline.runtime import job
 
     pl.init()
     job.current().reporter.begin()
@@ -141,7 +141,7 @@ _TIMED = """
     from paceline.control.transport.auth import load_secret
     from paceline.runtime.config import job_env
     from paceline.observe.telemetry.clock import now_s
-    from paceline.observe.telemetry.events import Progress
+    from paceline.observe.telemetry.events import ProgressReport
     from paceline.observe.telemetry.step_times import StepTimes
     from paceline.observe.telemetry.traffic import Traffic
 
@@ -155,7 +155,7 @@ _TIMED = """
         times = StepTimes(step, now_s(), 0.1, 0.06 * env.rank, 0.05 * (1 - env.rank), 32)
         values = {"loss": 1 / step, "lr": 0.001, "accuracy": 0.5, "done %": 5.0 * step}
         sent = Traffic(step, step * 250_000, 0, 2.5e5, 0.1 * step, 0.0)
-        agent.report(Progress(env.rank, step, values, traffic=sent, steps=(times,)))
+        agent.report(ProgressReport(env.rank, step, values, traffic=sent, steps=(times,)))
     agent.close()
 """
 
@@ -175,8 +175,8 @@ def test_a_narrow_terminal_gets_what_fits(bench: Workbench, columns: int, titles
     rows = [line for line in lines if re.match(r" *1 +20 +\d+ +0\.05 ", line)]
     assert rows, "numbers are whole: " + screen
     sentence = " ".join(line.strip() for line in lines)
-    assert "slowest: rank 1, 2.0 times the others' time per step, in its input" in sentence
-    assert "the others waited 50 % of theirs for it" in sentence
+    assert "slowest: worker 1, which takes 2.0 times as long per step as the" in sentence
+    assert "the other workers waited 50 % of the time for it" in sentence
 
 
 def test_the_summary_names_the_slowest_worker_in_one_line(bench: Workbench) -> None:
@@ -186,7 +186,9 @@ def test_the_summary_names_the_slowest_worker_in_one_line(bench: Workbench) -> N
     assert re.search(head, done.stderr, re.M), done.stderr
     shares = r"^ *1 +20 +320 +0\.05 +0\.5 +0\.001 +60 +40 +0 +finished$"
     assert re.search(shares, done.stderr, re.M), done.stderr
-    assert len(re.findall(r"^paceline: slowest: rank 1, .* loader workers", done.stderr, re.M)) == 1
+    assert (
+        len(re.findall(r"^paceline: slowest: worker 1, .* loader workers", done.stderr, re.M)) == 1
+    )
 
 
 def _on_terminal(bench: Workbench, columns: str, text: str, *arguments: str, until: str) -> str:

@@ -13,8 +13,8 @@ import pytest
 from run_support import Workbench, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from paceline.observe.telemetry.event_file import Reading, RunEnded, RunStarted
-from paceline.observe.telemetry.events import MemberLost, Note, Progress
+from paceline.observe.telemetry.events import MemberLost, Note, ProgressReport, RunEnded, RunStarted
+from paceline.observe.telemetry.file_formats import EventReader
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ _REPORTING = """
     from paceline.control.transport.auth import load_secret
     from paceline.runtime.config import job_env
     from paceline.observe.telemetry import clock
-    from paceline.observe.telemetry.events import Note, Progress
+    from paceline.observe.telemetry.events import Note, ProgressReport
     from paceline.observe.telemetry.step_times import StepTimes
     from paceline.observe.telemetry.traffic import Traffic
 
@@ -49,7 +49,9 @@ _REPORTING = """
         times = StepTimes(step, clock.now_s(), 0.02, 0.004, 0.01 if env.rank == 0 else 0.0, 8)
         values = {"loss": 1 / step, "<script>": 0.5, "bad": float("nan")}
         agent.report(
-            Progress(env.rank, step, values, 0.0, Traffic(step, 100 * step, 0), steps=(times,))
+            ProgressReport(
+                env.rank, step, values, 0.0, Traffic(step, 100 * step, 0), steps=(times,)
+            )
         )
         time.sleep(0.02)
     agent.report(Note(env.rank, "a note"))
@@ -63,7 +65,7 @@ def _only_run(bench: Workbench) -> Path:
 
 
 def _events(directory: Path) -> list:
-    reading = Reading(directory / "events.jsonl")
+    reading = EventReader(directory / "events.jsonl")
     events = [line.event for line in reading.lines()]
     assert reading.damaged == 0
     return events
@@ -87,7 +89,7 @@ def test_a_run_is_kept_by_itself(bench: Workbench) -> None:
     first, *events, last = _events(run)
     assert isinstance(first, RunStarted) and first.run == run.name and first.workers == 2
     assert isinstance(last, RunEnded) and last.exit_code == 0 and "2 ranks finished" in last.words
-    told = [event for event in events if isinstance(event, Progress)]
+    told = [event for event in events if isinstance(event, ProgressReport)]
     assert sorted((e.rank, e.step) for e in told) == [(r, s) for r in (0, 1) for s in range(1, 21)]
     assert sorted(event.rank for event in events if isinstance(event, Note)) == [0, 1]
     assert not any(path.name.startswith("secret") for path in run.rglob("*"))
@@ -161,7 +163,7 @@ def test_training_goes_on_without_a_place_to_write(
     done = bench.run("run", "-n", "2", *options, script)
     assert done.returncode == 0, done.stderr
     warnings = [line for line in done.stderr.splitlines() if "cannot be written" in line]
-    assert len(warnings) == 1 and re.match(f"paceline: {reason}; the job goes on", warnings[0])
+    assert len(warnings) == 1 and re.match(f"paceline: {reason}; the job continues", warnings[0])
     assert "2 ranks finished" in done.stderr and "files are in" not in done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] hello from 0", "[1] hello from 1"]
 
@@ -181,7 +183,7 @@ def test_dry_run_says_where_but_makes_nothing(bench: Workbench) -> None:
 _ELASTIC = """
     import os, pathlib, time
     import paceline as pl
-    from paceline import job
+    from paceline.runtime import job
 
     pl.init()
     pathlib.Path(f"pid-{pl.rank()}").write_text(f"{os.getpid()}\\n")
@@ -211,7 +213,7 @@ def test_losses_of_an_elastic_job_are_in_the_record(bench: Workbench) -> None:
 _KILLED_ONCE = """
     import os, pathlib, time
     import paceline as pl
-    from paceline import job
+    from paceline.runtime import job
 
     pl.init()
     for _ in range(5):
@@ -230,17 +232,17 @@ def test_a_job_that_starts_again_goes_on_in_its_directory(bench: Workbench) -> N
     events = _events(_only_run(bench))
     kinds = [type(event) for event in events]
     assert kinds.count(RunStarted) == kinds.count(RunEnded) == 1 and kinds[-1] is RunEnded
-    steps = [event.step for event in events if isinstance(event, Progress)]
+    steps = [event.step for event in events if isinstance(event, ProgressReport)]
     assert steps.index(1) < len(steps) - 1 - steps[::-1].index(1), "the first step came twice"
 
 
 def _reporting(bench: Workbench) -> set[int]:
-    return {event.rank for event in _partly(bench) if isinstance(event, Progress)}
+    return {event.rank for event in _partly(bench) if isinstance(event, ProgressReport)}
 
 
 def _partly(bench: Workbench) -> list:
     path = _only_run(bench) / "events.jsonl"
-    return [line.event for line in Reading(path).lines()] if path.exists() else []
+    return [line.event for line in EventReader(path).lines()] if path.exists() else []
 
 
 def test_a_job_in_the_background_keeps_its_events(bench: Workbench) -> None:

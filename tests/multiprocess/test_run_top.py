@@ -28,7 +28,7 @@ _TRAINING = """
     from paceline.control.transport.auth import load_secret
     from paceline.runtime.config import job_env
     from paceline.observe.telemetry.clock import now_s
-    from paceline.observe.telemetry.events import Progress
+    from paceline.observe.telemetry.events import ProgressReport
     from paceline.observe.telemetry.step_times import StepTimes
 
     env = job_env()
@@ -40,7 +40,7 @@ _TRAINING = """
     while not os.path.exists("enough"):
         step += 1
         times = StepTimes(step, now_s(), 0.05, 0.01, 0.02, 16)
-        agent.report(Progress(env.rank, step, {"loss": 1 / step}, steps=(times,)))
+        agent.report(ProgressReport(env.rank, step, {"loss": 1 / step}, steps=(times,)))
         if step == 10:
             open(f"up.{env.rank}", "w").write("up\\n")
         time.sleep(0.05)

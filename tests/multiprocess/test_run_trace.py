@@ -15,6 +15,7 @@ _TRAIN = """
     import torch
     from torch.utils.data import DataLoader, TensorDataset
     import paceline as pl
+    from paceline.runtime.job import current
 
     pl.init()
     torch.manual_seed(0)
@@ -26,7 +27,7 @@ _TRAIN = """
     for x, y in pl.shard(DataLoader(data, batch_size=2)):
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(x), y)
-        step = pl.job.current().steps_done
+        step = current().steps_done
         if pl.rank() == 0:
             pathlib.Path(f"at-{step}").touch()
         else:
@@ -35,7 +36,7 @@ _TRAIN = """
             time.sleep(float(sys.argv[2]))  # the others wait for this one
         loss.backward()
         optimizer.step()
-        pathlib.Path(f"step-{pl.rank()}").write_text(f"{pl.job.current().steps_done}\\n")
+        pathlib.Path(f"step-{pl.rank()}").write_text(f"{current().steps_done}\\n")
 """
 
 
@@ -149,7 +150,7 @@ def test_after_an_interruption_there_is_what_there_was(bench: Workbench) -> None
         wait_until(lambda: here.exists() and int(here.read_text() or 0) > 25, within_s=END_S)
         launcher.send_signal(signal.SIGINT)
         _, said = launcher.communicate(timeout=END_S)
-    assert "; of steps 2 to 8999 no more were done" in said, said
+    assert "; training ended before the end of steps 2 to 8999" in said, said
     steps = Trace(bench.path / "kept" / "trace.json").steps("rank 0")
     assert len(steps) > 5 and steps == list(range(2, 2 + len(steps)))
 
@@ -157,7 +158,7 @@ def test_after_an_interruption_there_is_what_there_was(bench: Workbench) -> None
 @pytest.mark.parametrize(
     ("arguments", "env", "words"),
     [
-        (("--trace", "30:20"), "", "--trace 30:20: there is no step in it; write --trace FIRST"),
+        (("--trace", "30:20"), "", "--trace 30:20: the range is empty; write --trace FIRST"),
         ((), "20-30", "PACELINE_TRACE '20-30': write PACELINE_TRACE FIRST:STOP"),
         (("--trace", "2:4", "--log-dir", "none"), "", "--trace 2:4 with --log-dir none: there is"),
         (("--trace", "2:4", "--env", "PACELINE_TRACE=3:4"), "", "give only one"),

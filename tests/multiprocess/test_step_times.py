@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import paceline as pl
 from paceline.comm.group import Group
-from paceline.observe.telemetry.events import Event, Progress, ServerLoad
+from paceline.observe.telemetry.events import Event, ProgressReport, ServerLoad
 from paceline.observe.telemetry.staleness import TableReport
-from paceline.observe.telemetry.step_times import StepTimes, Waits
+from paceline.observe.telemetry.step_times import StepTimes, WaitStats
 from paceline.runtime import job
 from support import started
 
@@ -34,7 +34,7 @@ def observed(
     events: list[Event] = []
 
     def steps() -> Steps:
-        told = [event for event in list(events) if isinstance(event, Progress)]
+        told = [event for event in list(events) if isinstance(event, ProgressReport)]
         return {r: [s for one in told if one.rank == r for s in one.steps] for r in range(2)}
 
     with started(2, body, *arguments, on_event=events.append, **how) as ranks:
@@ -48,10 +48,10 @@ def observed(
 
 
 def slowest(steps: Steps) -> tuple[int | None, str]:
-    waits = Waits()
+    waits = WaitStats()
     for rank, told in steps.items():
         waits.add(rank, told, 2)
-    found = waits.slowest()
+    found = waits.bottleneck()
     assert found is not None, steps
     return found.worker, found.cause
 
@@ -131,7 +131,7 @@ def test_a_slow_computation_is_found(pace: str) -> None:
     assert slowest(steps) == (SLOW, "compute")
     assert total(steps[1 - SLOW], "wait_s") > STEPS * LATE_S / 2
     assert total(steps[SLOW], "local_s") > STEPS * LATE_S
-    rates = [event.values.get("lr") for event in events if isinstance(event, Progress)]
+    rates = [event.values.get("lr") for event in events if isinstance(event, ProgressReport)]
     assert rates and set(rates) == {1e-3}
 
 
@@ -144,7 +144,7 @@ def test_free_running_workers_tell_how_stale_they_are_and_servers_what_they_do()
 
     steps, events = observed(body, servers=1)
     assert all(step.wait_s > 0 for told in steps.values() for step in told), "for the server"
-    told = [event for event in events if isinstance(event, Progress)]
+    told = [event for event in events if isinstance(event, ProgressReport)]
     stale = [event.values["stale"] for event in told if "stale" in event.values]
     assert {event.rank for event in told if "stale" in event.values} == {0, 1}
     assert all(0 <= one <= 2 * STEPS for one in stale)
@@ -216,6 +216,8 @@ def test_off_tells_no_steps() -> None:
     how = {"env": {"PACELINE_TELEMETRY": "off"}, "on_event": events.append}
     with started(2, load_slowly, "plain", "allreduce", **how) as ranks:
         ranks.values()
-        wait_until(lambda: max((e.step for e in events if isinstance(e, Progress)), default=0) == 8)
-    told = [event for event in events if isinstance(event, Progress)]
+        wait_until(
+            lambda: max((e.step for e in events if isinstance(e, ProgressReport)), default=0) == 8
+        )
+    told = [event for event in events if isinstance(event, ProgressReport)]
     assert not any(event.steps or "lr" in event.values for event in told)

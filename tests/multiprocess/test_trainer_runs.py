@@ -200,7 +200,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(bench: Workbench) -> None:
     assert 3 <= int(path.name.removeprefix("step-")) < 50, "in the middle of the first epoch"
     done = bench.run("run", "-n", "2", "--log-dir", "none", script, "0", "saved")
     assert done.returncode == 0, done.stderr
-    assert f"goes on from saved/{path.name}" in done.stderr
+    assert f"resumes from saved/{path.name}" in done.stderr
     first, second = _ends(done.stdout)
     assert first == second and first["steps"] == 100
     assert first["rate"] == pytest.approx(1e-2 * 0.99**100)

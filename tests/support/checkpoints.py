@@ -27,7 +27,7 @@ def save(
     staging = writing.begin(root, step, secrets.token_hex(4))
     for number, tensors in enumerate(parts):
         record = writing.write_part(staging, number, tensors)
-        writing.leave_record(staging, number, record, {"number": number})
+        writing.write_record(staging, number, record, {"number": number})
     left = writing.collect_records(staging, range(len(parts)))
     assert [each.plain for each in left.values()] == [{"number": n} for n in range(len(parts))]
     records = [each.record for each in left.values()]

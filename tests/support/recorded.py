@@ -11,15 +11,8 @@ import msgspec
 
 from paceline.observe.report.page import render
 from paceline.observe.report.reading import Run
-from paceline.observe.telemetry.event_file import (
-    EVENTS_FILE,
-    Line,
-    Recorded,
-    RunEnded,
-    RunStarted,
-    encode,
-)
-from paceline.observe.telemetry.events import Progress
+from paceline.observe.telemetry.events import ProgressReport, Recorded, RunEnded, RunStarted
+from paceline.observe.telemetry.file_formats import EVENTS_FILE, Line, encode_event
 from paceline.observe.telemetry.step_times import StepTimes
 
 Timed = tuple[float, Recorded]
@@ -44,7 +37,7 @@ def training(
             wait_s = 0.005 if worker == slow else 0.05
             times = StepTimes(step, 100 + 0.1 * step, 0.1, 0.01, wait_s, 32)
             values = {name: 2 * math.exp(-step / 10) + 0.01 * worker, "lr": 0.1}
-            yield 0.1 * step, Progress(worker, step, values, steps=(times,))
+            yield 0.1 * step, ProgressReport(worker, step, values, steps=(times,))
 
 
 def whole(events: Iterable[Timed], num_workers: int = 2) -> list[Timed]:
@@ -58,7 +51,7 @@ def whole(events: Iterable[Timed], num_workers: int = 2) -> list[Timed]:
 def write_record(directory: Path, events: Iterable[Timed], tail: bytes = b"") -> Path:
     """Write the record of a run, with some bytes behind it."""
     directory.mkdir(parents=True, exist_ok=True)
-    data = b"".join(encode(t, event) for t, event in events)
+    data = b"".join(encode_event(t, event) for t, event in events)
     (directory / EVENTS_FILE).write_bytes(data + tail)
     return directory
 

@@ -25,7 +25,7 @@ _SHOWN_CHARACTERS = 200  # of a long text
 def ls(directory: Path) -> int:
     """List the checkpoints in a directory; reads only their manifests."""
     _require_directory(directory)
-    found = reading.listing(directory)
+    found = reading.list_checkpoints(directory)
     if not found:
         _print([f"no checkpoints in {directory}"])
         return 0
@@ -50,7 +50,7 @@ def ls(directory: Path) -> int:
 def show(path: Path) -> int:
     """Print a manifest and its tensors."""
     path = _checkpoint(path)
-    found = reading.look(path)
+    found = reading.inspect(path)
     lines = [
         str(path),
         f"step {found.step}, saved {found.created} by {found.world} workers with Paceline"
@@ -74,7 +74,7 @@ def verify(path: Path, *, every: bool) -> int:
     """Check the hashes of one or all checkpoints."""
     if every and not _is_checkpoint(path):
         _require_directory(path)
-        paths = [found.path for found in reading.listing(path)]
+        paths = [found.path for found in reading.list_checkpoints(path)]
         if not paths:
             raise CheckpointError(f"no checkpoints in {path}", path=path)
     else:
@@ -138,7 +138,7 @@ def _checkpoint(path: Path) -> Path:
     if _is_checkpoint(path):
         return path
     _require_directory(path)
-    found = reading.listing(path)
+    found = reading.list_checkpoints(path)
     if not found:
         text = f"{path} is no checkpoint (it has no {manifest.MANIFEST}) and contains none"
         raise CheckpointError(text, path=path)

@@ -23,8 +23,8 @@ from paceline.launcher.job_registry import FoundJob, find_job, job_name
 from paceline.launcher.run_directory import begin_record
 from paceline.launcher.spec import RunSpec
 from paceline.observe.display.display import Display
-from paceline.observe.record.files import Logs
-from paceline.observe.record.recorder import Recorder
+from paceline.observe.record.files import LogFiles
+from paceline.observe.record.recorder import RunRecorder
 from paceline.runtime.config import inherited_environ, process_start
 from paceline.runtime.console import say
 
@@ -56,7 +56,7 @@ def _make_files(spec: RunSpec, directory: Path) -> None:
     """Create the files to which the processes of the job append their output."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        Logs(directory).begin(spec.process_names)
+        LogFiles(directory).begin(spec.process_names)
         (directory / EXIT_CODE).unlink(missing_ok=True)
         (directory / JOB_LOG).write_bytes(b"")
     except OSError as error:
@@ -68,7 +68,7 @@ def _make_files(spec: RunSpec, directory: Path) -> None:
 
 def start_supervisor(
     spec: RunSpec,
-    begin: Callable[[], Recorder | None],
+    begin: Callable[[], RunRecorder | None],
     make: Callable[[Display], LocalJob],
 ) -> None:
     """Run a job in a new process in the background; raises LaunchError if it does not start.
@@ -96,7 +96,7 @@ def start_supervisor(
 
 def _supervise(
     spec: RunSpec,
-    begin: Callable[[], Recorder | None],
+    begin: Callable[[], RunRecorder | None],
     make: Callable[[Display], LocalJob],
     log: Path,
     write_end: int,

@@ -24,10 +24,10 @@ from paceline.launcher.run_directory import ROOT, begin_record, run_directory
 from paceline.launcher.spec import RunSpec
 from paceline.observe.display.display import Display, choose_screen
 from paceline.observe.display.lines import printable
-from paceline.observe.display.summary import Closing
-from paceline.observe.record.recorder import Recorder
+from paceline.observe.display.summary import ClosingSummary
+from paceline.observe.record.recorder import RunRecorder
 from paceline.observe.record.trace_file import require_directory
-from paceline.observe.telemetry.event_file import RunEnded
+from paceline.observe.telemetry.events import RunEnded
 from paceline.observe.telemetry.traffic import describe_compression, describe_traffic
 from paceline.runtime.config import inherited_environ
 from paceline.runtime.console import say
@@ -68,7 +68,9 @@ def run(spec: RunSpec) -> int:
     )
 
 
-def supervise(spec: RunSpec, recorder: Recorder | None, make: Callable[[Display], LocalJob]) -> int:
+def supervise(
+    spec: RunSpec, recorder: RunRecorder | None, make: Callable[[Display], LocalJob]
+) -> int:
     """Run a job in this process, show and record it, and return its exit code."""
     display = Display(choose_screen(), recorder)
     handler = _DisplayHandler(display)
@@ -129,16 +131,16 @@ def _close(display: Display, patience_s: float | None) -> bool:
 
 
 def _print_end(
-    job: LocalJob, outcome: Outcome, display: Display, spec: RunSpec, recorder: Recorder | None
+    job: LocalJob, outcome: Outcome, display: Display, spec: RunSpec, recorder: RunRecorder | None
 ) -> None:
     for result in outcome.results:
         job.set_state(result.name, state_words(result, outcome.first))
     picture, state = job.picture(), job.board.state
     traffic, compression = sorted(state.traffic.items()), sorted(state.compression.items())
-    closing = Closing(
+    closing = ClosingSummary(
         command=shlex.join((Path(spec.target).name, *spec.arguments)),
         board=job.board,
-        told=[
+        sentences=[
             *describe_traffic([one for _, one in traffic]),
             *describe_compression([one for _, one in compression]),
         ],
@@ -164,7 +166,7 @@ def _print_end(
         display.say(failure)
 
 
-def _close_record(outcome: Outcome, recorder: Recorder | None) -> list[str]:
+def _close_record(outcome: Outcome, recorder: RunRecorder | None) -> list[str]:
     """Write the last line of the record; return lines about what could not be recorded."""
     if recorder is None:
         return []
@@ -200,7 +202,7 @@ def dry_run(spec: RunSpec) -> int:
         write(f"precision: {precision}, which overrides the script's\n")
     trace = spec.trace_in(inherited)
     if trace is not None:
-        write(f"trace: {trace.words}\n")
+        write(f"trace: {trace.text}\n")
     mesh = spec.mesh_in(inherited)
     if mesh is not None:
         write(f"mesh: {mesh}, which overrides the script's\n")

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING
 from paceline.cli.job_commands import operating
 from paceline.launcher.job_directory import is_held
 from paceline.launcher.job_registry import FoundJob, find_job
-from paceline.observe.display.board import Picture
+from paceline.observe.display.board import BoardSnapshot
 from paceline.observe.display.display import can_move_cursor
 from paceline.observe.display.lines import printable
-from paceline.observe.display.remote_board import Watched
+from paceline.observe.display.remote_board import RemoteBoard
 from paceline.observe.display.screen import LiveScreen, PlainScreen, Screen
 from paceline.observe.display.table import table_lines
-from paceline.observe.telemetry.event_file import EVENTS_FILE, RunEnded, last_line
+from paceline.observe.telemetry.events import RunEnded
+from paceline.observe.telemetry.file_formats import EVENTS_FILE, last_line
 from paceline.runtime.config import inherited_environ, process_start
 
 if TYPE_CHECKING:
@@ -43,17 +44,17 @@ _RECORD_S = 2.0  # for the launcher to write how the job ended
 def top(name: str | None, *, once: bool) -> int:
     """Show a job until it ends, or the user presses q or Ctrl-C."""
     found = find_job(name, inherited_environ())
-    watched = Watched()
+    watched = RemoteBoard()
     with operating(found, watched.on_notification) as operator:
         watched.take(operator.status())
         if once:
             time.sleep(_ONCE_S)
-            _screen(is_live=False).summary(lambda width, _: _table(watched.picture(), width))
+            _screen(is_live=False).summary(lambda width, _: _table(watched.snapshot(), width))
             return 0
         return _watch(found, watched)
 
 
-def _watch(found: FoundJob, watched: Watched) -> int:
+def _watch(found: FoundJob, watched: RemoteBoard) -> int:
     is_live = can_move_cursor() and sys.stdout.isatty()
     screen, job = _screen(is_live=is_live), found.facts
     screen.say(f"paceline: job {job.name}: {printable(job.command.encode())}")
@@ -65,7 +66,7 @@ def _watch(found: FoundJob, watched: Watched) -> int:
     finally:
         screen.close()
     if is_live:
-        screen.summary(lambda width, _: _table(watched.picture(), width))
+        screen.summary(lambda width, _: _table(watched.snapshot(), width))
     if has_ended:
         screen.say(f"paceline: job {job.name} has ended: {_how(found, watched)}")
     else:
@@ -75,7 +76,7 @@ def _watch(found: FoundJob, watched: Watched) -> int:
 
 
 def _follow(
-    found: FoundJob, watched: Watched, screen: Screen, pressed: Callable[[float], str]
+    found: FoundJob, watched: RemoteBoard, screen: Screen, pressed: Callable[[float], str]
 ) -> bool:
     """Paint until the job has ended (true), or the user leaves."""
     painted_s = time.monotonic() - screen.every_s
@@ -83,7 +84,7 @@ def _follow(
         now_s = time.monotonic()
         if now_s - painted_s >= screen.every_s and watched.has_progress:
             painted_s = now_s
-            screen.progress(watched.picture())
+            screen.progress(watched.snapshot())
             screen.settle()
         if screen.is_gone or pressed(min(_POLL_S, screen.every_s)) in ("q", "Q"):
             return False
@@ -98,7 +99,7 @@ def _is_running(found: FoundJob) -> bool:
         return False
 
 
-def _how(found: FoundJob, watched: Watched) -> str:
+def _how(found: FoundJob, watched: RemoteBoard) -> str:
     """Return how a job ended: the launcher's closing line, if it keeps a record."""
     facts = found.facts
     record = Path(facts.log_dir) / EVENTS_FILE if facts.log_dir else None
@@ -110,10 +111,10 @@ def _how(found: FoundJob, watched: Watched) -> str:
         if time.monotonic() > deadline_s or process_start(facts.supervisor) is None:
             break
         time.sleep(0.05)
-    return printable(watched.end_words().encode())
+    return printable(watched.describe_end().encode())
 
 
-def _table(picture: Picture, width: int) -> list[str]:
+def _table(picture: BoardSnapshot, width: int) -> list[str]:
     return table_lines(picture, width, limit=_MAX_ROWS)
 
 

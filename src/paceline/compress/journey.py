@@ -23,7 +23,7 @@ import torch
 from paceline.comm.group import Group
 from paceline.compress.codec import Codec, Ground
 from paceline.compress.kernels import Draw
-from paceline.observe.telemetry.traffic import Account
+from paceline.observe.telemetry.traffic import CodecStats
 from paceline.runtime.work import Work
 
 MEASURE_EVERY = 50  # steps between two measurements of the compression error
@@ -38,7 +38,7 @@ class Journey:
         self.allocate = ground.allocate
         self.rank = ground.rank
         self.residual = torch.zeros(self.layout.size) if codec.has_feedback else None
-        self.account = Account()
+        self.account = CodecStats()
         self._key: int | None = None
         self.steps = 0  # how many steps were encoded; the same on all workers
         self._small = ground.allocate(self.layout.num_small, torch.float32)
@@ -82,7 +82,7 @@ class Journey:
 
     def start(self, values: torch.Tensor, group: Group, key: int) -> Work[Any]:
         """Send `values`; encode them unless they were encoded under this key already."""
-        with self.account.working():
+        with self.account.timed():
             if key != self._key:
                 self._encode(values, key)
         if self.layout.num_small:
@@ -92,7 +92,7 @@ class Journey:
         self._first_hop = self.hop(group)
         size = group.size
         small = 4 * self.layout.num_small * 2 * (size - 1) // size
-        self.account.sent(8 * self.layout.size * (size - 1) // size, self.sent_bytes + small)
+        self.account.add_sent(8 * self.layout.size * (size - 1) // size, self.sent_bytes + small)
         return self._first_hop
 
     @property
@@ -105,7 +105,7 @@ class Journey:
         """Run the second hop; blocks until the first one is done."""
         assert self._first_hop is not None, "start() comes before forward()"
         self._first_hop.wait()
-        with self.account.working():
+        with self.account.timed():
             self.second_hop(group)
 
     def finish(self, out: torch.Tensor) -> None:
@@ -114,7 +114,7 @@ class Journey:
         self.last_hop.wait()
         if self._small_work is not None:
             self._small_work.wait()
-        with self.account.working():
+        with self.account.timed():
             self.write(out)
             self.layout.unpack_small(self._small_mean, out)
 
@@ -136,7 +136,7 @@ class Journey:
         self.steps += 1
         self.layout.pack_small(values, self._small)
         if size and self.residual is not None:
-            self.account.missed(float(torch.linalg.vector_norm(self.residual)) / size)
+            self.account.add_error(float(torch.linalg.vector_norm(self.residual)) / size)
 
 
 class AllGatherJourney(Journey):

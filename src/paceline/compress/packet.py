@@ -20,7 +20,7 @@ import torch
 from paceline.compress.codec import Codec, Ground, Layout, Span
 from paceline.compress.journey import MEASURE_EVERY
 from paceline.compress.kernels import Draw
-from paceline.observe.telemetry.traffic import Account
+from paceline.observe.telemetry.traffic import CodecStats
 
 
 class PacketFormat:
@@ -62,7 +62,7 @@ class Packet:
     def __init__(self, codec: Codec, ground: Ground) -> None:
         self.codec, self.layout = codec, ground.layout
         self.residual = torch.zeros(self.layout.size) if codec.has_feedback else None
-        self.account = Account()
+        self.account = CodecStats()
         self.contents = PacketFormat(codec, self.layout)
         self._allocate, self._rank = ground.allocate, ground.rank
         self.payload = self._allocate(self.contents.num_bytes, torch.uint8)
@@ -79,7 +79,7 @@ class Packet:
         if key == self.key:
             return
         self.key = key
-        with self.account.working():
+        with self.account.timed():
             wanted = 0.0
             if self.residual is not None and self.num_filled % MEASURE_EVERY == 0:
                 wanted = self.layout.wanted_size(values, self.residual)
@@ -93,8 +93,8 @@ class Packet:
             self.layout.pack_small(values, self.contents.small(self.payload))
             self.num_filled += 1
             if wanted and self.residual is not None:
-                self.account.missed(float(torch.linalg.vector_norm(self.residual)) / wanted)
-        self.account.sent(4 * self.layout.size, self.contents.num_bytes)
+                self.account.add_error(float(torch.linalg.vector_norm(self.residual)) / wanted)
+        self.account.add_sent(4 * self.layout.size, self.contents.num_bytes)
 
     @property
     def kept(self) -> Sequence[torch.Tensor]:

@@ -14,7 +14,7 @@ from paceline.control import messages as m
 from paceline.control.member import Membership
 from paceline.control.membership.policy import Policy
 from paceline.control.membership.state import Reservation
-from paceline.observe.telemetry.events import Event, Happening, ServerLoad
+from paceline.observe.telemetry.events import Event, MembershipEvent, ServerLoad
 from paceline.observe.telemetry.staleness import TableReport
 
 ROLE = "operator"  # in the handshake
@@ -115,7 +115,7 @@ class Status(m.Answer, frozen=True):
 class Happened(m.FromCoordinator, frozen=True):
     """An event for people: a member's report, or a change of the membership."""
 
-    event: Event | Happening
+    event: Event | MembershipEvent
 
 
 OperatorMessage: TypeAlias = (

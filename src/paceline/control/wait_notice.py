@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from paceline.observe.telemetry.waiting import Waiting, WaitTeller
+from paceline.observe.telemetry.wait_reports import WaitReport, WaitReporter
 from paceline.runtime.config import EngineConfig
 from paceline.runtime.console import warn
 
@@ -91,10 +91,10 @@ _OFTEN_S = 1.0
 class WaitWatch:
     """Reports the waits of one process that last longer than `warn_s`."""
 
-    def __init__(self, rank: int, report: Callable[[Waiting], None], warn_s: float) -> None:
+    def __init__(self, rank: int, report: Callable[[WaitReport], None], warn_s: float) -> None:
         self.sources: list[Source] = [present_waits]
         self._rank, self._warn_s = rank, warn_s
-        self._teller = WaitTeller(report)
+        self._wait_reporter = WaitReporter(report)
 
     async def run(self) -> None:
         """Check again and again, until it is cancelled."""
@@ -105,8 +105,8 @@ class WaitWatch:
     def check(self) -> None:
         """Report what has changed since the last check."""
         found = [wait for source in self.sources for wait in source()]
-        self._teller.tell(
-            Waiting(self._rank, operation, tuple(ranks), waited_s)
+        self._wait_reporter.update(
+            WaitReport(self._rank, operation, tuple(ranks), waited_s)
             for operation, waited_s, ranks in found
             if ranks and waited_s >= self._warn_s
         )

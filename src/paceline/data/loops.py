@@ -109,15 +109,15 @@ class LoopRange:
             done = job.elastic.committed_steps  # by this worker's number
             first = first if done is None else min(done, self._count)
         repeats = counts_steps and job.env.on_loss == "replace"
-        headway = job.reporter.headway
-        entered = headway.enter(self._count)
+        loop_progress = job.reporter.loop_progress
+        entered = loop_progress.enter(self._count)
         try:
             for index in range(first, self._count):
-                headway.begin(entered, index)
+                loop_progress.begin(entered, index)
                 progress.begin_item(loop, index)
                 if repeats:
                     seed_step(progress.script_seed, job.data_number, index)
                 yield index
         finally:
-            headway.leave(entered)
+            loop_progress.leave(entered)
             progress.close_loop(loop)

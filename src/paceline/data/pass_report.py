@@ -57,7 +57,7 @@ def timed(batches: Iterator[Any], job: Job, announcer: Announcer) -> Iterator[An
             if batch is timed:
                 return
             if torch.is_grad_enabled():  # else this is an evaluation
-                reporter.headway.take_batch()
+                reporter.loop_progress.take_batch()
                 if counts_samples:
                     reporter.samples += _samples(batch, announcer)
             yield batch

@@ -135,7 +135,7 @@ class ShardedLoader:
         began_s = time.monotonic()
         try:
             if torch.is_grad_enabled():
-                job.reporter.headway.begin_pass(self._length)
+                job.reporter.loop_progress.begin_pass(self._length)
             yield from timed(self._source.batches(data_pass), job, announcer)
         finally:
             announcer.close()

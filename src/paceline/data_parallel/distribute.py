@@ -21,7 +21,7 @@ from paceline.data_parallel.pace_switch.choice import PaceChoice, PhaseOptions
 from paceline.data_parallel.pace_switch.requests import pace_requests_of
 from paceline.data_parallel.pace_switch.switcher import PaceSwitcher
 from paceline.errors import PacelineError
-from paceline.observe.telemetry.events import Settled
+from paceline.observe.telemetry.events import TrainingConfigured
 from paceline.runtime.console import say
 from paceline.runtime.job import Job
 
@@ -87,7 +87,7 @@ def _find_second_call(model: nn.Module, optimizer: torch.optim.Optimizer) -> str
 def _announce(job: Job, switcher: PaceSwitcher) -> None:
     if job.env.source != "alone":
         say(f"{switcher.pace}: {switcher.training.describe()}")
-        job.rendezvous.agent.report(Settled(job.env.rank, _settled(job, switcher)))
+        job.rendezvous.agent.report(TrainingConfigured(job.env.rank, _settled(job, switcher)))
 
 
 def _settled(job: Job, switcher: PaceSwitcher) -> dict[str, str]:

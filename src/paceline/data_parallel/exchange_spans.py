@@ -68,4 +68,4 @@ class ExchangeSpans:
         index, num_bytes = one.bucket.index, one.bucket.grads.nbytes
         verb = self._traits.verb
         args = {"bucket": index, "bytes": num_bytes}
-        tracer.add_beside(verb, f"{verb} bucket {index}", one.start_s, end_s, one.step, **args)
+        tracer.add_async(verb, f"{verb} bucket {index}", one.start_s, end_s, one.step, **args)

@@ -153,7 +153,7 @@ class TrainingSetup:
             Setting(
                 *(self.pace, workers, options, own, self.memory, another, self.centre),
                 is_elastic=self.job.elastic.is_on,
-                open_books=self.job.reporter.books.open,
+                open_books=self.job.reporter.compression.open,
             )
         )
 
@@ -213,7 +213,7 @@ def compressed_average(
 
     `form` creates groups of all workers; `keep` gets other groups, to close them.
     """
-    books, is_elastic = job.reporter.books, job.elastic.is_on
+    books, is_elastic = job.reporter.compression, job.elastic.is_on
     leaders = [] if is_elastic else _leaders(job)
 
     def among_leaders(name: str) -> Group:

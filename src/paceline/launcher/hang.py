@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from paceline.launcher.processes.process import RankProcess
-from paceline.observe.telemetry.waiting import AGAIN_S, Waiting
+from paceline.observe.telemetry.wait_reports import AGAIN_S, WaitReport
 from paceline.runtime.process_names import ProcessName
 
 _SILENT_S = 3 * AGAIN_S
@@ -53,7 +53,7 @@ class HangWatch:
         self._suspects: set[frozenset[int]] = set()  # causes at the last check
         self._shown: set[frozenset[int]] = set()
 
-    def on_event(self, event: Waiting, now_s: float) -> None:
+    def on_event(self, event: WaitReport, now_s: float) -> None:
         """Record that a process waits, waits for other ranks than before, or waits no longer."""
         key = (event.rank, event.operation, event.told_by)
         self._waits.pop(key, None)

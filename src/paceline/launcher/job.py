@@ -40,13 +40,12 @@ from paceline.launcher.job_resources import JobResources
 from paceline.launcher.outcome import Outcome
 from paceline.launcher.processes.process import RankProcess
 from paceline.launcher.spec import SAVE_GRACE_S, RunSpec
-from paceline.observe.display.board import Board, Picture
+from paceline.observe.display.board import Board, BoardSnapshot
 from paceline.observe.display.display import Display
 from paceline.observe.display.lines import printable
 from paceline.observe.record.trace_file import TraceFile
-from paceline.observe.telemetry.event_file import Recorded
-from paceline.observe.telemetry.events import Event, Note, Preemptible
-from paceline.observe.telemetry.waiting import Waiting
+from paceline.observe.telemetry.events import Event, Note, Preemptible, Recorded
+from paceline.observe.telemetry.wait_reports import WaitReport
 from paceline.runtime.config import EngineConfig
 from paceline.runtime.console import say
 from paceline.runtime.machine import OomCount, memory, usable_cores
@@ -132,11 +131,11 @@ class LocalJob:
     def _stopped_by(self) -> signal.Signals | None:
         return self._interrupts[0] if self._interrupts else None
 
-    def picture(self) -> Picture | None:
+    def picture(self) -> BoardSnapshot | None:
         """Return the board for the screen, or None if no process has reported progress."""
         if not self._board.has_progress:
             return None
-        return self._board.picture(time.monotonic())
+        return self._board.snapshot(time.monotonic())
 
     @property
     def board(self) -> Board:
@@ -271,7 +270,7 @@ class LocalJob:
         self._board.on_event(event, time.monotonic())
         if isinstance(event, Preemptible):
             self._saves_when_stopped = True
-        elif isinstance(event, Waiting):
+        elif isinstance(event, WaitReport):
             self._hangs.on_event(event, time.monotonic())
         elif isinstance(event, Note) and event.rank in self._process_names:
             text = printable(event.text[:1000].encode())

@@ -28,10 +28,11 @@ from paceline.launcher.run_configuration import configuration, encode, version_o
 from paceline.launcher.spec import RunSpec
 from paceline.observe.record.files import RunFiles
 from paceline.observe.record.prometheus import Metrics
-from paceline.observe.record.recorder import Recorder
+from paceline.observe.record.recorder import RunRecorder
 from paceline.observe.record.sampling import Sampler
 from paceline.observe.telemetry import clock
-from paceline.observe.telemetry.event_file import EVENTS_FILE, Reading, RunStarted
+from paceline.observe.telemetry.events import RunStarted
+from paceline.observe.telemetry.file_formats import EVENTS_FILE, EventReader
 from paceline.runtime.config import requested_log_dir
 
 ROOT = Path("runs")
@@ -64,7 +65,7 @@ def run_directory(spec: RunSpec, environ: Mapping[str, str], job_id: str) -> Pat
 
 def begin_record(
     spec: RunSpec, environ: Mapping[str, str], *, is_resumed: bool = False
-) -> Recorder | None:
+) -> RunRecorder | None:
     """Create the recorder of a run in `spec.log_dir`; None if nothing is kept.
 
     Writes nothing yet, but opens --metrics-port; raises ConfigError if the port is taken.
@@ -72,7 +73,7 @@ def begin_record(
     metrics = None if spec.metrics_port is None else Metrics(spec.metrics_port)
     directory, cwd = spec.log_dir, Path.cwd()
     if directory is None:
-        return None if metrics is None else Recorder(None, Sampler(spec.process_names), metrics)
+        return None if metrics is None else RunRecorder(None, Sampler(spec.process_names), metrics)
     files = RunFiles(
         directory,
         spec.process_names,
@@ -82,7 +83,7 @@ def begin_record(
     )
     started = _started(directory) if is_resumed else None
     clock_s = clock.now_s() if started is None else started.clock_s
-    recorder = Recorder(files, Sampler(spec.process_names), metrics, clock_s=clock_s)
+    recorder = RunRecorder(files, Sampler(spec.process_names), metrics, clock_s=clock_s)
     if started is None:
         recorder.record(_first_line(spec, environ, directory, clock_s))
     return recorder
@@ -91,7 +92,7 @@ def begin_record(
 def _started(directory: Path) -> RunStarted | None:
     """Return the first line of a run that is in progress."""
     with suppress(OSError):
-        line = next(Reading(directory / EVENTS_FILE).lines(), None)
+        line = next(EventReader(directory / EVENTS_FILE).lines(), None)
         if line is not None and isinstance(line.event, RunStarted):
             return line.event
     return None

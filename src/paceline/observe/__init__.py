@@ -1,4 +1,4 @@
-"""What a job shows of itself: events, display, run directory, report.
+"""Observability of a job: events, display, run directory, report.
 
     telemetry/   events of running processes and their fold, RunState; imported everywhere
     display/     the live table and the closing summary

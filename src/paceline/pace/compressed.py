@@ -22,7 +22,7 @@ from paceline.compress.codec import Allocate, Ground, Layout, make_codec, plan
 from paceline.compress.journey import Journey
 from paceline.compress.registry import CodecSpec, parse_codec
 from paceline.errors import UsageError
-from paceline.observe.telemetry.traffic import Account
+from paceline.observe.telemetry.traffic import CodecStats
 from paceline.pace.allreduce import COMPOUND, AllReduce
 from paceline.pace.exchange import Bucket
 from paceline.pace.method import Setting
@@ -50,7 +50,7 @@ class Journeys(Part):
         self._journeys: dict[int, Journey] = {}  # by bucket index
         self._waiting: deque[Journey] = deque()  # for their second hop
         self._first = 0
-        self.accounts: list[Account] = []  # what each has saved and cost
+        self.accounts: list[CodecStats] = []  # what each has saved and cost
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Manage more buckets; those that are not float32 are sent uncompressed."""

@@ -31,7 +31,7 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.errors import UsageError
-from paceline.observe.telemetry.traffic import Account
+from paceline.observe.telemetry.traffic import CodecStats
 from paceline.pace.centre import Centre
 from paceline.pace.exchange import Bucket, Exchange
 from paceline.pace.parse import PaceSpec
@@ -52,7 +52,7 @@ class Setting:
     another: Callable[[str], Group] | None = None
     centre: Centre | None = None  # on the servers, if the job has some and the pace can use them
     is_elastic: bool = False  # workers may join and be lost
-    open_books: Callable[[str, Sequence[Account]], None] = lambda codec, accounts: None  # noqa: ARG005
+    open_books: Callable[[str, Sequence[CodecStats]], None] = lambda codec, accounts: None  # noqa: ARG005
 
     def number(self, name: str, default: float = 0.0) -> float:
         """Return an option that is a number; `default` if the pace declares no value for it."""

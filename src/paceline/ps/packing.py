@@ -28,7 +28,7 @@ from paceline.compress.kernels import Draw
 from paceline.compress.packet import Packet, PacketFormat
 from paceline.compress.registry import CodecSpec, parse_codec
 from paceline.errors import ShapeMismatch, UsageError
-from paceline.observe.telemetry.traffic import Account
+from paceline.observe.telemetry.traffic import CodecStats
 from paceline.ps import messages as m
 from paceline.ps.spec import ShardSpec
 
@@ -56,7 +56,7 @@ class Packing:
         self, spec: CodecSpec, allocate: Allocate, *, worker: int, num_workers: int
     ) -> None:
         self.codec = make_codec(spec)
-        self.accounts: list[Account] = []  # what each packet has saved and cost
+        self.accounts: list[CodecStats] = []  # what each packet has saved and cost
         self._allocate, self._worker, self._num_workers = allocate, worker, num_workers
 
     def packet(self, spec: ShardSpec, first: int) -> Packet | None:

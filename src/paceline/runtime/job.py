@@ -23,7 +23,7 @@ from paceline.comm.shared_memory import allocate
 from paceline.control.client.rendezvous import KeyValue, Rendezvous, establish, establish_from_store
 from paceline.errors import ConfigError, SetupError, UsageError, is_caused_by_loss
 from paceline.observe.telemetry.trace import tracer
-from paceline.observe.telemetry.waiting import show_on_request
+from paceline.observe.telemetry.wait_reports import print_stacks_on_signal
 from paceline.ps.client import session
 from paceline.runtime.config import (
     EngineConfig,
@@ -39,7 +39,7 @@ from paceline.runtime.job_state import join_job
 from paceline.runtime.launch_context import PACELINE
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.torch_plugin import register as register_with_torch
-from paceline.state.user_object import Carried
+from paceline.state.protocol import UserObject
 
 register_with_torch()  # again: `import torch` finds no plugin if Paceline is not installed
 
@@ -103,7 +103,7 @@ def _start(env: JobEnv, connect: Callable[[EngineConfig], Rendezvous], config: E
     with _lock:
         if _job is None:
             if env.source == PACELINE.name:
-                show_on_request()  # of the launcher, when other processes wait for this one
+                print_stacks_on_signal()  # of the launcher, when other processes wait for this one
             try:
                 rendezvous = connect(config)
                 try:
@@ -271,7 +271,7 @@ def carry(**objects: Any) -> None:
     """
     job = current()
     for name, thing in objects.items():
-        job.elastic.register(f"carried {name}", Carried(name, thing))
+        job.elastic.register(f"carried {name}", UserObject(name, thing))
         job.carried[name] = thing
 
 

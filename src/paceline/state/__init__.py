@@ -1,9 +1,8 @@
-"""One state protocol: what a newcomer receives and what a checkpoint holds.
+"""One state protocol: what a joining worker receives and what a checkpoint holds.
 
-    protocol.py     Part, State and Change: what has state, what it is, why it is loaded
+    protocol.py     Part, State and Change: what has state, its state, why it is loaded
     serializer.py   nested state as plain data and tensors, or as JSON
     transfer.py     to a peer
-    user_object.py  an object of the script as a part
     files/          checkpoint files: parts, manifest, hashes
     checkpoint/     pl.Checkpoint: when a running job is saved, and resuming
 

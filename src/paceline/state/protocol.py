@@ -1,25 +1,25 @@
-"""Part and State: one protocol for what newcomers receive and what checkpoints hold.
+"""Part and State: one protocol for what joining workers receive and what checkpoints hold.
 
 A PART is anything that has state between two steps: the training of a model, its pace, its codec,
 the data, a learning-rate schedule. Its name is the same on all workers.
 
-    state()               return what it has
-    load(state, change)   take over the state of a peer (`change` says how the workers changed), or
-                          that of a checkpoint (`change` is None)
-    resume(change)        go on with other members; half-done work is repeated afterwards
+    state()               return its state
+    load(state, change)   load the state of a peer (`change` describes the membership change), or of
+                          a checkpoint (`change` is None)
+    resume(change)        continue with other members; unfinished work is repeated afterwards
 
-Two carriers bring a State to where it is loaded: to a peer (transfer.py), and to a file and back
-(data_parallel/model_state/checkpoint.py). What an entry is decides what they do with it:
+A State is carried to a peer (transfer.py), or to a file and back
+(data_parallel/model_state/checkpoint.py). The kind of an entry decides how it is carried:
 
-                a peer receives it   a checkpoint has it
-    shared      yes                  once           the same on all workers
-    copied      yes                  by worker      each has its own; a newcomer begins with a copy
-    own         no                   by worker      each has its own; a newcomer begins with none
-    passing     yes                  no             of use only as long as the job runs
-    served      no                   once           on servers: a function that fetches it
+                sent to a peer   in a checkpoint
+    shared      yes              once           the same on all workers
+    copied      yes              per worker     each worker has its own; a joining worker copies one
+    own         no               per worker     each worker has its own; a joining worker has none
+    passing     yes              no             useful only while the job runs
+    served      no               once           on servers: a function that fetches it
 
-At a change the part is asked for its state only on the worker that sends. `load` is called on
-newcomers and on workers that are behind, and talks to nobody; `resume` is called on all of them.
+At a change, only the source worker is asked for the state of a part. `load` is called on joining
+workers and on workers that lag, and does not communicate; `resume` is called on all workers.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class State:
-    """What a part has at one moment. Its tensors are live: a carrier copies or sends them at once.
+    """The state of a part at one moment. Its tensors are live: copy or send them at once.
 
-    Entries have names. Those of `own` and `copied` share one set of names, and are tensors if
-    checkpoints are to have them, as are those of `shared`; a peer also receives nested values.
+    Entries have names; those of `own` and `copied` share one set of names. Entries of `shared`,
+    `own` and `copied` must be tensors to be in a checkpoint; a peer also receives nested values.
     """
 
-    counts: Any = ()  # numbers, texts, lists, dicts of texts: a peer and a checkpoint have them
+    counts: Any = ()  # numbers, strings, lists, dicts with string keys: for peers and checkpoints
     shared: Mapping[str, Any] = field(default_factory=dict)
     copied: Mapping[str, Any] = field(default_factory=dict)
     own: Tensors = field(default_factory=dict)
     passing: Mapping[str, Any] = field(default_factory=dict)
     served: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    what: str = ""  # whose it is, for errors
+    what: str = ""  # the owner's name, for errors
 
     def fill(self, found: State) -> None:
         """Copy each tensor of `found` into the one of the same name here."""
@@ -78,17 +78,17 @@ def _copy(name: str, mine: Any, theirs: Any) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """How the workers changed. Workers are ranks, ordered by number."""
+    """A change of the workers. Workers are ranks, ordered by number."""
 
     generation: int
     before: tuple[int, ...]
     after: tuple[int, ...]
-    lost: tuple[Loss, ...]  # workers that are gone and have not been named in a change before
+    lost: tuple[Loss, ...]  # workers that no earlier change has named as lost
     joined: tuple[int, ...]
-    uncounted: bool  # the step under way goes on without the batches of lost workers
+    uncounted: bool  # the current step continues without the batches of lost workers
 
     def is_new(self, rank: int) -> bool:
-        """Return whether a worker comes with this change."""
+        """Return whether a worker joins with this change."""
         return rank in self.joined
 
 
@@ -96,11 +96,30 @@ class Part:
     """Has state between two steps. Called on the main thread. By default it has none."""
 
     def state(self) -> State:
-        """Return what it has."""
+        """Return its state."""
         return State()
 
     def load(self, state: State, change: Change | None) -> None:
-        """Take over what a peer has, or a checkpoint; its tensors are this worker's own now."""
+        """Load the state of a peer or of a checkpoint; its tensors belong to this worker now."""
 
     def resume(self, change: Change) -> None:
-        """Go on with other members. May talk to them: all workers call it."""
+        """Continue with other members. May communicate: all workers call it."""
+
+
+class UserObject(Part):
+    """An object of the script as a part: `pl.carry(ema=ema)`, `pl.Checkpoint(..., ema=ema)`."""
+
+    def __init__(self, name: str, thing: Any, caller: str = "carry") -> None:
+        self.what = f"{caller}({name}=...)"
+        lacking = [m for m in ("state_dict", "load_state_dict") if not hasattr(thing, m)]
+        if lacking:
+            raise UsageError(
+                f"{self.what}: a {type(thing).__name__} has no {' and no '.join(lacking)}()"
+            )
+        self.thing = thing
+
+    def state(self) -> State:
+        return State(shared={"state": self.thing.state_dict()}, what=self.what)
+
+    def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
+        self.thing.load_state_dict(state.shared["state"])

@@ -1,10 +1,10 @@
-"""The one serializer of state as objects have it: nested, with tensors in it.
+"""The one serializer of nested state with tensors in it.
 
-    take_apart, put_together   plain data that msgpack has, and a list of tensors: to a peer
-    write_down, read_back      JSON and named tensors: to files
+    flatten_state, unflatten_state   plain data for msgpack, and a list of tensors: to a peer
+    state_to_json, state_from_json   JSON and named tensors: to files
 
-Only numbers, texts, bytes, lists, tuples, dicts and tensors can be serialized. Nothing is pickled,
-so nothing that arrives can run.
+Only numbers, strings, bytes, lists, tuples, dicts and tensors can be serialized. Nothing is
+pickled, so received data cannot run code.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from paceline.errors import UsageError
 
 _TUPLE, _TENSOR, _DICT = "tuple", "tensor", "dict"
-_BYTES, _FLOAT, _NAMED = "bytes", "float", "named"  # in JSON, which has no bytes and no infinity
+_BYTES, _FLOAT, _NAMED = "bytes", "float", "named"  # in JSON, which has neither bytes nor infinity
 
 
-def take_apart(
+def flatten_state(
     value: Any,
     what: str,
     tensors: list[torch.Tensor] | None = None,
     *,
     goal: str = "sent to a newcomer",
 ) -> tuple[Any, list[torch.Tensor]]:
-    """Return (plain, tensors); UsageError names `what`, and the goal, if something is neither.
+    """Return (plain data, tensors); raise UsageError with `what` and `goal` for anything else.
 
-    The tensors are added to those given.
+    The tensors are appended to those given.
     """
     tensors = [] if tensors is None else tensors
 
@@ -48,45 +48,45 @@ def take_apart(
             return {_DICT: [[walk(key), walk(item)] for key, item in thing.items()]}
         raise UsageError(
             f"{what} has a {type(thing).__name__} in its state, which cannot be {goal};"
-            " only numbers, texts, lists, tuples, dicts and tensors can"
+            " only numbers, strings, bytes, lists, tuples, dicts and tensors can"
         )
 
     return walk(value), tensors
 
 
-def put_together(plain: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Undo `take_apart`."""
+def unflatten_state(plain: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Undo `flatten_state`."""
     if isinstance(plain, list):
-        return [put_together(item, tensors) for item in plain]
+        return [unflatten_state(item, tensors) for item in plain]
     if not isinstance(plain, dict):
         return plain
     ((kind, content),) = plain.items()
     if kind == _TENSOR:
         return tensors[content]
     if kind == _TUPLE:
-        return tuple(put_together(item, tensors) for item in content)
-    return {_key(put_together(k, tensors)): put_together(v, tensors) for k, v in content}
+        return tuple(unflatten_state(item, tensors) for item in content)
+    return {_key(unflatten_state(k, tensors)): unflatten_state(v, tensors) for k, v in content}
 
 
 def _key(key: Any) -> Any:
     return tuple(key) if isinstance(key, list) else key
 
 
-def write_down(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+def state_to_json(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Return JSON for a value; its tensors are added to `tensors`, as `name/0`, `name/1`, ...
 
-    UsageError names it if something in it cannot be written down.
+    Raise UsageError with the name if something in it cannot be saved.
     """
-    plain, inner = take_apart(value, name, goal="saved")
+    plain, inner = flatten_state(value, name, goal="saved")
     tensors.update({f"{name}/{number}": tensor for number, tensor in enumerate(inner)})
     return {_NAMED: [name, len(inner)], "content": _to_json(plain)}
 
 
-def read_back(written: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Undo `write_down`."""
+def state_from_json(written: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Undo `state_to_json`."""
     name, count = written[_NAMED]
     inner = [tensors[f"{name}/{number}"] for number in range(count)]
-    return put_together(_from_json(written["content"]), inner)
+    return unflatten_state(_from_json(written["content"]), inner)
 
 
 def _to_json(plain: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The carrier of states to a peer: one message with everything plain, then the tensors.
+"""State transfer to a peer: one message with all plain data, then the tensors.
 
-The source takes the states once and sends them to each receiver; memory for the tensors is made on
-arrival, from dtypes and shapes in the message.
+The source takes the states once and sends them to each receiver; a receiver allocates tensors from
+the dtypes and shapes in the message.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import torch
 from paceline.comm.group import Group
 from paceline.errors import ProtocolError
 from paceline.state.protocol import State
-from paceline.state.serializer import put_together, take_apart
+from paceline.state.serializer import flatten_state, unflatten_state
 
 _HEAD, _BODY, _TENSOR = 1, 2, 16  # tags
 
 
 class _Content(msgspec.Struct, frozen=True):
-    """Everything but the numbers in tensors."""
+    """Everything except the values of tensors."""
 
     counts: dict[str, Any]  # by part
-    entries: dict[str, Any]  # by part: [shared, copied, passing], taken apart
+    entries: dict[str, Any]  # by part: [shared, copied, passing], flattened
     tensors: list[tuple[str, list[int]]]  # dtype and shape
     result: Any
 
 
 def send(group: Group, receivers: Sequence[int], states: Mapping[str, State], result: Any) -> None:
-    """Send states by part, and a result that is plain data, to these ranks of the group. Blocks."""
+    """Send states by part, and a plain result, to these ranks of the group. Blocks."""
     entries, tensors = dict[str, Any](), list[torch.Tensor]()
     for name, state in states.items():
         sent = [dict(kind) for kind in (state.shared, state.copied, state.passing)]
-        entries[name], _ = take_apart(sent, state.what or name, tensors)
+        entries[name], _ = flatten_state(sent, state.what or name, tensors)
     content = _Content(
         counts={name: state.counts for name, state in states.items()},
         entries=entries,
@@ -64,7 +64,7 @@ def receive(group: Group, source: int) -> tuple[dict[str, State], Any]:
             group.recv(tensor, source, tag=_TENSOR + number)
     states = {}
     for name, entries in content.entries.items():
-        shared, copied, passing = put_together(entries, tensors)
+        shared, copied, passing = unflatten_state(entries, tensors)
         states[name] = State(content.counts[name], shared, copied, passing=passing)
     return states, content.result
 
@@ -73,6 +73,6 @@ def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ProtocolError(
-            f"a peer sent a tensor of dtype {name!r:.40}, which torch does not have"
+            f"a peer sent a tensor of dtype {name!r:.40}, which this version of torch does not have"
         )
     return found

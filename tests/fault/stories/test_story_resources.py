@@ -42,7 +42,7 @@ def test_row_18_a_straggler_is_named(story: Story) -> None:
         story.wait_for_step(10)
         enter(group, story.pid("worker 1"))
         story.happens()
-        story.expect_detection(r"the others wait for rank 1\b", within_s=20)
+        story.expect_detection(r"the other workers wait for worker 1\b", within_s=20)
         story.expect_success(within_s=90)
         story.expect_no_line(r"lost:")
 

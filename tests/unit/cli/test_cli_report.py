@@ -38,7 +38,7 @@ def test_the_page_is_in_the_directory_or_where_it_is_wanted(tmp_path: Path, repo
 def test_what_is_no_run_ends_with_2_and_one_line(tmp_path: Path, report) -> None:
     code, out, err = report(tmp_path)
     assert (code, out) == (2, "") and err.count("\n") == 1
-    assert f"{tmp_path} has no events.jsonl; expected the directory of a run" in err
+    assert f"{tmp_path} has no events.jsonl; expected a run directory" in err
     (tmp_path / "events.jsonl").write_text('{"foreign": true}\n')
     code, _, err = report(tmp_path)
     assert code == 2 and "none of its 1 lines is an event of a run" in err

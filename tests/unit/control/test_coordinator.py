@@ -12,7 +12,7 @@ from paceline.control.client.agent import Agent
 from paceline.control.client.rendezvous import CoordinatorThread
 from paceline.control.coordinator.coordinator import Coordinator
 from paceline.errors import AuthError, ConnectError, PeerLost, PortInUse, RendezvousError
-from paceline.observe.telemetry.events import Note, Progress
+from paceline.observe.telemetry.events import Note, ProgressReport
 
 
 def join_all(agents, make_member, timeout_s=20.0):
@@ -155,7 +155,7 @@ def test_events_reach_the_watcher_even_if_it_once_fails(cluster, caplog, eventua
             raise ZeroDivisionError("a bug in the display")
 
     agent = cluster.start(1, on_event=watch).agent(0)
-    events = [Progress(0, 1, {"loss": 0.5}), Note(0, "hello"), Progress(0, 2)]
+    events = [ProgressReport(0, 1, {"loss": 0.5}), Note(0, "hello"), ProgressReport(0, 2)]
     for event in events:
         agent.report(event)
     eventually(lambda: len(seen) == 3)

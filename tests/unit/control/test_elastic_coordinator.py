@@ -16,7 +16,13 @@ from paceline.control.member import Member
 from paceline.control.membership.policy import Policy
 from paceline.control.messages import Unwanted, Wanted
 from paceline.errors import Evicted, PeerTimeout, RendezvousError, UsageError
-from paceline.observe.telemetry.events import Filled, MemberJoined, MemberLost, Note, Promoted
+from paceline.observe.telemetry.events import (
+    BackupCaughtUp,
+    MemberJoined,
+    MemberLost,
+    Note,
+    Promoted,
+)
 
 
 def member(rank, role="worker", number=None):
@@ -185,7 +191,7 @@ def test_a_lost_server_is_replaced_by_its_backup_and_filled_again(job, eventuall
         job.agents[rank].in_sync(partition, job.agents[rank].membership.generation)
     eventually(lambda: (job.adopt(), all(len(r) == 2 for r in job.membership.partitions))[1])
     assert job.operator.status().degraded == ()
-    eventually(lambda: sum(len(e.partitions) for e in job.heard(Filled)) == 2)
+    eventually(lambda: sum(len(e.partitions) for e in job.heard(BackupCaughtUp)) == 2)
     assert job.heard(Promoted)[0].partitions == (0,)
 
 

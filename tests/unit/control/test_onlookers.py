@@ -6,14 +6,14 @@ import threading
 
 from paceline.control import operator_messages as o
 from paceline.control.client.operator import Operator
-from paceline.observe.telemetry.events import Progress
+from paceline.observe.telemetry.events import ProgressReport
 
 _LONG = "x" * 10_000
 
 
 def _steps(news: list[o.Notification]) -> list[int]:
     events = [one.event for one in list(news) if isinstance(one, o.Happened)]
-    return [event.step for event in events if isinstance(event, Progress)]
+    return [event.step for event in events if isinstance(event, ProgressReport)]
 
 
 def test_an_onlooker_of_a_plain_job_hears_what_members_report(
@@ -26,12 +26,12 @@ def test_an_onlooker_of_a_plain_job_hears_what_members_report(
     try:
         assert onlooker.status().membership is None, "it may come before the members do"
         agent.join(make_member(0), 10)
-        agent.report(Progress(0, 7, {"loss": 0.5}))
+        agent.report(ProgressReport(0, 7, {"loss": 0.5}))
         eventually(lambda: _steps(news) == [7])
         assert onlooker.status().membership.ranks == (0,)
     finally:
         onlooker.close()
-    agent.report(Progress(0, 8))
+    agent.report(ProgressReport(0, 8))
     assert agent.store_add("counter", 1) == 1, "nobody misses an onlooker that left"
 
 
@@ -53,7 +53,7 @@ def test_an_onlooker_that_does_not_read_holds_nobody_up(
     )
     try:
         for step in range(3000):  # 30 MB
-            agent.report(Progress(0, step, {_LONG: 1.0}))
+            agent.report(ProgressReport(0, step, {_LONG: 1.0}))
             if step % 100 == 0:
                 assert agent.store_add("counter", 1) == step // 100 + 1
         eventually(lambda: len(_steps(heard)) == 3000)
@@ -63,7 +63,7 @@ def test_an_onlooker_that_does_not_read_holds_nobody_up(
         eventually(lambda: cluster.coordinator is not None and not any(
             one.channel.backlog_bytes for one in cluster.coordinator._operators._operators
         ))  # fmt: skip
-        agent.report(Progress(0, 5000))
+        agent.report(ProgressReport(0, 5000))
         eventually(lambda: 5000 in _steps(news))
         assert 0 < len(_steps(news)) < 3000, "it went without some"
     finally:

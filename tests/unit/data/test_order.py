@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.data.randomness import mix_seeds
 from paceline.data.split.order import LocalOrder, to_plain_index
 from paceline.errors import UsageError
-from paceline.state.serializer import put_together
+from paceline.state.serializer import unflatten_state
 
 
 @given(st.integers(0, 300), st.integers(1, 50), st.none() | st.integers(-(2**63), 2**64 - 1))
@@ -44,7 +44,7 @@ indices = st.recursive(
 
 @given(indices)
 def test_indices_survive_encoding(index: object) -> None:
-    assert put_together(to_plain_index(index), ()) == index
+    assert unflatten_state(to_plain_index(index), ()) == index
 
 
 def test_indices_of_torch_and_numpy_become_numbers() -> None:

@@ -18,7 +18,13 @@ from paceline.launcher.outcome import Outcome
 from paceline.launcher.processes.process import ExitStatus
 from paceline.launcher.processes.table import ProcessResult
 from paceline.observe.display.board import Board
-from paceline.observe.telemetry.events import Filled, Moved, Progress, Promoted, Resumed
+from paceline.observe.telemetry.events import (
+    BackupCaughtUp,
+    PartitionsMoved,
+    ProgressReport,
+    Promoted,
+    Resumed,
+)
 from paceline.runtime.machine import MemoryInfo, OomCount
 from paceline.runtime.process_names import ProcessName, process_names
 
@@ -95,7 +101,11 @@ def test_silence_and_partitions_have_lines() -> None:
     assert _text(log.presence(silent)) == words
     lines = [
         _text(log.happened(event))
-        for event in (Promoted(1, (0, 2), 2), Filled(2, (1,), 3), Moved(0, 2, (3, 1), 4))
+        for event in (
+            Promoted(1, (0, 2), 2),
+            BackupCaughtUp(2, (1,), 3),
+            PartitionsMoved(0, 2, (3, 1), 4),
+        )
     ]
     assert lines == [
         "server 1 is now primary of partitions 0, 2",
@@ -149,14 +159,14 @@ def test_the_table_of_servers_shows_who_is_busy() -> None:
 
 def test_a_replacement_goes_on_in_the_row_of_its_predecessor() -> None:
     board = Board(process_names(2))
-    board.on_event(Progress(1, 40, {"loss": 2.0}), 1.0)
-    board.on_event(Progress(0, 50), 1.0)
+    board.on_event(ProgressReport(1, 40, {"loss": 2.0}), 1.0)
+    board.on_event(ProgressReport(0, 50), 1.0)
     assert board.line(1.0).startswith("steps 40 to 50")
     board.set_state(1, "killed by SIGKILL (killed)")
     assert board.line(1.0) == "step 50", "who is lost has no step any more"
     board.add(ProcessName(5, 1, is_newcomer=True))
-    board.on_event(Progress(1, 99), 2.0)  # a late word of the dead
-    board.on_event(Progress(5, 42), 2.0)
+    board.on_event(ProgressReport(1, 99), 2.0)  # a late word of the dead
+    board.on_event(ProgressReport(5, 42), 2.0)
     rows = board.rows(2.0)
     assert [(row.label, row.step, row.state) for row in rows] == [
         ("0", 50, "running"),

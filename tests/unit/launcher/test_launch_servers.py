@@ -17,7 +17,7 @@ from paceline.launcher.processes.process import ExitStatus
 from paceline.launcher.processes.table import ProcessResult, first_cause
 from paceline.launcher.spec import RunSpec
 from paceline.observe.display.board import Board
-from paceline.observe.telemetry.events import Progress
+from paceline.observe.telemetry.events import ProgressReport
 from paceline.pace.parse import parse_schedule
 from paceline.runtime.config import job_env
 from paceline.runtime.machine import MemoryInfo, OomCount
@@ -154,9 +154,9 @@ def test_without_servers_nothing_is_said_of_them(tmp_path: Path) -> None:
 
 def test_a_server_has_a_row_when_it_reports() -> None:
     board = Board(process_names(2, 2))
-    board.on_event(Progress(3, 40, {"version": 40.0}), 0.0)
+    board.on_event(ProgressReport(3, 40, {"version": 40.0}), 0.0)
     assert board.has_progress and board.line(0.0) == "0 of 2 ranks reporting"
-    board.on_event(Progress(0, 7, {"loss": 0.5}), 0.0)
+    board.on_event(ProgressReport(0, 7, {"loss": 0.5}), 0.0)
     assert [row.label for row in board.rows(0.0)] == ["0", "1", "s1"]
     assert board.rows(0.0)[-1].values == {"version": 40.0}
     assert board.line(0.0) == "step 7, loss 0.5, 1 of 2 ranks reporting"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.observe.display.board import Picture, Row
+from paceline.observe.display.board import BoardSnapshot, ProcessRow
 from paceline.observe.display.table import table_lines
 from paceline.runtime.formatting import cut, duration, number, rate, width_of
 
@@ -37,8 +37,8 @@ def test_wide_characters_take_two_columns() -> None:
     assert cut("损失函数", 6) == "损..." and cut("loss", 4) == "loss" and cut("losses", 4) == "l..."
 
 
-def _row(label: str = "0", state: str = "running") -> Row:
-    return Row(
+def _row(label: str = "0", state: str = "running") -> ProcessRow:
+    return ProcessRow(
         label=label,
         step=1000,
         values={"loss": 0.123456, "tokens_per_s": 123456.7, "accuracy": 0.98765},
@@ -51,8 +51,8 @@ def _row(label: str = "0", state: str = "running") -> Row:
     )
 
 
-def _picture(*rows: Row, words: tuple[str, ...] = ()) -> Picture:
-    return Picture(("loss", "tokens_per_s", "accuracy"), rows, "", words)
+def _picture(*rows: ProcessRow, words: tuple[str, ...] = ()) -> BoardSnapshot:
+    return BoardSnapshot(("loss", "tokens_per_s", "accuracy"), rows, "", words)
 
 
 @pytest.mark.parametrize(
@@ -113,15 +113,19 @@ def test_more_ranks_than_lines_are_counted() -> None:
 
 
 def test_what_nobody_knows_has_no_column() -> None:
-    row = Row(label="0", step=None, values={}, state="starting")
-    assert table_lines(Picture((), [row], ""), 80, limit=8) == [
+    row = ProcessRow(label="0", step=None, values={}, state="starting")
+    assert table_lines(BoardSnapshot((), [row], ""), 80, limit=8) == [
         "rank   step   steps/s   state",
         "   0      -         -   starting",
     ]
 
 
 def test_words_below_are_two_lines_at_most() -> None:
-    words = ("62 % done, 3 min 10 s left", "the others wait for rank 2 (its input)", "x" * 90)
+    words = (
+        "62 % done, 3 min 10 s left",
+        "the other workers wait for worker 2 (its input)",
+        "x" * 90,
+    )
     lines = table_lines(_picture(_row(), words=words), 40, limit=8)
     assert lines[2].startswith("62 % done, 3 min 10 s left") and len(lines) == 4
     assert lines[3].endswith("...")

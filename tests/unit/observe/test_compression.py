@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.observe.telemetry.traffic import Account, Books, Compression, describe_compression
+from paceline.observe.telemetry.traffic import (
+    CodecStats,
+    Compression,
+    CompressionMeter,
+    describe_compression,
+)
 
 
 def test_accounts_add_up_over_codecs() -> None:
-    books, accounts = Books(), [Account(), Account()]
+    books, accounts = CompressionMeter(), [CodecStats(), CodecStats()]
     assert books.read(3, 1.0) is None
     books.open("int8", accounts)
-    accounts[0].sent(400, 100)
-    accounts[1].sent(40, 10)
-    accounts[1].missed(0.5)
-    later = [Account()]
+    accounts[0].add_sent(400, 100)
+    accounts[1].add_sent(40, 10)
+    accounts[1].add_error(0.5)
+    later = [CodecStats()]
     books.open("topk:0.01", later)
-    later[0].sent(100, 1)
-    later[0].missed(0.25)
-    with later[0].working():
+    later[0].add_sent(100, 1)
+    later[0].add_error(0.25)
+    with later[0].timed():
         pass
     found = books.read(10, 2.0)
     assert found is not None and found.spent_s > 0
@@ -29,8 +34,8 @@ def test_accounts_add_up_over_codecs() -> None:
 
 
 def test_time_counts_also_when_something_fails() -> None:
-    account = Account()
-    with pytest.raises(ValueError), account.working():
+    account = CodecStats()
+    with pytest.raises(ValueError), account.timed():
         raise ValueError
     assert account.spent_s > 0
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from paceline.observe.display.board import Picture, Row
+from paceline.observe.display.board import BoardSnapshot, ProcessRow
 from paceline.observe.display.screen import LiveScreen, PlainScreen
 from paceline.runtime.process_names import ProcessName
 
@@ -77,9 +77,9 @@ def _size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINES", "20")
 
 
-def _picture(step: int, words: tuple[str, ...] = ()) -> Picture:
-    rows = [Row(label=str(k), step=step, values={}, state="running") for k in range(2)]
-    return Picture((), rows, f"step {step}", words)
+def _picture(step: int, words: tuple[str, ...] = ()) -> BoardSnapshot:
+    rows = [ProcessRow(label=str(k), step=step, values={}, state="running") for k in range(2)]
+    return BoardSnapshot((), rows, f"step {step}", words)
 
 
 _TITLE = "rank   step   steps/s   state"

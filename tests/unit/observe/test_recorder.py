@@ -13,17 +13,17 @@ import pytest
 
 from paceline.observe.record import recorder as module
 from paceline.observe.record.files import RunFiles
-from paceline.observe.record.recorder import Recorder
+from paceline.observe.record.recorder import RunRecorder
 from paceline.observe.record.sampling import Sampler
-from paceline.observe.telemetry.event_file import Reading, RunEnded
-from paceline.observe.telemetry.events import Note, Progress
+from paceline.observe.telemetry.events import Note, ProgressReport, RunEnded
+from paceline.observe.telemetry.file_formats import EventReader
 from paceline.runtime.process_names import ProcessName, process_names
 
 NOISE = os.urandom(4096)
 
 
-def recorder_of(directory: Path, num_workers: int = 2, **more) -> Recorder:
-    return Recorder(
+def recorder_of(directory: Path, num_workers: int = 2, **more) -> RunRecorder:
+    return RunRecorder(
         RunFiles(directory, process_names(num_workers), lambda _: b"{}\n", **more),
         Sampler(process_names(num_workers)),
     )
@@ -37,7 +37,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 def events_in(directory: Path) -> list:
-    reading = Reading(directory / "events.jsonl")
+    reading = EventReader(directory / "events.jsonl")
     events = [line.event for line in reading.lines()]
     assert reading.damaged == 0
     return events
@@ -48,7 +48,7 @@ def test_everything_is_kept_in_order(tmp_path: Path):
     recorder = recorder_of(directory)
     said: list[str] = []
     recorder.start(said.append)
-    told = [Progress(0, 1, {"loss": float("nan")}), Note(1, "</script>\x00 \u2028")]
+    told = [ProgressReport(0, 1, {"loss": float("nan")}), Note(1, "</script>\x00 \u2028")]
     for event in told:
         recorder.record(event)
     recorder.output(ProcessName(0, 0), b"out\xff\n")
@@ -89,7 +89,7 @@ def test_a_successor_goes_on_behind_a_line_that_was_cut(tmp_path: Path):
     second.start(print)
     second.record(Note(0, "second"))
     second.close()
-    reading = Reading(tmp_path / "events.jsonl")
+    reading = EventReader(tmp_path / "events.jsonl")
     assert [line.event.text for line in reading.lines()] == ["first", "second"]
     assert reading.damaged == 1 and (tmp_path / "rank-0.log").read_text() == "kept"
 
@@ -145,11 +145,11 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, make, reason: str):
     said: list[str] = []
     recorder.start(said.append)
     for step in range(100):
-        recorder.record(Progress(0, step, {"loss": 1.0}))
+        recorder.record(ProgressReport(0, step, {"loss": 1.0}))
         recorder.output(ProcessName(0, 0), NOISE)
     assert recorder.close(RunEnded(0, 1.0)) == []
     assert len(said) == 1 and not recorder.is_writing
-    assert f"{directory} {reason}; the job goes on without logs, config.json, events" in said[0]
+    assert f"{directory} {reason}; the job continues without logs, config.json, events" in said[0]
 
 
 @pytest.fixture
@@ -172,11 +172,11 @@ def test_a_disk_that_becomes_full(small_disk: Path):
     recorder.record(Note(0, "first"))
     wait_until(lambda: (small_disk / "events.jsonl").exists() and bool(events_in(small_disk)))
     for step in range(100):
-        recorder.record(Progress(0, step, {"loss": 1.0}))
+        recorder.record(ProgressReport(0, step, {"loss": 1.0}))
         recorder.output(ProcessName(0, 0), NOISE)
     recorder.close(RunEnded(0, 1.0))
     assert len(said) == 1 and "cannot be written any more: No space left on device" in said[0]
-    assert next(iter(Reading(small_disk / "events.jsonl").lines())).event == Note(0, "first")
+    assert next(iter(EventReader(small_disk / "events.jsonl").lines())).event == Note(0, "first")
 
 
 def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -191,16 +191,18 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.M
     held_bytes = recorder._backlog_bytes
     for _ in range(3000):
         recorder.output(ProcessName(0, 0), NOISE)
-    for _ in range(module.MOST_EVENTS + 5000):
+    for _ in range(module.MAX_EVENTS + 5000):
         recorder.record(Note(0, "x"))
     assert recorder._backlog_bytes == held_bytes
-    assert recorder._queue.qsize() <= module.MOST_EVENTS + 1
+    assert recorder._queue.qsize() <= module.MAX_EVENTS + 1
     lines = recorder.close(RunEnded(0, 1.0))
-    assert lines == [f"paceline: {tmp_path}: the disk does not answer; its end is lost"]
+    assert lines == [
+        f"paceline: {tmp_path}: the disk does not respond; the end of the record is lost"
+    ]
     _release(recorder, tmp_path / "rank-0.log")
 
 
-def _release(recorder: Recorder, fifo: Path) -> None:
+def _release(recorder: RunRecorder, fifo: Path) -> None:
     """Let the thread end: it finds a reader, and then one that has gone away."""
     reader = os.open(fifo, os.O_RDONLY)
     while not os.read(reader, 1):  # it was opened only to empty it
@@ -215,28 +217,28 @@ def test_a_disk_that_comes_back_and_what_is_missing(tmp_path: Path, monkeypatch)
     os.mkfifo(tmp_path / "rank-0.log")
     recorder = recorder_of(tmp_path)
     recorder.start(print)
-    for _ in range(module.MOST_EVENTS + 500):
+    for _ in range(module.MAX_EVENTS + 500):
         recorder.record(Note(0, "x"))
     fifo = os.open(tmp_path / "rank-0.log", os.O_RDONLY)
     (line,) = recorder.close(RunEnded(0, 1.0))
     os.close(fifo)
     kept = len(events_in(tmp_path)) - 1
-    assert 0 < module.MOST_EVENTS + 500 - kept <= 500
+    assert 0 < module.MAX_EVENTS + 500 - kept <= 500
     assert line == (
-        f"paceline: {tmp_path}: {module.MOST_EVENTS + 500 - kept} events are missing: the disk was"
-        " too slow for them"
+        f"paceline: {tmp_path}: {module.MAX_EVENTS + 500 - kept} events are missing: the disk was"
+        " too slow"
     )
 
 
 def test_a_flood_of_events(tmp_path: Path):
     recorder = recorder_of(tmp_path)
     recorder.start(print)
-    event = Progress(0, 7, {"loss": 0.5})
+    event = ProgressReport(0, 7, {"loss": 0.5})
     for _ in range(500_000):
         recorder.record(event)
-    assert recorder._queue.qsize() <= module.MOST_EVENTS + 1
+    assert recorder._queue.qsize() <= module.MAX_EVENTS + 1
     recorder.close(RunEnded(0, 1.0))
-    kept = sum(1 for _ in Reading(tmp_path / "events.jsonl").lines()) - 1
+    kept = sum(1 for _ in EventReader(tmp_path / "events.jsonl").lines()) - 1
     assert kept + recorder._dropped_events == 500_000 and kept > 1000
 
 
@@ -246,14 +248,14 @@ from pathlib import Path
 sys.modules["tensorboard"] = None  # as if it were not installed
 from paceline.observe.record.files import RunFiles
 from paceline.observe.record.sampling import Sampler
-from paceline.observe.record.recorder import Recorder
+from paceline.observe.record.recorder import RunRecorder
 from paceline.runtime.process_names import process_names
-from paceline.observe.telemetry.events import Progress
+from paceline.observe.telemetry.events import ProgressReport
 names = process_names(2)
-recorder = Recorder(RunFiles(Path(sys.argv[1]), names, lambda _: b""), Sampler(names))
+recorder = RunRecorder(RunFiles(Path(sys.argv[1]), names, lambda _: b""), Sampler(names))
 recorder.start(print)
-recorder.record(Progress(0, 1, {"loss": 1.0}))
-recorder.record(Progress(1, 1, {"loss": 1.0}))
+recorder.record(ProgressReport(0, 1, {"loss": 1.0}))
+recorder.record(ProgressReport(1, 1, {"loss": 1.0}))
 recorder.close()
 """
 

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.observe.report.canvas import shown
-from paceline.observe.telemetry.event_file import RunEnded, RunStarted
-from paceline.observe.telemetry.events import EpochEnded, MemberLost, Note, Progress
+from paceline.observe.report.canvas import escaped
+from paceline.observe.telemetry.events import (
+    EpochEnded,
+    MemberLost,
+    Note,
+    ProgressReport,
+    RunEnded,
+    RunStarted,
+)
 from paceline.observe.telemetry.staleness import TableReport, WorkerReport
 from support.recorded import Parsed, page_of, training, whole
 
@@ -56,7 +62,7 @@ def test_a_name_can_be_read(name: str) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.text(), st.integers(2, 100))
 def test_text_is_cut_and_stays_in_its_line(text: str, limit: int) -> None:
-    html = shown(text, limit)
+    html = escaped(text, limit)
     assert not set("<>\"'\n\r\x00\u202e") & set(html)
     (element,) = ElementTree.fromstring(f"<a><b>{html}</b></a>")
     assert len(element.text or "") <= limit
@@ -67,8 +73,8 @@ def test_long_names_do_not_make_long_pages() -> None:
 
 
 def test_control_characters_become_visible() -> None:
-    assert shown("a\x1b[31mb\u202ec") == "a\ufffd[31mb\ufffdc"
-    assert shown("two\n  lines\t!") == "two lines !"
+    assert escaped("a\x1b[31mb\u202ec") == "a\ufffd[31mb\ufffdc"
+    assert escaped("two\n  lines\t!") == "two lines !"
 
 
 def test_drawings_are_well_formed() -> None:
@@ -87,5 +93,5 @@ def test_the_policy_forbids_scripts_and_the_network() -> None:
 
 
 def test_names_of_values_are_kept_apart_from_markup_in_values() -> None:
-    page = page_of(whole([(1.0, Progress(0, 1, {"</svg><script>": 1.0}))]))
+    page = page_of(whole([(1.0, ProgressReport(0, 1, {"</svg><script>": 1.0}))]))
     assert "&lt;/svg&gt;&lt;script&gt;" in page

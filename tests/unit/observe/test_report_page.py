@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.observe.report.canvas import Scale, nice, spanning, tick
+from paceline.observe.report.canvas import AxisScale, format_tick, padded_range, round_step
 from paceline.observe.telemetry import events as ev
-from paceline.observe.telemetry.event_file import RunEnded, RunStarted
+from paceline.observe.telemetry.events import RunEnded, RunStarted
 from paceline.observe.telemetry.staleness import TableReport, WorkerReport
 from paceline.observe.telemetry.step_times import StepTimes
 from paceline.runtime.formatting import duration, percent, short_number
@@ -29,14 +29,14 @@ def test_head_and_headline() -> None:
         assert words in text
     assert "2026-11-17 07:12 UTC" in text and "allreduce" in text and "Paceline 0.1.0" in text
     assert "samples per second640" in text  # 2 workers, 32 samples each, 10 steps per second
-    assert "waiting for others28 %" in text
+    assert "waiting for other processes28 %" in text
     assert "final loss0.276" in text
     assert "Worker 1 is the slowest: it computes longer." in text
 
 
 def test_input_is_named_as_the_cause() -> None:
     slow = [
-        (t, ev.Progress(e.rank, e.step, {}, steps=tuple(
+        (t, ev.ProgressReport(e.rank, e.step, {}, steps=tuple(
             StepTimes(s.step, s.end_s, s.took_s, 0.06 if e.rank == 1 else 0.01, s.wait_s, 32)
             for s in e.steps)))
         for t, e in training()
@@ -52,7 +52,7 @@ def test_servers_know_whether_the_slowest_was_waited_for(waited_s: float) -> Non
     started = msgspec.structs.replace(first[1], servers=1)
     text = text_of([(0.0, started), *others])
     assert ("Worker 1 is the slowest" in text) == bool(waited_s)
-    assert ("it is the exchange itself" in text) == (not waited_s)
+    assert ("the exchange itself (network, servers)" in text) == (not waited_s)
 
 
 def test_sections_are_there_when_their_data_is() -> None:
@@ -72,14 +72,14 @@ def test_sections_are_there_when_their_data_is() -> None:
     )
     for title in (
         "Loss over time", "Loss over samples", "Learning rate", "Throughput",
-        "Where the time of a step goes", "Who waited for whom", "One step, all workers",
+        "Where the time of a step goes", "Waits between workers", "One step, all workers",
         "Staleness of table model", "Load", "Queue", "What happened",
     ):  # fmt: skip
         assert title in everything
         assert title not in bare
     assert "worker 1 (rank 1, vm:7) was lost: killed" in everything
-    assert "1 worker goes on with step 7 after 200 ms, without rank 1" in everything
-    assert "As the servers counted it." in everything
+    assert "1 worker resumes at step 7 after 200 ms, without rank 1" in everything
+    assert "Counted by the servers." in everything
 
 
 def test_who_waited_for_whom_without_servers() -> None:
@@ -91,7 +91,7 @@ def test_who_waited_for_whom_without_servers() -> None:
 def test_a_worker_that_joined_has_its_own_number_not_its_rank() -> None:
     joined = (0.0, ev.MemberJoined("worker", 1, 9, "vm:8", 2))
     moved = [
-        (t, ev.Progress({0: 0, 1: 9}[e.rank], e.step, e.values, steps=e.steps))
+        (t, ev.ProgressReport({0: 0, 1: 9}[e.rank], e.step, e.values, steps=e.steps))
         for t, e in training()
     ]
     page = page_of(whole([joined, *moved]))
@@ -100,7 +100,7 @@ def test_a_worker_that_joined_has_its_own_number_not_its_rank() -> None:
 
 def test_a_run_without_an_end_may_still_run() -> None:
     text = text_of([(0.0, STARTED), *training()])
-    assert "running or killed" in text and "so far recorded" in text
+    assert "running or killed" in text and "recorded so far" in text
 
 
 def test_a_failure_shows_its_exit_code() -> None:
@@ -108,8 +108,11 @@ def test_a_failure_shows_its_exit_code() -> None:
 
 
 def test_losses_that_are_not_finite() -> None:
-    bad = [(3.0, ev.Progress(1, 21, {"loss": math.nan})), (3.1, ev.Progress(0, 21, {"loss": 0.1}))]
-    text = text_of(whole([*training(), *bad, (3.2, ev.Progress(1, 22, {"loss": -math.inf}))]))
+    bad = [
+        (3.0, ev.ProgressReport(1, 21, {"loss": math.nan})),
+        (3.1, ev.ProgressReport(0, 21, {"loss": 0.1})),
+    ]
+    text = text_of(whole([*training(), *bad, (3.2, ev.ProgressReport(1, 22, {"loss": -math.inf}))]))
     assert "final lossnot finite" in text
     assert "2 values were not finite; red: the first one, of worker 1" in text
     assert "no value was finite" in text_of(whole(bad[:1]))
@@ -117,14 +120,16 @@ def test_losses_that_are_not_finite() -> None:
 
 def test_one_worker_waits_for_nobody() -> None:
     text = text_of(whole(training(1, slow=0), 1))
-    assert "slowest" not in text and "Who waited for whom" not in text
+    assert "slowest" not in text and "Waits between workers" not in text
     assert "Loss over time" in text
 
 
 def test_no_steps_and_no_samples() -> None:
-    assert "samples per second" not in text_of(whole([(1.0, ev.Progress(0, 1, {"loss": 1.0}))]))
+    assert "samples per second" not in text_of(
+        whole([(1.0, ev.ProgressReport(0, 1, {"loss": 1.0}))])
+    )
     uncounted = [
-        (t, ev.Progress(e.rank, e.step, e.values, steps=tuple(
+        (t, ev.ProgressReport(e.rank, e.step, e.values, steps=tuple(
             StepTimes(s.step, s.end_s, s.took_s, s.input_s, s.wait_s) for s in e.steps)))
         for t, e in training()
     ]  # fmt: skip
@@ -147,7 +152,7 @@ def test_hundreds_of_workers_make_a_page_of_ordinary_size() -> None:
 
 def test_many_happenings_and_values_are_counted_not_listed() -> None:
     notes = [(0.001 * i, ev.Note(0, f"note number {i}.")) for i in range(5000)]
-    values = [(1.0, ev.Progress(0, 1, {f"value {i}": 1.0 for i in range(100)}))]
+    values = [(1.0, ev.ProgressReport(0, 1, {f"value {i}": 1.0 for i in range(100)}))]
     text = text_of(whole([*notes, *values]))
     assert "note number 0." in text and "note number 4999." in text
     assert "note number 2500." not in text and "... 4,800 more ..." in text
@@ -166,13 +171,14 @@ FIELDS = {int: integers, float: floats, str: texts, dict[str, float]: st.diction
     texts | st.sampled_from(["loss", "lr"]), floats, max_size=3)}  # fmt: skip
 KINDS = [
     ev.Note, ev.ServerLoad, ev.Resumed, ev.Preemptible, ev.EpochEnded, ev.MemberLost,
-    ev.MemberJoined, ev.MemberLeft, ev.Promoted, ev.Moved, ev.Filled, ev.CoordinatorBack,
+    ev.MemberJoined, ev.MemberLeft, ev.Promoted, ev.PartitionsMoved, ev.BackupCaughtUp,
+    ev.CoordinatorRestarted,
     RunStarted, RunEnded,
 ]  # fmt: skip
 ranks = st.integers(-1, 3) | integers
 events = st.one_of(
     st.builds(
-        ev.Progress, rank=ranks, step=integers, age_s=floats,
+        ev.ProgressReport, rank=ranks, step=integers, age_s=floats,
         values=FIELDS[dict[str, float]], steps=st.lists(step_times, max_size=3).map(tuple),
     ),
     st.builds(
@@ -200,7 +206,7 @@ def test_any_sequence_of_events_makes_a_page(told: list) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.floats(-1e29, 1e29), st.floats(-1e29, 1e29), st.booleans())
 def test_every_range_has_a_few_ticks(one: float, other: float, from_zero: bool) -> None:
-    scale = Scale(*spanning((one, other), from_zero=from_zero), 0, 100)
+    scale = AxisScale(*padded_range((one, other), from_zero=from_zero), 0, 100)
     ticks = scale.ticks()
     assert 1 <= len(ticks) <= 9
     assert all(0 <= scale.at(value) <= 100 for value, _ in ticks)
@@ -220,7 +226,6 @@ def test_times_shares_and_ticks_for_people() -> None:
     told = [duration(x) for x in (0, 0.0004, 0.35, 4.21, 200, 7500, 3e5)]
     assert told == ["0 s", "0.4 ms", "350 ms", "4.21 s", "3 min 20 s", "2 h 5 min", "3 d 11 h"]
     assert [percent(x) for x in (0, 0.004, 0.234, 1)] == ["0 %", "0.4 %", "23 %", "100 %"]
-    assert [tick(x, s) for x, s in ((0.5, 0.5), (0.02, 0.02), (20_000, 5000), (2e6, 1e6))] == [
-        "0.5", "0.02", "20k", "2M",
-    ]  # fmt: skip
-    assert [nice(x) for x in (0.9, 0.3, 6, 80)] == [1.0, pytest.approx(0.2), 5.0, 100.0]
+    ticks = ((0.5, 0.5), (0.02, 0.02), (20_000, 5000), (2e6, 1e6))
+    assert [format_tick(x, s) for x, s in ticks] == ["0.5", "0.02", "20k", "2M"]
+    assert [round_step(x) for x in (0.9, 0.3, 6, 80)] == [1.0, pytest.approx(0.2), 5.0, 100.0]

@@ -43,13 +43,13 @@ def test_a_foreign_record_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_what_is_no_run_is_refused_with_a_hint(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no .*nothing; expected the directory of a run"):
+    with pytest.raises(UsageError, match="there is no .*nothing; expected a run directory"):
         read_run(tmp_path / "nothing")
     for name in ("20261117-1", "20261118-2"):
         write_record(tmp_path / name, whole([]))
     with pytest.raises(UsageError, match=r"has no events\.jsonl; .* did you mean .*20261118-2\?"):
         read_run(tmp_path)
-    with pytest.raises(UsageError, match=r"events\.jsonl is a file; expected the directory"):
+    with pytest.raises(UsageError, match=r"events\.jsonl is a file; expected a run directory"):
         read_run(tmp_path / "20261117-1" / "events.jsonl")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.observe.report.page import render
 from paceline.observe.report.reading import read_run
-from paceline.observe.report.trace_lanes import Picture, kind_of, read_trace
+from paceline.observe.report.trace_lanes import StepTimeline, read_trace, span_kind
 from support.recorded import training, whole, write_record
 
 
@@ -39,7 +39,7 @@ def trace() -> list[dict]:
     return events
 
 
-def read(tmp_path: Path, content: object) -> Picture | None:
+def read(tmp_path: Path, content: object) -> StepTimeline | None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(content))
     return read_trace(path)
@@ -49,7 +49,7 @@ def read(tmp_path: Path, content: object) -> Picture | None:
 def test_the_median_step_is_shown(tmp_path: Path, is_object: bool) -> None:
     picture = read(tmp_path, {"traceEvents": trace()} if is_object else trace())
     assert picture is not None
-    assert picture.words == "Step 21 of the trace (3 steps), which took 12 ms."
+    assert picture.caption == "Step 21 of the trace (3 steps), which took 12 ms."
     assert picture.span_s == pytest.approx(0.012)
     first, second = picture.lanes
     assert (first.name, second.name) == ("worker 0", "worker 1")
@@ -118,4 +118,4 @@ def test_no_trace_makes_it_stumble(tmp_path_factory: pytest.TempPathFactory, tol
      ("push", "exchange"), ("compute", "compute"), ("???", "other")],
 )  # fmt: skip
 def test_kinds(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
+    assert span_kind(name) == kind

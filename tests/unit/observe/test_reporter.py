@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.observe.telemetry import reporter as reporting
-from paceline.observe.telemetry.events import Progress
+from paceline.observe.telemetry.events import ProgressReport
 from paceline.observe.telemetry.reporter import INTERVAL_S, Reporter
 
 SHARES = {"compute %": 80.0, "comm %": 15.0}
@@ -22,7 +22,7 @@ def _held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_held")
 def test_values_of_the_script_and_of_the_steps_are_merged() -> None:
-    sent: list[Progress] = []
+    sent: list[ProgressReport] = []
     reporter = Reporter(3, sent.append)
     reporter.step_done(SHARES)
     assert (sent[0].rank, sent[0].step, sent[0].values) == (3, 1, SHARES), "the first at once"
@@ -39,7 +39,7 @@ def test_values_of_the_script_and_of_the_steps_are_merged() -> None:
 
 @pytest.mark.usefixtures("_held")
 def test_the_scripts_own_step_numbers_win() -> None:
-    sent: list[Progress] = []
+    sent: list[ProgressReport] = []
     reporter = Reporter(0, sent.append)
     reporter.step_done(SHARES)
     reporter.report(100, {"loss": 1.0})
@@ -53,7 +53,7 @@ def test_the_scripts_own_step_numbers_win() -> None:
 
 
 def test_a_late_report_says_how_old_its_step_is() -> None:
-    sent: list[Progress] = []
+    sent: list[ProgressReport] = []
     reporter = Reporter(0, sent.append)
     reporter.step_done(SHARES)
     reporter.step_done(SHARES)
@@ -67,7 +67,7 @@ def test_a_late_report_says_how_old_its_step_is() -> None:
 
 
 def test_many_steps_are_few_messages() -> None:
-    sent: list[Progress] = []
+    sent: list[ProgressReport] = []
     reporter = Reporter(0, sent.append)
     started_s = time.monotonic()
     for _ in range(10_000):
@@ -84,6 +84,6 @@ def test_many_steps_are_few_messages() -> None:
 def test_the_documentation_says_how_often_messages_leave() -> None:
     words = {0.2: "at most five reports a second"}[INTERVAL_S]
     guide = Path(__file__).parents[3] / "docs/guides/seeing.md"
-    source = Path(reporting.__file__).parents[1] / "runtime/job.py"
+    source = Path(reporting.__file__).parents[2] / "runtime/job.py"
     for path in (guide, source):
         assert words in " ".join(path.read_text().lower().split()), path

@@ -7,15 +7,16 @@ import pytest
 from paceline.observe.display.board import Board
 from paceline.observe.record.sampling import JOB, SAMPLES_S, Sampler
 from paceline.observe.report.reading import Run
-from paceline.observe.telemetry.event_file import Line, RunStarted
 from paceline.observe.telemetry.events import (
     MemberJoined,
     MemberLeft,
     MemberLost,
-    Progress,
+    ProgressReport,
+    RunStarted,
     ServerLoad,
-    Settled,
+    TrainingConfigured,
 )
+from paceline.observe.telemetry.file_formats import EventLine
 from paceline.observe.telemetry.run_state import RunState
 from paceline.observe.telemetry.staleness import TableReport
 from paceline.observe.telemetry.step_times import StepTimes
@@ -31,9 +32,9 @@ def begun(workers: int = 2) -> RunState:
     return state
 
 
-def step(rank: int, number: int, *, wait_s: float = 0.0, took_s: float = 1.0) -> Progress:
+def step(rank: int, number: int, *, wait_s: float = 0.0, took_s: float = 1.0) -> ProgressReport:
     times = StepTimes(number, float(number), took_s, 0.0, wait_s, 4)
-    return Progress(rank, number, {"loss": 1.0 + rank}, steps=(times,))
+    return ProgressReport(rank, number, {"loss": 1.0 + rank}, steps=(times,))
 
 
 def test_the_first_line_of_a_record_names_the_processes():
@@ -43,10 +44,10 @@ def test_the_first_line_of_a_record_names_the_processes():
 
 
 def test_a_stranger_counts_only_where_the_first_line_may_be_lost():
-    for takes_strangers in (False, True):
-        state = RunState(takes_strangers=takes_strangers)
+    for accepts_unknown in (False, True):
+        state = RunState(accepts_unknown=accepts_unknown)
         state.apply(1.0, step(3, 1))
-        assert set(state.waits.workers) == ({3} if takes_strangers else set())
+        assert set(state.waits.workers) == ({3} if accepts_unknown else set())
 
 
 def test_what_a_server_reports_is_no_workers_step():
@@ -92,22 +93,22 @@ def test_who_is_lost_is_not_waited_for():
 def test_the_newest_of_everything_is_kept():
     state = begun()
     for sent in (100, 300):
-        state.apply(1.0, Progress(0, sent, {"loss": float(sent)}, 0.0, Traffic(1, sent, 0)))
+        state.apply(1.0, ProgressReport(0, sent, {"loss": float(sent)}, 0.0, Traffic(1, sent, 0)))
         state.apply(1.0, TableReport("dense", 0, sent))
         state.apply(1.0, ServerLoad(2, 0, float(sent), 0.0, 0.5))
     assert state.traffic[0].num_bytes == 300 and state.processes["worker", 0].values == {
         "loss": 300.0
     }
     assert state.tables["dense", 0].version == 300 and state.loads[0].requests_s == 300
-    state.apply(1.0, Settled(0, {"mesh": "dp=2"}))
-    state.apply(1.0, Settled(0, {"mesh": "of a newer version"}))
+    state.apply(1.0, TrainingConfigured(0, {"mesh": "dp=2"}))
+    state.apply(1.0, TrainingConfigured(0, {"mesh": "of a newer version"}))
     assert str(state.mesh) == "dp=2"
 
 
 def test_all_readers_say_the_same():
     """Display, curves and page differ in what they show of a run, not in what they count."""
     board, sampler, run = Board(process_names(2, 1)), Sampler(process_names(2, 1)), Run(None)  # type: ignore[arg-type]
-    run.add(Line(0.0, STARTED))
+    run.add(EventLine(0.0, STARTED))
     events = [
         *((0.5 * n, step(rank, n, wait_s=0.4 - 0.3 * rank)) for n in (1, 2) for rank in (0, 1)),
         (1.5, step(2, 50)),  # the server
@@ -118,7 +119,7 @@ def test_all_readers_say_the_same():
     for t, event in events:
         board.on_event(event, t)
         sampler.state.apply(t, event)
-        run.add(Line(t, event))
+        run.add(EventLine(t, event))
     states = [board.state, sampler.state, run.state]
     for state in states:
         assert state.steps == 6 and state.samples == 24 and state.alive() == {0, 1}
@@ -127,6 +128,6 @@ def test_all_readers_say_the_same():
             1: {0: pytest.approx(0.5)},
         }
     rows = board.final_rows(3.0)
-    job = next(sample for sample in sampler.sample(3.0) if sample.who == JOB)
+    job = next(sample for sample in sampler.sample(3.0) if sample.key == JOB)
     assert sum(row.samples_per_s for row in rows[:2]) == job.measured[SAMPLES_S] == 8.0
     assert sorted(run.history.values["loss"].last) == [0, 1], "no line for the server"

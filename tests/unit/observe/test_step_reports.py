@@ -9,21 +9,21 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.observe.telemetry import reporter as reporting
-from paceline.observe.telemetry.events import Progress
-from paceline.observe.telemetry.reporter import MOST_STEPS, Reporter
+from paceline.observe.telemetry.events import ProgressReport
+from paceline.observe.telemetry.reporter import MAX_STEPS, Reporter
 from paceline.observe.telemetry.step_times import StepTimes
 from paceline.observe.telemetry.trace import Stopwatch
-from paceline.observe.telemetry.traffic import Account
+from paceline.observe.telemetry.traffic import CodecStats
 from paceline.runtime.config import times_steps
 
 
-def told(sent: Sequence[Progress]) -> list[StepTimes]:
+def told(sent: Sequence[ProgressReport]) -> list[StepTimes]:
     return [step for progress in sent for step in progress.steps]
 
 
 def test_every_step_is_told_once_with_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporting, "INTERVAL_S", 1e9)
-    sent: list[Progress] = []
+    sent: list[ProgressReport] = []
     reporter = Reporter(0, sent.append)
     reporter.waiting.seconds, reporter.input_s, reporter.samples = 5.0, 7.0, 9  # before training
     reporter.begin()
@@ -50,7 +50,7 @@ def test_every_step_is_told_once_with_its_parts(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_step_takes_from_the_end_of_the_one_before() -> None:
-    sent: list[Progress] = []
+    sent: list[ProgressReport] = []
     reporter = Reporter(0, sent.append)
     time.sleep(0.01)
     began_s = time.monotonic()
@@ -66,16 +66,16 @@ def test_a_step_takes_from_the_end_of_the_one_before() -> None:
 
 def test_of_too_many_steps_the_newest_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporting, "INTERVAL_S", 1e9)
-    sent: list[Progress] = []
+    sent: list[ProgressReport] = []
     reporter = Reporter(0, sent.append)
-    for _ in range(MOST_STEPS + 12):
+    for _ in range(MAX_STEPS + 12):
         reporter.step_done()
     reporter.flush()
-    assert [step.step for step in sent[-1].steps] == list(range(13, MOST_STEPS + 13))
+    assert [step.step for step in sent[-1].steps] == list(range(13, MAX_STEPS + 13))
 
 
 def test_gauges_are_read_with_each_message_until_the_script_reports_them() -> None:
-    sent: list[Progress] = []
+    sent: list[ProgressReport] = []
     reporter = Reporter(0, sent.append)
     rates = iter([0.5, 0.25, 0.125])
     reporter.watch("lr", lambda: next(rates))
@@ -94,13 +94,13 @@ def test_gauges_are_read_with_each_message_until_the_script_reports_them() -> No
 
 
 def test_what_a_codec_leaves_out_is_a_gauge() -> None:
-    sent: list[Progress] = []
+    sent: list[ProgressReport] = []
     reporter = Reporter(0, sent.append)
-    account = Account()
-    reporter.books.open("topk:0.01", [account])
+    account = CodecStats()
+    reporter.compression.open("topk:0.01", [account])
     for shares in ([0.5, 0.75], [], [0.25]):
         for share in shares:
-            account.missed(share)
+            account.add_error(share)
         reporter.report(None, {"loss": 1.0})
         reporter.flush()
     assert [progress.values.get("codec error") for progress in sent] == [0.625, None, 0.25]
@@ -111,7 +111,7 @@ def test_off_tells_no_times() -> None:
     assert not times_steps({"PACELINE_TELEMETRY": "off"})
     with pytest.raises(ConfigError, match="PACELINE_TELEMETRY='no': expected on or off"):
         times_steps({"PACELINE_TELEMETRY": "no"})
-    sent: list[Progress] = []
+    sent: list[ProgressReport] = []
     reporter = Reporter(0, sent.append, times_steps=False)
     reporter.watch("lr", lambda: 0.5)
     reporter.step_done(took_s=1.0, waited_s=0.5)

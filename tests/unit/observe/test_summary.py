@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.observe.display.board import Board
-from paceline.observe.display.summary import Closing, slowest_words
-from paceline.observe.telemetry.events import Progress, Settled
+from paceline.observe.display.summary import ClosingSummary, describe_bottleneck
+from paceline.observe.telemetry.events import ProgressReport, TrainingConfigured
 from paceline.observe.telemetry.staleness import TableReport, WorkerReport
 from paceline.observe.telemetry.step_times import StepTimes
 from paceline.runtime.mesh import Mesh
@@ -36,40 +36,47 @@ def _board(
             )
             for number in range(1, 101)
         )
-        board.on_event(Progress(rank, 100, {"loss": 0.03125}, 0.0, None, None, steps), 10.0)
+        board.on_event(ProgressReport(rank, 100, {"loss": 0.03125}, 0.0, None, None, steps), 10.0)
         board.set_state(rank, "finished")
     return board
 
 
 def test_a_slow_loader_is_named_with_its_cost() -> None:
-    words = slowest_words(_board(3, slow=2, slow_input_s=0.06).state)
+    words = describe_bottleneck(_board(3, slow=2, slow_input_s=0.06).state)
     assert words is not None
-    assert words.startswith("slowest: rank 2, 2.5 times the others' time per step, in its input")
-    assert "the others waited 60 % of theirs for it; give it more loader workers" in words
+    assert words.startswith(
+        "slowest: worker 2, which takes 2.5 times as long per step as the others because of its"
+        " input (data loading)"
+    )
+    assert "the other workers waited 60 % of the time for it; give it more loader workers" in words
 
 
 def test_a_slow_computation_is_named_as_such() -> None:
-    words = slowest_words(_board(3, slow=1).state)
-    assert words is not None and "slowest: rank 1" in words and "in its computation:" in words
+    words = describe_bottleneck(_board(3, slow=1).state)
+    assert (
+        words is not None
+        and "slowest: worker 1" in words
+        and "because of its computation:" in words
+    )
     assert "ssp:3" in words
 
 
 @pytest.mark.parametrize(("has_servers", "where"), [(True, "with the servers"), (False, "itself")])
 def test_a_slow_exchange_is_nobodys_fault(has_servers: bool, where: str) -> None:
     board = _board(4, slow=None, wait_s=0.04, num_servers=int(has_servers))
-    words = slowest_words(board.state)
+    words = describe_bottleneck(board.state)
     assert words is not None
-    assert words.startswith(f"nobody is slow: 40 % of the time went into the exchange {where};")
+    assert words.startswith(f"no worker is slow: 40 % of the time went into the exchange {where};")
 
 
 @pytest.mark.parametrize(
     ("mesh", "place", "remedy"),
     [
-        ("dp=2,pp=2", "rank 3 (pp 1), ", "leave splits= out"),
-        ("pp=2,tp=2", "rank 3 (pp 1, tp 1), ", "leave splits= out"),
-        ("dp=2,fsdp=2", "rank 3 (fsdp 1), ", "batches are larger"),
-        ("tp=4", "rank 3 (tp 3), ", "shares its core"),
-        ("dp=4", "rank 3, ", "ssp:3"),
+        ("dp=2,pp=2", "worker 3 (pp 1), ", "leave out splits="),
+        ("pp=2,tp=2", "worker 3 (pp 1, tp 1), ", "leave out splits="),
+        ("dp=2,fsdp=2", "worker 3 (fsdp 1), ", "batches are larger"),
+        ("tp=4", "worker 3 (tp 3), ", "else runs on its core"),
+        ("dp=4", "worker 3, ", "ssp:3"),
     ],
 )
 def test_parts_of_a_model_have_a_place_and_remedies_of_their_own(
@@ -77,14 +84,14 @@ def test_parts_of_a_model_have_a_place_and_remedies_of_their_own(
 ) -> None:
     """No pace helps a unit whose parts wait for each other."""
     board = _board(4, slow=3)
-    board.on_event(Settled(0, {"mesh": mesh}), 0.0)
+    board.on_event(TrainingConfigured(0, {"mesh": mesh}), 0.0)
     assert board.state.mesh == Mesh.parse(mesh)
-    words = slowest_words(board.state)
+    words = describe_bottleneck(board.state)
     assert words is not None and words.startswith(f"slowest: {place}") and remedy in words
     assert ("--pace" in words) == (mesh == "dp=4")
     board = _board(4, slow=None, wait_s=0.04)
-    board.on_event(Settled(0, {"mesh": mesh}), 0.0)
-    waiting = slowest_words(board.state)
+    board.on_event(TrainingConfigured(0, {"mesh": mesh}), 0.0)
+    waiting = describe_bottleneck(board.state)
     assert waiting is not None
     assert ("--pace" in waiting) == (mesh == "dp=4")
 
@@ -95,24 +102,24 @@ def test_servers_know_whether_a_worker_was_waited_for(waited_s: float) -> None:
     board = _board(3, slow=1, num_servers=1)
     workers = tuple(WorkerReport(w, 100, {1: 100}, {1: waited_s}) for w in (0, 2))
     board.on_event(TableReport("dense", 0, 300, workers), 10.0)
-    words = slowest_words(board.state)
+    words = describe_bottleneck(board.state)
     assert words is not None
     if waited_s:
-        assert "slowest: rank 1" in words and "waited 30 % of theirs for it" in words
+        assert "slowest: worker 1" in words and "waited 30 % of the time for it" in words
         assert "async, or ssp with a larger bound" in words
     else:
-        assert words.startswith("nobody is slow: 40 % of the time went into the exchange with")
+        assert words.startswith("no worker is slow: 40 % of the time went into the exchange with")
 
 
 def test_the_learning_rate_is_no_result() -> None:
     board = Board(process_names(1))
-    board.on_event(Progress(0, 3, {"lr": 0.1}), 0.0)
-    assert Closing(command="t.py", board=board).lines(80, 24)[0] == "paceline: t.py: 3 steps"
+    board.on_event(ProgressReport(0, 3, {"lr": 0.1}), 0.0)
+    assert ClosingSummary(command="t.py", board=board).lines(80, 24)[0] == "paceline: t.py: 3 steps"
 
 
 def test_what_costs_little_is_not_worth_a_word() -> None:
-    assert slowest_words(_board(4, slow=2, wait_s=0.004).state) is None
-    assert slowest_words(_board(1, slow=None).state) is None
+    assert describe_bottleneck(_board(4, slow=2, wait_s=0.004).state) is None
+    assert describe_bottleneck(_board(1, slow=None).state) is None
 
 
 def _reports(num_workers: int) -> list[TableReport]:
@@ -125,7 +132,7 @@ def test_eight_workers_fit_on_a_screen() -> None:
     for report in _reports(8):
         board.on_event(report, 10.0)
     told = ["8 workers sent 7.7 MB each (64.4 kB per step), 62 MB in all; waited 7 to 24 % of it"]
-    closing = Closing(command="train.py --epochs 3", board=board, told=told)
+    closing = ClosingSummary(command="train.py --epochs 3", board=board, sentences=told)
     lines = closing.lines(80, 24)
     assert len(lines) <= 22, "there are still the end of the job and the prompt"
     assert all(len(line) <= 80 for line in lines), lines
@@ -143,12 +150,12 @@ def test_eight_workers_fit_on_a_screen() -> None:
 
 
 def test_a_script_that_reports_nothing_gets_no_summary() -> None:
-    closing = Closing(command="train.py", board=Board(process_names(2)))
+    closing = ClosingSummary(command="train.py", board=Board(process_names(2)))
     assert closing.lines(80, 24) == []
 
 
 def test_odd_names_of_scripts_do_no_harm() -> None:
     board = _board(1, slow=None)
     name = "\x1b[2J\udce9" + "x" * 100
-    (first, *_) = Closing(command=name, board=board).lines(160, None)
+    (first, *_) = ClosingSummary(command=name, board=board).lines(160, None)
     assert first.startswith(r"paceline: \x1b[2J\xe9xx") and "xxx...: 100 steps" in first

@@ -15,8 +15,8 @@ from paceline.observe.telemetry.trace import INSTANT, Spans, TracedSteps, Tracer
 def test_steps_are_written_as_slices() -> None:
     steps = TracedSteps.parse("20:30")
     assert [n for n in range(100) if n in steps] == list(range(20, 30))
-    assert (str(steps), steps.words) == ("20:30", "steps 20 to 29")
-    assert TracedSteps.parse(" 7:8 ").words == "step 7"
+    assert (str(steps), steps.text) == ("20:30", "steps 20 to 29")
+    assert TracedSteps.parse(" 7:8 ").text == "step 7"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_without_a_plan_nothing_is_recorded() -> None:
 
 
 def test_long_traces_are_sent_in_pieces_and_end_at_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "MOST_SPANS", 50)
+    monkeypatch.setattr(trace, "MAX_SPANS", 50)
     monkeypatch.setattr(trace, "CHUNK", 20)
     sent: list[Spans] = []
     tracer = Tracer()

@@ -8,9 +8,9 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.observe.record.trace_file import TraceFile, require_directory
-from paceline.observe.telemetry.events import Progress
+from paceline.observe.telemetry.events import ProgressReport
 from paceline.observe.telemetry.step_times import StepTimes
-from paceline.observe.telemetry.trace import ASYNC, INSTANT, Span, Spans, TracedSteps
+from paceline.observe.telemetry.trace import ASYNC, INSTANT, Spans, TracedSteps, TraceSpan
 from paceline.runtime.process_names import ProcessName, process_names
 from support.trace_checks import Trace
 
@@ -19,16 +19,16 @@ def _worker(rank: int, ready_s: float, offset_s: float = 0.0) -> Spans:
     """A step from 0 to 10 s of the job's clock; its bucket is ready at `ready_s`, all get it at 8;
     the clock of the process is behind by `offset_s`."""
     spans = [
-        Span("input", "training", 1.0, 1.0, 20),
-        Span("bucket 0 ready", "training", ready_s, 0.0, 20, INSTANT, {"bucket": 0}),
-        Span("all_reduce bucket 0", "all_reduce", ready_s, 8.0 - ready_s, 20, ASYNC),
-        Span("all_reduce bucket 1", "all_reduce", ready_s, 8.1 - ready_s, 20, ASYNC),
-        Span("wait", "training", ready_s, 8.1 - ready_s, 20, args={"behind": "all_reduce"}),
-        Span("wait", "training", 8.2, 1e-6, 20),
-        Span("optimizer", "training", 8.5, 1.0, 20),
-        Span("step 20", "training", 0.0, 10.0, 20),
+        TraceSpan("input", "training", 1.0, 1.0, 20),
+        TraceSpan("bucket 0 ready", "training", ready_s, 0.0, 20, INSTANT, {"bucket": 0}),
+        TraceSpan("all_reduce bucket 0", "all_reduce", ready_s, 8.0 - ready_s, 20, ASYNC),
+        TraceSpan("all_reduce bucket 1", "all_reduce", ready_s, 8.1 - ready_s, 20, ASYNC),
+        TraceSpan("wait", "training", ready_s, 8.1 - ready_s, 20, args={"behind": "all_reduce"}),
+        TraceSpan("wait", "training", 8.2, 1e-6, 20),
+        TraceSpan("optimizer", "training", 8.5, 1.0, 20),
+        TraceSpan("step 20", "training", 0.0, 10.0, 20),
     ]
-    shifted = [Span(s.name, s.row, s.start_s - offset_s, s.took_s, s.step, s.kind, s.args)
+    shifted = [TraceSpan(s.name, s.row, s.start_s - offset_s, s.took_s, s.step, s.kind, s.args)
                for s in spans]  # fmt: skip
     return Spans(rank, offset_s, tuple(shifted))
 
@@ -41,7 +41,7 @@ def test_all_are_on_one_clock_and_waits_name_the_last(tmp_path: Path) -> None:
     trace = TraceFile(TracedSteps(20, 21))
     trace.on_event(_worker(0, ready_s=4.0))
     trace.on_event(_worker(1, ready_s=7.5, offset_s=-1234.5))
-    serving = Span("apply push worker 0", "serving", 7.0, 0.5, 20)
+    serving = TraceSpan("apply push worker 0", "serving", 7.0, 0.5, 20)
     trace.on_event(Spans(2, 0.0, (serving,)))
     line = trace.write(tmp_path / "run", _by_rank(*process_names(2, 1)))
     path = tmp_path / "run" / "trace.json"
@@ -75,9 +75,9 @@ def test_what_is_left_of_a_step_is_computing(tmp_path: Path) -> None:
 def test_spans_that_do_not_nest_are_cut_so_that_viewers_draw_them(tmp_path: Path) -> None:
     trace = TraceFile(TracedSteps(1, 3))
     spans = (
-        Span("step 1", "training", 0.0, 1.0, 1),
-        Span("late", "training", 0.5, 1.0, 1),
-        Span("step 2", "training", 1.0, 1.0, 2),
+        TraceSpan("step 1", "training", 0.0, 1.0, 1),
+        TraceSpan("late", "training", 0.5, 1.0, 1),
+        TraceSpan("step 2", "training", 1.0, 1.0, 2),
     )
     trace.on_event(Spans(0, 0.0, spans))
     trace.write(tmp_path, _by_rank(*process_names(1)))
@@ -101,7 +101,7 @@ def test_a_job_that_ended_before_says_so_and_writes_nothing(tmp_path: Path) -> N
     trace = TraceFile(TracedSteps(20, 30))
     here = _by_rank(*process_names(2))
     assert "no step was counted" in trace.write(tmp_path, here)
-    trace.on_event(Progress(0, 999, steps=(StepTimes(12, 0.0, 0.1, 0.0, 0.0),)))
+    trace.on_event(ProgressReport(0, 999, steps=(StepTimes(12, 0.0, 0.1, 0.0, 0.0),)))
     expected = "no trace of steps 20 to 29: training ended at step 12"
     assert trace.write(tmp_path, here) == expected
     assert not list(tmp_path.iterdir())

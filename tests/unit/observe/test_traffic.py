@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.observe.telemetry.events import Progress
+from paceline.observe.telemetry.events import ProgressReport
 from paceline.observe.telemetry.reporter import Reporter
 from paceline.observe.telemetry.traffic import Traffic, describe_traffic
 from paceline.runtime.formatting import data_size
@@ -12,7 +12,7 @@ from paceline.runtime.formatting import data_size
 
 def test_the_first_step_does_not_count_for_what_a_step_costs() -> None:
     counts = iter([(900, 0), (1000, 10), (1200, 20)])
-    sent: list[Progress] = []
+    sent: list[ProgressReport] = []
     reporter = Reporter(0, sent.append, lambda: next(counts))
     reporter.step_done({}, took_s=1.0, waited_s=0.25)
     assert sent[0].traffic == Traffic(1, 900, 0, None, 1.0, 0.25)
@@ -23,7 +23,7 @@ def test_the_first_step_does_not_count_for_what_a_step_costs() -> None:
 
 
 def test_a_script_that_only_reports_has_no_traffic() -> None:
-    sent: list[Progress] = []
+    sent: list[ProgressReport] = []
     Reporter(0, sent.append, lambda: (5, 5)).report(1, {"loss": 1.0})
     assert sent[0].traffic is None
 

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.state.checkpoint import interval as module
-from paceline.state.checkpoint.interval import Due
+from paceline.state.checkpoint.interval import SaveSchedule
 
 
 def alone(own: float) -> float:
@@ -14,13 +14,13 @@ def alone(own: float) -> float:
 
 
 def test_every_so_many_steps() -> None:
-    due = Due(4)
+    due = SaveSchedule(4)
     due.begin(0)
     assert [step for step in range(1, 13) if due.is_due(step, alone)] == [4, 8, 12]
 
 
 def test_never_by_itself() -> None:
-    due = Due(None)
+    due = SaveSchedule(None)
     due.begin(0)
     assert not any(due.is_due(step, alone) for step in range(1, 100))
 
@@ -28,7 +28,7 @@ def test_never_by_itself() -> None:
 def test_seconds_become_steps_by_the_slowest_workers_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
-    due, asked = Due("2s"), list[float]()
+    due, asked = SaveSchedule("2s"), list[float]()
 
     def slowest(own: float) -> float:
         asked.append(own)
@@ -46,7 +46,7 @@ def test_seconds_become_steps_by_the_slowest_workers_time(monkeypatch: pytest.Mo
 
 
 def test_a_newcomer_comes_to_the_same_answers() -> None:
-    old, new = Due("1h"), Due("1h")
+    old, new = SaveSchedule("1h"), SaveSchedule("1h")
     old.begin(7)
     new.begin(0)
     new.load(old.counts())
@@ -56,9 +56,9 @@ def test_a_newcomer_comes_to_the_same_answers() -> None:
 @pytest.mark.parametrize("every", [0, -1, True, 1.5, "10", "soon", "-3s", "0s", "10 apples", []])
 def test_what_is_no_time_is_refused(every: object) -> None:
     with pytest.raises(UsageError, match="expected a number of steps"):
-        Due(every)  # type: ignore[arg-type]
+        SaveSchedule(every)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("10min", 600), ("1.5h", 5400)])
 def test_units(text: str, seconds: float) -> None:
-    assert Due(text)._seconds == seconds
+    assert SaveSchedule(text)._seconds == seconds

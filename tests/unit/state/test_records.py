@@ -18,9 +18,9 @@ def test_records_are_waited_for(tmp_path):
     def late() -> None:
         time.sleep(0.1)
         record = writing.write_part(staging, 1, PARTS[1])
-        writing.leave_record(staging, 1, record, {"rng": [1, 2]})
+        writing.write_record(staging, 1, record, {"rng": [1, 2]})
 
-    writing.leave_record(staging, 0, writing.write_part(staging, 0, PARTS[0]), None)
+    writing.write_record(staging, 0, writing.write_part(staging, 0, PARTS[0]), None)
     thread = threading.Thread(target=late)
     thread.start()
     left = writing.collect_records(staging, [0, 1], wait_s=30)
@@ -32,10 +32,10 @@ def test_records_are_waited_for(tmp_path):
 
 def test_who_is_missing_or_has_failed_is_named(tmp_path):
     staging = writing.begin(tmp_path, 1, "nonce")
-    writing.leave_record(staging, 0, writing.write_part(staging, 0, PARTS[0]))
-    with pytest.raises(CheckpointError, match="parts 1, 2 of 3 were not there after 0 s"):
+    writing.write_record(staging, 0, writing.write_part(staging, 0, PARTS[0]))
+    with pytest.raises(CheckpointError, match="parts 1, 2 of 3 were not written after 0 s"):
         writing.collect_records(staging, [0, 1, 2])
-    writing.leave_failure(staging, 2, "rank 2: no space left")
+    writing.write_failure(staging, 2, "rank 2: no space left")
     with pytest.raises(CheckpointError, match="part 2: rank 2: no space left"):
         writing.collect_records(staging, [0, 1, 2], wait_s=60)
 
@@ -44,7 +44,7 @@ def test_an_abandoned_save_is_not_waited_for(tmp_path):
     staging = writing.begin(tmp_path, 1, "nonce")
     timer = threading.Timer(0.1, writing.abandon, [staging])
     timer.start()
-    with pytest.raises(CheckpointError, match=r"was abandoned before parts \[0\] were there"):
+    with pytest.raises(CheckpointError, match=r"was abandoned before parts \[0\] were written"):
         writing.collect_records(staging, [0], wait_s=100)
     timer.join()
 
@@ -63,7 +63,7 @@ def test_publishing_wants_the_files_that_the_manifest_names(tmp_path):
     file.unlink()
     with pytest.raises(CheckpointError, match="cannot publish without .*part-00001"):
         writing.publish(staging, both)
-    assert reading.listing(tmp_path) == []
+    assert reading.list_checkpoints(tmp_path) == []
 
 
 def test_bad_numbers_and_nonces(tmp_path):
@@ -75,4 +75,4 @@ def test_bad_numbers_and_nonces(tmp_path):
         with pytest.raises(ValueError, match="part"):
             writing.write_part(staging, number, PARTS[0])
     with pytest.raises(UsageError, match="plain of part 0"):
-        writing.leave_record(staging, 0, writing.write_part(staging, 0, PARTS[0]), {"a": object()})
+        writing.write_record(staging, 0, writing.write_part(staging, 0, PARTS[0]), {"a": object()})

@@ -111,7 +111,7 @@ input()
 def test_whose_saves_are_dead(change, is_dead, tmp_path):
     outer = writing.begin(tmp_path, 3, "x").parent
     (mark,) = outer.glob("owner-*")
-    owner = msgspec.structs.replace(staging.Owner.here(), **change)
+    owner = msgspec.structs.replace(staging.SaveOwner.here(), **change)
     mark.write_bytes(msgspec.json.encode(owner))
     assert staging.is_dead(outer) is is_dead
     for path in (mark, outer / "checkpoint", outer):
@@ -143,6 +143,6 @@ def test_links_in_the_place_of_a_save_are_not_used(tmp_path):
 def test_only_staging_directories_are_abandoned(tmp_path):
     for path in (tmp_path, tmp_path / "checkpoint", tmp_path / ".saving-x" / "checkpoint"):
         path.mkdir(parents=True, exist_ok=True)
-        with pytest.raises(UsageError, match="no staging directory"):
+        with pytest.raises(UsageError, match="not a staging directory"):
             writing.abandon(path)
         assert path.exists()

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.state.serializer import put_together, take_apart
-from paceline.state.user_object import Carried
+from paceline.state.protocol import UserObject
+from paceline.state.serializer import flatten_state, unflatten_state
 
 
 def there_and_back(value):
-    plain, tensors = take_apart(value, "it")
+    plain, tensors = flatten_state(value, "it")
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(plain))
-    return put_together(told, tensors)
+    return unflatten_state(told, tensors)
 
 
 def test_nested_state_survives():
@@ -33,15 +33,15 @@ def test_a_scheduler_goes_on_where_another_was():
     for _ in range(3):
         optimizer.step()
         old.step()
-    Carried("scheduler", new).load(Carried("scheduler", old).state(), None)
+    UserObject("scheduler", new).load(UserObject("scheduler", old).state(), None)
     assert new.last_epoch == 3 and new.get_last_lr() == old.get_last_lr()
 
 
 def test_what_cannot_be_written_down_is_refused_by_name():
     with pytest.raises(UsageError, match=r"carry\(x=...\) has a function"):
-        take_apart({"f": there_and_back}, "carry(x=...)")
+        flatten_state({"f": there_and_back}, "carry(x=...)")
 
 
 def test_an_object_without_state_is_refused():
     with pytest.raises(UsageError, match="has no state_dict"):
-        Carried("thing", object())
+        UserObject("thing", object())

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from paceline.errors import UsageError
-from paceline.state.serializer import read_back, write_down
+from paceline.state.serializer import state_from_json, state_to_json
 
 LEAVES = (
     some.none()
@@ -34,8 +34,8 @@ VALUES = some.recursive(
 
 def through_json(value: Any) -> Any:
     tensors: dict[str, torch.Tensor] = {}
-    written = msgspec.json.decode(msgspec.json.encode(write_down(value, "thing", tensors)))
-    return read_back(written, tensors)
+    written = msgspec.json.decode(msgspec.json.encode(state_to_json(value, "thing", tensors)))
+    return state_from_json(written, tensors)
 
 
 @given(VALUES)
@@ -52,12 +52,12 @@ def test_numbers_that_json_has_not() -> None:
 def test_tensors_have_names() -> None:
     tensors: dict[str, torch.Tensor] = {}
     value = {"a": torch.ones(2), "b": [torch.zeros(1), 3]}
-    written = write_down(value, "object/x", tensors)
+    written = state_to_json(value, "object/x", tensors)
     assert sorted(tensors) == ["object/x/0", "object/x/1"]
-    found = read_back(written, tensors)
+    found = state_from_json(written, tensors)
     assert torch.equal(found["a"], value["a"]) and found["b"][1] == 3
 
 
 def test_what_cannot_be_written_is_named() -> None:
     with pytest.raises(UsageError, match="object/x has a set in its state, which cannot be saved"):
-        write_down({"a": {1, 2}}, "object/x", {})
+        state_to_json({"a": {1, 2}}, "object/x", {})

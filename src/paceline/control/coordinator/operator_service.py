@@ -27,7 +27,7 @@ from paceline.control.membership.state import Decision
 from paceline.control.transport.auth import Hello
 from paceline.control.transport.channel import Channel
 from paceline.errors import PacelineError
-from paceline.observe.telemetry.events import CoordinatorBack, ServerLoad
+from paceline.observe.telemetry.events import CoordinatorRestarted, ServerLoad
 from paceline.observe.telemetry.staleness import TableReport
 from paceline.observe.telemetry.trace import Spans
 
@@ -208,5 +208,5 @@ class OperatorService:
         found: list[o.Notification] = list(self._roster.wanted)
         if self._state.num_replayed:
             generation = 0 if membership is None else membership.generation
-            found.append(o.Happened(CoordinatorBack(generation, self._state.num_replayed)))
+            found.append(o.Happened(CoordinatorRestarted(generation, self._state.num_replayed)))
         return [*found, m.Over(over)] if over else found

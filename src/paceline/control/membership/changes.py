@@ -26,12 +26,12 @@ from paceline.control.membership.partitions import (
 from paceline.control.membership.policy import Policy
 from paceline.control.membership.state import RosterState, complete_units
 from paceline.observe.telemetry.events import (
-    Filled,
-    Happening,
+    BackupCaughtUp,
     MemberJoined,
     MemberLeft,
     MemberLost,
-    Moved,
+    MembershipEvent,
+    PartitionsMoved,
     Promoted,
 )
 
@@ -236,11 +236,11 @@ def _membership(state: RosterState) -> Membership:
     return state.membership
 
 
-def change_events(before: Membership | None, changed: m.Changed) -> list[Happening]:
+def change_events(before: Membership | None, changed: m.Changed) -> list[MembershipEvent]:
     """Return what happened between a membership and the one that follows it."""
     if before is None:
         return []  # the start of the job is not an event
-    now, found = changed.membership, list[Happening]()
+    now, found = changed.membership, list[MembershipEvent]()
     lost = {loss.rank for loss in changed.lost}
     generation = now.generation
     for loss in changed.lost:
@@ -256,7 +256,7 @@ def change_events(before: Membership | None, changed: m.Changed) -> list[Happeni
     return found
 
 
-def _partition_events(before: Membership, now: Membership) -> list[Happening]:
+def _partition_events(before: Membership, now: Membership) -> list[MembershipEvent]:
     promoted: dict[int, list[int]] = defaultdict(list)
     moved: dict[tuple[int, int], list[int]] = defaultdict(list)
     filled: dict[int, list[int]] = defaultdict(list)
@@ -278,9 +278,9 @@ def _partition_events(before: Membership, now: Membership) -> list[Happening]:
 
     return [
         *(Promoted(number(r), tuple(ps), generation) for r, ps in promoted.items()),
-        *(Filled(number(r), tuple(ps), generation) for r, ps in filled.items()),
+        *(BackupCaughtUp(number(r), tuple(ps), generation) for r, ps in filled.items()),
         *(
-            Moved(number(source), number(target), tuple(ps), generation)
+            PartitionsMoved(number(source), number(target), tuple(ps), generation)
             for (source, target), ps in moved.items()
         ),
     ]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from paceline.data.cursor.cursor import BatchRange, Cursor, Plain, Ranks
 from paceline.data.split.order import SamplerOrder, to_plain_index
 from paceline.data.split.weights import Cut, Units, counted, size_of
-from paceline.state.serializer import put_together
+from paceline.state.serializer import unflatten_state
 
 
 class Sequence(Protocol):
@@ -149,7 +149,7 @@ class IndexCursor(Cursor):
 
 def from_plain_units(units: Collection[Any]) -> list[Any]:
     """Return units from plain data."""
-    return [put_together(unit, ()) for unit in units]
+    return [unflatten_state(unit, ()) for unit in units]
 
 
 def to_plain_parts(parts: Mapping[int, list[Any]]) -> list[Any]:

@@ -31,7 +31,7 @@ from paceline.data.cursor.cursor import StateOrigin
 from paceline.data.randomness import State, save_random_state, with_random_state
 from paceline.data.split.weights import Units, size_of
 from paceline.errors import UsageError
-from paceline.state.serializer import put_together
+from paceline.state.serializer import unflatten_state
 
 CHUNK = 16_384  # indices that are read from a sampler and broadcast at a time
 
@@ -130,7 +130,7 @@ class SamplerOrder:
         """Continue from the state of a peer or checkpoint. Workers that were at different batches
         cannot wait for a broadcast: each iterates its own sampler."""
         self._start = state["start"]
-        self._kept = [put_together(unit, ()) for unit in state["kept"]]
+        self._kept = [unflatten_state(unit, ()) for unit in state["kept"]]
         self._digest = bytes.fromhex(state["digest"])
         self.length = self.num_received if state["ended"] else None
         if origin.is_resumed:
@@ -162,7 +162,7 @@ class SamplerOrder:
 
     def _add(self, units: list[Any]) -> None:
         self._digest = _chained(self._digest, units)
-        self._kept += (put_together(unit, ()) for unit in units)
+        self._kept += (unflatten_state(unit, ()) for unit in units)
 
 
 class _SamplerReader:
@@ -235,7 +235,7 @@ def _chained(digest: bytes, units: list[Any]) -> bytes:
 
 def to_plain_index(unit: Any) -> Any:
     """Return an index as plain data: numbers, strings, lists of them, and tuples as the serializer
-    writes them (`put_together` restores the index)."""
+    writes them (`unflatten_state` restores the index)."""
     if isinstance(unit, (int, str)):
         return unit
     if isinstance(unit, (torch.Tensor, np.ndarray)) and unit.ndim > 0:

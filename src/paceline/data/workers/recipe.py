@@ -40,7 +40,7 @@ from paceline.data.sources.stream import StridedDataset
 from paceline.data.split.plan import length_of
 from paceline.data.split.weights import strided_share
 from paceline.data.workers.messages import BatchRequest
-from paceline.state.serializer import put_together
+from paceline.state.serializer import unflatten_state
 
 Stage = Callable[[Any], Any]
 
@@ -86,7 +86,7 @@ class Recipe:
             seed_everything(mix_seeds(request.seed, request.place))
             return samples
         seed_everything(request.seed)
-        indices, dataset = put_together(request.indices, ()), self._loader.dataset
+        indices, dataset = unflatten_state(request.indices, ()), self._loader.dataset
         if not self._has_batches:
             return self._try(lambda: dataset[indices], lambda: _name_of(request))
         if callable(getattr(dataset, "__getitems__", None)):
@@ -159,7 +159,7 @@ def _name_of(request: BatchRequest, place: int | None = None) -> str:
     if request.stream is not None:
         batch = f"batch {request.place} of rank {request.stream[1]} in the stream"
         return batch if place is None else f"sample {place} of {batch}"
-    indices = put_together(request.indices, ())
+    indices = unflatten_state(request.indices, ())
     if place is not None:
         return f"sample {indices[place]!r:.80}"
     return f"{'samples' if isinstance(indices, list) else 'sample'} {indices!r:.200}"

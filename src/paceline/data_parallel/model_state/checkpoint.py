@@ -34,7 +34,7 @@ from paceline.data_parallel.training import Training
 from paceline.errors import CheckpointMismatch
 from paceline.pace.method import PaceState
 from paceline.state.protocol import Part, State
-from paceline.state.serializer import read_back, write_down
+from paceline.state.serializer import state_from_json, state_to_json
 
 Tensors = dict[str, torch.Tensor]
 
@@ -76,7 +76,7 @@ def take_snapshot(
         if isinstance(value, torch.Tensor):
             snapshot.common[f"model/{name}"] = agreed.get(params.get(name), value.detach())
         else:
-            written = write_down(value, f"extra/{name}", snapshot.common)
+            written = state_to_json(value, f"extra/{name}", snapshot.common)
             snapshot.plain.setdefault("extra", {})[name] = written
     own_optimizer = apart or (serving is not None and serving.optimizer_state is None)
     if own_optimizer:
@@ -143,7 +143,7 @@ def _groups(
     names, groups = names_of(model), []
     pairs = zip(optimizer.param_groups, group_settings(optimizer), strict=True)
     for number, (group, settings) in enumerate(pairs):
-        written = write_down(settings, f"optimizer-group-{number}", tensors)
+        written = state_to_json(settings, f"optimizer-group-{number}", tensors)
         groups.append({"params": [names[p] for p in group["params"]], "settings": written})
     return groups
 
@@ -161,7 +161,7 @@ def _optimizer_state(
                 found[f"optimizer/{name}/{key}"] = value.detach()
             else:
                 what = f"optimizer-value/{name}/{key}"
-                values.setdefault(name, {})[key] = write_down(value, what, found)
+                values.setdefault(name, {})[key] = state_to_json(value, what, found)
     plain["optimizer values"] = values
     return found
 
@@ -238,7 +238,7 @@ class ModelLoader:
         source = {**saved.common, **own} if own else saved.common
         found = _under("model/", source)
         extra = saved.plain.get("extra", {})
-        found |= {name: read_back(value, saved.common) for name, value in extra.items()}
+        found |= {name: state_from_json(value, saved.common) for name, value in extra.items()}
         expected = self._model.state_dict()
         lacking = [name for name in expected if name not in found]
         foreign = [name for name in found if name not in expected]
@@ -295,7 +295,7 @@ class ModelLoader:
                 f"the checkpoint's optimizer has {len(told)} param groups, the script's"
                 f" {len(mine)}; make the same groups"
             )
-        settings = [read_back(theirs["settings"], saved.common) for theirs in told]
+        settings = [state_from_json(theirs["settings"], saved.common) for theirs in told]
         return numbered_groups(self._optimizer, settings)
 
     # -- pace and codec -----------------------------------------------------------------------
@@ -365,7 +365,7 @@ def _entries_of(
         entries.setdefault(param, {})[key] = tensor
     for param, by_key in values.items():
         for key, written in by_key.items():
-            entries.setdefault(param, {})[key] = read_back(written, tensors)
+            entries.setdefault(param, {})[key] = state_from_json(written, tensors)
     return entries
 
 

@@ -247,7 +247,7 @@ class Serving(Part):
             worker=fabric.me.number,
             num_workers=len(fabric.membership.workers),
         )
-        self._job.reporter.books.open(str(spec), packing.accounts)
+        self._job.reporter.compression.open(str(spec), packing.accounts)
         return packing
 
     def _item(self, bucket: Bucket, groups: Mapping[int, int]) -> Item:

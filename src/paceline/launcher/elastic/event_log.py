@@ -18,7 +18,13 @@ from dataclasses import dataclass, field
 from paceline.control.member import Member, Membership
 from paceline.control.messages import LossKind, Presence
 from paceline.launcher.job_size import ElasticPlan
-from paceline.observe.telemetry.events import Filled, Happening, Moved, Promoted, Resumed
+from paceline.observe.telemetry.events import (
+    BackupCaughtUp,
+    MembershipEvent,
+    PartitionsMoved,
+    Promoted,
+    Resumed,
+)
 
 _HOT = 1.5  # times an equal share
 _MAX_SHOWN = 5  # losses with a line in the summary
@@ -136,13 +142,13 @@ class EventLog:
             loss.followed_by.append(f"replacement (pid {member.pid}) joined{where} ({took})")
         return stamped(f"{words}, {took} after the loss")
 
-    def happened(self, event: Happening) -> str | None:
+    def happened(self, event: MembershipEvent) -> str | None:
         """Return a line about partitions; members have lines of their own (above)."""
         if isinstance(event, Promoted):
             return stamped(f"server {event.server} is now primary of {_parts(event.partitions)}")
-        if isinstance(event, Filled):
+        if isinstance(event, BackupCaughtUp):
             return stamped(f"server {event.server} has a copy of {_parts(event.partitions)}")
-        if isinstance(event, Moved):
+        if isinstance(event, PartitionsMoved):
             route = f"from server {event.source} to server {event.target}"
             return stamped(f"{_parts(event.partitions)} moved {route}")
         return None

@@ -42,7 +42,7 @@ from paceline.launcher.processes.process import UNKNOWN, AdoptedProcess, RankPro
 from paceline.launcher.spec import RunSpec
 from paceline.observe.display.display import Display
 from paceline.observe.display.lines import printable
-from paceline.observe.telemetry.events import Event, Happening, Progress, Resumed
+from paceline.observe.telemetry.events import Event, MembershipEvent, ProgressReport, Resumed
 from paceline.runtime import coordinator_main
 from paceline.runtime.config import EngineConfig, bind_address, process_start
 from paceline.runtime.process_names import ProcessName
@@ -314,7 +314,7 @@ class ElasticJob(LocalJob):
 
     def _on_event(self, event: Event) -> None:
         super()._on_event(event)
-        if isinstance(event, Progress) and self.was_member(event.rank):
+        if isinstance(event, ProgressReport) and self.was_member(event.rank):
             self.event_log.progressed(event.step, time.monotonic())
         elif isinstance(event, Resumed):
             self._show(self.event_log.resumed(event))
@@ -342,7 +342,7 @@ class ElasticJob(LocalJob):
             self.log(news.text)
         self._changed.set()
 
-    def _on_happened(self, event: Event | Happening) -> None:
+    def _on_happened(self, event: Event | MembershipEvent) -> None:
         if isinstance(event, Event):
             self._on_event(event)
             return

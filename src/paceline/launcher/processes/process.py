@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import LaunchError
-from paceline.observe.telemetry.waiting import STACKS_SIGNAL
+from paceline.observe.telemetry.wait_reports import STACKS_SIGNAL
 from paceline.runtime.preemption import PREEMPTED
 from paceline.runtime.process_names import ProcessName
 

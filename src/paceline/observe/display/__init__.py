@@ -1,4 +1,4 @@
-"""What a person sees of a running job: a live table or plain lines, and the closing summary.
+"""Display of a running job: a live table or plain lines, and the closing summary.
 
 Start with board.py (RunState as rows and lines) and display.py (the only writer to the terminal).
 """

@@ -1,13 +1,13 @@
-"""The display: the one thread that writes to the terminal; what is kept goes to the recorder.
+"""The display: the only thread that writes to the terminal.
 
-Why a thread: a terminal can be held (Ctrl-S), `| less` stops reading. The launcher's main thread
-answers heartbeats and Ctrl-C, so it must never wait for any of those. It puts what is to be shown
-into a queue; this thread takes it out and waits as long as it has to. When the queue is full
-(`is_behind`) the launcher stops reading from the ranks, and they wait in their own writes, as they
+Why a thread: a terminal can be stopped (Ctrl-S), and `| less` stops reading. The launcher's main
+thread answers heartbeats and Ctrl-C, so it must never wait for the terminal. It puts what is to be
+shown into a queue; this thread takes it out and waits as long as it has to. When the queue is full
+(`is_behind`) the launcher stops reading from the ranks, and they block in their own writes, as they
 would on a pipe.
 
-Threads: public methods are called by the main thread; everything named `_paint...` runs on the
-display thread, which alone owns the screen. The recorder (recording/) has a thread of its own.
+Threads: the main thread calls the public methods; `_run` is the display thread, the only one that
+uses the screen. The recorder (observe/record/) has its own thread.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import threading
 from collections.abc import Callable
 
 from paceline.errors import LaunchError
-from paceline.observe.display.board import Picture
+from paceline.observe.display.board import BoardSnapshot
 from paceline.observe.display.screen import LiveScreen, PlainScreen, Screen, Summary
-from paceline.observe.record.recorder import Recorder
-from paceline.observe.telemetry.event_file import Recorded
+from paceline.observe.record.recorder import RunRecorder
+from paceline.observe.telemetry.events import Recorded
 from paceline.runtime.config import inherited_environ
 from paceline.runtime.process_names import ProcessName
 
@@ -29,7 +29,7 @@ _BACKLOG_LIMIT_BYTES = 4 << 20
 
 
 def choose_screen() -> Screen:
-    """Return a live screen when both streams are one terminal that can move its cursor."""
+    """Return a live screen if both streams are a terminal that can move its cursor."""
     if can_move_cursor() and sys.stdout.isatty() and sys.stderr.isatty():
         has_colours = not inherited_environ().get("NO_COLOR")
         return LiveScreen(sys.stderr.fileno(), has_colours=has_colours)
@@ -37,14 +37,14 @@ def choose_screen() -> Screen:
 
 
 def can_move_cursor() -> bool:
-    """Say whether a terminal is one that can be painted on, and not the console of an editor."""
+    """Return whether the terminal can move its cursor; the console of an editor cannot."""
     return inherited_environ().get("TERM") not in ("dumb", "unknown")
 
 
 class Display:
-    """Queue in front of a screen, and of the record of the run if there is one."""
+    """A queue in front of a screen, and of the run's recorder if there is one."""
 
-    def __init__(self, screen: Screen, recorder: Recorder | None = None) -> None:
+    def __init__(self, screen: Screen, recorder: RunRecorder | None = None) -> None:
         self._screen = screen
         self._recorder = recorder
         self._queue: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -54,12 +54,12 @@ class Display:
 
     @property
     def every_s(self) -> float:
-        """How often the screen wants a new picture."""
+        """How often the screen wants a new snapshot."""
         return self._screen.every_s
 
     @property
     def is_behind(self) -> bool:
-        """True while there is more to show than should be held in memory."""
+        """True while more output is queued than should be held in memory."""
         if self._recorder is not None and self._recorder.is_behind:
             return True
         with self._mu:
@@ -68,13 +68,13 @@ class Display:
     def start(self) -> None:
         """Start painting. Call after the ranks were forked: a fork must not see a second thread."""
         if self._thread.ident is not None:
-            return  # the job was started again
+            return  # the job was restarted
         try:
             self._thread.start()
         except RuntimeError as error:  # no more threads
             raise LaunchError(
-                f"the job could not be started: {error}; check the limits with `paceline doctor`"
-                " (processes)"
+                f"the job could not be started: {error}; check the process limits with"
+                " `paceline doctor`"
             ) from error
         if self._recorder is not None:
             self._recorder.start(self.say)
@@ -94,23 +94,23 @@ class Display:
             self._recorder.record(event)
 
     def say(self, text: str) -> None:
-        """Show a line of the launcher's own."""
+        """Show a line of the launcher."""
         self._put(len(text), lambda: self._screen.say(text))
 
-    def progress(self, picture: Picture) -> None:
-        """Show the board while the job runs; dropped when the screen is busy."""
+    def progress(self, snapshot: BoardSnapshot) -> None:
+        """Show the board of a running job; dropped while the screen is busy."""
         if self._queue.qsize() < 1000:
-            self._put(0, lambda: self._screen.progress(picture))
+            self._put(0, lambda: self._screen.progress(snapshot))
 
     def summary(self, summary: Summary) -> None:
-        """Show what is to be said at the end."""
+        """Show the closing summary."""
         self._put(0, lambda: self._screen.summary(summary))
 
     def close(self, *, timeout_s: float | None) -> bool:
-        """Paint what is queued and stop; false when the screen did not take it in time.
+        """Paint what is queued and stop; return False if the screen took longer than the timeout.
 
-        None waits for as long as the reader takes. After false, or after an exception such as
-        KeyboardInterrupt, the thread may still hang in a write: leave the process with os._exit.
+        None waits as long as the reader takes. After False, or after an exception such as
+        KeyboardInterrupt, the thread may still be blocked in a write: exit with os._exit.
         """
         self._put(0, lambda: self._screen.close())
         self._queue.put(None)
@@ -132,8 +132,12 @@ class Display:
                 paint()
                 if self._queue.empty():
                     self._screen.settle()
-            except Exception as error:  # the picture failed; the job and its words must not
+            except (
+                Exception
+            ) as error:  # an error of the display must not end the job, nor lose output
                 self._screen = PlainScreen()
-                self._screen.say(f"paceline: display: {error!r}; going on with plain lines")
+                self._screen.say(
+                    f"paceline: the display failed: {error!r}; continuing with plain lines"
+                )
             with self._mu:
                 self._backlog_bytes -= size_bytes

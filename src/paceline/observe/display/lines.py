@@ -1,10 +1,10 @@
 """Bytes from a rank become lines that are safe to show.
 
-A rank may print anything: binary, a megabyte without a newline, progress bars that return to the
-start of the line. `LineSplitter` keeps at most `limit_bytes` of an unfinished line and counts the
-rest, so memory stays bounded, and says what it cut. `printable` lets colours through and shows
-other control bytes as escapes, so that no rank can clear the screen or ring the bell for an hour.
-The log files of `--log-dir` get the bytes as they came; nothing here touches those.
+A rank may print anything: binary data, a megabyte without a newline, progress bars that return to
+the start of the line. `LineSplitter` keeps at most `limit_bytes` of an unfinished line and counts
+the rest, so memory stays bounded; the line says how much was cut. `printable` keeps colours and
+shows other control bytes as escapes, so that no rank can clear the screen or ring the bell. The log
+files of `--log-dir` get the raw bytes.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Iterator
 
 LINE_LIMIT_BYTES = 16 * 1024
 
-# Everything in C0/C1 but tab; escape stays only when it begins a colour ("SGR") sequence.
+# All of C0/C1 but tab; escape stays only if it begins a colour ("SGR") sequence.
 _UNSAFE = re.compile(r"\x1b(?!\[[0-9;:]*m)|[\x00-\x08\x0a-\x1a\x1c-\x1f\x7f-\x9f]")
 
 
 def printable(raw: bytes) -> str:
-    """Decode one line for the terminal: UTF-8 where it is, visible escapes where it is not."""
+    """Decode one line for the terminal: UTF-8, and visible escapes for other bytes."""
     text = raw.decode("utf-8", errors="backslashreplace")
     return _UNSAFE.sub(lambda found: f"\\x{ord(found.group()):02x}", text)
 
 
 class LineSplitter:
-    """Cut one stream into lines; not thread-safe."""
+    """Splits one stream into lines. Not thread-safe."""
 
     def __init__(self, *, limit_bytes: int = LINE_LIMIT_BYTES) -> None:
         self._limit = limit_bytes
@@ -40,7 +40,7 @@ class LineSplitter:
             yield self._take()
         self._append(rest)
         if b"\r" in self._pending:
-            # A progress bar: what came before the last return is already painted over.
+            # A progress bar: text before the last return has been overwritten.
             head, _, tail = self._pending.rpartition(b"\r")
             if tail:
                 self._pending = tail

@@ -1,9 +1,9 @@
-"""A job as an onlooker sees it: a board that is fed with the coordinator's news.
+"""The board of a job that another process watches (`paceline top`).
 
-The launcher knows what became of its processes; an onlooker (`paceline top`) only hears who left,
-who was lost, and what they reported while it listened.
+The launcher knows how its processes ended. A watching process only receives the coordinator's news:
+which members left or were lost, and what they reported since it connected.
 
-Threads: news come in the operator's thread, pictures are taken in any other.
+Threads: news arrive in the operator's thread, any other thread takes snapshots.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ import time
 from paceline.control import messages as m
 from paceline.control.member import Member
 from paceline.control.operator_messages import Happened, Notification, Status
-from paceline.observe.display.board import Board, Picture
+from paceline.observe.display.board import Board, BoardSnapshot
 from paceline.runtime.process_names import ProcessName, names
 
 _STATES = {"left": "finished", "lost": "lost", "silent": "silent", "back": "running"}
 
 
-class Watched:
-    """One job, from the moment on when somebody began to watch it."""
+class RemoteBoard:
+    """One job, from the moment at which this process began to watch it."""
 
     def __init__(self) -> None:
         self._mu = threading.Lock()
         self._board = Board([])  # guarded by: _mu, like everything below
         self._process_names: dict[int, ProcessName] = {}
-        self._states: dict[int, str] = {}  # of those about whom there is something to say
-        self._why: dict[int, str] = {}  # of those who were lost
+        self._states: dict[int, str] = {}  # of processes that left or are not well
+        self._why: dict[int, str] = {}  # of lost processes
         self._over = ""
 
     def take(self, status: Status) -> None:
-        """Begin with how the job is."""
+        """Begin with the current status of the job."""
         now_s = time.monotonic()
         with self._mu:
             for member in () if status.membership is None else status.membership.members:
-                self._seat(member)
+                self._add(member)
             for report in status.reports:
                 self._board.on_event(report, now_s)
             self._over = status.over
 
     def on_notification(self, news: Notification) -> None:
-        """Take in what happens."""
+        """Apply news of the coordinator."""
         with self._mu:
             if isinstance(news, Happened):
                 self._board.on_event(news.event, time.monotonic())
@@ -50,7 +50,7 @@ class Watched:
                 for loss in news.lost:
                     self._mark(loss.rank, "lost", loss.why)
                 for member in news.membership.members:
-                    self._seat(member)
+                    self._add(member)
             elif isinstance(news, m.Presence):
                 self._mark(news.rank, _STATES.get(news.state, news.state), news.text)
             elif isinstance(news, m.Over):
@@ -58,17 +58,17 @@ class Watched:
 
     @property
     def has_progress(self) -> bool:
-        """Whether anybody has reported something."""
+        """Whether any process has reported something."""
         with self._mu:
             return self._board.has_progress
 
-    def picture(self) -> Picture:
-        """Return the job as it stands."""
+    def snapshot(self) -> BoardSnapshot:
+        """Return the current rows and lines."""
         with self._mu:
-            return self._board.picture(time.monotonic())
+            return self._board.snapshot(time.monotonic())
 
-    def end_words(self) -> str:
-        """Say how the job has ended, as far as an onlooker can know."""
+    def describe_end(self) -> str:
+        """Return how the job ended, as far as a watching process can know."""
         with self._mu:
             if self._over:
                 return self._over
@@ -78,9 +78,10 @@ class Watched:
             left = [name for name in workers if self._states.get(name.rank) == "finished"]
             if not left:
                 return "it was stopped"
-            return f"{names(left)} finished" + ("" if len(left) == len(workers) else ", others not")
+            rest = [name for name in workers if name not in left]
+            return f"{names(left)} finished" + (f", {names(rest)} did not" if rest else "")
 
-    def _seat(self, member: Member) -> None:
+    def _add(self, member: Member) -> None:
         if member.rank in self._process_names:
             return
         is_server, is_data_worker = member.role == "server", member.role == "data"

@@ -1,12 +1,12 @@
-"""Two ways to paint a job: a live table on a terminal, plain lines anywhere else.
+"""Two ways to paint a job: a live table on a terminal, plain lines elsewhere.
 
-Both are used by the display thread only. Lines of ranks go where the rank wrote them (standard
-output or error); what the launcher itself has to say goes to standard error, so that the output of
-`paceline run ... > file` is the output of the script. On a terminal both are the same screen.
+Only the display thread uses them. Lines of ranks go to the stream that the rank wrote to (standard
+output or error); lines of the launcher go to standard error, so that `paceline run ... > file`
+contains the output of the script. On a terminal both are the same screen.
 
-The live table stands below everything else: whatever is printed first takes it away, and it is
-painted again when nothing more waits to be printed (`settle`), all in one write. It is not painted
-when it looks as it did.
+The live table stays below everything else. A printed line first removes the table; the table is
+painted again when no more lines wait (`settle`), all in one write. An unchanged table is not
+painted.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from paceline.observe.display.board import Picture
+from paceline.observe.display.board import BoardSnapshot
 from paceline.observe.display.table import table_lines
 from paceline.runtime.formatting import width_of
 from paceline.runtime.process_names import ProcessName
 
 PLAIN_EVERY_S = 4.0
 LIVE_EVERY_S = 0.5
-_PLAIN_WIDTH = 160  # no terminal to fit: room for every column
-_MOST_BUFFERED = 1 << 16  # characters
+_PLAIN_WIDTH = 160  # not a terminal: room for every column
+_MAX_BUFFERED = 1 << 16  # characters
 _COLOURS = (36, 32, 35, 33, 34, 96, 92)
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
-# The lines of the summary, for a screen of so many columns and lines; None: it has no end.
+# Returns the lines of the summary for a screen of so many columns and lines (None: unlimited).
 Summary: TypeAlias = Callable[[int, int | None], Sequence[str]]
 
 
 class Screen(Protocol):
-    """Where the display thread paints."""
+    """The output of the display thread."""
 
     every_s: float
 
@@ -43,14 +43,14 @@ class Screen(Protocol):
     def is_gone(self) -> bool: ...
     def output_line(self, name: ProcessName, is_error: bool, text: str) -> None: ...
     def say(self, text: str) -> None: ...
-    def progress(self, picture: Picture) -> None: ...
+    def progress(self, snapshot: BoardSnapshot) -> None: ...
     def summary(self, summary: Summary) -> None: ...
     def settle(self) -> None: ...
     def close(self) -> None: ...
 
 
 class PlainScreen:
-    """Unbuffered lines on two descriptors: safe to abandon when the reader has stopped reading."""
+    """Unbuffered lines on two descriptors: can be abandoned if the reader has stopped reading."""
 
     every_s = PLAIN_EVERY_S
 
@@ -61,7 +61,7 @@ class PlainScreen:
 
     @property
     def is_gone(self) -> bool:
-        """Whether there is no reader any more for what is said."""
+        """Whether standard error has no reader any more."""
         return True in self._closed
 
     def output_line(self, name: ProcessName, is_error: bool, text: str) -> None:
@@ -70,20 +70,20 @@ class PlainScreen:
     def say(self, text: str) -> None:
         self._write(True, text + "\n")
 
-    def progress(self, picture: Picture) -> None:
-        if picture.line != self._line:
-            self._line = picture.line
-            self.say(f"paceline: {picture.line}")
+    def progress(self, snapshot: BoardSnapshot) -> None:
+        if snapshot.line != self._line:
+            self._line = snapshot.line
+            self.say(f"paceline: {snapshot.line}")
 
     def summary(self, summary: Summary) -> None:
         for line in summary(_PLAIN_WIDTH, None):
             self.say(line)
 
     def settle(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: lines are not buffered."""
 
     def close(self) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is nothing to restore."""
 
     def _write(self, is_error: bool, text: str) -> None:
         if is_error in self._closed:
@@ -91,16 +91,18 @@ class PlainScreen:
         try:
             write_all(self._fds[is_error], text)
         except OSError as error:
-            # The reader went away (`| head`) or its disk is full. The job is worth more than the
-            # picture of it: say so once, if there is still somewhere to say it, and go on.
+            # The reader is gone (`| head`) or its disk is full. The job matters more than its
+            # output: warn once, if standard error still works, and continue.
             self._closed.add(is_error)
             if not is_error:
-                self.say(f"paceline: standard output: {error.strerror}; the job goes on without it")
+                self.say(
+                    f"paceline: standard output: {error.strerror}; the job continues without it"
+                )
 
 
 class LiveScreen:
-    """A table under the scrolling lines of the ranks. A terminal that is gone is written to no
-    more; the job goes on."""
+    """A table below the scrolling lines of the ranks. If the terminal is gone, output stops and the
+    job continues."""
 
     every_s = LIVE_EVERY_S
 
@@ -109,12 +111,12 @@ class LiveScreen:
         self._has_colours = has_colours
         self._waiting: list[str] = []  # to be printed above the table
         self._num_waiting = 0  # characters
-        self._table: list[str] = []  # as it should be
-        self._painted: list[str] = []  # as it stands on the screen
+        self._table: list[str] = []  # to be painted
+        self._painted: list[str] = []  # on the screen now
         self.is_gone = False
 
     def output_line(self, name: ProcessName, is_error: bool, text: str) -> None:
-        del is_error  # one screen: the order of arrival is all that can be shown
+        del is_error  # one screen for both streams, in the order of arrival
         colour = f"\x1b[{_COLOURS[name.rank % len(_COLOURS)]}m"
         end = _PLAIN if "\x1b" in text else ""
         self._print(f"{self._styled(colour, f'[{name.label}] ')}{text}{end}")
@@ -122,10 +124,10 @@ class LiveScreen:
     def say(self, text: str) -> None:
         self._print(self._styled(_BOLD, text))
 
-    def progress(self, picture: Picture) -> None:
+    def progress(self, snapshot: BoardSnapshot) -> None:
         columns, height = self._size()
-        # A line less than there is: one that ends in the last column would be followed by another.
-        self._table = table_lines(picture, columns - 1, limit=max(1, height - 6))
+        # One column less: a line that ends in the last column would wrap.
+        self._table = table_lines(snapshot, columns - 1, limit=max(1, height - 6))
 
     def summary(self, summary: Summary) -> None:
         columns, height = self._size()
@@ -135,7 +137,7 @@ class LiveScreen:
         self.settle()
 
     def settle(self) -> None:
-        """Bring the screen up to date; called when nothing more waits to be painted."""
+        """Update the screen; called when no more lines wait."""
         if not self._waiting and self._table == self._painted:
             return
         parts = [self._erasure(), *self._waiting]
@@ -153,19 +155,18 @@ class LiveScreen:
             self.is_gone = True
 
     def close(self) -> None:
-        """Take the table away, and give the cursor back."""
+        """Remove the table and show the cursor."""
         self._table = []
         self.settle()
 
     def _print(self, line: str) -> None:
         self._waiting.append(line + "\n")
         self._num_waiting += len(line)
-        if self._num_waiting > _MOST_BUFFERED:
+        if self._num_waiting > _MAX_BUFFERED:
             self.settle()
 
     def _erasure(self) -> str:
-        """Return what takes the table away; its lines may have been broken since by a narrower
-        terminal."""
+        """Return the escapes that remove the table; a narrower terminal may have wrapped it."""
         if not self._painted:
             return ""
         columns = max(self._size()[0], 1)
@@ -176,16 +177,16 @@ class LiveScreen:
         return f"{style}{text}{_PLAIN}" if self._has_colours else text
 
     def _size(self) -> tuple[int, int]:
-        """Return columns and lines; COLUMNS and LINES win, as everywhere."""
+        """Return columns and lines; COLUMNS and LINES take precedence."""
         columns, lines = shutil.get_terminal_size()
         return max(columns, 20), max(lines, 8)
 
 
 def write_all(fd: int, text: str) -> None:
-    """Write, however long the reader takes; OSError when it is gone."""
+    """Write everything, however long the reader takes; OSError if it is gone."""
     data = text.encode("utf-8", errors="backslashreplace")
     while data:
         try:
             data = data[os.write(fd, data) :]
-        except BlockingIOError:  # noqa: PERF203 - whoever shares the terminal does not wait
+        except BlockingIOError:  # noqa: PERF203 - another program made the terminal non-blocking
             select.select([], [fd], [])

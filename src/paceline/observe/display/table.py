@@ -1,8 +1,8 @@
-"""The table of a job's processes: which columns fit into a terminal, and what they look like.
+"""The table of a job's processes: which columns fit into a terminal, and their layout.
 
-Numbers are never cut. Where there is no room, whole columns go, in this order: the script's values
-behind the first one, bytes, a state that all share, the shares of time, staleness, the first value
-(a loss, mostly). Rank, step and speed stay, and the state of processes that differ in it.
+Numbers are never cut. If there is no room, whole columns are dropped in this order: the script's
+values after the first one, bytes, a state that all share, the shares of time, staleness, the first
+value (usually a loss). Rank, step and speed stay, and the state if processes differ in it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from paceline.observe.display.board import Picture, Row
+from paceline.observe.display.board import BoardSnapshot, ProcessRow
 from paceline.runtime.formatting import cut, megabytes, number, rate, width_of
 
 _GAPS = (3, 2)  # between columns
-_SHORT_STATE = 12  # a longer one is cut before a column goes
-_MOST_WORDS = 2  # lines below the table
+_SHORT_STATE = 12  # a longer state is cut before a column is dropped
+_MAX_LINES_BELOW = 2  # the table
 _ALWAYS = 100
 
 
@@ -26,7 +26,7 @@ _ALWAYS = 100
 class _Column:
     title: str
     cells: Sequence[str]
-    worth: int  # the column with the least goes first
+    worth: int  # the column with the lowest is dropped first
     is_text: bool = False
 
     @property
@@ -42,15 +42,15 @@ class _Column:
 
 class _Numbers(NamedTuple):
     title: str
-    read: Callable[[Row], Any]
+    read: Callable[[ProcessRow], Any]
     write: Callable[[Any], str]
     worth: int
 
 
-def table_lines(picture: Picture, width: int, *, limit: int) -> list[str]:
-    """Lay a picture out, at most `limit` processes in `width` columns; titles come first."""
-    shown = picture.rows[: limit - 1] if len(picture.rows) > limit else picture.rows
-    columns = _columns(picture, shown)
+def table_lines(snapshot: BoardSnapshot, width: int, *, limit: int) -> list[str]:
+    """Return a title line and a line for each of at most `limit` processes, `width` wide."""
+    shown = snapshot.rows[: limit - 1] if len(snapshot.rows) > limit else snapshot.rows
+    columns = _columns(snapshot, shown)
     gap, dropped = _GAPS[0], list[_Column]()
     while _width(columns, gap) > width:
         least = min(columns, key=lambda column: column.worth)
@@ -62,23 +62,23 @@ def table_lines(picture: Picture, width: int, *, limit: int) -> list[str]:
             columns.remove(least)
             dropped.append(least)
     lines = _laid_out(columns, width, gap)
-    if len(shown) < len(picture.rows):
-        lines.append(cut(f"... {_rest(picture.rows[len(shown) :])}", width))
-    lines += _below(picture, dropped, width)
+    if len(shown) < len(snapshot.rows):
+        lines.append(cut(f"... {_rest(snapshot.rows[len(shown) :])}", width))
+    lines += _below(snapshot, dropped, width)
     return lines
 
 
-def _columns(picture: Picture, rows: Sequence[Row]) -> list[_Column]:
-    """Make the columns that have something to say, with the script's values in the middle."""
-    has_samples = any(row.samples_per_s is not None for row in picture.rows)
+def _columns(snapshot: BoardSnapshot, rows: Sequence[ProcessRow]) -> list[_Column]:
+    """Return the columns that have a value, with the script's values in the middle."""
+    has_samples = any(row.samples_per_s is not None for row in snapshot.rows)
     numbers: list[_Numbers] = [
         _Numbers("step", lambda row: row.step, str, _ALWAYS),
         _Numbers("samples/s", lambda row: row.samples_per_s, rate, _ALWAYS)
         if has_samples
         else _Numbers("steps/s", lambda row: row.steps_per_s, rate, _ALWAYS),
         *(
-            _Numbers(name, partial(_reported, name), number, -place if place else 90)
-            for place, name in enumerate(picture.columns)
+            _Numbers(name, partial(_reported, name), number, -index if index else 90)
+            for index, name in enumerate(snapshot.columns)
         ),
         _Numbers("input %", lambda row: row.input, _percent, 30),
         _Numbers("compute %", lambda row: row.compute, _percent, 25),
@@ -88,15 +88,15 @@ def _columns(picture: Picture, rows: Sequence[Row]) -> list[_Column]:
     ]
     columns = [_Column("rank", [row.label for row in rows], _ALWAYS)]
     for title, read, write, worth in numbers:
-        if worth == _ALWAYS or any(read(row) is not None for row in picture.rows):
+        if worth == _ALWAYS or any(read(row) is not None for row in snapshot.rows):
             columns.append(_Column(title, [_cell(read(row), write) for row in rows], worth))
-    is_shared = len({row.state for row in picture.rows}) == 1
+    is_shared = len({row.state for row in snapshot.rows}) == 1
     states = [row.state for row in rows]
     columns.append(_Column("state", states, 20 if is_shared else _ALWAYS, is_text=True))
     return columns
 
 
-def _reported(name: str, row: Row) -> float | None:
+def _reported(name: str, row: ProcessRow) -> float | None:
     return row.values.get(name)
 
 
@@ -113,7 +113,7 @@ def _width(columns: Sequence[_Column], gap: int) -> int:
 
 
 def _laid_out(columns: Sequence[_Column], width: int, gap: int) -> list[str]:
-    """Write titles and rows; the state, which is text and stands last, gets the rest of a line."""
+    """Return titles and rows; the state is text, comes last and gets the rest of a line."""
     lines = []
     widths = [column.width for column in columns]
     for index in range(-1, len(columns[0].cells)):
@@ -129,23 +129,25 @@ def _laid_out(columns: Sequence[_Column], width: int, gap: int) -> list[str]:
     return lines
 
 
-def _rest(rows: Sequence[Row]) -> str:
+def _rest(rows: Sequence[ProcessRow]) -> str:
     states: dict[str, int] = {}
     for row in rows:
         states[row.state] = states.get(row.state, 0) + 1
     return ", ".join(f"{count} more {state}" for state, count in list(states.items())[:3])
 
 
-def _below(picture: Picture, dropped: Sequence[_Column], width: int) -> list[str]:
-    """Write what the table does not say: in all, how long still, what there was no room for."""
-    words = list(picture.words)
+def _below(snapshot: BoardSnapshot, dropped: Sequence[_Column], width: int) -> list[str]:
+    """Return what the table does not show: totals, remaining time, dropped columns."""
+    remarks = list(snapshot.remarks)
     state = [column for column in dropped if column.title == "state"]
     if state:
-        words.append(f"all {state[0].cells[0]}")
+        remarks.append(f"all {state[0].cells[0]}")
     names = [column.title for column in dropped if column.title != "state"]
     if names:
-        words.append(f"no room for {', '.join(names)}")
-    lines = textwrap.wrap("; ".join(words), max(width, 20), break_long_words=True)
-    if len(lines) > _MOST_WORDS:
-        lines[_MOST_WORDS - 1 :] = [cut(" ".join(lines[_MOST_WORDS - 1 :]), max(width, 20))]
+        remarks.append(f"no room for {', '.join(names)}")
+    lines = textwrap.wrap("; ".join(remarks), max(width, 20), break_long_words=True)
+    if len(lines) > _MAX_LINES_BELOW:
+        lines[_MAX_LINES_BELOW - 1 :] = [
+            cut(" ".join(lines[_MAX_LINES_BELOW - 1 :]), max(width, 20))
+        ]
     return lines

@@ -1,6 +1,6 @@
-"""What is kept of a run: its directory, TensorBoard files, a Prometheus endpoint on request.
+"""Recording of a run: its directory, TensorBoard files, and an optional Prometheus endpoint.
 
-    launcher's loop ── events, output ──► Recorder ── a thread ──► files.py  *.log, events.jsonl
+    launcher's loop ── events, output ──► RunRecorder ── a thread ──► files.py  *.log, events.jsonl
                                                       │
                                                       └ sampling.py: a sample per second
                                                              ├► tensorboard.py

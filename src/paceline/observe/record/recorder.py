@@ -1,16 +1,16 @@
-"""The recorder: the one thread that writes a run directory and samples a run.
+"""The recorder: the only thread that writes a run directory and samples a run.
 
-The launcher's loop puts events and output into a queue, and never waits for a disk. What it does
-when the disk is slower than that:
+The launcher's loop puts events and output into a queue and never waits for a disk. If the disk is
+too slow:
 
-    output    the launcher stops reading from the ranks (`is_behind`), which wait in their own
-              writes as on a pipe, while the disk takes something now and then
-    disk      has taken nothing for some seconds: it HANGS. The job must not; output and events that
-              do not fit into the queue are dropped and counted until the disk goes on
+    output    while the disk makes progress, the launcher stops reading from the ranks
+              (`is_behind`), and they block in their own writes, as on a pipe
+    hang      if the disk accepts nothing for some seconds, the job continues; output and events
+              that do not fit into the queue are dropped and counted until the disk works again
     error     full, read-only, no directory: one warning, and nothing more is written
 
-Threads: public methods are called by the main thread; everything named `_keep...` and what those
-call runs on the recorder thread, which alone owns the files.
+Threads: the main thread calls the public methods. Methods named `_keep...`, and what they call, run
+on the recorder thread, the only one that uses the files.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from paceline.observe.record.files import RunFiles
 from paceline.observe.record.prometheus import Metrics
 from paceline.observe.record.sampling import Sampler
 from paceline.observe.telemetry import clock
-from paceline.observe.telemetry.event_file import Recorded, RunEnded
+from paceline.observe.telemetry.events import Recorded, RunEnded
 from paceline.runtime.formatting import data_size
 from paceline.runtime.process_names import ProcessName
 
-MOST_EVENTS = 20_000  # in the queue
+MAX_EVENTS = 20_000  # in the queue
 BACKLOG_LIMIT_BYTES = 4 << 20  # of output
 HANGS_S = 5.0
 _SAMPLE_S = 1.0
 _TICK_S = 0.5
-_ITEM_BYTES = 200  # what an entry of the queue takes beside its data
+_ITEM_BYTES = 200  # memory of a queue entry besides its data
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class _Output:
     data: bytes
 
 
-class Recorder:
-    """Keeps a run: in files, and for Prometheus; either may be None. `clock_s` is when t was 0."""
+class RunRecorder:
+    """Records a run in files and for Prometheus; either may be None. `clock_s`: time of t = 0."""
 
     def __init__(
         self,
@@ -62,23 +62,23 @@ class Recorder:
         clock_s: float | None = None,
     ) -> None:
         self._files = files
-        self._sampler: Sampler | None = sampler  # None: they failed
+        self._sampler: Sampler | None = sampler  # None: it failed
         self._metrics = metrics
         self._clock_s = clock.now_s() if clock_s is None else clock_s
         self._say: Callable[[str], None] = lambda _: None
         self._queue: queue.SimpleQueue[_Event | _Output | None] = queue.SimpleQueue()
         self._mu = threading.Lock()
         self._backlog_bytes = 0  # guarded by: _mu
-        self._busy_since_s: float | None = None  # written by the thread, read by others
+        self._busy_since_s: float | None = None  # written by the recorder thread
         self._dropped_events = self._dropped_bytes = 0  # main thread
         self._sampled_s = 0.0  # on the thread's own clock
-        self._is_off = False  # closed, or never to be started
+        self._is_off = False  # closed, or could not be started
         self._thread = threading.Thread(target=self._keep, name="paceline-recorder", daemon=True)
 
     def start(self, say: Callable[[str], None]) -> None:
-        """Begin to write. Call after the ranks were forked: a fork must not see a second thread."""
+        """Start the thread. Call after forking the ranks: a fork must not see a second thread."""
         if self._thread.ident is not None:
-            return  # the job was started again
+            return  # the job was restarted
         self._say = say
         try:
             self._thread.start()
@@ -87,11 +87,11 @@ class Recorder:
                 self._metrics.start()
         except RuntimeError as error:  # no more threads
             self._is_off = True
-            say(f"paceline: nothing is recorded: {error}; the job goes on")
+            say(f"paceline: nothing is recorded: {error}; the job continues")
 
     @property
     def is_behind(self) -> bool:
-        """True while there is more output than should be held in memory, and the disk moves."""
+        """True while more output is queued than should be held in memory, and the disk works."""
         with self._mu:
             is_full = self._backlog_bytes > BACKLOG_LIMIT_BYTES
         return is_full and not self._hangs
@@ -103,20 +103,20 @@ class Recorder:
 
     @property
     def is_writing(self) -> bool:
-        """Whether there are files, and no error has ended them."""
+        """Whether there are files, and no error has occurred."""
         return self._files is not None
 
     def record(self, event: Recorded) -> None:
-        """Keep an event; it is dropped and counted when too many wait for the disk."""
+        """Queue an event; dropped and counted if too many are queued."""
         if self._is_off:
             return
-        if self._queue.qsize() > MOST_EVENTS:
+        if self._queue.qsize() > MAX_EVENTS:
             self._dropped_events += 1
         else:
             self._queue.put(_Event(clock.now_s() - self._clock_s, event))
 
     def output(self, name: ProcessName, data: bytes) -> None:
-        """Keep what a process has printed; dropped and counted when the disk hangs."""
+        """Queue output of a process; dropped and counted if the disk hangs."""
         if self._is_off:
             return
         size = len(data) + _ITEM_BYTES
@@ -129,9 +129,9 @@ class Recorder:
             self._queue.put(_Output(name, data))
 
     def close(self, ended: RunEnded | None = None, *, patience_s: float | None = None) -> list[str]:
-        """Write what is queued, and stop; return what a person should know about that.
+        """Write what is queued and stop; return lines about what was lost.
 
-        A disk that hangs is not waited for, nor any for longer than `patience_s`.
+        Does not wait for a disk that hangs, nor longer than `patience_s`.
         """
         if self._is_off or self._thread.ident is None:
             return []
@@ -147,13 +147,17 @@ class Recorder:
     def _losses(self) -> list[str]:
         if self._files is None:
             return []
+        directory = self._files.directory
         if self._thread.is_alive():
-            return [f"paceline: {self._files.directory}: the disk does not answer; its end is lost"]
+            return [
+                f"paceline: {directory}: the disk does not respond; the end of the record is lost"
+            ]
         parts = [f"{self._dropped_events} events"] * (self._dropped_events > 0)
         parts += [f"{data_size(self._dropped_bytes)} of output"] * (self._dropped_bytes > 0)
         what = " and ".join(parts)
-        words = "the disk was too slow for them"
-        return [f"paceline: {self._files.directory}: {what} are missing: {words}"] if what else []
+        if not what:
+            return []
+        return [f"paceline: {directory}: {what} are missing: the disk was too slow"]
 
     # -- the thread --------------------------------------------------------------------------
 
@@ -196,19 +200,19 @@ class Recorder:
         self._keep_files(lambda files: files.samples(samples, self._say))
 
     def _keep_samples(self, use: Callable[[Sampler], None]) -> None:
-        """Do something with the sampler; an error of ours ends them, and nothing else."""
+        """Use the sampler; an error ends sampling, and nothing else."""
         if self._sampler is None:
             return
         try:
             use(self._sampler)
         except Exception as error:
             self._sampler = None
-            self._say(f"paceline: no more curves are recorded: {error!r}; the job goes on")
+            self._say(f"paceline: no more curves are recorded: {error!r}; the job continues")
 
     def _keep_files(
         self, write: Callable[[RunFiles], None], what: str = "cannot be written any more"
     ) -> None:
-        """Do something with the files; whatever goes wrong ends them, never the job."""
+        """Use the files; an error ends recording, never the job."""
         files = self._files
         if files is None:
             return
@@ -221,5 +225,5 @@ class Recorder:
             reason = error.strerror if isinstance(error, OSError) else repr(error)
             kept = "logs, config.json, events.jsonl and TensorBoard files"
             self._say(
-                f"paceline: {files.directory} {what}: {reason}; the job goes on without {kept}"
+                f"paceline: {files.directory} {what}: {reason}; the job continues without {kept}"
             )

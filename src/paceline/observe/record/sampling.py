@@ -1,13 +1,11 @@
-"""From the state of a run to curves: a sample per second of each worker, each server, and the job.
+"""Curves from the state of a run: one sample per second of each worker, each server, and the job.
 
-Workers tell about every step; TensorBoard and Prometheus want a number now and then. Whatever can
-be is measured between two samples, so a curve shows what is going on and not what went on before.
-A `Sampler` remembers what the state (observe/telemetry/run_state.py) was at the last sample; no
-files here.
+Workers report every step; TensorBoard and Prometheus want a value now and then. Values are measured
+between two samples where possible, so a curve shows the present and not the past. A `Sampler` keeps
+the state (observe/telemetry/run_state.py) at the last sample. It writes no files.
 
-Shares are of the time of a worker's steps. `waiting/for worker k` is one too: as servers have
-counted it, or, in jobs without servers, as the workers' steps tell it
-(observe/telemetry/step_times.py).
+Shares are of the time of a worker's steps. `waiting/for worker k` is a share too: servers count it;
+without servers it follows from the times of the steps (observe/telemetry/step_times.py).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from paceline.observe.telemetry.events import (
     DONE_SHARE,
     STALENESS,
 )
-from paceline.observe.telemetry.run_state import Process, RunState, Who
+from paceline.observe.telemetry.run_state import Process, ProcessKey, RunState
 from paceline.observe.telemetry.step_times import WorkerTimes
 from paceline.runtime.process_names import ProcessName
 
@@ -36,15 +34,15 @@ CODEC, RATIO = "compression/codec error", "compression/ratio"
 STALE = "staleness"
 QUEUE, BUSY, REQUESTS_S = "server/queue", "server/busy", "server/requests per s"
 WORKERS = "workers"
-_MEASURED = {CODEC_ERROR: CODEC, STALENESS: STALE}  # values that workers report by themselves
+_MEASURED = {CODEC_ERROR: CODEC, STALENESS: STALE}  # values that workers report automatically
 _MEASURED_ELSEWHERE = {COMPUTE_SHARE, COMM_SHARE, DONE_SHARE, *_MEASURED}
 
 
 @dataclass
 class Sample:
-    """What is new about one worker, server or job; `reported` has the names that a script chose."""
+    """New values of one worker, server or job; the script chose the names in `reported`."""
 
-    who: Who
+    key: ProcessKey
     step: int
     measured: dict[str, float] = field(default_factory=dict)
     reported: dict[str, float] = field(default_factory=dict)
@@ -53,25 +51,27 @@ class Sample:
 
 @dataclass
 class _Seen:
-    """One worker, as it was at the last sample."""
+    """One worker at the last sample."""
 
     rank: int
     began: tuple[float, int, int]
     mark: tuple[float, int, int]  # time, step and bytes
     reports: int = 0
     times: WorkerTimes = field(default_factory=WorkerTimes)
-    latest: dict[str, float] = field(default_factory=dict)  # as it was last measured
+    latest: dict[str, float] = field(default_factory=dict)  # newest measured values
 
 
 class Sampler:
-    """Takes samples of a run that it is fed with; not thread-safe."""
+    """Takes samples of the run whose events are applied to `state`. Not thread-safe."""
 
     def __init__(self, process_names: Iterable[ProcessName]) -> None:
         self.state = RunState()
         for name in process_names:
-            self.state.add(name.rank, name.role, name.number)
+            self.state.add_process(name.rank, name.role, name.number)
         self._seen: dict[int, _Seen] = {}  # by worker
-        self._waited: dict[int, Mapping[int, float]] = {}  # by worker, for whom: at the last sample
+        self._waited: dict[
+            int, Mapping[int, float]
+        ] = {}  # by worker and worker waited for, at the last sample
         self._stale: dict[int, Counter[int]] = {}  # by worker, at the last sample
         self._tables_seen = 0
         self._loads_seen: dict[int, int] = {}
@@ -80,9 +80,9 @@ class Sampler:
     def sample(self, t: float) -> list[Sample]:
         """Return what is new since the last call."""
         workers = [one for one in self.state.workers() if one.reports]
-        samples = [self._sample_worker(one) for one in workers if self._is_news(one)]
-        if self._tables_seen != self.state.num_tables_told:
-            self._tables_seen = self.state.num_tables_told
+        samples = [self._sample_worker(one) for one in workers if self._has_news(one)]
+        if self._tables_seen != self.state.num_table_reports:
+            self._tables_seen = self.state.num_table_reports
             self._add_tables(samples, t - self._sampled_s)
         if samples:
             samples.append(self._sample_job(workers))
@@ -91,24 +91,24 @@ class Sampler:
         self._sampled_s = t
         return samples
 
-    def _is_news(self, one: Process) -> bool:
+    def _has_news(self, one: Process) -> bool:
         seen = self._seen.get(one.number)
         return seen is None or seen.rank != one.rank or seen.reports < one.reports
 
     def _seen_of(self, one: Process) -> _Seen:
-        """Return what a worker was at the last sample; a replacement goes on with its times."""
+        """Return a worker at the last sample; a replacement continues its predecessor's times."""
         seen = self._seen.get(one.number)
         if seen is None:
             seen = self._seen[one.number] = _Seen(one.rank, one.began, one.began)
         elif seen.rank != one.rank:
             seen.rank, seen.reports = one.rank, 0
-        if seen.began != one.began:  # its script began to count anew
+        if seen.began != one.began:  # its script began to count from the start
             seen.began = seen.mark = one.began
         return seen
 
     def _sample_worker(self, one: Process) -> Sample:
         seen = self._seen_of(one)
-        fresh = [name for name, report in one.heard.items() if report > seen.reports]
+        fresh = [name for name, report in one.reported_in.items() if report > seen.reports]
         sample = Sample(("worker", one.number), one.step or 0)
         sample.reported = {n: one.values[n] for n in fresh if n not in _MEASURED_ELSEWHERE}
         measured = sample.measured
@@ -141,17 +141,17 @@ class Sampler:
         if since.samples:
             sample.measured[SAMPLES_S] = since.samples / since.took_s
         if not self.state.tables:
-            waited = self.state.waits.workers[sample.who[1]].waited_for_s
-            self._tell_waits(sample, waited, since.took_s)
+            waited = self.state.waits.workers[sample.key[1]].waited_for_s
+            self._measure_waits(sample, waited, since.took_s)
 
-    def _tell_waits(self, sample: Sample, waited: Mapping[int, float], elapsed_s: float) -> None:
-        """Add for whom a worker has waited since the last sample, as shares of the time."""
-        before: Mapping[int, float] = self._waited.get(sample.who[1], {})
-        for whom, waited_s in waited.items():
-            more_s = waited_s - before.get(whom, 0.0)
+    def _measure_waits(self, sample: Sample, waited: Mapping[int, float], elapsed_s: float) -> None:
+        """Add the shares of time that a worker waited for each other since the last sample."""
+        before: Mapping[int, float] = self._waited.get(sample.key[1], {})
+        for other, waited_s in waited.items():
+            more_s = waited_s - before.get(other, 0.0)
             if more_s > 0 and elapsed_s > 0:
-                sample.measured[f"waiting/for worker {whom}"] = min(1.0, more_s / elapsed_s)
-        self._waited[sample.who[1]] = dict(waited)
+                sample.measured[f"waiting/for worker {other}"] = min(1.0, more_s / elapsed_s)
+        self._waited[sample.key[1]] = dict(waited)
 
     def _add_tables(self, samples: list[Sample], elapsed_s: float) -> None:
         """Add what servers counted about each worker, over all tables."""
@@ -160,7 +160,7 @@ class Sampler:
         waited = staleness.waited_for(tables)
         for one in (worker for report in staleness.merge(tables) for worker in report.workers):
             ages.setdefault(one.worker, Counter()).update(one.staleness)
-        found = {sample.who[1]: sample for sample in samples}
+        found = {sample.key[1]: sample for sample in samples}
         for number, counts in ages.items():
             sample = found.get(number)
             if sample is None:
@@ -172,10 +172,10 @@ class Sampler:
             if new:
                 sample.staleness = new
                 sample.measured[STALE] = sum(age * n for age, n in new.items()) / new.total()
-            self._tell_waits(sample, waited[number], elapsed_s)
+            self._measure_waits(sample, waited[number], elapsed_s)
 
     def _sample_job(self, workers: Iterable[Process]) -> Sample:
-        """Sum up the workers that are there: all of their samples, the mean of what they report."""
+        """Combine the running workers: the sum of their samples/s, the mean of other values."""
         alive = self.state.alive()
         there = [one for one in workers if one.number in alive]
         job = Sample(JOB, max((one.step or 0 for one in there), default=0))
@@ -193,9 +193,9 @@ class Sampler:
 
     def _sample_servers(self, step: int) -> Iterable[Sample]:
         for server, load in self.state.loads.items():
-            told = self.state.num_loads_told[server]
-            if self._loads_seen.get(server) == told:
+            count = self.state.num_load_reports[server]
+            if self._loads_seen.get(server) == count:
                 continue
-            self._loads_seen[server] = told
+            self._loads_seen[server] = count
             measured = {BUSY: load.busy, REQUESTS_S: load.requests_s, QUEUE: float(load.queued)}
             yield Sample(("server", server), step, {**measured, BYTES_S: load.bytes_s})

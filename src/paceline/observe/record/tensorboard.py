@@ -1,8 +1,8 @@
 """TensorBoard files, without torch: a run for each worker (tb/worker-0), one for the job (tb/job).
 
-The protocol buffers are those of the `tensorboard` package. The frame around each of them (length
-and checksums, the same as in TensorFlow's record files) is made here: the package's own writer
-imports numpy and more, and starts a thread for every file. Files are opened only to append to them.
+The protocol buffers come from the `tensorboard` package. The frame around each record (length and
+checksums, as in TensorFlow's record files) is written here: the package's own writer imports numpy
+and more, and starts a thread for every file. Files are open only while they are appended to.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any
 
 from paceline.observe.record.sampling import Sample
 
-_UNSAFE = re.compile(r"[^\w ./%()+=#:-]")  # also markup: others than TensorBoard may show the names
-_LONGEST_TAG = 100
+_UNSAFE = re.compile(r"[^\w ./%()+=#:-]")  # removes markup too: other programs may show the names
+_MAX_TAG = 100
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, reversed
 
 
 def safe_tag(name: str) -> str:
-    """Make a tag of what a script calls a value; slashes group, as anywhere in TensorBoard."""
-    tag = _UNSAFE.sub("_", name)[:_LONGEST_TAG].strip(" /")
+    """Return a tag for a value's name; slashes form groups, as usual in TensorBoard."""
+    tag = _UNSAFE.sub("_", name)[:_MAX_TAG].strip(" /")
     return tag or "unnamed"
 
 
 class TensorBoard:
-    """Writes samples below a directory; OSError as from any file. Used by one thread."""
+    """Writes samples below a directory; may raise OSError. Used by one thread."""
 
     def __init__(self, directory: Path) -> None:
-        """ImportError when the package is missing, or does not fit its own dependencies."""
+        """Raise ImportError if the package is missing or does not match its dependencies."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
-        self._event: Any = event_pb2.Event  # generated: without types
+        self._event: Any = event_pb2.Event  # generated code without types
         self._summary: Any = summary_pb2.Summary
         self._histogram: Any = summary_pb2.HistogramProto
         self._directory = directory
@@ -48,7 +48,7 @@ class TensorBoard:
     def write(self, samples: Iterable[Sample]) -> None:
         """Append a point for every number in the samples."""
         for sample in samples:
-            role, number = sample.who
+            role, number = sample.key
             run = role if role == "job" else f"{role}-{number}"
             data = self._framed(self._points(sample))
             directory = self._directory / run
@@ -80,11 +80,11 @@ class TensorBoard:
 
 
 def _histogram(counts: Counter[int]) -> dict[str, Any]:
-    """Give each number of versions a bar of its own, from half below to half above it."""
+    """Return a bar for each number of versions, from half below to half above it."""
     edges: list[float] = []
     bars: list[float] = []
     for age in sorted(counts):
-        if edges and edges[-1] < age - 0.5:  # nothing in between
+        if edges and edges[-1] < age - 0.5:  # an empty bar
             edges.append(age - 0.5)
             bars.append(0.0)
         edges.append(age + 0.5)
@@ -101,7 +101,7 @@ def _histogram(counts: Counter[int]) -> dict[str, Any]:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write everything; a disk that takes only a part of it will say why at the next one."""
+    """Write everything; after a partial write, the next one raises the error of the disk."""
     while data:
         data = data[os.write(fd, data) :]
 
@@ -119,8 +119,7 @@ _TABLE = _remainders()
 
 
 def _checksum(data: bytes) -> bytes:
-    """The checksum of record files: CRC-32C, rotated and shifted so that it can be stored in data
-    that has a checksum itself."""
+    """Return the checksum of record files: a masked CRC-32C."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8

@@ -1,10 +1,9 @@
-"""Pieces of SVG, the words in them, and the scales that turn values into places.
+"""SVG elements, escaping of text, and the scales that turn values into coordinates.
 
-Colours are names of CSS classes (`page.py` has them for light and for dark), so a drawing knows no
-colour. Whatever a run brings along (names, notes, its command) is foreign text. `shown` is the only
-way for it into the page: what HTML would take for markup is escaped, control characters and marks
-that turn the direction of text around are made visible, and long text is cut. The functions that
-draw take text that is HTML already.
+Colours are names of CSS classes (report.css defines them for light and dark). Text from a run
+(names, notes, the command) is untrusted. It enters the page only through `escaped`, which escapes
+markup, makes control characters and marks that change the direction of text visible, and cuts long
+text. The drawing functions take text that is HTML already.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from paceline.runtime.formatting import exponent
 
 NAME_LIMIT = 48
 TEXT_LIMIT = 600
-_HUGE = 1e30  # a value beyond it is as good as infinite, and can be drawn by nobody
-_TINY = 1e-30  # and one below this is as good as 0
+_HUGE = 1e30  # larger values count as infinite: they cannot be drawn
+_TINY = 1e-30  # smaller values count as 0
 _LONG_S = 1e9  # thirty years
 # Controls without tab and line feed, surrogates, and what embeds, overrides or isolates directions.
 _INVISIBLE = re.compile(
@@ -28,16 +27,16 @@ _INVISIBLE = re.compile(
 )
 
 
-def shown(text: object, limit: int = NAME_LIMIT) -> str:
-    """Return foreign text as HTML, in one line of at most `limit` characters."""
+def escaped(text: object, limit: int = NAME_LIMIT) -> str:
+    """Return untrusted text as HTML, in one line of at most `limit` characters."""
     raw = str(text)
     cut = raw if len(raw) <= limit else raw[: limit - 1] + "\u2026"
     visible = _INVISIBLE.sub("\ufffd", cut.replace("\r\n", " "))
     return html.escape(" ".join(visible.split()), quote=True)
 
 
-def usable(value: float) -> float | None:
-    """Return a value that can be drawn; None for what is not finite, or as good as that."""
+def finite_or_none(value: float) -> float | None:
+    """Return a value that can be drawn; None if it is not finite or too large."""
     try:
         number = float(value)
     except OverflowError:
@@ -47,81 +46,83 @@ def usable(value: float) -> float | None:
     return number if abs(number) < _HUGE else None  # NaN compares false
 
 
-def seconds_of(value: float) -> float:
-    """Return a duration or a moment of a run, between 0 and 30 years."""
-    number = usable(value)
+def clamp_seconds(value: float) -> float:
+    """Return a duration or a moment of a run, limited to 0 to 30 years."""
+    number = finite_or_none(value)
     return 0.0 if number is None else min(max(number, 0.0), _LONG_S)
 
 
-def count_of(value: int) -> int:
-    """Return a count between 0 and what a float still holds exactly."""
+def clamp_count(value: int) -> int:
+    """Return a count, limited to 0 to the largest integer that a float holds exactly."""
     return min(max(value, 0), 1 << 53)
 
 
-WIDTH = 520  # of a plot that shares its row with another one
-WIDE = 1060  # of one that has it for itself
+WIDTH = 520  # of a plot that shares its row with another plot
+WIDE = 1060  # of a plot with its own row
 
 
 def svg(
     width: float, height: float, title: str, description: str, parts: Iterable[str], most: str = ""
 ) -> str:
-    """Wrap a drawing, with what it shows for those who cannot see it; `most`: its CSS max-width."""
+    """Wrap a drawing, with a description for screen readers; `most`: its CSS max-width."""
     style = f' style="max-width:{most}"' if most else ""
     return (
-        f'<svg viewBox="0 0 {place(width)} {place(height)}" role="img"{style}>'
+        f'<svg viewBox="0 0 {coordinate(width)} {coordinate(height)}" role="img"{style}>'
         f"<title>{title}</title><desc>{description}</desc>{''.join(parts)}</svg>"
     )
 
 
-def place(value: float) -> str:
-    """Write a coordinate with one digit behind the point."""
+def coordinate(value: float) -> str:
+    """Return a coordinate with one decimal."""
     text = f"{value:.1f}"
     return text[:-2] if text.endswith(".0") else text
 
 
-def text(x: float, y: float, words: str, css: str = "", anchor: str = "start") -> str:
-    """Write words at a place."""
+def text(x: float, y: float, content: str, css: str = "", anchor: str = "start") -> str:
+    """Return a text at a position."""
     classes = f' class="{css}"' if css else ""
     where = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text x="{place(x)}" y="{place(y)}"{classes}{where}>{words}</text>'
+    return f'<text x="{coordinate(x)}" y="{coordinate(y)}"{classes}{where}>{content}</text>'
 
 
 def rect(x: float, y: float, width: float, height: float, css: str, tip: str = "") -> str:
-    """Draw a box; `tip` shows when the mouse is over it."""
+    """Return a box; `tip` is its tooltip."""
     box = (
-        f'<rect x="{place(x)}" y="{place(y)}" width="{place(max(width, 0.1))}"'
-        f' height="{place(max(height, 0.1))}" class="{css}"'
+        f'<rect x="{coordinate(x)}" y="{coordinate(y)}" width="{coordinate(max(width, 0.1))}"'
+        f' height="{coordinate(max(height, 0.1))}" class="{css}"'
     )
     return f"{box}><title>{tip}</title></rect>" if tip else f"{box}/>"
 
 
 def line(x1: float, y1: float, x2: float, y2: float, css: str, tip: str = "") -> str:
-    """Draw a straight line."""
-    ends = f'x1="{place(x1)}" y1="{place(y1)}" x2="{place(x2)}" y2="{place(y2)}"'
+    """Return a straight line."""
+    ends = (
+        f'x1="{coordinate(x1)}" y1="{coordinate(y1)}" x2="{coordinate(x2)}" y2="{coordinate(y2)}"'
+    )
     inside = f"<title>{tip}</title>" if tip else ""
     return f'<line {ends} class="{css}">{inside}</line>'
 
 
 def polyline(points: Sequence[tuple[float, float]], css: str) -> str:
-    """Draw a line through places; a single one becomes a dot."""
+    """Return a line through points; a single point becomes a dot."""
     if len(points) == 1:
         x, y = points[0]
-        return f'<circle cx="{place(x)}" cy="{place(y)}" r="2.5" class="dot {css}"/>'
+        return f'<circle cx="{coordinate(x)}" cy="{coordinate(y)}" r="2.5" class="dot {css}"/>'
     return f'<polyline points="{_joined(points)}" class="{css}"/>'
 
 
 def polygon(points: Sequence[tuple[float, float]], css: str) -> str:
-    """Draw a filled area."""
+    """Return a filled area."""
     return f'<polygon points="{_joined(points)}" class="{css}"/>'
 
 
 def _joined(points: Iterable[tuple[float, float]]) -> str:
-    return " ".join(f"{place(x)},{place(y)}" for x, y in points)
+    return " ".join(f"{coordinate(x)},{coordinate(y)}" for x, y in points)
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Values from `low` to `high` onto places from `first` to `last`."""
+class AxisScale:
+    """Maps values from `low` to `high` onto coordinates from `first` to `last`."""
 
     low: float
     high: float
@@ -130,7 +131,7 @@ class Scale:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """Return the place of a value; values outside are put onto the edge."""
+        """Return the coordinate of a value; values outside are put onto the edge."""
         low, high = self._mapped(self.low), self._mapped(self.high)
         share = (self._mapped(value) - low) / (high - low)
         return self.first + min(max(share, 0.0), 1.0) * (self.last - self.first)
@@ -139,20 +140,20 @@ class Scale:
         return math.log10(max(value, 1e-30)) if self.is_log else value
 
     def ticks(self, wanted: int = 4) -> list[tuple[float, str]]:
-        """Return some round values, and how to write them."""
+        """Return some round values with their labels."""
         if self.is_log and self.high / self.low >= 30:
             first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
             every = max(1, math.ceil((last - first + 1) / (wanted + 1)))
-            return [(10.0**e, tick(10.0**e, 10.0**e)) for e in range(first, last + 1, every)]
-        step = nice((self.high - self.low) / wanted)
+            return [(10.0**e, format_tick(10.0**e, 10.0**e)) for e in range(first, last + 1, every)]
+        step = round_step((self.high - self.low) / wanted)
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
         values = [number * step for number in range(first, min(last, first + 2 * wanted) + 1)]
-        return [(value, tick(value, step)) for value in values]
+        return [(value, format_tick(value, step)) for value in values]
 
 
-def nice(step: float) -> float:
-    """Return what is nearest of 1, 2, 5 and 10 times a power of ten."""
+def round_step(step: float) -> float:
+    """Return the nearest of 1, 2, 5 and 10 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     for factor, until in ((1.0, 1.5), (2.0, 3.5), (5.0, 7.5)):
         if step <= until * power:
@@ -160,20 +161,20 @@ def nice(step: float) -> float:
     return 10 * power
 
 
-def spanning(values: Sequence[float], *, from_zero: bool = False) -> tuple[float, float]:
-    """Return a range that holds the values, with some air, and that is not empty."""
+def padded_range(values: Sequence[float], *, from_zero: bool = False) -> tuple[float, float]:
+    """Return a non-empty range that contains the values, with some padding."""
     low, high = min(values), max(values)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    air = (high - low) * 0.05
+    padding = (high - low) * 0.05
     if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-30):
-        air = abs(high) * 0.1 if abs(high) > 1e-30 else 1.0
+        padding = abs(high) * 0.1 if abs(high) > 1e-30 else 1.0
     is_at_zero = from_zero and low == 0.0
-    return (0.0 if is_at_zero else low - air), high + air
+    return (0.0 if is_at_zero else low - padding), high + padding
 
 
-def tick(value: float, step: float) -> str:
-    """Write a value on an axis, as exactly as the distance of its ticks asks for."""
+def format_tick(value: float, step: float) -> str:
+    """Return the label of a value, with the decimals that the distance of ticks needs."""
     if value == 0:
         return "0"
     size = max(abs(value), step)
@@ -190,7 +191,7 @@ def _decimals(step: float) -> int:
 
 
 def time_unit(span_s: float) -> tuple[float, str]:
-    """Choose in which unit a time axis of that length counts: its seconds, and its name."""
+    """Return the unit of a time axis of that length: its seconds and its name."""
     for unit_s, name in ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s")):
         if span_s >= 3 * unit_s:
             return unit_s, name

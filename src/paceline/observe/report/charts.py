@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from paceline.observe.report.canvas import (
     WIDTH,
-    Scale,
+    AxisScale,
     line,
+    padded_range,
     polygon,
     polyline,
     rect,
-    spanning,
     svg,
     text,
     time_unit,
@@ -22,16 +22,16 @@ from paceline.runtime.formatting import percent, short_duration, short_number
 
 HEIGHT = 270
 LEFT, RIGHT, TOP, BOTTOM = 58, WIDTH - 16, 30, HEIGHT - 42
-COLOURS = 8  # of more workers than that, all lines look alike
-_LOG_FROM = 40.0  # the axis is logarithmic when the highest value is so many times the lowest
-_LONG_START = 0.15  # share of the axis on which there is nothing yet
-_TIPS = 60  # columns of a plot that say their values under the mouse
+COLOURS = 8  # of more workers than that, all lines have one colour
+_LOG_FROM = 40.0  # the axis is logarithmic if the highest value is this many times the lowest
+_LONG_START = 0.15  # share of the axis before the first value
+_TIPS = 60  # columns of a plot with a tooltip
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class XAxis:
-    """What is drawn along the bottom: values in `unit`s of that size, named by `label`."""
+    """The x axis: values in `unit`s of that size, named by `label`."""
 
     label: str
     unit: float
@@ -40,39 +40,39 @@ class XAxis:
 
     @classmethod
     def of_time(cls, low_s: float, high_s: float) -> XAxis:
-        """Make an axis of time since the start of the job; a long start is left out."""
+        """Return an axis of time since the start of the job; a long empty start is left out."""
         unit_s, name = time_unit(high_s)
         begin_s = low_s if low_s > _LONG_START * high_s else 0.0
         return cls(f"time ({name})", unit_s, begin_s, max(high_s, begin_s + 1e-3))
 
     @classmethod
     def of_counts(cls, label: str, low: float, high: float) -> XAxis:
-        """Make an axis of samples or steps."""
+        """Return an axis of samples or steps."""
         return cls(label, 1.0, low, max(high, low + 1))
 
     @property
-    def scale(self) -> Scale:
-        return Scale(self.low / self.unit, self.high / self.unit, LEFT, RIGHT)
+    def scale(self) -> AxisScale:
+        return AxisScale(self.low / self.unit, self.high / self.unit, LEFT, RIGHT)
 
     def at(self, value: float) -> float:
         return self.scale.at(value / self.unit)
 
-    def words(self, value: float) -> str:
-        """Say a value of this axis, for the mouse."""
+    def tip(self, value: float) -> str:
+        """Return a value of this axis for a tooltip."""
         if self.label.startswith("time"):
             return f"at {short_duration(value)}"
         return f"at {short_number(value)} {self.label}"
 
 
-def axes(x: XAxis, y: Scale, y_label: str) -> list[str]:
-    """Draw a grid with a few round values, and what they are."""
+def axes(x: XAxis, y: AxisScale, y_label: str) -> list[str]:
+    """Return a grid with a few labelled round values."""
     parts = [text(4, TOP - 14, y_label, "name")]
-    for value, words in y.ticks(5):
-        place = y.at(value)
-        parts += [line(LEFT, place, RIGHT, place, "grid")]
-        parts += [text(LEFT - 8, place + 4, words, "tick", "end")]
-    for value, words in x.scale.ticks(6):
-        parts += [text(x.scale.at(value), BOTTOM + 18, words, "tick", "middle")]
+    for value, label in y.ticks(5):
+        at = y.at(value)
+        parts += [line(LEFT, at, RIGHT, at, "grid")]
+        parts += [text(LEFT - 8, at + 4, label, "tick", "end")]
+    for value, label in x.scale.ticks(6):
+        parts += [text(x.scale.at(value), BOTTOM + 18, label, "tick", "middle")]
     parts += [line(LEFT, BOTTOM, RIGHT, BOTTOM, "axis")]
     return [*parts, text((LEFT + RIGHT) / 2, HEIGHT - 6, x.label, "name", "middle")]
 
@@ -81,15 +81,15 @@ def curve_plot(
     curve: Curve, x: XAxis, *, title: str, y_label: str, marks: Sequence[float] = (),
     is_load: bool = False,
 ) -> str:  # fmt: skip
-    """Draw what the workers told about one value; marks are moments at which something happened.
+    """Return a plot of one value of all workers; `marks` are moments of membership changes.
 
-    The load of servers (`is_load`) begins at zero, and has no mean: each of them has its own.
+    The load of servers (`is_load`) begins at zero and has no mean line.
     """
     bins = curve.all.in_order()
     low, high = min(one.low for one in bins), max(one.high for one in bins)
     is_log = not is_load and low > 0 and high / low >= _LOG_FROM
-    edges = (low / 1.15, high * 1.15) if is_log else spanning((low, high), from_zero=is_load)
-    y = Scale(*edges, BOTTOM, TOP, is_log)
+    edges = (low / 1.15, high * 1.15) if is_log else padded_range((low, high), from_zero=is_load)
+    y = AxisScale(*edges, BOTTOM, TOP, is_log)
     parts = axes(x, y, y_label + (" (log)" if is_log else ""))
     parts += [line(x.at(at), TOP, x.at(at), BOTTOM, "mark") for at in marks]
     if curve.first_bad is not None:
@@ -98,15 +98,17 @@ def curve_plot(
     parts += _lines(curve, x, y, is_load)
     parts += _tips(curve, x, y_label)
     values = (bins[0].mean, bins[-1].mean, low, high)
-    words = "{}: from {} to {}, lowest {}, highest {}".format(title, *map(short_number, values))
-    return svg(WIDTH, HEIGHT, title, words, parts)
+    description = "{}: from {} to {}, lowest {}, highest {}".format(
+        title, *map(short_number, values)
+    )
+    return svg(WIDTH, HEIGHT, title, description, parts)
 
 
-def _placed(points: Points, x: XAxis, y: Scale) -> list[tuple[float, float]]:
+def _placed(points: Points, x: XAxis, y: AxisScale) -> list[tuple[float, float]]:
     return [(x.at(a), y.at(b)) for a, b in points]
 
 
-def _lines(curve: Curve, x: XAxis, y: Scale, is_load: bool) -> list[str]:
+def _lines(curve: Curve, x: XAxis, y: AxisScale, is_load: bool) -> list[str]:
     mean = polyline(_placed(curve.mean(), x, y), "mean")
     if curve.is_crowded:
         bins = curve.all.in_order()
@@ -119,27 +121,27 @@ def _lines(curve: Curve, x: XAxis, y: Scale, is_load: bool) -> list[str]:
     are_many = len(curve.workers) > COLOURS
     parts = []
     for at, (_, series) in enumerate(sorted(curve.workers.items())):
-        # The page must not grow with the workers: of many, each has half as many points.
-        shown = series.coarse(series.width * 2) if are_many else series
+        # The page must not grow with the workers: with many, each has half as many points.
+        drawn = series.coarsened(series.width * 2) if are_many else series
         colour = "worker many" if are_many else f"worker c{at}"
-        parts.append(polyline(_placed(shown.points(), x, y), colour + " load" * is_load))
+        parts.append(polyline(_placed(drawn.points(), x, y), colour + " load" * is_load))
     return parts if is_load and not are_many else [*parts, mean]
 
 
 def _tips(curve: Curve, x: XAxis, y_label: str) -> list[str]:
-    """Cover the plot with columns that say their values when the mouse is over them."""
+    """Cover the plot with transparent columns that have tooltips."""
     coarse = curve.all
     while len(coarse.bins) > _TIPS:
-        coarse = coarse.coarse(coarse.width * 2)
+        coarse = coarse.coarsened(coarse.width * 2)
     bins = coarse.in_order()
     places = [x.at(one.x) for one in bins]
     middles = [(a + b) / 2 for a, b in zip(places, places[1:], strict=False)]
     parts = []
     for one, left, right in zip(bins, [LEFT, *middles], [*middles, RIGHT], strict=True):
-        words = f"{x.words(one.x)}: {y_label} {short_number(one.mean)}"
+        tip = f"{x.tip(one.x)}: {y_label} {short_number(one.mean)}"
         if one.high > one.low:
-            words += f" ({short_number(one.low)} to {short_number(one.high)})"
-        parts.append(rect(left, TOP, right - left, BOTTOM - TOP, "tip", words))
+            tip += f" ({short_number(one.low)} to {short_number(one.high)})"
+        parts.append(rect(left, TOP, right - left, BOTTOM - TOP, "tip", tip))
     return parts
 
 
@@ -150,9 +152,9 @@ Shares = tuple[float, float, Sequence[float]]  # begin, end, amount of each kind
 def rate_plot(
     stretches: Sequence[Stretch], x: XAxis, *, title: str, y_label: str, marks: Sequence[float] = ()
 ) -> str:
-    """Draw how much there was per second, stretch after stretch."""
+    """Return a plot of an amount per second, stretch by stretch."""
     rates = [value for _, _, value in stretches]
-    y = Scale(*spanning(rates, from_zero=True), BOTTOM, TOP)
+    y = AxisScale(*padded_range(rates, from_zero=True), BOTTOM, TOP)
     top = [((x.at(begin) + x.at(end)) / 2, y.at(value)) for begin, end, value in stretches]
     top = [(x.at(stretches[0][0]), top[0][1]), *top, (x.at(stretches[-1][1]), top[-1][1])]
     parts = axes(x, y, y_label)
@@ -160,19 +162,19 @@ def rate_plot(
     parts += [line(x.at(at), TOP, x.at(at), BOTTOM, "mark") for at in marks]
     parts += [polyline(top, "only")]
     for begin, end, value in stretches:
-        tip = f"{x.words((begin + end) / 2)}: {short_number(value)} {y_label}"
+        tip = f"{x.tip((begin + end) / 2)}: {short_number(value)} {y_label}"
         left = x.at(begin)
         parts.append(rect(left, TOP, x.at(end) - left, BOTTOM - TOP, "tip", tip))
-    words = f"{title}: {short_number(min(rates))} to {short_number(max(rates))} {y_label}"
-    return svg(WIDTH, HEIGHT, title, words, parts)
+    description = f"{title}: {short_number(min(rates))} to {short_number(max(rates))} {y_label}"
+    return svg(WIDTH, HEIGHT, title, description, parts)
 
 
 def share_plot(stretches: Sequence[Shares], kinds: Sequence[str], x: XAxis, *, title: str) -> str:
-    """Draw shares that add up to one, stretch after stretch, the first kind at the bottom."""
-    y = Scale(0.0, 100.0, BOTTOM, TOP)
+    """Return a plot of shares that add up to one, stretch by stretch; the first kind is lowest."""
+    y = AxisScale(0.0, 100.0, BOTTOM, TOP)
     parts = axes(x, y, "share of time (%)")
     floor = [0.0] * len(stretches)
-    tips = [f"{x.words((begin + end) / 2)}:" for begin, end, _ in stretches]
+    tips = [f"{x.tip((begin + end) / 2)}:" for begin, end, _ in stretches]
     for number_of_kind, kind in enumerate(kinds):
         top = []
         for at, (_, _, amounts) in enumerate(stretches):
@@ -189,7 +191,7 @@ def share_plot(stretches: Sequence[Shares], kinds: Sequence[str], x: XAxis, *, t
 
 
 def _stairs(
-    stretches: Sequence[Shares], heights: Sequence[float], x: XAxis, y: Scale
+    stretches: Sequence[Shares], heights: Sequence[float], x: XAxis, y: AxisScale
 ) -> list[tuple[float, float]]:
     points = []
     for (begin, end, _), height in zip(stretches, heights, strict=True):

@@ -1,8 +1,8 @@
-"""What the page shows beside the state of a run: curves over its whole length, and what happened.
+"""Curves over the whole length of a run, and its timeline, for the page.
 
-Everything here is bounded: a run of a week with hundreds of workers needs as much memory as its
-plots show. `drawable` brings numbers into a range that can be drawn on their way in, so nobody
-after it has to think of infinities, or of what a foreign file may hold.
+Memory is bounded: a run of a week with hundreds of workers needs as much as its plots show.
+`sanitize` limits the numbers of an event to a range that can be drawn, so later code need not
+handle infinities or the contents of a damaged file.
 """
 
 from __future__ import annotations
@@ -12,36 +12,38 @@ from dataclasses import dataclass
 
 import msgspec
 
-from paceline.observe.report.canvas import count_of, seconds_of, usable
+from paceline.observe.report.canvas import clamp_count, clamp_seconds, finite_or_none
 from paceline.observe.report.series import Curve, Rate, TypicalStep
-from paceline.observe.telemetry.event_file import Recorded, RunEnded, RunStarted
 from paceline.observe.telemetry.events import (
     COMM_SHARE,
     COMPUTE_SHARE,
     DONE_SHARE,
-    CoordinatorBack,
+    BackupCaughtUp,
+    CoordinatorRestarted,
     EpochEnded,
-    Filled,
     MemberJoined,
     MemberLeft,
     MemberLost,
-    Moved,
     Note,
-    Progress,
+    PartitionsMoved,
+    ProgressReport,
     Promoted,
+    Recorded,
     Resumed,
+    RunEnded,
+    RunStarted,
     ServerLoad,
 )
-from paceline.observe.telemetry.run_state import Process, RunState
+from paceline.observe.telemetry.run_state import RunState
 from paceline.observe.telemetry.staleness import TableReport, WorkerReport
 from paceline.observe.telemetry.step_times import StepTimes
 from paceline.runtime.formatting import duration, short_number
 
-# Kinds and what people call them, in the order of their rows in the picture.
+# Kinds and their labels, in the order of their rows in the plot.
 KINDS = {
     "lost": "lost",
     "joined": "joined",
-    "resumed": "went on",
+    "resumed": "resumed",
     "servers": "servers",
     "epoch": "epoch",
     "note": "note",
@@ -49,56 +51,57 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Happened:
-    """One thing that happened. `text` is foreign in parts: not escaped yet."""
+class TimelineEntry:
+    """One entry of the timeline. `text` is untrusted: not escaped yet."""
 
     t: float
     kind: str  # a key of KINDS
     text: str
 
 
-def happened(t: float, event: Recorded) -> Happened | None:
-    """Say what an event tells; None where it is nothing that people ask about."""
+def timeline_entry(t: float, event: Recorded) -> TimelineEntry | None:
+    """Return the entry for an event; None if it has no place in the timeline."""
     match event:
         case MemberLost():
-            text = f"{_who(event)} was lost: {event.why}"
-            return Happened(t, "lost", text)
+            return TimelineEntry(t, "lost", f"{_member(event)} was lost: {event.why}")
         case MemberJoined():
-            return Happened(t, "joined", f"{_who(event)} joined")
+            return TimelineEntry(t, "joined", f"{_member(event)} joined")
         case MemberLeft():
-            return Happened(t, "note", f"{_who(event)} left")
+            return TimelineEntry(t, "note", f"{_member(event)} left")
         case Resumed():
-            return Happened(t, "resumed", _resumed(event))
+            return TimelineEntry(t, "resumed", _resumed(event))
         case EpochEnded():
-            return Happened(t, "epoch", _epoch(event))
-        case Promoted() | Moved() | Filled():
-            return Happened(t, "servers", _servers(event))
-        case CoordinatorBack():
-            return Happened(t, "servers", "the coordinator was restarted and goes on")
+            return TimelineEntry(t, "epoch", _epoch(event))
+        case Promoted() | PartitionsMoved() | BackupCaughtUp():
+            return TimelineEntry(t, "servers", _servers(event))
+        case CoordinatorRestarted():
+            return TimelineEntry(t, "servers", "the coordinator was restarted")
         case Note():
-            who = f"rank {event.rank}"
-            text = event.text if event.text.startswith(who) else f"{who}: {event.text}"
-            return Happened(t, "note", text)
+            rank = f"rank {event.rank}"
+            text = event.text if event.text.startswith(rank) else f"{rank}: {event.text}"
+            return TimelineEntry(t, "note", text)
         case _:
             return None
 
 
-def _who(event: MemberLost | MemberJoined | MemberLeft) -> str:
+def _member(event: MemberLost | MemberJoined | MemberLeft) -> str:
     return f"{event.role} {event.number} (rank {event.rank}, {event.where})"
 
 
 def _resumed(event: Resumed) -> str:
-    workers = "1 worker goes" if event.num_workers == 1 else f"{event.num_workers} workers go"
-    text = f"{workers} on with step {event.step} after {duration(seconds_of(event.took_s))}"
+    workers = (
+        "1 worker resumes" if event.num_workers == 1 else f"{event.num_workers} workers resume"
+    )
+    text = f"{workers} at step {event.step} after {duration(clamp_seconds(event.took_s))}"
     if event.lost:
         ranks = ", ".join(str(rank) for rank in event.lost[:8])
         text += f", without rank {ranks}{', ...' if len(event.lost) > 8 else ''}"
-    return text + ("; its exchange was done again" if event.repeats else "")
+    return text + ("; its exchange was repeated" if event.repeats else "")
 
 
 def _epoch(event: EpochEnded) -> str:
-    whose = "" if event.worker is None else f" of worker {event.worker}"
-    text = f"epoch {event.epoch} of {event.loader} ended{whose}: {_count(event.samples)} samples"
+    worker = "" if event.worker is None else f" of worker {event.worker}"
+    text = f"epoch {event.epoch} of {event.loader} ended{worker}: {_count(event.samples)} samples"
     counts = {
         "handed out again": event.reissued,
         "padded": event.padded,
@@ -109,27 +112,27 @@ def _epoch(event: EpochEnded) -> str:
 
 
 def _count(value: int) -> str:
-    drawable = usable(value)
-    return "very many" if drawable is None else short_number(drawable)
+    number = finite_or_none(value)
+    return "very many" if number is None else short_number(number)
 
 
-def _servers(event: Promoted | Moved | Filled) -> str:
+def _servers(event: Promoted | PartitionsMoved | BackupCaughtUp) -> str:
     parts = ", ".join(str(one) for one in event.partitions[:8])
     parts += ", ..." if len(event.partitions) > 8 else ""
     if isinstance(event, Promoted):
         return f"server {event.server} took over as primary of partitions {parts}"
-    if isinstance(event, Moved):
+    if isinstance(event, PartitionsMoved):
         return f"partitions {parts} moved from server {event.source} to server {event.target}"
     return f"server {event.server} holds full copies of partitions {parts}"
 
 
-_MAX_NAMES = 16  # values that scripts report
-_MAX_HAPPENINGS = 100  # at the beginning of the run, and as many at its end
+_MAX_NAMES = 16  # of values reported by scripts
+_MAX_ENTRIES = 100  # at the start of the run, and as many at its end
 SAMPLES, STEPS, INPUT, COMPUTE, WAIT = range(5)  # kinds of amounts in `RunHistory.rate`
 
 
 class RunHistory:
-    """The curves of a run; a `RunState` feeds it."""
+    """The curves and the timeline of a run."""
 
     def __init__(self) -> None:
         self.typical = TypicalStep()
@@ -137,24 +140,33 @@ class RunHistory:
         self.values: dict[str, Curve] = {}  # over time, by name
         self.over_samples: dict[str, Curve] = {}
         self.over_steps: dict[str, Curve] = {}
-        self.left_out: set[str] = set()  # names of values beyond those that are kept
-        self.servers: dict[str, Curve] = {}  # what servers tell about their load
-        self.first_happenings: list[Happened] = []
-        self.last_happenings: deque[Happened] = deque(maxlen=_MAX_HAPPENINGS)
-        self.num_happenings = 0
+        self.left_out: set[str] = set()  # names of further values
+        self.servers: dict[str, Curve] = {}  # load of the servers
+        self.first_entries: list[TimelineEntry] = []
+        self.last_entries: deque[TimelineEntry] = deque(maxlen=_MAX_ENTRIES)
+        self.num_entries = 0
         self._clock_s: float | None = None  # the job's clock at t = 0
 
-    def on_progress(self, t: float, process: Process, event: Progress, state: RunState) -> None:
-        """Add the steps and values of a worker to the curves."""
-        if not process.is_worker:
+    def apply(self, t: float, event: Recorded, state: RunState) -> None:
+        """Add an event that has been applied to `state`."""
+        if isinstance(event, ProgressReport):
+            self._on_progress(t, event, state)
+        elif isinstance(event, ServerLoad):
+            self._on_load(t, event)
+        elif not isinstance(event, TableReport | RunEnded):
+            self._on_other(t, event)
+
+    def _on_progress(self, t: float, event: ProgressReport, state: RunState) -> None:
+        process = state.process(event.rank)
+        if process is None or not process.is_worker:
             return
         if event.steps:
             self._on_steps(t, process.number, event.steps)
-        when_s = seconds_of(t - event.age_s)
+        when_s = clamp_seconds(t - event.age_s)
         for name, given in event.values.items():
             if name in (COMPUTE_SHARE, COMM_SHARE, DONE_SHARE):
-                continue  # steps and their times say that more exactly
-            value = usable(given)
+                continue  # the times of steps are more exact
+            value = finite_or_none(given)
             if name not in self.values:
                 if len(self.values) >= _MAX_NAMES and not is_loss(name):
                     self.left_out.add(name[:256])
@@ -163,7 +175,7 @@ class RunHistory:
             self.values[name].add(process.number, when_s, value)
             if is_loss(name):
                 by_samples = self.over_samples.setdefault(name, Curve(1.0))
-                by_samples.add(process.number, float(count_of(state.samples)), value)
+                by_samples.add(process.number, float(clamp_count(state.samples)), value)
                 by_steps = self.over_steps.setdefault(name, Curve(1.0))
                 by_steps.add(process.number, float(event.step), value)
 
@@ -172,85 +184,90 @@ class RunHistory:
             self._clock_s = steps[-1].end_s - t
         for step in steps:
             self.typical.add(worker, step)
-            end_s = seconds_of(step.end_s - self._clock_s)
+            end_s = clamp_seconds(step.end_s - self._clock_s)
             amounts = (step.samples, 1, step.input_s, step.compute_s, step.wait_s)
-            self.rate.spread(seconds_of(end_s - step.took_s), end_s, amounts)
+            self.rate.spread(clamp_seconds(end_s - step.took_s), end_s, amounts)
 
-    def on_load(self, t: float, event: ServerLoad) -> None:
-        """Add what a server had to do."""
-        told = {
+    def _on_load(self, t: float, event: ServerLoad) -> None:
+        loads = {
             "busy": 100 * event.busy,
             "queued": event.queued,
             "requests_s": event.requests_s,
             "bytes_s": event.bytes_s / 1e6,
         }
-        for name, value in told.items():
+        for name, value in loads.items():
             curve = self.servers.setdefault(name, Curve(1e-3))
-            curve.add(event.server, t, usable(value))
+            curve.add(event.server, t, finite_or_none(value))
 
-    def on_other(self, t: float, event: Recorded) -> None:
-        """Keep what happened, if it is something that people ask about."""
+    def _on_other(self, t: float, event: Recorded) -> None:
         if isinstance(event, RunStarted):
-            self._clock_s = usable(event.clock_s) or None
-        one = happened(t, event)
+            self._clock_s = finite_or_none(event.clock_s) or None
+        one = timeline_entry(t, event)
         if one is None:
             return
-        self.num_happenings += 1
-        if len(self.first_happenings) < _MAX_HAPPENINGS:
-            self.first_happenings.append(one)
+        self.num_entries += 1
+        if len(self.first_entries) < _MAX_ENTRIES:
+            self.first_entries.append(one)
         else:
-            self.last_happenings.append(one)
+            self.last_entries.append(one)
 
 
 def is_loss(name: str) -> bool:
-    """Tell whether a value that a script reports is what it minimizes."""
+    """Return whether a reported value is a loss, by its name."""
     return "loss" in name[:256].lower()
 
 
-def drawable(event: Recorded) -> Recorded:
-    """Return an event whose numbers can be drawn, as those of nearly all events can."""
+def main_loss(curves: dict[str, Curve]) -> str | None:
+    """Return the name of the main loss: "loss" itself, else the first that contains it."""
+    losses = [name for name in curves if is_loss(name)]
+    exact = [name for name in losses if name.lower() == "loss"]
+    return next(iter(exact or losses), None)
+
+
+def sanitize(event: Recorded) -> Recorded:
+    """Return an event whose numbers can be drawn; nearly all events are returned unchanged."""
     match event:
-        case Progress():
-            steps = tuple(map(_sane, event.steps))
-            age_s, step = seconds_of(event.age_s), count_of(event.step)
+        case ProgressReport():
+            steps = tuple(map(_sanitize_step, event.steps))
+            age_s, step = clamp_seconds(event.age_s), clamp_count(event.step)
             if steps != event.steps or (age_s, step) != (event.age_s, event.step):
                 return msgspec.structs.replace(event, step=step, age_s=age_s, steps=steps)
         case TableReport():
-            workers = tuple(map(_drawable_worker, event.workers))
-            return TableReport(event.table, event.server, count_of(event.version), workers)
+            workers = tuple(map(_sanitize_worker, event.workers))
+            return TableReport(event.table, event.server, clamp_count(event.version), workers)
         case RunEnded():
-            return msgspec.structs.replace(event, wall_s=seconds_of(event.wall_s))
+            return msgspec.structs.replace(event, wall_s=clamp_seconds(event.wall_s))
         case RunStarted():
-            counts = [count_of(n) for n in (event.workers, event.servers, event.data_workers)]
+            counts = [clamp_count(n) for n in (event.workers, event.servers, event.data_workers)]
             return msgspec.structs.replace(
                 event, workers=counts[0], servers=counts[1], data_workers=counts[2]
             )
     return event
 
 
-def _sane(step: StepTimes) -> StepTimes:
+def _sanitize_step(step: StepTimes) -> StepTimes:
     is_sane = 0 <= step.wait_s <= step.took_s < 1e6 and abs(step.end_s) < 1e9
     if is_sane and 0 <= step.input_s <= step.took_s - step.wait_s and 0 <= step.samples < 1 << 40:
-        return step  # as nearly all are; a comparison with NaN is false
-    took_s = seconds_of(step.took_s)
-    wait_s = min(seconds_of(step.wait_s), took_s)
+        return step  # the usual case; a comparison with NaN is false
+    took_s = clamp_seconds(step.took_s)
+    wait_s = min(clamp_seconds(step.wait_s), took_s)
     return StepTimes(
         step.step,
-        usable(step.end_s) or 0.0,
+        finite_or_none(step.end_s) or 0.0,
         took_s,
-        min(seconds_of(step.input_s), took_s - wait_s),
+        min(clamp_seconds(step.input_s), took_s - wait_s),
         wait_s,
-        count_of(step.samples),
+        clamp_count(step.samples),
     )
 
 
-def _drawable_worker(one: WorkerReport) -> WorkerReport:
+def _sanitize_worker(one: WorkerReport) -> WorkerReport:
     return WorkerReport(
         one.worker,
-        count_of(one.updates),
-        {count_of(age): count_of(count) for age, count in one.staleness.items()},
-        {who: seconds_of(time_s) for who, time_s in one.waited_s.items()},
-        count_of(one.dropped),
-        count_of(one.skipped),
-        count_of(one.overwritten),
+        clamp_count(one.updates),
+        {clamp_count(age): clamp_count(count) for age, count in one.staleness.items()},
+        {other: clamp_seconds(time_s) for other, time_s in one.waited_s.items()},
+        clamp_count(one.dropped),
+        clamp_count(one.skipped),
+        clamp_count(one.overwritten),
     )

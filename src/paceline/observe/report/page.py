@@ -1,32 +1,35 @@
-"""The page itself: one file with everything in it, which needs no network and runs no script.
+"""The page: one file with everything in it, which needs no network and runs no script.
 
-Its Content-Security-Policy forbids everything but the style sheet inside of it. So should a name
-out of a run ever get past the escaping, it would still be neither run nor fetched.
+Its Content-Security-Policy allows only the embedded style sheet. If a name from a run ever got past
+the escaping, the browser would still neither run nor fetch anything.
 
-The style sheet is for light and dark, phones and paper. Colours are the field's usual ones for
-people who see colours differently (Okabe and Ito), a little darker on white and a little lighter on
-black. Drawings name classes only.
+The style sheet (report.css) covers light and dark screens, phones and paper. Its colours are the
+usual ones for colour-blind readers (Okabe and Ito), a little darker on white and a little lighter
+on black. Drawings name CSS classes only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import tempfile
 from collections.abc import Iterable
+from datetime import datetime, timezone
 from pathlib import Path
 from string import Template
 
 from paceline.errors import UsageError
 from paceline.observe.report import sections
-from paceline.observe.report.canvas import TEXT_LIMIT, shown
-from paceline.observe.report.headline import head, slowest_sentence, tiles
-from paceline.observe.report.history import KINDS, Happened
-from paceline.observe.report.reading import Run
-from paceline.observe.report.rows import SHADES, timeline
-from paceline.runtime.formatting import duration, short_number
+from paceline.observe.report.canvas import TEXT_LIMIT, escaped, finite_or_none
+from paceline.observe.report.history import KINDS, TimelineEntry, main_loss
+from paceline.observe.report.reading import ConfigRow, Run
+from paceline.observe.report.row_plots import timeline
+from paceline.observe.telemetry.step_times import Bottleneck
+from paceline.runtime.formatting import duration, percent, short_number
 
 REPORT_FILE = "report.html"
+_STYLE_SHEET = Path(__file__).with_name("report.css")
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -54,50 +57,50 @@ def render(run: Run) -> str:
     """Return the page about a run."""
     started = run.state.started
     name = (started.run if started else "") or run.directory.resolve().name
-    said = slowest_sentence(run)
+    slowest = slowest_sentence(run)
     parts = [
-        f"<header>{head(run)}</header>",
-        *(f'<p class="remark">{shown(remark, TEXT_LIMIT)}</p>' for remark in run.remarks),
-        tiles(run),
-        f'<p class="say">{said}</p>' if said else "",
+        f"<header>{_head(run)}</header>",
+        *(f'<p class="remark">{escaped(remark, TEXT_LIMIT)}</p>' for remark in run.remarks),
+        _tiles(run),
+        f'<p class="say">{slowest}</p>' if slowest else "",
         sections.learning(run),
         sections.speed(run),
         sections.servers(run),
-        _what_happened(run),
+        _timeline(run),
         _configuration(run),
     ]
     return _PAGE.substitute(
-        title=f"{shown(name, 100)} \u00b7 Paceline",
-        style=style_sheet(),
+        title=f"{escaped(name, 100)} \u00b7 Paceline",
+        style=_STYLE_SHEET.read_text(),
         body="\n".join(part for part in parts if part),
         lines=short_number(run.state.num_events),
     )
 
 
-def _what_happened(run: Run) -> str:
-    told = [*run.history.first_happenings, *run.history.last_happenings]
-    if not told:
+def _timeline(run: Run) -> str:
+    entries = [*run.history.first_entries, *run.history.last_entries]
+    if not entries:
         return ""
-    between = run.history.num_happenings - len(told)
-    rows = [_row(one) for one in run.history.first_happenings]
+    between = run.history.num_entries - len(entries)
+    rows = [_row(one) for one in run.history.first_entries]
     if between:
         rows.append(f"<tr><td></td><td></td><td>... {short_number(between)} more ...</td></tr>")
-    rows += [_row(one) for one in run.history.last_happenings]
-    drawing = timeline(told, max(run.wall_s, told[-1].t))
-    picture = sections.figure("When", drawing, "", "", "wide")
+    rows += [_row(one) for one in run.history.last_entries]
+    drawing = timeline(entries, max(run.wall_s, entries[-1].t))
+    figure = sections.figure("When", drawing, "", "", "wide")
     heads = '<th class="num">time</th><th>what</th><th></th>'
     return (
-        f'<section><h2>What happened</h2><div class="grid">{picture}'
+        f'<section><h2>What happened</h2><div class="grid">{figure}'
         f'<div class="table wide"><table><thead><tr>{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></div></section>"
     )
 
 
-def _row(one: Happened) -> str:
+def _row(one: TimelineEntry) -> str:
     return (
         f'<tr><td class="num">{duration(one.t)}</td>'
         f'<td class="kind"><i class="e-{one.kind}"></i>{KINDS[one.kind]}</td>'
-        f"<td><bdi>{shown(one.text, TEXT_LIMIT)}</bdi></td></tr>"
+        f"<td><bdi>{escaped(one.text, TEXT_LIMIT)}</bdi></td></tr>"
     )
 
 
@@ -105,8 +108,8 @@ def _configuration(run: Run) -> str:
     if not run.settings:
         return ""
     rows: Iterable[str] = (
-        f"<tr><td>{shown(one.name)}</td><td><bdi>{shown(one.value, TEXT_LIMIT)}</bdi></td>"
-        f"<td>{shown(one.origin, 80)}</td></tr>"
+        f"<tr><td>{escaped(one.name)}</td><td><bdi>{escaped(one.value, TEXT_LIMIT)}</bdi></td>"
+        f"<td>{escaped(one.origin, 80)}</td></tr>"
         for one in run.settings
     )
     return (
@@ -117,7 +120,7 @@ def _configuration(run: Run) -> str:
 
 
 def write(page: str, path: Path) -> None:
-    """Write a page whole or not at all; UsageError where that cannot be done."""
+    """Write a page atomically; raise UsageError if that fails."""
     target = path.resolve()  # a link stays a link
     if target.exists() and not target.is_file():
         raise UsageError(f"cannot write {path}: it is not a file; name another one with -o FILE")
@@ -134,8 +137,7 @@ def write(page: str, path: Path) -> None:
                 os.unlink(unfinished)
         why = error.strerror or str(error)
         raise UsageError(
-            f"cannot write {path}: {why}; name a file in a directory that can be written to with"
-            " -o FILE"
+            f"cannot write {path}: {why}; name a file in a writable directory with -o FILE"
         ) from None
 
 
@@ -145,159 +147,169 @@ def _umask() -> int:
     return mask
 
 
-_LIGHT = """
-color-scheme:light;--bg:#f5f6f8;--card:#fff;--ink:#1b2130;--soft:#5a6376;--line:#e4e7ed;
---code:#fff;--accent:#0b66b7;--good:#0a7a55;--warn:#8a5a00;--warn-bg:#fff6e0;--bad:#b3261e;
---compute:#2f78bd;--on-compute:#fff;--input:#eba51a;--on-input:#2b1d00;--wait:#c6ccd6;
---on-wait:#333b49;--exchange:#0f9a73;--on-exchange:#fff;--other:#b08bc4;--on-other:#1d1226;
---heat:#b5480c;--on-heat:#fff;
---c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#c2609a;--c4:#c98a00;--c5:#3ba3df;--c6:#7c5cb5;
---c7:#707784;
-"""
-_DARK = """
-color-scheme:dark;--bg:#11141a;--card:#191e27;--ink:#e7eaf0;--soft:#9ca6b8;--line:#2c3340;
---code:#222935;--accent:#6cb4f5;--good:#4cc99b;--warn:#f0c15c;--warn-bg:#2d2617;--bad:#ff8a80;
---compute:#4f9be0;--on-compute:#06131f;--input:#f0b43c;--on-input:#221700;--wait:#4b5566;
---on-wait:#e4e8ef;--exchange:#35b88f;--on-exchange:#03150f;--other:#b795cf;--on-other:#150b1c;
---heat:#ff9b57;--on-heat:#241000;
---c0:#56a8e8;--c1:#ff8a3d;--c2:#2ec497;--c3:#e58fbf;--c4:#e8b23a;--c5:#8fd0ff;--c6:#b39ae8;
---c7:#a3abb9;
-"""
-_CSS = """
-*{box-sizing:border-box}
-body{margin:0;background:var(--bg);color:var(--ink);line-height:1.5;font-size:15px;
-font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
-font-variant-numeric:tabular-nums;-webkit-text-size-adjust:100%}
-main{max-width:1148px;margin:0 auto;padding:28px 16px 56px}
-h1{font-size:26px;line-height:1.25;margin:2px 0 0;overflow-wrap:anywhere}
-h2{font-size:19px;margin:40px 0 12px}
-h3{font-size:15px;margin:0}
-p{margin:0}
-.over{color:var(--soft);font-size:13px}
-.head{display:flex;flex-wrap:wrap;gap:8px 16px;align-items:center}
-.pill{font-size:13px;font-weight:600;padding:2px 12px;border-radius:99px;border:1.5px solid}
-.good{color:var(--good)}.bad-pill{color:var(--bad)}.open{color:var(--warn)}
-.command{display:block;margin:14px 0 0;padding:9px 12px;background:var(--code);border-radius:8px;
-border:1px solid var(--line);overflow-wrap:anywhere;
-font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(172px,1fr));gap:10px 20px;
-margin:16px 0 0}
-.facts div{min-width:0}
-dt{color:var(--soft);font-size:12.5px}
-dd{margin:0;overflow-wrap:anywhere}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(180px,1fr));gap:14px;
-margin:24px 0 0}
-.tile,figure,.table{background:var(--card);border:1px solid var(--line);border-radius:12px}
-.tile{padding:14px 18px}
-.tile b{display:block;font-size:30px;line-height:1.2;font-weight:650;overflow-wrap:anywhere}
-.tile span{color:var(--soft);font-size:13px}
-.say{margin:14px 0 0;padding:12px 18px;border-left:4px solid var(--accent);background:var(--card);
-border-radius:0 10px 10px 0}
-.remark{margin:14px 0 0;padding:10px 18px;border-left:4px solid var(--warn);
-background:var(--warn-bg);border-radius:0 10px 10px 0}
-.grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,430px),1fr));gap:16px}
-figure{margin:0;padding:14px 16px 12px;min-width:0;break-inside:avoid}
-figcaption{margin:0 0 6px}
-figcaption p,.more{color:var(--soft);font-size:13.5px}
-.wide{grid-column:1/-1}
-.scroll{overflow-x:auto}
-.wide svg{min-width:680px}
-svg{display:block;width:100%;height:auto;overflow:visible}
-.natural svg{margin:0 auto}
-.legend{display:flex;flex-wrap:wrap;gap:2px 16px;margin:6px 0 0;padding:0;list-style:none;
-font-size:13px;color:var(--soft)}
-.legend i{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;
-vertical-align:-1px}
-.legend i.stroke{height:0;border-radius:0;border-style:solid;border-width:3px 0 0;
-vertical-align:4px;width:16px}
-.legend i.ink{border-color:var(--ink)}
-.table{overflow-x:auto;padding:4px 0}
-table{border-collapse:collapse;width:100%;font-size:14px}
-th{text-align:left;color:var(--soft);font-weight:500;font-size:12.5px}
-th,td{padding:6px 16px;vertical-align:top;overflow-wrap:anywhere}
-tbody tr{border-top:1px solid var(--line)}
-td:first-child{white-space:nowrap}
-.settings td:first-child{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:13px}
-.settings td{min-width:90px}
-.num{text-align:right}
-.kind{white-space:nowrap}
-.kind i{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:8px}
-footer{margin:44px 0 0;color:var(--soft);font-size:13px}
-"""
-_DRAWINGS = """
-svg text{font-size:12px;fill:var(--ink);unicode-bidi:isolate;direction:ltr}
-svg .tick,svg .name{fill:var(--soft)}
-svg .small{font-size:11px}
-line.grid{stroke:var(--line);stroke-width:1}
-line.axis{stroke:var(--soft);stroke-width:1;opacity:.7}
-line.mark{stroke:var(--bad);stroke-width:1;stroke-dasharray:3 3;opacity:.75}
-line.bad{stroke:var(--bad);stroke-width:2}
-polyline{fill:none;stroke-linejoin:round;stroke-linecap:round}
-.worker{stroke-width:1;opacity:.55}
-.load{stroke-width:1.5;opacity:.9}
-.many{stroke:var(--c0);opacity:.35}
-.mean{stroke:var(--ink);stroke-width:2}
-.only{stroke:var(--c0);stroke-width:1.75}
-.dot{stroke:none}.dot.mean{fill:var(--ink)}.dot.only,.dot.many{fill:var(--c0)}
-.band{fill:var(--c0);opacity:.22}
-.area{fill:var(--c0);opacity:.14}
-.tip{fill:transparent}
-.tip:hover{fill:var(--soft);fill-opacity:.16}
-rect.bar{stroke:var(--card);stroke-width:.5}
-.h0{fill:var(--line);fill-opacity:.55}
-svg .on-dark{fill:var(--on-heat)}
-"""
-_SMALL_AND_PAPER = """
-@media (max-width:600px){
-main{padding:18px 12px 40px}
-h1{font-size:21px}
-.tiles{grid-template-columns:1fr 1fr;gap:10px}
-.tile{padding:10px 14px}.tile b{font-size:23px}
-.facts{grid-template-columns:1fr 1fr}
-figure{padding:12px 10px 10px}
-svg text{font-size:15px}
-.wide svg text{font-size:13px}
-.natural svg .small{font-size:13px}
-th,td{padding:6px 10px}
-}
-@media print{
-:root{--bg:#fff}
-body{font-size:12px}
-main{max-width:none;padding:0}
-h2{break-after:avoid}
-.tile,figure,.table{border-color:#ccc}
-.grid{grid-template-columns:1fr 1fr}
-.wide svg{min-width:0}
-*{print-color-adjust:exact;-webkit-print-color-adjust:exact}
-}
-"""
-_MARKS = {
-    "lost": "bad",
-    "joined": "good",
-    "resumed": "c5",
-    "servers": "c6",
-    "epoch": "c0",
-    "note": "soft",
-}
+# -- the top of the page: the run, its main figures, and the slowest worker --------------------
+
+_VERSIONS = {"paceline_version": "Paceline", "python_version": "Python", "torch_version": "torch"}
 
 
-def style_sheet() -> str:
-    """Return all of it, in one line for each rule or less."""
-    kinds = ("input", "compute", "exchange", "wait", "other")
-    rules = [f".k-{kind}{{fill:var(--{kind});background:var(--{kind})}}" for kind in kinds]
-    rules += [f"svg .in-{kind}{{fill:var(--on-{kind})}}" for kind in kinds]
-    rules += [
-        f".c{at}{{stroke:var(--c{at});border-color:var(--c{at})}}.dot.c{at}{{fill:var(--c{at})}}"
-        for at in range(8)
+def _head(run: Run) -> str:
+    """Return the name of the run, its command and facts about it."""
+    started = run.state.started
+    name = escaped((started.run if started else "") or run.directory.resolve().name, 120)
+    pill, css = _state(run)
+    parts = [
+        '<p class="over">Paceline run report</p>',
+        f'<div class="head"><h1>{name}</h1><span class="pill {css}">{pill}</span></div>',
     ]
-    rules += [
-        f".h{shade}{{fill:var(--heat);fill-opacity:{shade / SHADES:.2f}}}"
-        for shade in range(1, SHADES + 1)
+    if started and started.command:
+        parts.append(f'<code class="command">{escaped(started.command, 4 * TEXT_LIMIT)}</code>')
+    rows = "".join(f"<div><dt>{what}</dt><dd>{fact}</dd></div>" for what, fact in _facts(run))
+    return "".join(parts) + (f'<dl class="facts">{rows}</dl>' if rows else "")
+
+
+def _state(run: Run) -> tuple[str, str]:
+    if run.state.ended is None:
+        return "running or killed", "open"
+    code = run.state.ended.exit_code
+    return ("finished", "good") if code == 0 else (f"exit code {escaped(code, 20)}", "bad-pill")
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    started = run.state.started
+    facts = []
+    if started:
+        facts += [
+            ("script", escaped(started.script, 200)),
+            ("started", _moment(started.started)),
+        ]
+    took = duration(run.wall_s)
+    facts += [("took", took if run.state.ended else f"{took} recorded so far")]
+    if started:
+        facts += [
+            ("workers", escaped(started.workers)),
+            ("servers", escaped(started.servers) if started.servers else ""),
+            ("data workers", escaped(started.data_workers) if started.data_workers else ""),
+            ("pace", _setting(run, "pace", started.pace) or "chosen by the script"),
+            ("mesh", _setting(run, "mesh", started.mesh)),
+            ("host", escaped(started.host)),
+        ]
+    if run.state.ended and run.state.ended.words:
+        facts += [("end", escaped(run.state.ended.words.removeprefix("paceline: "), 200))]
+    facts += [("versions", _versions(run.settings, started.version if started else ""))]
+    return [(what, fact) for what, fact in facts if fact]
+
+
+def _setting(run: Run, name: str, given: str) -> str:
+    """Return the value given to the job; else the script's choice, from config.json."""
+    chosen = [one.value for one in run.settings if one.name == name and one.origin == "script"]
+    return escaped(given or "".join(value for value in chosen[:1] if value != "none"), 120)
+
+
+def _moment(iso: str) -> str:
+    try:
+        moment = datetime.fromisoformat(iso.replace("Z", "+00:00"))
+        if moment.tzinfo is not None:
+            moment = moment.astimezone(timezone.utc)
+        return f"{moment:%Y-%m-%d %H:%M} UTC"
+    except (ValueError, OverflowError):
+        return escaped(iso)
+
+
+def _versions(settings: list[ConfigRow], of_paceline: str) -> str:
+    found = {one.name: one.value for one in settings if one.name in _VERSIONS}
+    if of_paceline:
+        found["paceline_version"] = of_paceline
+    return ", ".join(
+        f"{n} {escaped(found[key], 30)}" for key, n in _VERSIONS.items() if key in found
+    )
+
+
+def _tiles(run: Run) -> str:
+    """Return the figures that readers look for first."""
+    made = [_speed(run), _final_loss(run), _waiting(run), _steps(run)]
+    boxes = [
+        f'<div class="tile"><span>{name}</span><b>{value}</b><span>{more}</span></div>'
+        for name, value, more in (one for one in made if one is not None)
     ]
-    rules += [
-        f".e-{kind}{{fill:var(--{colour});background:var(--{colour})}}"
-        for kind, colour in _MARKS.items()
-    ]
-    dark = f"@media screen and (prefers-color-scheme:dark){{:root{{{_DARK}}}}}"
-    parts = (f":root{{{_LIGHT}}}", dark, _CSS, _DRAWINGS, "\n".join(rules), _SMALL_AND_PAPER)
-    return "\n".join(parts)
+    return f'<div class="tiles">{"".join(boxes)}</div>' if boxes else ""
+
+
+_Tile = tuple[str, str, str] | None
+
+
+def _speed(run: Run) -> _Tile:
+    rate = run.history.rate
+    trained_s = rate.end - (rate.end if rate.begin is None else rate.begin)
+    if trained_s <= 0:
+        return None
+    workers = len(run.state.waits.workers)
+    if run.state.samples:
+        mean = run.state.samples / trained_s
+        each = f"{short_number(mean / workers)} per worker, " if workers > 1 else ""
+        more = f"{each}{short_number(run.state.samples)} in all"
+        return "samples per second", short_number(mean), more
+    steps_s = run.state.steps / workers / trained_s
+    return "steps per second", short_number(steps_s), "samples were not counted"
+
+
+def _final_loss(run: Run) -> _Tile:
+    name = main_loss(run.history.values)
+    if name is None:
+        return None
+    curve = run.history.values[name]
+    label = "final loss" if name.lower() == "loss" else f"final {escaped(name, 24)}"
+    final = sum(curve.last.values()) / len(curve.last)
+    bins = curve.all.in_order()
+    if not bins:
+        return label, "not finite", "no value was finite"
+    first, low = short_number(bins[0].mean), short_number(min(one.low for one in bins))
+    text = short_number(final) if math.isfinite(final) else "not finite"
+    return label, text, f"from {first}, lowest {low}"
+
+
+def _waiting(run: Run) -> _Tile:
+    times = run.state.waits.workers.values()
+    took_s = sum(one.took_s for one in times)
+    if took_s <= 0:
+        return None
+    input_s = sum(one.input_s for one in times)
+    more = f"of the workers' time; {percent(input_s / took_s)} for input"
+    share = sum(one.wait_s for one in times) / took_s
+    return "waiting for other processes", percent(share), more
+
+
+def _steps(run: Run) -> _Tile:
+    workers = run.state.waits.workers
+    if not run.state.steps:
+        return None
+    most = max(one.steps for one in workers.values())
+    least = min(one.steps for one in workers.values())
+    took_s = sum(one.took_s for one in workers.values()) / run.state.steps
+    mean = f"{duration(took_s)} each"
+    if least == most:
+        return "steps", short_number(most), mean
+    return "steps", short_number(most), f"fewest of a worker: {short_number(least)}; {mean}"
+
+
+def slowest_sentence(run: Run) -> str:
+    """Return which worker (or the network) slowed the run down; "" for a single worker."""
+    if len(run.state.waits.workers) < 2:
+        return ""
+    found = run.state.bottleneck()
+    return "No worker slowed down the others." if found is None else _describe(found)
+
+
+def _describe(found: Bottleneck) -> str:
+    lost = f"The workers spent {percent(found.cost)} of their time waiting."
+    if found.worker is None:
+        return f"No worker is slow: the exchange itself (network, servers) takes the time. {lost}"
+    why = {
+        "input": "it waits longer for its input",
+        "compute": "it computes longer",
+    }.get(found.cause, escaped(found.cause))
+    times = finite_or_none(found.times)
+    factor = short_number(times) if times is not None and times < 1e4 else "very many"
+    return (
+        f"<strong>Worker {found.worker} is the slowest: {why}.</strong> Without waiting, its steps"
+        f" take {factor} times as long as those of the other workers. {lost}"
+    )

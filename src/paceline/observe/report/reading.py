@@ -1,7 +1,7 @@
-"""The directory of a run, read: its events, its configuration, its trace, and what is wrong.
+"""Reads the directory of a run: its events, configuration and trace.
 
-Files may be half-written, foreign or missing. Whoever asks for a page about a directory that is no
-run's gets an error; everything else makes a page, which says what could not be read.
+Files may be truncated, written by other programs, or missing. A directory without a run raises an
+error. Everything else results in a page, which says what could not be read.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.observe.report.canvas import seconds_of
-from paceline.observe.report.history import RunHistory, drawable
-from paceline.observe.report.trace_lanes import Picture, read_trace
-from paceline.observe.telemetry.chrome_trace import TRACE_FILE
-from paceline.observe.telemetry.event_file import EVENTS_FILE, Line, Reading, RunStarted
+from paceline.observe.report.canvas import clamp_seconds
+from paceline.observe.report.history import RunHistory, sanitize
+from paceline.observe.report.trace_lanes import StepTimeline, read_trace
+from paceline.observe.telemetry.events import RunStarted
+from paceline.observe.telemetry.file_formats import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    TRACE_FILE,
+    EventLine,
+    EventReader,
+)
 from paceline.observe.telemetry.run_state import RunState
 
-CONFIG_FILE = "config.json"
-_EXPECTED = f"expected the directory of a run, which `paceline run` makes, with {EVENTS_FILE} in it"
+_EXPECTED = f"expected a run directory of `paceline run`, with {EVENTS_FILE} in it"
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_SETTINGS = 300
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConfigRow:
     """A row of the configuration."""
 
     name: str
@@ -39,45 +44,47 @@ class Run:
     """All that is known about a run."""
 
     directory: Path
-    settings: list[Setting] = field(default_factory=list)
-    trace: Picture | None = None
-    remarks: list[str] = field(default_factory=list)  # about files, for the reader of the page
+    settings: list[ConfigRow] = field(default_factory=list)
+    trace: StepTimeline | None = None
+    remarks: list[str] = field(default_factory=list)  # about unreadable files
 
     def __post_init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Begin with nothing: what was read was an earlier run."""
+    def reset(self) -> None:
+        """Drop everything: the lines so far are of an earlier run."""
         self.history = RunHistory()
-        self.state = RunState(takes_strangers=True, history=self.history)
+        self.state = RunState(accepts_unknown=True)
 
-    def add(self, line: Line) -> None:
-        """Take in a line of the record."""
-        self.state.apply(seconds_of(line.t), drawable(line.event))
+    def add(self, line: EventLine) -> None:
+        """Apply a line of the record."""
+        t, event = clamp_seconds(line.t), sanitize(line.event)
+        self.state.apply(t, event)
+        self.history.apply(t, event, self.state)
 
     @property
     def wall_s(self) -> float:
-        """How long the run took, or has taken as far as is known."""
+        """How long the run took, or the time recorded so far."""
         return max(self.state.last_s, self.state.ended.wall_s if self.state.ended else 0.0)
 
 
 def read_run(directory: Path) -> Run:
-    """Read the directory of a run; UsageError where it is none."""
+    """Read the directory of a run; raise UsageError if it is none."""
     path = _events_file(directory)
     run = Run(directory)
-    reading, earlier = Reading(path), 0
+    reading, earlier = EventReader(path), 0
     try:
         for line in reading.lines():
             if isinstance(line.event, RunStarted) and run.state.num_events:
-                run.forget()
+                run.reset()
                 earlier += 1
             run.add(line)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}); {_EXPECTED}") from None
     if reading.damaged and not run.state.num_events:
         raise UsageError(
-            f"{path}: none of its {reading.damaged} lines is an event of a run; {_EXPECTED}, as"
-            ' {"t": 0.0, "event": {...}} in each line'
+            f"{path}: none of its {reading.damaged} lines is an event of a run; {_EXPECTED}: each"
+            ' line as {"t": 0.0, "event": {...}}'
         )
     run.remarks += _remarks(reading.damaged, earlier, run.state.num_events)
     _read_config(run)
@@ -103,14 +110,14 @@ def _remarks(damaged: int, earlier: int, num_lines: int) -> list[str]:
     if damaged:
         lines = "1 line" if damaged == 1 else f"{damaged} lines"
         remarks.append(
-            f"{lines} of {EVENTS_FILE} could not be read: cut short, or not written by this version"
-            " of Paceline. The page shows what is left."
+            f"{lines} of {EVENTS_FILE} could not be read: truncated, or written by another version"
+            " of Paceline. The page shows the rest."
         )
     if earlier:
         runs = "an earlier run" if earlier == 1 else f"{earlier} earlier runs"
         remarks.append(f"{EVENTS_FILE} also holds {runs}; the page shows the last one.")
     if not num_lines:
-        remarks.append(f"{EVENTS_FILE} is empty: nothing was recorded yet.")
+        remarks.append(f"{EVENTS_FILE} is empty: nothing has been recorded yet.")
     return remarks
 
 
@@ -127,15 +134,15 @@ def _read_config(run: Run) -> None:
     except (OSError, ValueError) as error:  # msgspec's and unicode's errors are ValueErrors
         run.remarks.append(f"{CONFIG_FILE} could not be read ({error}).")
         return
-    run.settings = [_setting(name, said) for name, said in list(found.items())[:_MAX_SETTINGS]]
+    run.settings = [_setting(name, entry) for name, entry in list(found.items())[:_MAX_SETTINGS]]
     if len(found) > _MAX_SETTINGS:
         run.remarks.append(f"{len(found) - _MAX_SETTINGS} more settings are in {CONFIG_FILE}.")
 
 
-def _setting(name: str, said: object) -> Setting:
-    if isinstance(said, dict) and "value" in said:
-        return Setting(name, _as_text(said["value"]), _as_text(said.get("origin", "")))
-    return Setting(name, _as_text(said), "")
+def _setting(name: str, entry: object) -> ConfigRow:
+    if isinstance(entry, dict) and "value" in entry:
+        return ConfigRow(name, _as_text(entry["value"]), _as_text(entry.get("origin", "")))
+    return ConfigRow(name, _as_text(entry), "")
 
 
 def _as_text(value: object) -> str:

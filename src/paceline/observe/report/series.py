@@ -1,11 +1,11 @@
-"""Lines of any length in bounded memory: values in bins that grow wider as the line grows longer.
+"""Lines of any length in bounded memory: values in bins that widen as the line gets longer.
 
-A BIN holds what came within one stretch of the x axis: how many values, their sum, the lowest and
-the highest, and where those two were. There are at most `capacity` bins; a value beyond the last
-one doubles the width of all, two neighbours becoming one. So a file is read once, a line of a
-million values and one of ten need the same memory, and neither loses its peaks. Widths are a
-power of two times the first one, and the lines of a plot begin to count at the same place, their
-ORIGIN: they can be brought to the same bins.
+A BIN holds the values within one stretch of the x axis: their number, sum, minimum and maximum, and
+where those two were. There are at most `capacity` bins; a value beyond the last bin doubles the
+width of all bins, and two neighbours become one. So a file is read once, a line of a million values
+needs as much memory as one of ten, and neither loses its peaks. Widths are the first width times a
+power of two, and the lines of a plot start at the same x, their ORIGIN: they can be brought to the
+same bins.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from paceline.observe.telemetry.step_times import StepTimes
 
-_MAX_STEPS = 64  # of those that a typical one is chosen from
-LINES = 16  # workers that have a line of their own; of more, only the range and the mean are shown
+_MAX_STEPS = 64  # to choose a typical one from
+LINES = 16  # workers with their own line; with more, only range and mean are drawn
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Bin:
 
 
 class Series:
-    """One line. `x` should, on the whole, grow; what is before `origin` counts as there."""
+    """One line. `x` should mostly grow; an x before `origin` counts as `origin`."""
 
     def __init__(self, width: float, origin: float = 0.0, capacity: int = 300) -> None:
         self.width = width
@@ -58,7 +58,7 @@ class Series:
         self._capacity = capacity
 
     def add(self, x: float, y: float) -> None:
-        """Take in a value."""
+        """Add a value."""
         x = max(x, self.origin)
         while x - self.origin >= self.width * self._capacity:
             self.widen()
@@ -72,13 +72,13 @@ class Series:
             here.take(new)
 
     def widen(self) -> None:
-        """Make one bin of every two."""
+        """Merge every two bins."""
         bins, self.bins = self.bins, {}
         self.width *= 2
         for at, one in bins.items():
             self._put(at // 2, one)
 
-    def coarse(self, width: float) -> Series:
+    def coarsened(self, width: float) -> Series:
         """Return a copy whose bins are at least that wide."""
         copy = Series(self.width, self.origin, self._capacity)
         copy.bins = {at: Bin(**vars(one)) for at, one in self.bins.items()}
@@ -99,19 +99,19 @@ class Series:
 
 
 class Curve:
-    """A value that several workers report, over time or over something else that grows."""
+    """A value of several workers, over time, samples or steps."""
 
     def __init__(self, width: float) -> None:
         self._width = width
         self.all = Series(width)  # its origin is the first value's
         self.workers: dict[int, Series] = {}
-        self.is_crowded = False  # there are more workers than lines
+        self.is_crowded = False  # more workers than lines
         self.last: dict[int, float] = {}
         self.num_bad = 0  # values that are not finite
-        self.first_bad: tuple[float, int] | None = None  # where, and whose
+        self.first_bad: tuple[float, int] | None = None  # x and worker
 
     def add(self, worker: int, x: float, y: float | None) -> None:
-        """Take in a value of a worker; None is one that cannot be drawn."""
+        """Add a value of a worker; None: it cannot be drawn."""
         if y is None:
             self.num_bad += 1
             self.last[worker] = float("nan")
@@ -130,20 +130,20 @@ class Curve:
             line.add(x, y)
 
     def mean(self) -> list[tuple[float, float]]:
-        """Return the mean over the workers, each of which keeps its value until the next one."""
+        """Return the mean over the workers; each keeps its value until its next one."""
         if self.is_crowded:
             return [(one.x, one.mean) for one in self.all.in_order()]
         width = max((line.width for line in self.workers.values()), default=self._width)
-        lines = [line.coarse(width) for line in self.workers.values()]
-        return _mean_of(lines, self.all.coarse(width))
+        lines = [line.coarsened(width) for line in self.workers.values()]
+        return _mean_of(lines, self.all.coarsened(width))
 
 
 def _mean_of(lines: Sequence[Series], every: Series) -> list[tuple[float, float]]:
     firsts, ends = [min(line.bins) for line in lines], [max(line.bins) for line in lines]
-    # A worker that has not told anything for some of its usual distances is not there any more.
+    # A worker without a value for some of its usual intervals counts as gone.
     spans = zip(lines, firsts, ends, strict=True)
     patience = [2 + 2 * (end - first) / max(len(line.bins) - 1, 1) for line, first, end in spans]
-    # Until all who begin together have told something, the mean would jump with each of them.
+    # Until all workers that start together have a value, the mean would jump with each of them.
     together = min(firsts, default=0) + max(patience, default=0)
     begin = max((first for first in firsts if first <= together), default=0)
     now: dict[int, float] = {}
@@ -161,17 +161,17 @@ def _mean_of(lines: Sequence[Series], every: Series) -> list[tuple[float, float]
 
 @dataclass
 class Rate:
-    """Amounts that were spread over stretches of time: how much of each kind fell into each bin."""
+    """Amounts spread over stretches of time: how much of each kind falls into each bin."""
 
     kinds: int
     width: float = 1e-3
     capacity: int = 240
     bins: dict[int, list[float]] = field(default_factory=dict)
-    begin: float | None = None  # of the first stretch: bins count from there
+    begin: float | None = None  # of the first stretch: bin 0 starts there
     end: float = 0.0
 
     def spread(self, begin: float, end: float, amounts: Sequence[float]) -> None:
-        """Share amounts out over the bins between two moments."""
+        """Distribute amounts over the bins between two moments."""
         if self.begin is None:
             self.begin = begin
         self.end = max(self.end, end)
@@ -201,12 +201,12 @@ class Rate:
         self.bins = dict(wide)
 
     def coarsen(self, most: int) -> None:
-        """Widen the bins until there are at most so many."""
+        """Widen the bins until there are at most `most`."""
         while len(self.bins) > most:
             self._widen()
 
     def stretches(self) -> Iterable[tuple[float, float, list[float]]]:
-        """Yield begin, end and amounts of every bin, without what lies outside of the run."""
+        """Yield begin, end and amounts of every bin, limited to the run."""
         if self.begin is None:
             return
         for at in range(max(self.bins) + 1):
@@ -217,11 +217,11 @@ class Rate:
 
 
 class TypicalStep:
-    """Finds one step to look at closely: of all steps, the one whose duration is the median.
+    """Finds one step to show in detail: the one with the median duration.
 
-    Which one that is, is known at the end; keeping all of them until then would need memory without
-    bound. So every n-th is kept with the times of all its workers, and n doubles whenever there are
-    too many: some dozens of whole steps are enough to find a typical one among.
+    The median is known only at the end, and memory is bounded. So every n-th step is kept with the
+    times of all its workers, and n doubles whenever there are too many: some dozens of complete
+    steps are enough to find a typical one.
     """
 
     def __init__(self) -> None:
@@ -229,23 +229,23 @@ class TypicalStep:
         self._kept: dict[int, dict[int, StepTimes]] = {}
 
     def add(self, worker: int, step: StepTimes) -> None:
-        """Take in a step of a worker."""
+        """Add a step of a worker."""
         if step.step % self._every or step.took_s <= 0:
             return
         self._kept.setdefault(step.step, {})[worker] = step
         while len(self._kept) > _MAX_STEPS:
             self._every *= 2
-            self._kept = {at: told for at, told in self._kept.items() if at % self._every == 0}
+            self._kept = {at: times for at, times in self._kept.items() if at % self._every == 0}
 
     def choose(self) -> dict[int, StepTimes]:
-        """Return the times of all workers in a typical step; of none when there was none.
+        """Return the times of all workers in a typical step; {} without steps.
 
-        The first step is left out where there are others: it sets things up.
+        The first step is left out if there are others, because it includes setup.
         """
-        told = {at: workers for at, workers in self._kept.items() if at > 1} or self._kept
-        if not told:
+        steps = {at: workers for at, workers in self._kept.items() if at > 1} or self._kept
+        if not steps:
             return {}
-        most = max(len(workers) for workers in told.values())
-        whole = [workers for workers in told.values() if len(workers) == most]
-        whole.sort(key=lambda workers: max(step.took_s for step in workers.values()))
-        return dict(sorted(whole[len(whole) // 2].items()))
+        most = max(len(workers) for workers in steps.values())
+        complete = [workers for workers in steps.values() if len(workers) == most]
+        complete.sort(key=lambda workers: max(step.took_s for step in workers.values()))
+        return dict(sorted(complete[len(complete) // 2].items()))

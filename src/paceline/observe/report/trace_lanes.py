@@ -1,9 +1,9 @@
 """What several processes did at the same time: lanes of bars on one clock.
 
-A `Picture` of one step comes from the run's trace where there is one, which knows every bucket and
-every push; else from the times of the step, which know its three parts. Of a trace only complete
-events ("X") and the names of processes ("M") are looked at; steps are events called "step N", and
-of several the one with the median duration is shown.
+A `StepTimeline` of one step comes from the run's trace if there is one, which has every bucket and
+every push; else from the times of the step, which have its three parts. Of a trace only complete
+events ("X") and process names ("M") are used. Steps are events named "step N"; of several, the one
+with the median duration is drawn.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from typing import NamedTuple
 
 from msgspec import UnsetType
 
-from paceline.observe.report.canvas import usable
-from paceline.observe.telemetry.chrome_trace import COMPLETE, PROCESS_NAME, TraceEvent, decode
+from paceline.observe.report.canvas import finite_or_none
+from paceline.observe.telemetry.file_formats import (
+    PROCESS_NAME,
+    TRACE_COMPLETE,
+    TraceEvent,
+    decode_trace,
+)
 from paceline.observe.telemetry.step_times import StepTimes
 from paceline.runtime.formatting import duration
 
@@ -27,22 +32,22 @@ LANE_KINDS = ("input", "compute", "exchange", "wait", "other")
 
 
 @dataclass(frozen=True)
-class Bar:
-    """Something that a process did, in seconds since the beginning of the picture."""
+class LaneBar:
+    """A span of a process, in seconds since the start of the timeline."""
 
     begin_s: float
     end_s: float
     kind: str
     name: str
-    depth: int = 0  # under how many other bars it lies
+    depth: int = 0  # its row within the lane
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What one process did."""
+    """The bars of one process."""
 
     name: str
-    bars: tuple[Bar, ...]
+    bars: tuple[LaneBar, ...]
 
     @property
     def depth(self) -> int:
@@ -51,16 +56,16 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """One step. Names are foreign text."""
+class StepTimeline:
+    """One step. Names are untrusted text."""
 
     lanes: tuple[Lane, ...]
     span_s: float
-    words: str  # which step this is, and why that one
+    caption: str  # which step this is, and why it was chosen
 
 
-def picture_of(workers: Mapping[int, StepTimes]) -> Picture | None:
-    """Draw a step from the times of its workers: first the input, at the end the waiting."""
+def timeline_from_times(workers: Mapping[int, StepTimes]) -> StepTimeline | None:
+    """Return a step from the times of its workers: input first, waiting last."""
     if not workers:
         return None
     origin_s = min(step.end_s - step.took_s for step in workers.values())
@@ -71,16 +76,16 @@ def picture_of(workers: Mapping[int, StepTimes]) -> Picture | None:
     span_s = max(step.end_s for step in workers.values()) - origin_s
     one = next(iter(workers.values()))
     took = duration(max(step.took_s for step in workers.values()))
-    words = f"Step {one.step}, which took {took}: the median of the steps."
-    return Picture(lanes, span_s, words) if span_s > 0 else None
+    caption = f"Step {one.step}, which took {took}: the median of the steps."
+    return StepTimeline(lanes, span_s, caption) if span_s > 0 else None
 
 
-def _parts(step: StepTimes, begin_s: float) -> tuple[Bar, ...]:
+def _parts(step: StepTimes, begin_s: float) -> tuple[LaneBar, ...]:
     bars = []
     parts = (("input", step.input_s), ("compute", step.compute_s), ("wait", step.wait_s))
     for kind, took_s in parts:
         if took_s > 0:
-            bars.append(Bar(begin_s, begin_s + took_s, kind, kind))
+            bars.append(LaneBar(begin_s, begin_s + took_s, kind, kind))
         begin_s += took_s
     return tuple(bars)
 
@@ -108,30 +113,30 @@ class _Span(NamedTuple):
     end_s: float
 
 
-def read_trace(path: Path) -> Picture | None:
-    """Draw a step of a trace; None when there is none in it. ValueError: it is no trace."""
+def read_trace(path: Path) -> StepTimeline | None:
+    """Return a step of a trace; None if it has no steps. Raise ValueError if it is no trace."""
     if path.stat().st_size > _MAX_BYTES:
         raise ValueError(f"it is larger than {_MAX_BYTES >> 20} MB")
-    events = decode(path.read_bytes())
+    events = decode_trace(path.read_bytes())
     names = {e.pid: str(e.args.get("name", "")) for e in events if e.name == PROCESS_NAME}
-    return _picture(list(_spans(events)), names)
+    return _timeline(list(_spans(events)), names)
 
 
 def _spans(events: Iterable[TraceEvent]) -> Iterable[_Span]:
     for event in events:
         begin_s, took_s = _seconds(event.ts), _seconds(event.dur)
-        if event.ph == COMPLETE and begin_s is not None and took_s is not None and took_s > 0:
-            whom = event.args.get("for")  # of a wait
-            name = event.name if whom is None else f"{event.name} for {whom}"
+        if event.ph == TRACE_COMPLETE and begin_s is not None and took_s is not None and took_s > 0:
+            other = event.args.get("for")  # of a wait
+            name = event.name if other is None else f"{event.name} for {other}"
             yield _Span(event.pid, event.tid, name, begin_s, begin_s + took_s)
 
 
 def _seconds(microseconds: float | UnsetType) -> float | None:
-    value = None if isinstance(microseconds, UnsetType) else usable(microseconds)
+    value = None if isinstance(microseconds, UnsetType) else finite_or_none(microseconds)
     return None if value is None else value / 1e6
 
 
-def _picture(spans: Sequence[_Span], names: Mapping[int | str, str]) -> Picture | None:
+def _timeline(spans: Sequence[_Span], names: Mapping[int | str, str]) -> StepTimeline | None:
     steps: defaultdict[int, list[_Span]] = defaultdict(list)
     for span in spans:
         if match := _STEP.match(span.name):
@@ -154,28 +159,28 @@ def _picture(spans: Sequence[_Span], names: Mapping[int | str, str]) -> Picture 
         for process in processes[:_MAX_LANES]
     )  # fmt: skip
     took = duration(max(span.end_s - span.begin_s for span in steps[step]))
-    words = f"Step {step} of the trace ({len(steps)} steps), which took {took}."
+    caption = f"Step {step} of the trace ({len(steps)} steps), which took {took}."
     if end_s - begin_s > 1.5 * max(span.end_s - span.begin_s for span in steps[step]):
-        words += " Workers run free: from the first that began it to the last that ended it."
-    return Picture(lanes, end_s - begin_s, words)
+        caption += " Free-running workers: from the first that began it to the last that ended it."
+    return StepTimeline(lanes, end_s - begin_s, caption)
 
 
 def _in_order(number: int | str) -> tuple[bool, float, str]:
-    """Sort numbers as such, and before everything else."""
-    value = usable(number) if isinstance(number, int) else None
+    """Return a sort key: numbers by value, before everything else."""
+    value = finite_or_none(number) if isinstance(number, int) else None
     return (value is None, value or 0.0, str(number))
 
 
 def _typical(steps: dict[int, list[_Span]]) -> int:
-    most = max(len(told) for told in steps.values())
-    whole = [step for step, told in steps.items() if len(told) == most]
-    whole.sort(key=lambda step: max(span.end_s - span.begin_s for span in steps[step]))
-    return whole[len(whole) // 2]
+    most = max(len(spans) for spans in steps.values())
+    complete = [step for step, spans in steps.items() if len(spans) == most]
+    complete.sort(key=lambda step: max(span.end_s - span.begin_s for span in steps[step]))
+    return complete[len(complete) // 2]
 
 
 def _lane(name: str, origin_s: float, spans: Sequence[_Span]) -> Lane:
-    """Give every bar a row: below those of its thread that it lies in, threads below each other."""
-    bars: list[Bar] = []
+    """Return a lane; each bar gets a row below the bars around it, threads below each other."""
+    bars: list[LaneBar] = []
     top = 0
     rows: defaultdict[int | str, list[_Span]] = defaultdict(list)
     for span in spans:
@@ -187,15 +192,15 @@ def _lane(name: str, origin_s: float, spans: Sequence[_Span]) -> Lane:
             depth = free[0] if free else len(ends)
             ends[depth : depth + 1] = [span.end_s]
             if top + depth < _MAX_DEPTH:
-                kind = kind_of(span.name)
+                kind = span_kind(span.name)
                 begin_s, end_s = span.begin_s - origin_s, span.end_s - origin_s
-                bars.append(Bar(begin_s, end_s, kind, span.name, top + depth))
+                bars.append(LaneBar(begin_s, end_s, kind, span.name, top + depth))
         top += len(ends)
     return Lane(name, tuple(bars))
 
 
-def kind_of(name: str) -> str:
-    """Say what kind of work a span of that name is."""
+def span_kind(name: str) -> str:
+    """Return the kind of work of a span, by its name."""
     small = name[:200].lower()
     for kind, words in _KINDS:
         if any(word in small for word in words):

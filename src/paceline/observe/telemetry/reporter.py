@@ -1,19 +1,18 @@
-"""What one rank tells about its progress: collected at every step, sent a few times a second.
+"""Progress of one rank: collected at every step, sent a few times a second.
 
-Two speak about the same rank. The script reports what it likes (`pl.report`), when it likes; the
-training loop's hooks count every step and measure where its time went. Both land here. What has
-been said since the last message is merged by name, the newest value of each, so neither erases the
-other's; the display keeps the last value of every name anyway. Of the steps all are told, each with
-its times (step_times.py). Between two messages a step costs one small object.
+Two sources report about a rank. The script reports any values at any time (`pl.report`); the hooks
+of the training loop count every step and measure where its time went. The newest value of each name
+since the last message is sent, so neither source erases values of the other. Every step is sent
+with its times (step_times.py). Between two messages a step costs one small object.
 
-GAUGES are values that are read only when a message leaves: the learning rate, for example. What the
-script reports under the name of a gauge wins, from then on. `Headway` is one: how much of its loops
-the script has done.
+GAUGES are values that are read only when a message is sent, for example the learning rate. A value
+that the script reports under the name of a gauge replaces it from then on. `LoopProgress` is a
+gauge: how much of its loops the script has done.
 
-Steps have one number: the count of `step_done`, until the script gives numbers of its own. From
-then on the script's are shown, because those are the ones in its logs.
+A step has one number: the count of `step_done`, until the script reports its own numbers. From then
+on those are shown, because they are the numbers in the script's logs.
 
-Threads: any may report; `waiting`, `input_s` and `samples` belong to the one that trains.
+Threads: any thread may report; `waiting`, `input_s` and `samples` belong to the training thread.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from paceline.observe.telemetry.events import (
     COMM_SHARE,
     COMPUTE_SHARE,
     DONE_SHARE,
-    Progress,
+    ProgressReport,
 )
 from paceline.observe.telemetry.step_times import StepTimes
 from paceline.observe.telemetry.trace import Stopwatch
-from paceline.observe.telemetry.traffic import Books, Meter
+from paceline.observe.telemetry.traffic import CompressionMeter, TrafficMeter
 
 
-class Round:
-    """One loop that is under way."""
+class LoopRound:
+    """The current round of one running loop."""
 
     __slots__ = ("count", "index")
 
@@ -45,57 +44,61 @@ class Round:
         self.index, self.count = 0, count
 
 
-class Headway:
-    """How much of its loops a script has done, so that others can say how long the rest will take.
+class LoopProgress:
+    """How much of its loops a script has done; the display estimates the remaining time from it.
 
-    Counted from outside to inside: the rounds of pl.epochs and pl.steps, then the batches of the
-    pass over a loader for training that is under way. A script with neither says nothing. One
-    thread, which trains, counts; any may read.
+    Counted from the outermost loop inwards: the rounds of pl.epochs and pl.steps, then the batches
+    of the current pass over a training loader. A script with neither reports nothing. The training
+    thread counts; any thread may read.
     """
 
     def __init__(self) -> None:
-        self._rounds: tuple[Round, ...] = ()  # the outermost loop first; replaced whole
-        self._taken = self._length = 0  # batches of the pass; a length of 0 is not known
+        self._rounds: tuple[
+            LoopRound, ...
+        ] = ()  # the outermost loop first; replaced, never modified
+        self._taken = self._length = 0  # batches of the pass; length 0: unknown
 
-    def enter(self, count: int) -> Round:
-        """A loop of so many rounds begins, in those that are under way."""
-        entered = Round(count)
+    def enter(self, count: int) -> LoopRound:
+        """Enter a loop of so many rounds, inside of the running ones."""
+        entered = LoopRound(count)
         self._rounds = (*self._rounds, entered)
         return entered
 
-    def begin(self, entered: Round, index: int) -> None:
-        """A round of a loop begins."""
+    def begin(self, entered: LoopRound, index: int) -> None:
+        """Begin a round of a loop."""
         entered.index = index
         self._taken = self._length = 0
 
-    def leave(self, left: Round) -> None:
-        """A loop has ended."""
+    def leave(self, left: LoopRound) -> None:
+        """Leave a loop."""
         self._rounds = tuple(one for one in self._rounds if one is not left)
 
     def begin_pass(self, length: int | None) -> None:
-        """A pass over a loader for training begins; None: nobody knows how long it is."""
+        """Begin a pass over a training loader; None: its length is unknown."""
         self._taken, self._length = 0, length or 0
 
     def take_batch(self) -> None:
-        """A batch of the pass is used."""
+        """Count a batch of the pass."""
         self._taken += 1
 
     def percent(self) -> float | None:
-        """Return how much is behind; None outside of all loops."""
+        """Return how much is done; None outside of all loops."""
         rounds, taken, length = self._rounds, self._taken, self._length
         done, size = 0.0, 100.0
         for one in rounds:
             size /= max(one.count, 1)
             done += size * one.index
         if length:
-            done += size * min(1.0, max(0, taken - 1) / length)  # the last one is still in work
+            done += size * min(1.0, max(0, taken - 1) / length)  # the last batch is not done yet
         return done if rounds else None
 
 
-INTERVAL_S = 0.2  # the table is painted twice a second; more reports only cost the launcher
-MOST_STEPS = 512  # in one message; of more than these the newest are told
+INTERVAL_S = (
+    0.2  # the table is painted twice a second: more reports would only cost the launcher time
+)
+MAX_STEPS = 512  # in one message; of more, the newest are sent
 
-Gauge = Callable[[], float | None]  # None: there is nothing to tell now
+Gauge = Callable[[], float | None]  # None: no value now
 _NOTHING: Mapping[str, float] = {}
 
 
@@ -105,48 +108,48 @@ class Reporter:
     def __init__(
         self,
         rank: int,
-        send: Callable[[Progress], None],
+        send: Callable[[ProgressReport], None],
         sent_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
         *,
         times_steps: bool = True,
     ) -> None:
         self.steps_done = 0
-        self.times_steps = times_steps  # else messages have no StepTimes
-        # Since the job began. For others, where who exchanges gradients does not notice it.
+        self.times_steps = times_steps  # False: messages have no StepTimes
+        # Totals since the start of the job. Waits for other processes outside of exchanges:
         self.waiting = Stopwatch()
         self.input_s = 0.0  # in loaders
         self.samples = 0  # of this worker's batches
         self._rank = rank
         self._send = send
         self._mu = threading.Lock()
-        # Hears of every value that the script reports, also of those that are not sent.
+        # Called with every value that the script reports, including those that are not sent.
         self.listener: Callable[[Mapping[str, float]], None] | None = None
         self._own_step: int | None = None  # guarded by: _mu, like everything below
-        self._own_names: set[str] = set()  # of values that the script has reported
+        self._own_names: set[str] = set()  # of values reported by the script
         self._gauges: dict[str, Gauge] = {}
-        self._ended_s = self._step_s = time.monotonic()  # the last step; the one that is shown
+        self._ended_s = self._step_s = time.monotonic()  # end of the last step; of the shown step
         self._sent_s = float("-inf")
         self._values: dict[str, float] = {}
-        self._is_news = False
-        self._steps: deque[StepTimes] = deque(maxlen=MOST_STEPS)
+        self._has_news = False
+        self._steps: deque[StepTimes] = deque(maxlen=MAX_STEPS)
         self._before = (0.0, 0.0, 0)  # waited, input, samples when the last step ended
-        self._waited_s = 0.0  # where gradients were exchanged
-        self._told = (0.0, 0.0, 0.0)  # of all steps that were told of: took, waited, input
+        self._waited_s = 0.0  # in exchanges of gradients
+        self._reported = (0.0, 0.0, 0.0)  # totals at the last message: took, waited, input
         self._counted_input_s = 0.0
-        self._meter = Meter(sent_bytes)
-        self.books = Books()  # what compression has saved and cost
-        self._gauges[CODEC_ERROR] = self.books.lately_missed
-        self.headway = Headway()  # in the script's loops
-        self._gauges[DONE_SHARE] = self.headway.percent
+        self._meter = TrafficMeter(sent_bytes)
+        self.compression = CompressionMeter()
+        self._gauges[CODEC_ERROR] = self.compression.recent_error
+        self.loop_progress = LoopProgress()
+        self._gauges[DONE_SHARE] = self.loop_progress.percent
 
     def watch(self, name: str, gauge: Gauge) -> None:
-        """Read a value whenever a message leaves; by the newest gauge of this name. It is called in
-        any thread, must be quick and must not report."""
+        """Read a value for each message; a new gauge replaces the one of the same name. Any thread
+        may call it: it must be quick and must not report."""
         with self._mu:
             self._gauges[name] = gauge
 
     def begin(self) -> None:
-        """Let the next step begin now: what was before it (setting up a model) is none of it."""
+        """Begin the next step now, without the time before it (setting up a model)."""
         with self._mu:
             self._ended_s = time.monotonic()
             self._before = (self.waiting.seconds, self.input_s, self.samples)
@@ -157,8 +160,8 @@ class Reporter:
         took_s: float | None = None,
         waited_s: float = 0.0,
     ) -> None:
-        """Count one step. `took_s`: by default since the end of the last one; `waited_s` for others
-        in exchanges of gradients and parameters; `waiting` has the rest of it."""
+        """Count one step. `took_s`: by default since the end of the last step. `waited_s`: time
+        spent waiting in exchanges of gradients and parameters; `waiting` has all other waits."""
         now_s = time.monotonic()
         with self._mu:
             self.steps_done += 1
@@ -179,7 +182,7 @@ class Reporter:
         self._meter.step_done(took_s, waited_s)
         if not self.times_steps:
             return
-        # A loader that is read in another thread may wait while this one computes.
+        # A loader that another thread reads may wait while this thread computes.
         input_s = min(input_s - input_before_s, took_s - waited_s)
         self._counted_input_s += input_s
         self._steps.append(
@@ -195,12 +198,12 @@ class Reporter:
 
     @property
     def waited_s(self) -> float:
-        """For how long this rank has waited for others, as far as that is known now."""
+        """Time that this rank has waited for other processes so far."""
         with self._mu:
             return self._waited_s + self.waiting.seconds
 
     def report(self, step: int | None, values: Mapping[str, float]) -> None:
-        """Take in what the script says; `step` None leaves the number of the step as it is."""
+        """Report values of the script; `step` None keeps the current step number."""
         now_s = time.monotonic()
         with self._mu:
             if step is not None:
@@ -211,34 +214,36 @@ class Reporter:
             self.listener(values)
 
     def flush(self) -> None:
-        """Send what waits for its turn."""
+        """Send what has not been sent yet."""
         with self._mu:
-            if self._is_news:
+            if self._has_news:
                 self._send_all(time.monotonic())
 
     def _take(self, values: Mapping[str, float], now_s: float) -> None:
         self._values.update(values)
-        self._is_news = True
+        self._has_news = True
         if now_s - self._sent_s >= INTERVAL_S:
             self._send_all(now_s)
 
     def _send_all(self, now_s: float) -> None:
         values, self._values = {**self._shares(), **self._read_gauges(), **self._values}, {}
-        self._is_news, self._sent_s = False, now_s
+        self._has_news, self._sent_s = False, now_s
         step = self.steps_done if self._own_step is None else self._own_step
         age_s, traffic = now_s - self._step_s, self._meter.traffic()
-        read = self.books.read(traffic.steps, traffic.trained_s) if traffic is not None else None
+        read = (
+            self.compression.read(traffic.steps, traffic.trained_s) if traffic is not None else None
+        )
         steps = tuple(self._steps)
         self._steps.clear()
-        self._send(Progress(self._rank, step, values, age_s, traffic, read, steps))
+        self._send(ProgressReport(self._rank, step, values, age_s, traffic, read, steps))
 
     def _shares(self) -> dict[str, float]:
-        """Return where the time of the steps since the last message went, in percent."""
-        told = (self._meter.trained_s, self._meter.waited_s, self._counted_input_s)
+        """Return the shares of time of the steps since the last message, in percent."""
+        totals = (self._meter.trained_s, self._meter.waited_s, self._counted_input_s)
         took_s, waited_s, input_s = (
-            now - before for now, before in zip(told, self._told, strict=True)
+            now - before for now, before in zip(totals, self._reported, strict=True)
         )
-        self._told = told
+        self._reported = totals
         if took_s <= 0:
             return {}
         computed = max(0.0, took_s - waited_s - input_s)

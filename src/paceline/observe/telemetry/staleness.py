@@ -1,10 +1,10 @@
-"""How stale updates were and who waited for whom: as servers count it, and as people read it.
+"""Staleness of updates and waits between workers: as servers count them, and as text.
 
-Every server counts by itself. A worker's step is one update on each server that holds a part of
-the table, and the worker waits for all servers at once: adding their counts up would count a
-step, and a second, once per server. `merge` therefore takes, for each worker, the server on which
-its updates were stalest on average, and the one on which it waited longest. Both are counts that
-were really made, and the worst that can be said.
+Each server counts on its own. A worker's step is one update on each server that holds a shard of
+the table, and the worker waits for all servers at once: a sum over the servers would count a step,
+and a second, once per server. `merge` therefore takes, for each worker, the server on which its
+updates were stalest on average, and the server on which it waited longest. Both are real counts,
+and upper bounds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import ceil
 
 import msgspec
 
-ALL_SERVERS = -1  # in place of a server's number: counts of several were merged
+ALL_SERVERS = -1  # instead of a server's number: merged counts of several servers
 
 _MAX_TABLES = 8
 _MAX_NAMES = 2
@@ -27,26 +27,26 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
     worker: int
     updates: int
-    staleness: dict[int, int] = {}  # of its updates: how stale -> how many
-    waited_s: dict[int, float] = {}  # for whom -> how long
+    staleness: dict[int, int] = {}  # of its updates: versions -> number of updates
+    waited_s: dict[int, float] = {}  # worker waited for -> seconds
     dropped: int = 0  # too old
     skipped: int = 0  # not finite
-    overwritten: int = 0  # versions of others that its values replaced
+    overwritten: int = 0  # versions of other workers that its values replaced
 
     @property
     def mean_staleness(self) -> float:
-        """Versions by others that its updates had not seen, on average."""
+        """Mean number of versions of other workers that its updates had not seen."""
         counted = sum(self.staleness.values())
         return sum(age * count for age, count in self.staleness.items()) / max(counted, 1)
 
     @property
     def max_staleness(self) -> int:
-        """The same, of its stalest update."""
+        """The same, for its stalest update."""
         return max(self.staleness, default=0)
 
     @property
     def total_wait_s(self) -> float:
-        """How long it waited for others altogether."""
+        """Total time that it waited for other workers."""
         return sum(self.waited_s.values())
 
 
@@ -60,7 +60,7 @@ class TableReport(msgspec.Struct, frozen=True, tag_field="type", tag="table"):
 
 
 def merge(reports: Sequence[TableReport]) -> list[TableReport]:
-    """Make one report of each table. Of several reports by one server the last one counts."""
+    """Return one report per table. The last report of each server counts."""
     newest = {(report.table, report.server): report for report in reports}
     tables: dict[str, list[TableReport]] = {}
     for report in newest.values():
@@ -95,9 +95,9 @@ def _merge_worker(counts: Sequence[WorkerReport]) -> WorkerReport:
 
 
 def waited_for(reports: Sequence[TableReport]) -> dict[int, dict[int, float]]:
-    """Return for whom each worker waited, and how long.
+    """Return how long each worker waited for each other worker.
 
-    A worker waits for all tables at once: the one counts for which it waited longest.
+    A worker waits for all tables at once: the table with the longest wait counts.
     """
     longest: dict[int, WorkerReport] = {}
     for one in (worker for report in merge(reports) for worker in report.workers):
@@ -107,7 +107,7 @@ def waited_for(reports: Sequence[TableReport]) -> dict[int, dict[int, float]]:
 
 
 def describe(reports: Sequence[TableReport]) -> list[str]:
-    """Write for people, at most 100 columns wide, what became of the updates of each table."""
+    """Return the counts of each table as text of at most 100 columns."""
     merged = [report for report in merge(reports) if report.workers]
     lines = [line for report in merged[:_MAX_TABLES] for line in _describe_table(report)]
     if len(merged) > _MAX_TABLES:
@@ -135,7 +135,7 @@ def _describe_table(report: TableReport) -> list[str]:
 
 
 def _bars(worker: WorkerReport, num_bins: int, width: int) -> str:
-    """Draw a histogram with one character per bin, the fullest bin highest, empty ones blank."""
+    """Return a histogram with one character per bin; empty bins are blank."""
     bins = [0] * num_bins
     for age, count in worker.staleness.items():
         bins[age // width] += count
@@ -145,21 +145,21 @@ def _bars(worker: WorkerReport, num_bins: int, width: int) -> str:
 
 
 def _names(worker: WorkerReport) -> str:
-    """Say for whom it waited, the longest first."""
+    """Return the workers that it waited for, the longest wait first."""
     longest = sorted(worker.waited_s.items(), key=lambda item: (-item[1], item[0]))
-    told = [f"{name} ({_time(time_s)})" for name, time_s in longest[:_MAX_NAMES]]
-    return ", ".join(told + ["..."] * (len(longest) > _MAX_NAMES))
+    shown = [f"{name} ({_time(time_s)})" for name, time_s in longest[:_MAX_NAMES]]
+    return ", ".join(shown + ["..."] * (len(longest) > _MAX_NAMES))
 
 
 def _lost(worker: WorkerReport) -> str:
-    """Say which of its pushes had another fate than to be added; "" when there was none."""
+    """Return how many of its pushes were not simply added; "" if there were none."""
     parts = [
         f"dropped {worker.dropped} (too old)" * (worker.dropped > 0),
         f"left out {worker.skipped} (not finite)" * (worker.skipped > 0),
         f"overwrote {worker.overwritten} versions" * (worker.overwritten > 0),
     ]
-    told = ", ".join(part for part in parts if part)
-    return f"  worker {worker.worker}: {told}" if told else ""
+    text = ", ".join(part for part in parts if part)
+    return f"  worker {worker.worker}: {text}" if text else ""
 
 
 def _time(time_s: float) -> str:

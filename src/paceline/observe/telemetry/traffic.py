@@ -1,13 +1,13 @@
-"""What travels: the bytes that each worker hands to others, how long it waits, what codecs save.
+"""Bytes that workers send, time that they wait, and what codecs save.
 
-A byte counts once for each process that it is handed to, whether that reads it in shared memory or
-receives it over the network; frames and heartbeats do not count. The engine counts, a `Meter` keeps
-what it said at every step, and `describe_traffic` writes it for people. What a step costs is
-measured from the end of the first one on: before it, the workers hand each other the model.
+A byte counts once for each process that it is sent to, whether that process reads it in shared
+memory or receives it over the network. Frame headers and heartbeats do not count. The engine
+counts, a `TrafficMeter` reads its counters at every step, and `describe_traffic` returns text.
+Per-step figures begin after the first step, in which workers exchange the initial model.
 
-An `Account` is kept for every flat tensor that is compressed; the sum of a worker's is sent with
-its progress, and `describe_compression` writes it for people when the job ends: turning compression
-on is never silently slower.
+A `CodecStats` belongs to each flat tensor that is compressed. Their sum is sent with each progress
+report, and `describe_compression` returns text for the closing summary: if compression makes a job
+slower, the summary shows it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from paceline.runtime.formatting import data_size
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """What a worker has sent, up to its last step."""
+    """Bytes that a worker has sent, up to its last step."""
 
     steps: int
-    on_host: int  # bytes, as the next
+    on_host: int  # bytes, like over_network
     over_network: int
-    per_step: float | None = None  # None: there was only one
-    trained_s: float = 0.0  # from step to step
-    waited_s: float = 0.0  # of it, for others
+    per_step: float | None = None  # None: after only one step
+    trained_s: float = 0.0  # in all steps
+    waited_s: float = 0.0  # of it: waiting for other processes
 
     @property
     def num_bytes(self) -> int:
-        """All of them."""
         return self.on_host + self.over_network
 
 
-class Meter:
-    """Follows the engine's counts from step to step. Not thread-safe."""
+class TrafficMeter:
+    """Reads the engine's counters at each step. Not thread-safe."""
 
     def __init__(self, sent: Callable[[], tuple[int, int]]) -> None:
         self._sent = sent
@@ -48,7 +47,7 @@ class Meter:
         self._trained_s = self._waited_s = 0.0
 
     def step_done(self, took_s: float, waited_s: float) -> None:
-        """Look at the counts behind a step."""
+        """Read the counters after a step."""
         self._steps += 1
         self._now = self._sent()
         if self._steps == 1:
@@ -58,16 +57,14 @@ class Meter:
 
     @property
     def trained_s(self) -> float:
-        """In all steps."""
         return self._trained_s
 
     @property
     def waited_s(self) -> float:
-        """For others, in all steps."""
         return self._waited_s
 
     def traffic(self) -> Traffic | None:
-        """Return what there is to tell; None before the first step."""
+        """Return the totals; None before the first step."""
         if not self._steps:
             return None
         later = self._steps - 1
@@ -76,35 +73,35 @@ class Meter:
 
 
 def describe_traffic(workers: Sequence[Traffic]) -> list[str]:
-    """Write for people what the workers of a job have sent; nothing when nobody sent anything."""
+    """Return a sentence about the bytes that workers sent; nothing if they sent none."""
     sent = [worker.num_bytes for worker in workers]
     if not sum(sent):
         return []
-    who = "1 worker" if len(sent) == 1 else f"{len(sent)} workers"
-    what = f"{who} sent {_span(sent, data_size)}{' each' if len(sent) > 1 else ''}"
+    workers_text = "1 worker" if len(sent) == 1 else f"{len(sent)} workers"
+    text = f"{workers_text} sent {_span(sent, data_size)}{' each' if len(sent) > 1 else ''}"
     steps = [worker.per_step for worker in workers if worker.per_step is not None]
     if steps:
-        what += f" ({_span(steps, data_size)} per step)"
+        text += f" ({_span(steps, data_size)} per step)"
     if len(sent) > 1:
-        what += f", {data_size(sum(sent))} in all"
-    what += _where(workers)
+        text += f", {data_size(sum(sent))} in all"
+    text += _where(workers)
     shares = [w.waited_s / w.trained_s for w in workers if w.trained_s > 0]
     if shares:
-        what += f"; waited {_span(shares, _percent, '')} % of the time"
-    return [what]
+        text += f"; waited {_span(shares, _percent, '')} % of the time"
+    return [text]
 
 
 def _where(workers: Sequence[Traffic]) -> str:
     network = sum(worker.over_network for worker in workers)
     if not network:
-        return ""  # the rule
+        return ""  # the usual case: one host
     if not sum(worker.on_host for worker in workers):
         return ", over the network"
     return f", {data_size(network)} of it over the network"
 
 
 def _span(values: Sequence[float], write: Callable[[float], str], unit: str = " ") -> str:
-    """Write the lowest and the highest; one of them where they read alike, a unit only once."""
+    """Return "low to high"; one of them if they read alike, with the unit only once."""
     low, high = write(min(values)), write(max(values))
     if low == high:
         return high
@@ -118,19 +115,19 @@ def _percent(share: float) -> str:
 
 
 class Compression(msgspec.Struct, frozen=True):
-    """What a worker has compressed so far."""
+    """Totals of a worker's compression so far."""
 
     codec: str
     steps: int
-    plain_bytes: float  # what it would have sent
+    plain_bytes: float  # without compression
     sent_bytes: float
-    spent_s: float  # in the codec
-    trained_s: float = 0.0  # in all
-    error: float | None = None  # how much of what was wanted was left out for later, 0 to 1
+    spent_s: float  # encoding and decoding
+    trained_s: float = 0.0  # in all steps
+    error: float | None = None  # share of a gradient that is left for later steps, 0 to 1
 
 
-class Account:
-    """The books of one flat tensor. Main thread only."""
+class CodecStats:
+    """Counters of one compressed flat tensor. Main thread only."""
 
     def __init__(self) -> None:
         self.spent_s = 0.0
@@ -139,63 +136,63 @@ class Account:
         self.num_errors = 0
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Count the time inside of it."""
+    def timed(self) -> Iterator[None]:
+        """Add the time spent inside of it."""
         start = time.perf_counter()
         try:
             yield
         finally:
             self.spent_s += time.perf_counter() - start
 
-    def sent(self, plain: int, really: int) -> None:
-        """Count what was sent once."""
+    def add_sent(self, plain: int, sent: int) -> None:
+        """Add the bytes of one message."""
         self.plain_bytes += plain
-        self.sent_bytes += really
+        self.sent_bytes += sent
 
-    def missed(self, share: float) -> None:
-        """Note how much was left out."""
+    def add_error(self, share: float) -> None:
+        """Add the share of a gradient that one message left out."""
         self.errors += share
         self.num_errors += 1
 
 
-class Books:
-    """All accounts of a process. Opened by the main thread, read by any."""
+class CompressionMeter:
+    """The counters of all compressed tensors of a process. Any thread may read."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[str, Sequence[Account]]] = []
-        self._missed = (0.0, 0)  # errors and their number, as they were last told
+        self._stats: list[tuple[str, Sequence[CodecStats]]] = []
+        self._errors = (0.0, 0)  # their sum and number at the last call of recent_error
 
-    def open(self, codec: str, accounts: Sequence[Account]) -> None:
-        """Follow these accounts, of which there may be more later."""
-        self._open.append((codec, accounts))
+    def open(self, codec: str, stats: Sequence[CodecStats]) -> None:
+        """Include these counters; the sequence may grow later."""
+        self._stats.append((codec, stats))
 
-    def lately_missed(self) -> float | None:
-        """Return how much was left out since the last call; None when nobody has looked."""
-        accounts = [one for _, several in self._open for one in several]
-        now = sum(one.errors for one in accounts), sum(one.num_errors for one in accounts)
-        before, self._missed = self._missed, now
-        looks = now[1] - before[1]
-        return (now[0] - before[0]) / looks if looks else None
+    def recent_error(self) -> float | None:
+        """Return the mean error since the last call; None if none was measured."""
+        every = [one for _, several in self._stats for one in several]
+        now = sum(one.errors for one in every), sum(one.num_errors for one in every)
+        before, self._errors = self._errors, now
+        count = now[1] - before[1]
+        return (now[0] - before[0]) / count if count else None
 
     def read(self, steps: int, trained_s: float) -> Compression | None:
-        """Return the sum behind so many steps; None where nothing is compressed."""
-        if not self._open or not steps:
+        """Return the totals after so many steps; None if nothing is compressed."""
+        if not self._stats or not steps:
             return None
-        accounts = [one for _, several in self._open for one in several]
-        num_errors = sum(one.num_errors for one in accounts)
+        every = [one for _, several in self._stats for one in several]
+        num_errors = sum(one.num_errors for one in every)
         return Compression(
-            ", ".join(dict.fromkeys(codec for codec, _ in self._open)),
+            ", ".join(dict.fromkeys(codec for codec, _ in self._stats)),
             steps,
-            sum(one.plain_bytes for one in accounts),
-            sum(one.sent_bytes for one in accounts),
-            sum(one.spent_s for one in accounts),
+            sum(one.plain_bytes for one in every),
+            sum(one.sent_bytes for one in every),
+            sum(one.spent_s for one in every),
             trained_s,
-            sum(one.errors for one in accounts) / num_errors if num_errors else None,
+            sum(one.errors for one in every) / num_errors if num_errors else None,
         )
 
 
 def describe_compression(workers: Sequence[Compression]) -> list[str]:
-    """Write for people what compression came to; nothing where nobody compressed."""
+    """Return a sentence about savings and costs of compression; nothing if none was used."""
     steps = sum(worker.steps for worker in workers)
     if not steps:
         return []

@@ -18,7 +18,7 @@ import msgspec
 
 from paceline.observe.telemetry.events import ServerLoad
 from paceline.observe.telemetry.trace import tracer
-from paceline.observe.telemetry.waiting import Waiting, WaitTeller
+from paceline.observe.telemetry.wait_reports import WaitReport, WaitReporter
 from paceline.ps import messages as m
 from paceline.ps.server.worker_memory import Caller
 
@@ -79,7 +79,7 @@ class ServerSpans:
         if self._worker is not None and self._worker != caller.worker:
             args["for"] = f"worker {self._worker}"
         name = f"worker {caller.worker} waits"
-        tracer.add_beside("waits", name, one.since_s, time.monotonic(), step, **args)
+        tracer.add_async("waits", name, one.since_s, time.monotonic(), step, **args)
 
     def unanswered(self, caller: Caller, seq: int) -> None:
         """Forget a request that has no answer."""
@@ -109,7 +109,7 @@ class Load:
         )
 
 
-def long_waits(server: Server, now_s: float) -> list[Waiting]:
+def long_waits(server: Server, now_s: float) -> list[WaitReport]:
     """Return which workers have waited long for an answer, and for which other workers."""
     found = []
     ranks = {caller.worker: caller.rank for caller in server.callers.values()}
@@ -120,7 +120,7 @@ def long_waits(server: Server, now_s: float) -> list[Waiting]:
             missing = tuple(ranks[other] for other in others if other in ranks)
             if waited_s > _PATIENCE_S and missing:
                 what = f"table {served.table.spec.name!r}"
-                found.append(Waiting(parked.caller.rank, what, missing, waited_s))
+                found.append(WaitReport(parked.caller.rank, what, missing, waited_s))
     return found
 
 
@@ -129,7 +129,7 @@ class Reports:
 
     def __init__(self, rank: int, number: int, report: Callable[[Any], None]) -> None:
         self._rank, self._number, self._report = rank, number, report
-        self._waits, self._told_waits_s = WaitTeller(report), 0.0
+        self._waits, self._told_waits_s = WaitReporter(report), 0.0
         self._log_waits_s = 0.0  # when a long wait is logged again
         self._reported_s = time.monotonic()
         self._load, self._turn = Load(), Load()  # reported so far; at the end of the last turn
@@ -148,7 +148,7 @@ class Reports:
         if now_s - self._told_waits_s >= _WAITS_S:
             self._told_waits_s = now_s
             found = [wait for server in servers for wait in long_waits(server, now_s)]
-            self._waits.tell(msgspec.structs.replace(one, told_by=self._rank) for one in found)
+            self._waits.update(msgspec.structs.replace(one, told_by=self._rank) for one in found)
         if now_s - self._reported_s < _REPORT_S:
             return False
         self._report_load(servers, now_s - self._reported_s)

@@ -1,10 +1,10 @@
-"""pl.Checkpoint: save a running job now and then, and go on from what was saved.
+"""pl.Checkpoint: save a running job now and then, and resume from a checkpoint.
 
-    save      every worker copies what it has (the STALL), and goes on; a thread writes it
-    resume    when it is made: the newest checkpoint of the directory that is whole
-    stop      SIGTERM becomes an agreed last step, a save, and exit code 75
+    save      every worker copies its state (the STALL) and continues; a thread writes the copy
+    resume    at construction: from the newest complete checkpoint of the directory
+    stop      SIGTERM leads to an agreed last step, a save, and exit code 75
 
-What is in one is in contents.py, how it gets to the disk in writer.py and checkpoint/.
+contents.py defines what a checkpoint holds, writer.py and state/files/ how it is written.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from paceline.errors import UsageError
 from paceline.runtime.job import current
 from paceline.runtime.preemption import PREEMPTED
 from paceline.state.checkpoint.contents import (
-    Said,
-    farewell,
+    WorkerState,
+    departure_state,
     gather,
     is_lockstep,
     restore,
@@ -32,35 +32,40 @@ from paceline.state.checkpoint.contents import (
     saved_objects,
     steps_of,
 )
-from paceline.state.checkpoint.directory_check import RESUME, choose, meet_in
-from paceline.state.checkpoint.interval import Due
-from paceline.state.checkpoint.log_lines import Teller
-from paceline.state.checkpoint.quiesce import Call, Cut
-from paceline.state.checkpoint.writer import Plan, Writer
+from paceline.state.checkpoint.directory_check import (
+    RESUME_MODES,
+    check_directory,
+    choose_checkpoint,
+)
+from paceline.state.checkpoint.interval import SaveSchedule
+from paceline.state.checkpoint.log_lines import CheckpointLog
+from paceline.state.checkpoint.quiesce import QuiescePoint, SaveRequest
+from paceline.state.checkpoint.writer import SavePlan, Writer
 from paceline.state.files import reading
 from paceline.state.protocol import Change, Part, State
 
 
 class Preempted(SystemExit):
-    """All workers were asked to stop, have saved, and end."""
+    """All workers were asked to stop, have saved, and exit."""
 
 
 class Checkpoint:
-    """Save model, optimizer and everything else in a directory, and go on from there. Collective.
+    """Save model, optimizer and everything else in a directory, and resume from it. Collective.
 
-    every      save behind so many steps, or about every so often: 100, "30s", "10min"; None: only
+    every      save after so many steps, or about every so often: 100, "30s", "10min"; None: only
                when `save()` is called
-    keep       how many checkpoints stay in the directory
-    resume     "auto": go on from the newest checkpoint that is whole, if there is one; "always":
-               raise if there is none; "never": begin anew; "weights": load the models' values only
-    objects    by name: distributed models, if only these are to be saved; whatever else has
+    keep       number of checkpoints to keep in the directory
+    resume     "auto": resume from the newest complete checkpoint, if there is one; "always": raise
+               if there is none; "never": start from scratch; "weights": load only the models'
+               values
+    objects    by name: distributed models, if only these are to be saved; any other object with
                `state_dict()` and `load_state_dict()`: a scheduler, a GradScaler, an average of
-               weights, a model that is not distributed; those given to `pl.carry` are saved too
+               weights, a model that is not distributed; objects given to `pl.carry` are saved too
 
-    Make it behind `pl.distribute`, as the last thing before the loop, and call `step()` at the end
-    of each step. Models and optimizers that are distributed are in it, random generators of all
-    workers, what the pace keeps, and where `pl.shard`, `pl.steps` and `pl.epochs` are. All workers
-    see the same directory.
+    Create it after `pl.distribute`, as the last thing before the loop, and call `step()` at the end
+    of each step. It contains distributed models and optimizers, the random generators of all
+    workers, the state of the pace, and the positions of `pl.shard`, `pl.steps` and `pl.epochs`. All
+    workers must see the same directory.
 
     >>> checkpoint = pl.Checkpoint(directory, every=100)
     >>> checkpoint.step()
@@ -76,16 +81,20 @@ class Checkpoint:
         **objects: Any,
     ) -> None:
         self._job = current()
-        self._due = Due(every)
+        self._schedule = SaveSchedule(every)
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise UsageError(f"Checkpoint(keep={keep!r}): expected a whole number, 1 or more")
-        if resume not in RESUME:
-            raise UsageError(f"Checkpoint(resume={resume!r}): expected one of {', '.join(RESUME)}")
+        if resume not in RESUME_MODES:
+            raise UsageError(
+                f"Checkpoint(resume={resume!r}): expected one of {', '.join(RESUME_MODES)}"
+            )
         self._keep, self._root = keep, Path(directory).absolute()
         self._calls = 0  # of step(), where no model is distributed
-        self.path: Path | None = None  # what this run went on from
+        self.path: Path | None = None  # the checkpoint that this run resumed from
         self._models: list[PaceSwitcher] = []
-        if not self._job.env.is_data_worker:  # which has nothing to save, and serves in the loop
+        if (
+            not self._job.env.is_data_worker
+        ):  # a data worker has nothing to save, and serves in the loop
             self._set_up(resume, objects)
 
     def _set_up(self, resume: str, objects: Mapping[str, Any]) -> None:
@@ -94,38 +103,38 @@ class Checkpoint:
         self._name = f"checkpoint {self._job.num_checkpoints}"  # a script may make several
         self._job.num_checkpoints += 1
         self._group = self._job.worker_group(self._name)
-        self._teller = Teller(self._job, self._root)
-        self._writer = Writer(self._teller.on_end)
-        self._num_saves = 0  # of this job, alike on all workers
+        self._log = CheckpointLog(self._job, self._root)
+        self._writer = Writer(self._log.on_end)
+        self._num_saves = 0  # of this job, the same on all workers
         self._saved_at = -1
-        self._is_wanted = False  # a save waits until nothing is between the workers
-        self._job.stopping.should_stop(alone=False)  # from now on SIGTERM asks
+        self._is_wanted = False  # a save waits until no values are in flight between the workers
+        self._job.stopping.should_stop(alone=False)  # from now on SIGTERM is a request
         if not self._job.elastic.is_joining:
             self._begin(resume)
-        self._cut: Cut | None = None  # where, at the pace of the moment, nobody waits for anybody
-        self._due.begin(self.steps)
+        self._quiesce: QuiescePoint | None = None  # only at free-running paces
+        self._schedule.begin(self.steps)
         if self._job.elastic.is_on:
             self._job.elastic.register(self._name, _Counts(self))
-        # Without this object, which holds on to the script's: a job may train several models.
-        self._job.closers += [self._writer.close, self._teller.close]
+        # Not this object, which references the script's objects: a job may train several models.
+        self._job.closers += [self._writer.close, self._log.close]
 
     @property
     def steps(self) -> int:
-        """How many steps were done so far, those of earlier runs among them; of several models, by
-        the first one's optimizer."""
+        """Number of steps so far, including those of earlier runs; with several models, those of
+        the first model's optimizer."""
         return self._models[0].steps if self._models else self._calls
 
     def step(self) -> None:
-        """Count a step, behind everything that belongs to it; save if it is time.
+        """Count a step, after everything that belongs to it; save if it is time.
 
-        If the job was asked to stop, all workers save behind the same step and end with code 75.
+        If the job was asked to stop, all workers save after the same step and exit with code 75.
         """
         self._calls += 1
         stops = self._job.stopping.should_stop(alone=self._job.world.size == 1)
         if not is_lockstep(self._models):
-            self._step_freely(self._cut_of_job(), stops=stops)
+            self._step_freely(self._quiesce_point(), stops=stops)
             return
-        is_due = self._due.is_due(self.steps, self._agree)
+        is_due = self._schedule.is_due(self.steps, self._agree)
         self._is_wanted = self._is_wanted or is_due or stops
         if self._is_wanted and not self._is_busy:
             self._is_wanted = False
@@ -134,22 +143,25 @@ class Checkpoint:
                 self._leave()
 
     def save(self) -> None:
-        """Save now, whatever the time; called by all workers behind the same step. The writing goes
-        on in the background (`wait`)."""
+        """Save now; all workers must call it after the same step. Writing continues in the
+        background (see `wait`)."""
         if not is_lockstep(self._models):
-            cut = self._cut_of_job()
-            self._save_at_cut(cut, cut.heard or cut.call(self.steps, stops=False))
+            quiesce = self._quiesce_point()
+            self._save_quiesced(
+                quiesce, quiesce.pending or quiesce.request(self.steps, stops=False)
+            )
             return
         if self._is_busy:
             raise UsageError(
-                f"rank {self._job.env.rank}: values are on their way between the workers (the pace"
-                " has a delay): save() in another step, or let step() find one"
+                f"rank {self._job.env.rank}: cannot save now: the pace has a delay, and values are"
+                " in flight between the workers; call save() in another step, or let step() choose"
+                " one"
             )
         self._save_together()
 
     def wait(self) -> None:
         """Wait until this worker's part of the last save is on the disk, and, on the first worker,
-        until the whole of it can be loaded; raise what went wrong with it."""
+        until the checkpoint can be loaded; raise the error if it failed."""
         outcome = self._writer.wait()
         if outcome is not None and outcome.error is not None:
             raise outcome.error
@@ -161,63 +173,63 @@ class Checkpoint:
         return any(switcher.training.is_busy for switcher in self._models)
 
     def _save_together(self) -> None:
-        """Save behind a step that all have done."""
+        """Save after a step that all workers have done."""
         if self._saved_at == self.steps:
             return
-        started_s, said = time.perf_counter(), list[Said]()
-        self._job.elastic.run_step(lambda: said.__setitem__(slice(None), [self._gather()]))
-        if said:  # else others were through before somebody was lost: theirs has this step
+        started_s, states = time.perf_counter(), list[WorkerState]()
+        self._job.elastic.run_step(lambda: states.__setitem__(slice(None), [self._gather()]))
+        if states:  # else a worker was lost after the others saved: their save has this step
             members = list(self._job.world.ranks)
-            self._write(said[0], self.steps, members, started_s, {})
+            self._write(states[0], self.steps, members, started_s, {})
         self._note_save(self.steps)
 
-    def _gather(self) -> Said:
+    def _gather(self) -> WorkerState:
         return gather(self._job, self._models, self._objects, self.steps)
 
     def _write(
         self,
-        said: Said,
+        state: WorkerState,
         step: int,
         members: Sequence[int],
         started_s: float,
-        left: Mapping[int, Any],
+        departed: Mapping[int, Any],
     ) -> None:
         ranks = self._job.world.ranks
-        plan = Plan(
+        plan = SavePlan(
             root=self._root,
             step=step,
             nonce=f"{self._job.rendezvous.job_id[:24]}-{self._num_saves}",
             number=members.index(self._job.env.rank),
-            places=[ranks.index(rank) for rank in members],
-            others={ranks.index(rank): own for rank, own in left.items()},
+            positions=[ranks.index(rank) for rank in members],
+            departed={ranks.index(rank): state for rank, state in departed.items()},
             num_workers=len(ranks),
             keep=self._keep,
         )
-        self._teller.on_stall(self._writer.start(plan, said, started_s))
+        self._log.on_stall(self._writer.start(plan, state, started_s))
 
     def _note_save(self, step: int) -> None:
         self._num_saves += 1
         self._saved_at = step
-        self._due.begin(self.steps)
+        self._schedule.begin(self.steps)
 
-    def _cut_of_job(self) -> Cut:
-        if self._cut is None:
-            self._cut = Cut(self._job, self._name)
-            self._job.closers.append(self._say_farewell(self._cut))
-        return self._cut
+    def _quiesce_point(self) -> QuiescePoint:
+        if self._quiesce is None:
+            self._quiesce = QuiescePoint(self._job, self._name)
+            self._job.closers.append(self._leave_quiesce(self._quiesce))
+        return self._quiesce
 
-    def _step_freely(self, cut: Cut, *, stops: bool) -> None:
-        """Save where nobody waits for anybody, if it is time or somebody calls."""
-        is_due = self._due.is_due(self.steps, lambda own: own)
-        if cut.heard is None and is_due and (self._is_bound or self._job.world.rank == 0):
-            cut.call(self.steps, stops=stops)
-        elif cut.heard is None and stops:
-            cut.call(self._reachable, stops=True)
-        call = cut.heard
-        if call is None or (self._is_bound and self.steps < call.step):
+    def _step_freely(self, quiesce: QuiescePoint, *, stops: bool) -> None:
+        """Save at a free-running pace, if it is time or another worker requests it."""
+        is_due = self._schedule.is_due(self.steps, lambda own: own)
+        if quiesce.pending is None and is_due and (self._is_bound or self._job.world.rank == 0):
+            quiesce.request(self.steps, stops=stops)
+        elif quiesce.pending is None and stops:
+            quiesce.request(self._reachable, stops=True)
+        request = quiesce.pending
+        if request is None or (self._is_bound and self.steps < request.step):
             return
-        self._save_at_cut(cut, call)
-        if call.stops:
+        self._save_quiesced(quiesce, request)
+        if request.stops:
             self._leave()
 
     @property
@@ -226,75 +238,79 @@ class Checkpoint:
 
     @property
     def _reachable(self) -> int:
-        """A step that all workers can arrive behind."""
+        """A step that all workers can reach."""
         if not self._is_bound:
             return self.steps
         return self.steps + max(one.limit - one.steps for one in self._models)
 
-    def _save_at_cut(self, cut: Cut, call: Call) -> None:
-        started_s, said = time.perf_counter(), list[Said]()
-        members = cut.take(call, lambda: said.append(self._gather()))
-        if self._job.env.rank in members:  # else it came after the others had gone on
+    def _save_quiesced(self, quiesce: QuiescePoint, request: SaveRequest) -> None:
+        started_s, states = time.perf_counter(), list[WorkerState]()
+        members = quiesce.join(request, lambda: states.append(self._gather()))
+        if self._job.env.rank in members:  # else it arrived after the others had continued
             number = members.index(self._job.env.rank)
             gone = [rank for rank in self._job.world.ranks if rank not in members]
-            left = cut.farewells(gone) if number == 0 else {}
-            self._write(said[0], call.step, members, started_s, left)
-        self._note_save(call.step)
+            departed = quiesce.departed_states(gone) if number == 0 else {}
+            self._write(states[0], request.step, members, started_s, departed)
+        self._note_save(request.step)
 
-    def _say_farewell(self, cut: Cut) -> Callable[[], None]:
-        """Return what a worker does at its end, without holding on to this object."""
+    def _leave_quiesce(self, quiesce: QuiescePoint) -> Callable[[], None]:
+        """Return what a worker does when it exits, without a reference to this object."""
         job, me = self._job, weakref.ref(self)
 
-        def say() -> None:
-            cut.close()
+        def leave() -> None:
+            quiesce.close()
             checkpoint = me()
             if checkpoint is not None and job.world.rank != 0:
-                cut.say_farewell(farewell(job, checkpoint._models, checkpoint.steps))
+                quiesce.publish_departure(
+                    departure_state(job, checkpoint._models, checkpoint.steps)
+                )
 
-        return say
+        return leave
 
     def _leave(self) -> None:
         self.wait()
-        self._teller.on_preemption(self.steps)
+        self._log.on_preemption(self.steps)
         raise Preempted(PREEMPTED)
 
     def _agree(self, own: float) -> float:
-        told = torch.tensor([own], dtype=torch.float64)
-        self._job.elastic.run_step(lambda: self._group.all_reduce(told, "max") is None)
-        return float(told)
+        largest = torch.tensor([own], dtype=torch.float64)
+        self._job.elastic.run_step(lambda: self._group.all_reduce(largest, "max") is None)
+        return float(largest)
 
-    # -- going on -----------------------------------------------------------------------------
+    # -- resuming -----------------------------------------------------------------------------
 
     def _begin(self, resume: str) -> None:
-        """See that all workers share the directory; go on from the newest checkpoint."""
-        meet_in(self._root, self._job, self._group)
-        newest = choose(self._root, resume, self._group)
+        """Check that all workers share the directory; resume from the newest checkpoint."""
+        check_directory(self._root, self._job, self._group)
+        newest = choose_checkpoint(self._root, resume, self._group)
         if newest.loaded is not None:
             self._restore(newest.loaded, resume, newest.notices)
 
-    def _restore(self, loaded: reading.Loaded, resume: str, notices: Sequence[str]) -> None:
+    def _restore(
+        self, loaded: reading.LoadedCheckpoint, resume: str, notices: Sequence[str]
+    ) -> None:
         self.path = loaded.path
         if resume == "weights":
             restore_weights(loaded, self._models)
-            self._teller.on_resume(loaded, 0, [*notices, "only the models' values"])
+            self._log.on_resume(loaded, 0, [*notices, "only the models' values"])
             return
         mapped = restore(self._job, loaded, self._models, self._objects)
         self._calls = steps_of(loaded, self._job.world.rank)
         self._saved_at = self.steps
-        self._teller.on_resume(loaded, self.steps, [*notices, *mapped])
+        self._log.on_resume(loaded, self.steps, [*notices, *mapped])
 
 
 class _Counts(Part):
-    """How far a Checkpoint is, for newcomers."""
+    """The counters of a Checkpoint, for joining workers."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
     def state(self) -> State:
         one = self._checkpoint
-        return State([one._calls, one._num_saves, one._saved_at, one._due.counts()])
+        return State([one._calls, one._num_saves, one._saved_at, one._schedule.counts()])
 
     def load(self, state: State, change: Change | None) -> None:  # noqa: ARG002
         one = self._checkpoint
         one._calls, one._num_saves, one._saved_at, due = state.counts
-        one._due.load(due)
+        one._schedule.load(due)

@@ -1,11 +1,11 @@
-"""What this worker has to say in a checkpoint, and what it takes back from one.
+"""What a worker saves in a checkpoint, and what it loads from one.
 
     model/..., optimizer/..., pace/...     of the first distributed model; of others model.1/...
-    object/NAME/...                        what the script gave by name, or to pl.carry
-    rank.3/...                             worker 3's own: random generators, what is not the same
-                                           on all workers
+    object/NAME/...                        objects that the script gave by name, or to pl.carry
+    rank.3/...                             worker 3's own state: random generators, and everything
+                                           that differs between workers
 
-What all workers have alike is written once: each writes a part of it, by size.
+State that is the same on all workers is written once: each worker writes a share of it, by size.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from paceline.errors import CheckpointMismatch, UsageError
 from paceline.model_parallel.distribute import find_mesh_model, mesh_models
 from paceline.runtime.job import Job
 from paceline.runtime.mesh import Mesh
-from paceline.state.files.reading import Loaded
-from paceline.state.protocol import State
-from paceline.state.serializer import read_back, write_down
-from paceline.state.user_object import Carried
+from paceline.state.files.reading import LoadedCheckpoint
+from paceline.state.protocol import State, UserObject
+from paceline.state.serializer import state_from_json, state_to_json
 
 _TORCH, _NUMPY, _CUDA = "random/torch", "random/numpy", "random/cuda"
 
 
-def random_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the state of torch's, Python's and numpy's generators; tensors go to `tensors`."""
+def rng_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the state of torch's, Python's and numpy's generators; add tensors to `tensors`."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors[_TORCH] = torch.get_rng_state()
@@ -50,14 +49,16 @@ def random_state(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def set_random_state(plain: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Let the generators go on from there."""
+def set_rng_state(plain: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Set the state of the random generators."""
     version, internal, gauss = plain["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, position, has_gauss, cached = plain["numpy"]
     keys = tensors[_NUMPY].clone().numpy().view(np.uint32)
     np.random.set_state((kind, keys, position, has_gauss, cached))
-    torch.set_rng_state(tensors[_TORCH].clone())  # torch reads it as a struct: it must be aligned
+    torch.set_rng_state(
+        tensors[_TORCH].clone()
+    )  # torch reads it as a struct, which must be aligned
     states = [tensors[name].clone() for name in sorted(tensors) if name.startswith(_CUDA)]
     if torch.cuda.is_available() and len(states) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states)
@@ -67,9 +68,9 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _distributed() -> list[tuple[Any, PaceSwitcher]]:
-    """Return the script's models, whole or in parts, in order."""
-    in_parts = {id(made.switcher): model for model, made in mesh_models.items()}
-    return [(in_parts.get(id(one), model), one) for model, one in distributed()]
+    """Return the script's distributed models, in order."""
+    on_mesh = {id(made.switcher): model for model, made in mesh_models.items()}
+    return [(on_mesh.get(id(one), model), one) for model, one in distributed()]
 
 
 def saved_models(given: Mapping[str, Any]) -> list[PaceSwitcher]:
@@ -79,15 +80,15 @@ def saved_models(given: Mapping[str, Any]) -> list[PaceSwitcher]:
     return chosen or [one for _, one in known]
 
 
-def saved_objects(job: Job, given: Mapping[str, Any]) -> dict[str, Carried]:
-    """Return the given objects, and those of `pl.carry`; not what is distributed anyway."""
+def saved_objects(job: Job, given: Mapping[str, Any]) -> dict[str, UserObject]:
+    """Return the given objects and those of `pl.carry`, without distributed ones."""
     pairs = [(model, one.optimizer) for model, one in _distributed()]
     covered = {id(thing) for pair in pairs for thing in pair}
-    found: dict[str, Carried] = {}
+    found: dict[str, UserObject] = {}
     for name, thing in {**job.carried, **given}.items():
         if not _NAME.fullmatch(name):
             raise UsageError(f"Checkpoint({name!r}=...): expected a plain name")
-        part = Carried(name, thing, "Checkpoint")
+        part = UserObject(name, thing, "Checkpoint")
         is_known = any(thing is other.thing for other in found.values())
         if id(thing) not in covered and not is_known:
             found[name] = part
@@ -98,35 +99,35 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Said:
-    """What one worker writes, before it is copied."""
+class WorkerState:
+    """What one worker saves."""
 
     tensors: Tensors
-    own: dict[str, Any]  # JSON, of this worker
-    common: dict[str, Any]  # JSON; the first worker's counts
+    per_worker: dict[str, Any]  # JSON, of this worker
+    shared: dict[str, Any]  # JSON; the first worker's is saved
 
 
 def gather(
-    job: Job, saved: Sequence[PaceSwitcher], objects: Mapping[str, Carried], steps: int
-) -> Said:
-    """Return everything that a checkpoint has of this worker. Collective."""
+    job: Job, saved: Sequence[PaceSwitcher], objects: Mapping[str, UserObject], steps: int
+) -> WorkerState:
+    """Return what this worker saves in a checkpoint. Collective."""
     shared, mine, models = Tensors(), Tensors(), list[dict[str, Any]]()
     rank, size = job.world.rank, job.world.size
     own: dict[str, Any] = {"models": [], "steps": steps}
     for number, switcher in enumerate(saved):
-        picture = _picture(switcher)
-        shared.update(_prefixed(picture.common, number))
-        mine.update(_prefixed(picture.first, number))
-        mine.update({f"rank.{rank}/{n}": t for n, t in _prefixed(picture.own, number).items()})
-        models.append({**picture.plain, "steps": switcher.steps})
-        own["models"].append({**picture.own_plain, "steps": switcher.steps})
+        full = _full_state(switcher)
+        shared.update(_prefixed(full.common, number))
+        mine.update(_prefixed(full.first, number))
+        mine.update({f"rank.{rank}/{n}": t for n, t in _prefixed(full.own, number).items()})
+        models.append({**full.plain, "steps": switcher.steps})
+        own["models"].append({**full.own_plain, "steps": switcher.steps})
     written, found = {}, Tensors()
     for name, part in objects.items():
-        written[name] = write_down(part.state().shared["state"], f"object/{name}", found)
+        written[name] = state_to_json(part.state().shared["state"], f"object/{name}", found)
     if rank == 0:
         mine.update(found)
     generators = Tensors()
-    own["random"] = random_state(generators)
+    own["random"] = rng_state(generators)
     mine.update({f"rank.{rank}/{name}": tensor for name, tensor in generators.items()})
     own["data"] = data_state(job.batch_view)
     common = {
@@ -137,10 +138,10 @@ def gather(
         "is_lockstep": is_lockstep(saved),
         "mesh": str((job.mesh or Mesh()).of_workers(size)),
     }
-    return Said({**mine, **_share(shared, size, rank)}, own, common)
+    return WorkerState({**mine, **_share(shared, size, rank)}, own, common)
 
 
-def _picture(switcher: PaceSwitcher) -> ModelSnapshot:
+def _full_state(switcher: PaceSwitcher) -> ModelSnapshot:
     made = find_mesh_model(switcher)
     if made is None:
         return switcher.take_snapshot()
@@ -150,7 +151,7 @@ def _picture(switcher: PaceSwitcher) -> ModelSnapshot:
 
 
 def _mapped(saved: SavedModel, switcher: PaceSwitcher) -> SavedModel:
-    """Return what this worker needs of a model, whatever the mesh on which it was saved."""
+    """Return the state of a model for this worker's mesh, whatever mesh it was saved on."""
     made = find_mesh_model(switcher)
     if made is None and "mesh" not in saved.plain:
         return saved
@@ -159,43 +160,47 @@ def _mapped(saved: SavedModel, switcher: PaceSwitcher) -> SavedModel:
     return to_full_state(saved) if made is None else to_shard(saved, made)
 
 
-def steps_of(loaded: Loaded, rank: int) -> int:
+def steps_of(loaded: LoadedCheckpoint, rank: int) -> int:
     """Return how often a worker had called `step()`."""
-    return _own_or_common(loaded.content, rank)["steps"]  # type: ignore[no-any-return]
+    return _own_or_shared(loaded.content, rank)["steps"]  # type: ignore[no-any-return]
 
 
 def _steps_of_model(content: Any, number: int, rank: int) -> int:
-    return _own_or_common(content, rank)["models"][number]["steps"]  # type: ignore[no-any-return]
+    return _own_or_shared(content, rank)["models"][number]["steps"]  # type: ignore[no-any-return]
 
 
-def _own_or_common(content: Any, rank: int) -> Any:
-    """Where nobody waits for anybody, workers are behind different steps."""
+def _own_or_shared(content: Any, rank: int) -> Any:
+    """Return the counts of a worker: free-running workers are at different steps."""
     owns, common = content["workers"], content["common"]
     own = owns[rank] if rank < len(owns) else None
     return common if own is None or common["is_lockstep"] else own
 
 
 def is_lockstep(saved: Sequence[PaceSwitcher]) -> bool:
-    """Whether all workers are behind the same step at the same time."""
+    """Return whether all workers do the same step at the same time."""
     return not any(switcher.training.is_free for switcher in saved)
 
 
-def farewell(job: Job, saved: Sequence[PaceSwitcher], steps: int) -> dict[str, Any]:
-    """Return what there is to say of a worker that leaves before the others: how far it is."""
+def departure_state(job: Job, saved: Sequence[PaceSwitcher], steps: int) -> dict[str, Any]:
+    """Return the counters of a worker that exits before the other workers."""
     counts = [{"steps": switcher.steps} for switcher in saved]
     return {"has_left": True, "steps": steps, "models": counts, "data": data_state(job.batch_view)}
 
 
 def restore(
-    job: Job, loaded: Loaded, models: Sequence[PaceSwitcher], objects: Mapping[str, Carried]
+    job: Job,
+    loaded: LoadedCheckpoint,
+    models: Sequence[PaceSwitcher],
+    objects: Mapping[str, UserObject],
 ) -> list[str]:
-    """Let everything go on from a checkpoint; return what was mapped, in words. Collective."""
+    """Restore everything from a checkpoint; return sentences about what differs. Collective."""
     content, tensors = loaded.content, loaded.tensors
     common, owns = content["common"], content["workers"]
     if len(models) != len(common["models"]):
         raise CheckpointMismatch(
             f"{loaded.path} has {len(common['models'])} distributed models, the script has"
-            f" {len(models)}; make it after all calls of pl.distribute, and give it the same ones"
+            f" {len(models)}; create pl.Checkpoint after all calls of pl.distribute, with the same"
+            " models"
         )
     notices, rank = list[str](), job.world.rank
     before, now = _mesh_of(content), (job.mesh or Mesh()).of_workers(job.world.size)
@@ -212,13 +217,13 @@ def restore(
     notices += resume_data(
         job.batch_view, _data_states(states, notices), is_lockstep=common["is_lockstep"]
     )
-    # On another mesh: one for all parts of a copy, which must draw the same.
+    # On another mesh: one source for all workers of a unit, which must draw the same numbers.
     source = rank if before == now else now.unit_of(job.env.number)
     if source < len(owns) and _was_there(owns[source]):
-        set_random_state(owns[source]["random"], _of_rank(tensors, source))
+        set_rng_state(owns[source]["random"], _of_rank(tensors, source))
         _set_stage_state(models, tensors, source, is_same=before == now)
     elif job.world.size > len(owns):
-        notices.append("workers beyond those that saved keep the random numbers of the script")
+        notices.append("workers beyond those that saved keep the random state of the script")
     return notices
 
 
@@ -229,7 +234,7 @@ def _mesh_of(content: Any) -> Mesh:
 def _set_stage_state(
     models: Sequence[PaceSwitcher], tensors: Tensors, rank: int, *, is_same: bool
 ) -> None:
-    """Let stages of a pipeline draw on where they were."""
+    """Restore the random state of pipeline stages."""
     for number, switcher in enumerate(models):
         made = find_mesh_model(switcher)
         found = _unprefixed(_of_rank(tensors, rank), number).get("stage/random")
@@ -237,27 +242,26 @@ def _set_stage_state(
             made.shard.pipeline.random_state = found.clone()
 
 
-def restore_weights(loaded: Loaded, models: Sequence[PaceSwitcher]) -> None:
-    """Load the models' values only: for a new training that begins with them."""
+def restore_weights(loaded: LoadedCheckpoint, models: Sequence[PaceSwitcher]) -> None:
+    """Load only the models' values, for a new training that starts from them."""
     for number, switcher in enumerate(models):
         saved = _saved_model(loaded.content, loaded.tensors, number)
         switcher.restore_values(_mapped(saved, switcher))
 
 
 def _was_there(own: Any) -> bool:
-    """Whether a worker took part in the save, and had not left before."""
+    """Return whether a worker took part in the save and had not left before."""
     return own is not None and not own.get("has_left")
 
 
 def _data_states(owns: Sequence[Any], notices: list[str]) -> list[Any]:
-    """Return where each worker was in the data; of one that is not known, as if it had done no more
-    than the first that is."""
+    """Return the data position of each worker; for an unknown one, that of the first known one."""
     known = [own["data"] for own in owns if own is not None]
-    unknown = [str(place) for place, own in enumerate(owns) if own is None]
+    unknown = [str(index) for index, own in enumerate(owns) if own is None]
     if unknown:
-        notices.append(f"where worker {', '.join(unknown)} was in the data is not known")
+        notices.append(f"the data position of worker {', '.join(unknown)} is unknown")
     states = [known[0] if own is None else own["data"] for own in owns]
-    return [{**state, "number": place} for place, state in enumerate(states)]
+    return [{**state, "number": index} for index, state in enumerate(states)]
 
 
 def _workers(count: int) -> str:
@@ -265,17 +269,17 @@ def _workers(count: int) -> str:
 
 
 def _restore_objects(
-    loaded: Loaded, written: Mapping[str, Any], objects: Mapping[str, Carried]
+    loaded: LoadedCheckpoint, written: Mapping[str, Any], objects: Mapping[str, UserObject]
 ) -> None:
     lacking = [name for name in objects if name not in written]
     foreign = [name for name in written if name not in objects]
     if lacking or foreign:
         raise CheckpointMismatch(
             f"{loaded.path} has the objects {sorted(written)}, the script gives {sorted(objects)};"
-            " give pl.Checkpoint the same ones, by the same names"
+            " give pl.Checkpoint the same objects, by the same names"
         )
     for name, part in objects.items():
-        part.load(State(shared={"state": read_back(written[name], loaded.tensors)}), None)
+        part.load(State(shared={"state": state_from_json(written[name], loaded.tensors)}), None)
 
 
 def _saved_model(content: Any, tensors: Tensors, number: int) -> SavedModel:
@@ -299,7 +303,7 @@ def _of_rank(tensors: Mapping[str, torch.Tensor], rank: int) -> Tensors:
 
 
 def _prefixed(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
-    """Let names say which model they are of."""
+    """Add the number of the model to the names."""
     if number == 0:
         return dict(tensors)
     return {f"{h}.{number}/{r}": t for n, t in tensors.items() for h, _, r in [n.partition("/")]}
@@ -315,7 +319,7 @@ def _unprefixed(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
 
 
 def _share(tensors: Mapping[str, torch.Tensor], size: int, rank: int) -> Tensors:
-    """Return this worker's part of what all have: about as many bytes as the others'."""
+    """Return this worker's share of the shared tensors: about the same bytes on each worker."""
     loads, mine = [0] * size, Tensors()
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     for name in sorted(tensors, key=lambda name: (-sizes[name], name)):

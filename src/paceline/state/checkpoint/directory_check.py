@@ -1,5 +1,7 @@
-"""Before anything is saved: do all workers see the same directory, can they write to it, and which
-checkpoint in it do they go on from? The first worker chooses, and all load the same one.
+"""Checks of a checkpoint directory before the first save, and the choice of the one to load.
+
+All workers must see the same writable directory. The first worker chooses a checkpoint, and all
+workers load the same one.
 """
 
 from __future__ import annotations
@@ -14,38 +16,37 @@ from paceline.runtime.job import Job
 from paceline.state.files import reading, writing
 
 
-def meet_in(root: Path, job: Job, group: Group) -> None:
-    """See that all workers share a directory that can be written to. Collective.
+def check_directory(root: Path, job: Job, group: Group) -> None:
+    """Check that all workers share a writable directory. Collective.
 
-    All raise what one of them finds wrong.
+    If one worker finds a problem, all workers raise it.
     """
-    mark = root / f".meeting-{job.rendezvous.job_id[:24]}"
-    tell_problem(group, _try_to_mark(mark) if group.rank == 0 else None)
+    mark = root / f".directory-check-{job.rendezvous.job_id[:24]}"
+    raise_together(group, _try_to_mark(mark) if group.rank == 0 else None)
     problem: PacelineError | None = None
     if not mark.exists():
         problem = CheckpointError(
-            f"rank {job.env.rank}: {root} is not the directory that rank 0 has under this name"
-            f" (on {os.uname().nodename}); checkpoints of several hosts need a file system that all"
-            " of them share",
+            f"rank {job.env.rank}: {root} on {os.uname().nodename} is not the directory that rank 0"
+            " sees under this name; use a directory on a file system that all hosts share",
             path=root,
         )
     elif not os.access(root, os.W_OK | os.X_OK):
         problem = _no_permission(root)
     try:
-        tell_problem(group, problem)
+        raise_together(group, problem)
     finally:
         if group.rank == 0:
             mark.unlink(missing_ok=True)
 
 
-def tell_problem(group: Group, problem: PacelineError | None, word: str = "") -> str:
-    """Raise on all workers what any of them has found; else return the first one's word."""
-    told = None if problem is None else [type(problem).__name__, str(problem)]
-    for found in all_gather_object(group, told):
+def raise_together(group: Group, problem: PacelineError | None, answer: str = "") -> str:
+    """Raise the first problem of any worker on all workers; else return rank 0's `answer`."""
+    mine = None if problem is None else [type(problem).__name__, str(problem)]
+    for found in all_gather_object(group, mine):
         if found is not None:
             raise problem or named(*found)
-    answer: str = broadcast_object(group, word)
-    return answer
+    first: str = broadcast_object(group, answer)
+    return first
 
 
 def _try_to_mark(mark: Path) -> PacelineError | None:
@@ -67,29 +68,30 @@ def _try_to_mark(mark: Path) -> PacelineError | None:
 def _no_permission(root: Path) -> CheckpointError:
     return CheckpointError(
         f"checkpoints cannot be saved in {root}: no permission for uid {os.getuid()}; name another"
-        " directory, or change its rights",
+        " directory, or change its permissions",
         path=root,
     )
 
 
-RESUME = ("auto", "always", "never", "weights")
+RESUME_MODES = ("auto", "always", "never", "weights")
 
 
-def choose(root: Path, resume: str, group: Group) -> reading.Newest:
-    """Load the newest checkpoint that is whole, if there is one. Collective.
+def choose_checkpoint(root: Path, resume: str, group: Group) -> reading.NewestCheckpoint:
+    """Load the newest complete checkpoint, if there is one. Collective.
 
-    All raise what one of them finds wrong; "always" and "weights" also, if there is none.
+    If one worker finds a problem, all workers raise it. "always" and "weights" also raise if there
+    is no checkpoint.
     """
     if resume == "never":
-        return reading.Newest(None, ())
-    problem, newest = None, reading.Newest(None, ())
+        return reading.NewestCheckpoint(None, ())
+    problem, newest = None, reading.NewestCheckpoint(None, ())
     try:
         if group.rank == 0:
             newest = _newest(root, resume)
     except PacelineError as error:
         problem = error
     name = newest.loaded.path.name if newest.loaded is not None else ""
-    name = tell_problem(group, problem, name)
+    name = raise_together(group, problem, name)
     if not name or group.rank == 0:
         loaded = newest.loaded
     else:
@@ -98,15 +100,17 @@ def choose(root: Path, resume: str, group: Group) -> reading.Newest:
         except PacelineError as error:
             loaded, problem = None, error
     if name:
-        tell_problem(group, problem)
-    return reading.Newest(loaded, newest.notices)
+        raise_together(group, problem)
+    return reading.NewestCheckpoint(loaded, newest.notices)
 
 
-def _newest(root: Path, resume: str) -> reading.Newest:
+def _newest(root: Path, resume: str) -> reading.NewestCheckpoint:
     writing.sweep(root)
     newest = reading.newest(root)
     if newest.loaded is None and resume in ("always", "weights"):
         raise CheckpointError(
-            f"Checkpoint(resume={resume!r}): there is no checkpoint in {root}", path=root
+            f"Checkpoint(resume={resume!r}): there is no checkpoint in {root}; name another"
+            " directory, or use resume='auto'",
+            path=root,
         )
     return newest

@@ -1,8 +1,8 @@
-"""When it is time to save: every so many steps, or about every so many seconds.
+"""When to save: every so many steps, or about every so many seconds.
 
-All workers must come to the same answer without asking each other at every step. So seconds become
-steps: from the time that steps took so far, agreed on by all, follows how many steps from now the
-next save is. That is done some steps after the start, and after each save.
+All workers must decide the same without communicating at every step. So seconds are converted to
+steps: the workers agree on the time of a step, and from it follows the step of the next save. They
+do so some steps after the start, and after each save.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from paceline.errors import UsageError
 Agree = Callable[[float], float]  # the largest of all workers' numbers; collective
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _TEXT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h)")
-_FIRST_LOOK = 10  # steps after which seconds are first turned into steps
+_FIRST_LOOK = 10  # steps before seconds are first converted to steps
 
 
-class Due:
-    """Says behind which steps to save. Main thread only."""
+class SaveSchedule:
+    """Decides after which steps to save. Main thread only."""
 
     def __init__(self, every: int | str | None) -> None:
         self._steps, self._seconds = _parse(every)
         self._since, self._since_s = 0, time.monotonic()
-        self.next_at: int | None = None  # the step of the next save, where seconds are counted
-        self._looks_at: int | None = None
+        self.next_at: int | None = None  # the step of the next save, if `every` is a time
+        self._plans_at: int | None = None
 
     def begin(self, steps: int) -> None:
         """Count from here."""
         self._since, self._since_s = steps, time.monotonic()
-        self.next_at, self._looks_at = None, steps + _FIRST_LOOK
+        self.next_at, self._plans_at = None, steps + _FIRST_LOOK
 
     def is_due(self, steps: int, agree: Agree) -> bool:
-        """Say whether to save behind this step; alike on all workers."""
+        """Return whether to save after this step; the same on all workers."""
         if self._steps is not None:
             return steps % self._steps == 0
         if self._seconds is None:
             return False
-        if self.next_at is None and self._looks_at is not None and steps >= self._looks_at:
+        if self.next_at is None and self._plans_at is not None and steps >= self._plans_at:
             self._plan(steps, agree)
         return self.next_at is not None and steps >= self.next_at
 
     def counts(self) -> list[int | None]:
-        """Return what a newcomer must know to come to the same answers."""
-        return [self._since, self.next_at, self._looks_at]
+        """Return what a joining worker needs to decide the same."""
+        return [self._since, self.next_at, self._plans_at]
 
-    def load(self, told: Sequence[int | None]) -> None:
-        """Take it over."""
-        since, self.next_at, self._looks_at = told
+    def load(self, counts: Sequence[int | None]) -> None:
+        """Load the counts of another worker."""
+        since, self.next_at, self._plans_at = counts
         self._since = since or 0
 
     def _plan(self, steps: int, agree: Agree) -> None:

@@ -1,13 +1,14 @@
-"""Writing in the background: one thread for each worker, which writes what was copied.
+"""Writing in the background: one thread per worker writes the copied state.
 
-The copy takes the time of one memcpy, so that training can go on at once. Its memory is used again
-for the next one: fresh pages from the kernel would cost more than the copying itself.
+The copy takes as long as one memcpy, then training continues. Its memory is reused for the next
+save: fresh pages from the kernel would cost more than the copy itself.
 
-Every worker writes its part; the first one waits for all parts and publishes. If one fails (a full
-disk), the save is given up and the one before stays what counts: training goes on, and is told.
+Every worker writes its part; the first worker waits for all parts and publishes. If a part fails (a
+full disk), the save is abandoned and the previous checkpoint remains valid: training continues, and
+a warning is logged.
 
-Threads: `start` and `wait` are the main thread's; one save is under way at a time. The thread has
-no lower priority: it would hold the interpreter's lock while others run.
+Threads: the main thread calls `start` and `wait`; one save runs at a time. The writer thread does
+not have a lower priority: it would hold the interpreter's lock while others run.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from typing import Any
 import torch
 
 from paceline.errors import CheckpointError, PacelineError
-from paceline.state.checkpoint.contents import Said
+from paceline.state.checkpoint.contents import WorkerState
 from paceline.state.files import manifest, staging, writing
 
 _ALIGNMENT = 64
 
 
 class SnapshotMemory:
-    """One piece of memory for one copy at a time. Whoever takes a copy is done with the last."""
+    """Memory for one copy at a time. A new copy overwrites the last one."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -43,8 +44,8 @@ class SnapshotMemory:
         copies, at = dict[str, torch.Tensor](), 0
         for name, tensor in tensors.items():
             num_bytes = tensor.numel() * tensor.element_size()
-            place = self._memory[at : at + num_bytes].view(tensor.dtype).view(tensor.shape)
-            copies[name] = place.copy_(tensor.detach())
+            copy = self._memory[at : at + num_bytes].view(tensor.dtype).view(tensor.shape)
+            copies[name] = copy.copy_(tensor.detach())
             at += sizes[name]
         return copies
 
@@ -54,26 +55,26 @@ def _room(tensor: torch.Tensor) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-_PARTS_S = 120.0  # how long the first worker waits for the parts of the others
+_PARTS_S = 120.0  # how long the first worker waits for the parts of the other workers
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which save this is, and whose."""
+class SavePlan:
+    """Parameters of one save."""
 
     root: Path
     step: int
     nonce: str
     number: int  # of this worker's part
-    places: Sequence[int]  # of those who write a part, among all workers; some may have left
-    others: Mapping[int, Any]  # by place: what those have said who have left
+    positions: Sequence[int]  # of the writing workers among all workers; some may have left
+    departed: Mapping[int, Any]  # by position: counters of workers that have exited
     num_workers: int
     keep: int
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a save."""
+class SaveOutcome:
+    """The result of a save."""
 
     step: int
     took_s: float
@@ -86,80 +87,87 @@ class Outcome:
 class Writer:
     """Writes this worker's part of each save."""
 
-    def __init__(self, on_end: Callable[[Outcome], None]) -> None:
+    def __init__(self, on_end: Callable[[SaveOutcome], None]) -> None:
         self._on_end = on_end  # called on the thread
         self._memory = SnapshotMemory()
         self._thread: threading.Thread | None = None
-        self._last: Outcome | None = None
-        self._given_up: list[Path] = []  # by the first worker; late ones may have come back to them
+        self._last: SaveOutcome | None = None
+        self._abandoned: list[
+            Path
+        ] = []  # by the first worker; late workers may still write to them
 
-    def start(self, plan: Plan, said: Said, started_s: float) -> float:
-        """Copy everything, and write it while training goes on; return how long that stalled it.
+    def start(self, plan: SavePlan, state: WorkerState, started_s: float) -> float:
+        """Copy the state and write it in the background; return how long training stalled.
 
-        Blocks while the save before is being written.
+        Blocks while the previous save is being written.
         """
         self.wait()
-        tensors = self._memory.copy(said.tensors)
+        tensors = self._memory.copy(state.tensors)
         stalled_s = time.perf_counter() - started_s
-        work = lambda: self._run(plan, Said(tensors, said.own, said.common), stalled_s)  # noqa: E731
+        copied = WorkerState(tensors, state.per_worker, state.shared)
+        work = lambda: self._run(plan, copied, stalled_s)  # noqa: E731
         self._thread = threading.Thread(target=work, name="paceline checkpoint", daemon=True)
         self._thread.start()
         return stalled_s
 
-    def wait(self) -> Outcome | None:
-        """Wait until the last save has been written; return what became of it."""
+    def wait(self) -> SaveOutcome | None:
+        """Wait until the last save is written; return its result."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         return self._last
 
     def close(self) -> None:
-        """Let the last save come to its end; what became of it has been told."""
+        """Wait for the last save; its result has been logged."""
         self.wait()
 
-    def _run(self, plan: Plan, said: Said, stalled_s: float) -> None:
+    def _run(self, plan: SavePlan, state: WorkerState, stalled_s: float) -> None:
         started_s = time.perf_counter()
-        outcome = Outcome(plan.step, 0.0, stalled_s)
+        outcome = SaveOutcome(plan.step, 0.0, stalled_s)
         try:
-            path, num_bytes = self._write(plan, said)
+            path, num_bytes = self._write(plan, state)
             took_s = time.perf_counter() - started_s
-            outcome = Outcome(plan.step, took_s, stalled_s, num_bytes, path)
+            outcome = SaveOutcome(plan.step, took_s, stalled_s, num_bytes, path)
         except PacelineError as error:
-            outcome = Outcome(plan.step, time.perf_counter() - started_s, stalled_s, error=error)
-        except Exception as error:  # a bug must not vanish with the thread
+            outcome = SaveOutcome(
+                plan.step, time.perf_counter() - started_s, stalled_s, error=error
+            )
+        except Exception as error:  # a bug must not disappear with the thread
             wrapped = CheckpointError(f"{type(error).__name__}: {error}")
             wrapped.__cause__ = error
-            outcome = Outcome(plan.step, time.perf_counter() - started_s, stalled_s, error=wrapped)
+            outcome = SaveOutcome(
+                plan.step, time.perf_counter() - started_s, stalled_s, error=wrapped
+            )
         self._last = outcome
         self._on_end(outcome)
 
-    def _write(self, plan: Plan, said: Said) -> tuple[Path | None, int]:
+    def _write(self, plan: SavePlan, state: WorkerState) -> tuple[Path | None, int]:
         directory = staging.begin(plan.root, plan.step, plan.nonce)
         is_first = plan.number == 0
         try:
-            record = writing.write_part(directory, plan.number, said.tensors)
+            record = writing.write_part(directory, plan.number, state.tensors)
             if not is_first:
-                writing.leave_record(directory, plan.number, record, said.own)
+                writing.write_record(directory, plan.number, record, state.per_worker)
                 return None, record.bytes
-            return self._publish(plan, directory, record, said)
+            return self._publish(plan, directory, record, state)
         except PacelineError as error:
-            self._give_up(directory, plan.number, error, is_first=is_first)
+            self._abandon(directory, plan.number, error, is_first=is_first)
             raise
 
     def _publish(
-        self, plan: Plan, directory: Path, record: manifest.PartRecord, said: Said
+        self, plan: SavePlan, directory: Path, record: manifest.PartRecord, state: WorkerState
     ) -> tuple[Path, int]:
-        others = range(1, len(plan.places))
-        left = writing.collect_records(directory, others, wait_s=_PARTS_S)
+        rest = range(1, len(plan.positions))
+        left = writing.collect_records(directory, rest, wait_s=_PARTS_S)
         records = [record, *(one.record for one in left.values() if one.record is not None)]
-        workers = [plan.others.get(place) for place in range(plan.num_workers)]
-        owns = [said.own, *(one.plain for one in left.values())]
-        for place, own in zip(plan.places, owns, strict=True):
-            workers[place] = own
-        models = said.common["models"]
+        workers = [plan.departed.get(position) for position in range(plan.num_workers)]
+        owns = [state.per_worker, *(one.plain for one in left.values())]
+        for position, own in zip(plan.positions, owns, strict=True):
+            workers[position] = own
+        models = state.shared["models"]
         content: dict[str, Any] = {
             "pace": models[0]["pace"] if models else "",
-            "common": said.common,
+            "common": state.shared,
             "workers": workers,
         }
         described = manifest.make(
@@ -167,19 +175,19 @@ class Writer:
         )
         path = writing.publish(directory, described)
         writing.retain(plan.root, plan.keep, saved=path)
-        while self._given_up:  # by now all are through with those
-            staging.abandon(self._given_up.pop())
+        while self._abandoned:  # by now no worker writes to them
+            staging.abandon(self._abandoned.pop())
         return path, described.num_bytes
 
-    def _give_up(
+    def _abandon(
         self, directory: Path, number: int, error: PacelineError, *, is_first: bool
     ) -> None:
-        """Leave nothing behind; the first worker hears of a part that will not come."""
+        """Remove the save; a worker other than the first reports that its part failed."""
         try:
             if is_first:
-                self._given_up.append(directory)
+                self._abandoned.append(directory)
                 staging.abandon(directory)
             elif staging.outer_of(directory).is_dir():
-                writing.leave_failure(directory, number, str(error))
+                writing.write_failure(directory, number, str(error))
         except CheckpointError:
-            return  # the disk does not take even that; the first worker stops waiting by itself
+            return  # the disk refuses that too; the first worker stops waiting after a timeout

@@ -5,7 +5,7 @@
                         part-00001.safetensors
     root/.saving-000000100-NONCE/                a save under way (see `staging`)
 
-`writing` makes one and removes old ones, `reading` verifies and loads. What is in a checkpoint, and
-how it goes back into a model, is not known here: that is `content` (plain JSON) and names of
-tensors. Only `tensors` needs torch.
+`writing` creates checkpoints and removes old ones, `reading` verifies and loads. This package does
+not know what is in a checkpoint, only `content` (plain JSON) and names of tensors. Only `tensors`
+needs torch.
 """

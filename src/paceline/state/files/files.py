@@ -1,7 +1,7 @@
-"""Files of checkpoints: written so that they last, opened so that nothing leads away.
+"""Files of checkpoints: written durably, opened without following links.
 
-A file is new (never written over), hashed while it is written, and on the disk when `write_new`
-returns. Whatever the disk refuses becomes a CheckpointError with path, size and free space.
+A file is new (never overwritten), hashed while it is written, and on the disk when `write_new`
+returns. An error of the disk becomes a CheckpointError with path, size and free space.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from paceline.errors import CheckpointCorrupt, CheckpointError, CheckpointUnsafe
 from paceline.runtime.formatting import data_size
 
-PIECE_BYTES = 4 << 20  # written or read at a time: other threads run in between
+PIECE_BYTES = 4 << 20  # written or read at a time, so that other threads can run
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @contextmanager
 def disk_errors(action: str, path: Path, *, need_bytes: int = 0) -> Iterator[None]:
-    """Turn what the system refuses into a CheckpointError that says what was being done."""
+    """Convert an OSError into a CheckpointError that names the action."""
     try:
         yield
     except OSError as error:
@@ -38,7 +38,7 @@ def disk_errors(action: str, path: Path, *, need_bytes: int = 0) -> Iterator[Non
 
 
 def require_space(need_bytes: int, directory: Path) -> None:
-    """Say before the work what cannot fit; a quota shows only while writing."""
+    """Raise CheckpointError if the space does not suffice; a quota shows only while writing."""
     with disk_errors("look at", directory):
         free = _free_bytes(directory)
     if free < need_bytes:
@@ -52,7 +52,7 @@ def require_space(need_bytes: int, directory: Path) -> None:
 def write_new(
     path: Path, pieces: Iterable[bytes | memoryview], *, need_bytes: int
 ) -> tuple[str, int]:
-    """Write a file that did not exist; return its SHA-256 and size. Removes it on an error."""
+    """Write a new file; return its SHA-256 and size. Remove it on an error."""
     digest, size = hashlib.sha256(), 0
     with disk_errors("write", path, need_bytes=need_bytes):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -66,16 +66,16 @@ def write_new(
                         view = view[os.write(fd, view) :]
                 os.fsync(fd)
             finally:
-                os.close(fd)  # may be the first to tell of an error (NFS)
+                os.close(fd)  # may be the first call to fail (NFS)
         except BaseException:
-            with suppress(OSError):  # the first error is the one to tell
+            with suppress(OSError):  # the first error is raised
                 path.unlink()
             raise
     return digest.hexdigest(), size
 
 
 def make_directory(path: Path) -> bool:
-    """Make it unless it is there; return whether it was made. A link is not taken for one."""
+    """Create a directory if needed; return whether it was created. A link is an error."""
     with disk_errors("create", path):
         try:
             path.mkdir()
@@ -87,7 +87,7 @@ def make_directory(path: Path) -> bool:
 
 
 def sync_directory(path: Path) -> None:
-    """Make names that were added to or removed from a directory last."""
+    """Make added and removed names of a directory durable."""
     with disk_errors("sync", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -97,9 +97,9 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_at_once(path: Path) -> None:
-    """Remove a directory so that nobody finds it half removed: it is renamed first.
+    """Remove a directory; rename it first, so that no process finds it half removed.
 
-    One that is not there is fine. What a process that dies here leaves is known by its name.
+    It need not exist. If a process dies here, `sweep` recognizes the rest by its name.
     """
     going = path.with_name(f".deleting-{path.name.lstrip('.')}-{secrets.token_hex(4)}")
     with disk_errors("remove", path), suppress(FileNotFoundError):
@@ -108,7 +108,7 @@ def remove_at_once(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory; what somebody else removes meanwhile is fine, links are not followed."""
+    """Remove a directory; another process may remove it too. Links are not followed."""
 
     def refuse(_function: object, _path: str, info: tuple[object, BaseException, object]) -> None:
         if not isinstance(info[1], FileNotFoundError):
@@ -120,7 +120,7 @@ def remove_tree(path: Path) -> None:
 
 @contextmanager
 def opened_directory(path: Path) -> Iterator[int]:
-    """Open a checkpoint's directory, so that all of its files come from the same one."""
+    """Open a checkpoint's directory, so that all files come from the same directory."""
     try:
         fd = os.open(path, _READ_ONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -134,9 +134,9 @@ def opened_directory(path: Path) -> Iterator[int]:
 
 @contextmanager
 def opened_file(path: Path, directory: int) -> Iterator[tuple[int, int]]:
-    """Open a regular file of an open directory; give descriptor and size."""
+    """Open a regular file of an open directory; yield descriptor and size."""
     try:
-        # O_NONBLOCK: opening a pipe that somebody put there must not hang.
+        # O_NONBLOCK: opening a named pipe must not hang.
         fd = os.open(path.name, _READ_ONLY | os.O_NONBLOCK, dir_fd=directory)
     except OSError as error:
         raise _not_opened(path, error) from error
@@ -151,17 +151,17 @@ def opened_file(path: Path, directory: int) -> Iterator[tuple[int, int]]:
 
 
 def read_into(fd: int, buffer: memoryview, path: Path) -> None:
-    """Fill a buffer from an opened file; CheckpointCorrupt when it ends before."""
+    """Fill a buffer from an open file; raise CheckpointCorrupt if the file ends early."""
     while buffer:
         count = os.readv(fd, [buffer[:PIECE_BYTES]])
         if not count:
-            text = f"{path} ends {len(buffer)} bytes early: it was cut while it was read"
+            text = f"{path} ends {len(buffer)} bytes early: it was truncated while it was read"
             raise CheckpointCorrupt(text, path=path)
         buffer = buffer[count:]
 
 
 def free_text(path: Path) -> str:
-    """Say how much is free where a path is, or was to be."""
+    """Return how much space is free at a path or its nearest parent."""
     for place in (path, *path.parents):
         with suppress(OSError):
             return f"{data_size(_free_bytes(place))} free on {place}"

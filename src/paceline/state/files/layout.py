@@ -1,10 +1,10 @@
-"""The bytes of a part: a safetensors file of exactly one form for given tensors.
+"""The bytes of a part: a safetensors file with exactly one form for given tensors.
 
-A safetensors file is a length (8 bytes), a header in JSON (dtype, shape and place of each tensor)
-and the tensors' bytes. Here the header follows from the tensors' dtypes and shapes: they lie in
-their order without gaps, and padding puts the first at a multiple of 64. So a reader does not parse
-a header; it knows what it has to be, and offsets that overlap, are negative or lead outside cannot
-occur. Wide dtypes come first, so that each tensor is aligned.
+A safetensors file is a length (8 bytes), a header in JSON (dtype, shape and offsets of each tensor)
+and the tensors' bytes. Here the header follows from the tensors' dtypes and shapes: tensors lie in
+order without gaps, and padding puts the first at a multiple of 64. So a reader does not parse a
+header: it knows the only valid one, and overlapping, negative or outlying offsets cannot occur.
+Wide dtypes come first, so that each tensor is aligned.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a tensor is, apart from its numbers."""
+    """Dtype and shape of a tensor."""
 
     dtype: str  # as torch calls it: "float32"
     shape: tuple[Size, ...]
@@ -57,25 +57,25 @@ class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
-def fault_of(record: TensorRecord) -> str:
-    """Say what no tensor of torch could be; "" when it is one."""
+def find_fault(record: TensorRecord) -> str:
+    """Return why this cannot be a tensor of torch; "" if it can."""
     if record.dtype not in DTYPES:
         return f"has the unknown dtype {record.dtype!r}"
     if len(record.shape) > MAX_DIMS:
         return f"has {len(record.shape)} dimensions, expected up to {MAX_DIMS}"
-    # Without the zeros: torch computes strides, and its numbers have 64 bits.
+    # Zeros count as 1: torch computes strides as 64-bit numbers.
     if math.prod(max(size, 1) for size in record.shape) * DTYPES[record.dtype][1] >= 1 << 62:
         return f"has a shape whose product overflows: {record.shape}"
     return ""
 
 
 def in_order(tensors: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
-    """Put wide dtypes first."""
+    """Return the tensors with wide dtypes first."""
     return dict(sorted(tensors.items(), key=lambda item: -DTYPES[item[1].dtype][1]))
 
 
-def places(tensors: Mapping[str, TensorRecord]) -> dict[str, tuple[int, int]]:
-    """Return where each tensor lies behind the header: start and stop."""
+def offsets(tensors: Mapping[str, TensorRecord]) -> dict[str, tuple[int, int]]:
+    """Return start and stop of each tensor after the header."""
     found, at = {}, 0
     for name, record in tensors.items():
         found[name] = (at, at + record.num_bytes)
@@ -84,8 +84,8 @@ def places(tensors: Mapping[str, TensorRecord]) -> dict[str, tuple[int, int]]:
 
 
 def header(tensors: Mapping[str, TensorRecord]) -> bytes:
-    """Return what comes before the numbers."""
-    where = places(tensors)
+    """Return the bytes before the tensors: length and header."""
+    where = offsets(tensors)
     entries = {
         name: {
             "dtype": DTYPES[record.dtype][0],
@@ -99,7 +99,7 @@ def header(tensors: Mapping[str, TensorRecord]) -> bytes:
     if len(text) > _MAX_HEADER:
         raise CheckpointError(
             f"{len(tensors)} tensors need a header of {len(text)} bytes in one safetensors file,"
-            f" which may have {_MAX_HEADER}; share them among more parts"
+            f" which may have {_MAX_HEADER}; split them over more parts"
         )
     return struct.pack("<Q", len(text)) + text
 

@@ -1,17 +1,17 @@
-"""The manifest: what a checkpoint holds, and the hashes by which each of its bytes is verified.
+"""The manifest: what a checkpoint holds, and the hashes that verify each of its bytes.
 
-It is JSON for people, and begins with its own hash:
+It is readable JSON, and begins with its own hash:
 
     {
      "sha256": "0f3a...",        of this whole file with 64 zeros in this place
      "format": 1,
 
-So any change of it is noticed before it is parsed; the parts' hashes are in it.
+So any change is noticed before it is parsed; the hashes of the parts are in it.
 
-Files have fixed names, so nothing that a manifest says can lead out of its directory. Names of
-tensors are never used as paths here, but other programs may do so with what is exported. A step
-that is saved again gets the next ATTEMPT of its name ("step-000000100.2"): the one before stays
-untouched until the new one is there, and one rename is enough in every case.
+Files have fixed names, so a manifest cannot refer to a file outside of its directory. Names of
+tensors are never used as paths here, but other programs may do so with exported files. A step that
+is saved again gets the next ATTEMPT of its name ("step-000000100.2"): the previous attempt stays
+untouched until the new one is complete, and one rename suffices in every case.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of tensors, in the order in which they lie in it."""
+    """A file of tensors, in file order."""
 
     file: str
     bytes: Size
@@ -61,14 +61,14 @@ class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything about a checkpoint but the tensors' numbers."""
+    """Everything about a checkpoint except the tensors' values."""
 
     format: int
     paceline: str  # version that wrote it
     created: str  # UTC, ISO 8601
     step: Size
     world: Annotated[int, msgspec.Meta(ge=1)]  # how many workers saved it
-    content: Any  # plain JSON; its meaning is the caller's
+    content: Any  # plain JSON, defined by the caller
     parts: tuple[PartRecord, ...]
 
     @property
@@ -95,7 +95,7 @@ def make(*, step: int, world: int, content: Any, parts: Iterable[PartRecord]) ->
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the file; UsageError names what in `content` is not plain JSON."""
+    """Return the bytes of the file; raise UsageError if `content` is not plain JSON."""
     require_json(manifest.content, "content")
     fields = {"sha256": _BLANK, **msgspec.structs.asdict(manifest)}
     data = msgspec.json.format(msgspec.json.encode(fields), indent=1) + b"\n"
@@ -103,21 +103,21 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, path: Path) -> Manifest:
-    """Verify and parse; `path` is for the messages. CheckpointError of the class that applies."""
+    """Verify and parse; `path` is for error messages. Raise a subclass of CheckpointError."""
     require_no_pickle(data[:8], path)
-    told = data[_HASH].decode("ascii", errors="replace")
+    expected = data[_HASH].decode("ascii", errors="replace")
     blanked = data[: _HASH.start] + _BLANK.encode() + data[_HASH.stop :]
     actual = hashlib.sha256(blanked).hexdigest()
-    is_intact = data.startswith(_BEGINNING) and told == actual
+    is_intact = data.startswith(_BEGINNING) and expected == actual
     _require_known_format(data, path, is_intact=is_intact)
     if not data.startswith(_BEGINNING):
         raise _corrupt(path, f"expected it to begin with its hash, found {data[:40]!r}")
     if not is_intact:
-        raise _corrupt(path, f"expected sha256 {told}, found {actual}")
+        raise _corrupt(path, f"expected sha256 {expected}, found {actual}")
     try:
         sealed = msgspec.json.decode(data, type=_Sealed)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _corrupt(path, f"its hash is right, but it is no manifest: {error}") from None
+        raise _corrupt(path, f"its hash is correct, but it is no manifest: {error}") from None
     fields = msgspec.structs.asdict(sealed)
     del fields["sha256"]
     manifest = Manifest(**fields)
@@ -126,7 +126,7 @@ def decode(data: bytes, path: Path) -> Manifest:
 
 
 def check(manifest: Manifest, path: Path) -> None:
-    """Refuse a manifest whose parts could not be those of a checkpoint."""
+    """Raise CheckpointError if the parts cannot be those of a checkpoint."""
     files: set[str] = set()
     seen: set[str] = set()
     for part in manifest.parts:
@@ -138,7 +138,7 @@ def check(manifest: Manifest, path: Path) -> None:
             require_tensor_name(name, path)
             if name in seen:
                 raise _corrupt(path, f"tensor {name!r} is in two parts")
-            if fault := layout.fault_of(record):
+            if fault := layout.find_fault(record):
                 raise _corrupt(path, f"tensor {name!r} {fault}")
             seen.add(name)
         if list(layout.in_order(part.tensors)) != list(part.tensors):
@@ -150,19 +150,19 @@ def check(manifest: Manifest, path: Path) -> None:
 
 
 def require_json(value: Any, where: str) -> None:
-    """Raise UsageError unless a value comes back from JSON as it is (tuples come back as lists)."""
+    """Raise UsageError unless a value survives a JSON round trip (tuples become lists)."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise UsageError(f"{where} has the key {key!r}; JSON has only texts as keys")
+                raise UsageError(f"{where} has the key {key!r}; JSON has only strings as keys")
             require_json(item, f"{where}.{key}")
     elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            require_json(item, f"{where}[{place}]")
+        for index, item in enumerate(value):
+            require_json(item, f"{where}[{index}]")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise UsageError(f"{where} is {value}, which JSON cannot hold; write it as a text")
+        raise UsageError(f"{where} is {value}, which JSON cannot hold; convert it to a string")
     elif isinstance(value, str) and re.search("[\ud800-\udfff]", value):
-        raise UsageError(f"{where} is {value!r}, which is no valid text")
+        raise UsageError(f"{where} is {value!r}, which is not valid Unicode")
     elif not (value is None or isinstance(value, bool | int | float | str)):
         raise UsageError(f"{where} is a {type(value).__name__}; a manifest holds only plain JSON")
 
@@ -175,7 +175,7 @@ def checkpoint_name(step: int, attempt: int = 1) -> str:
 
 
 def parse_checkpoint(name: str) -> tuple[int, int] | None:
-    """Return (step, attempt), or None when it is no checkpoint's name."""
+    """Return (step, attempt), or None if it is not the name of a checkpoint."""
     found = _CHECKPOINT.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2] or 1))
 
@@ -189,30 +189,30 @@ def part_name(number: int) -> str:
 def require_part_name(name: str, path: Path) -> None:
     if not _PART.fullmatch(name):
         raise CheckpointUnsafe(
-            f"{path} names a part {name[:100]!r}; expected part-NNNNN.safetensors beside it: a"
-            " checkpoint may only name files of its own directory",
+            f"{path} names a part {name[:100]!r}; expected part-NNNNN.safetensors: a checkpoint"
+            " may name only files of its own directory",
             path=path,
         )
 
 
 def require_tensor_name(name: str, path: Path) -> None:
-    """Let through what modules and optimizers call their tensors, on one printable line."""
+    """Raise CheckpointUnsafe unless a name could be a tensor of a module or an optimizer."""
     reason = ""
     if not 0 < len(name) <= _MAX_NAME:
         reason = f"has {len(name)} characters, expected 1 to {_MAX_NAME}"
     elif not name.isprintable() or "\\" in name:
-        reason = "has a control character or a backslash in it"
+        reason = "contains a control character or a backslash"
     elif name.startswith("/") or ".." in name.split("/"):
         reason = "leads out of its directory"
     elif name == "__metadata__":
-        reason = "has a meaning of its own in safetensors files"
+        reason = "is reserved in safetensors files"
     if reason:
         raise CheckpointUnsafe(f"{path}: tensor name {name[:100]!r} {reason}", path=path)
 
 
 def require_no_pickle(beginning: bytes, path: Path) -> None:
-    """Refuse by name what torch.save and pickle write; called when a file is not ours anyway."""
-    # A safetensors file begins with a length whose upper bytes are 0: it is no pickle.
+    """Raise CheckpointUnsafe for files of torch.save and pickle; called for invalid files."""
+    # A safetensors file begins with a length whose upper bytes are 0: not a pickle.
     if _PICKLE.match(beginning) and beginning[5:8] != b"\0\0\0":
         raise CheckpointUnsafe(
             f"refusing pickle: {path} was written by torch.save or pickle, and loading such a file"
@@ -222,16 +222,16 @@ def require_no_pickle(beginning: bytes, path: Path) -> None:
         )
 
 
-# -- what is wrong with a manifest -----------------------------------------------------------------
+# -- errors of a manifest ----------------------------------------------------------------------
 
 
 def _require_known_format(data: bytes, path: Path, *, is_intact: bool) -> None:
     try:
         found = msgspec.json.decode(data, type=_OnlyFormat).format
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return  # what is wrong with it is said later
+        return  # decode() reports the error later
     if found > FORMAT:
-        also = "" if is_intact else " (or it is damaged: its hash is not that of this version)"
+        also = "" if is_intact else " (or it is damaged: its hash does not match)"
         raise CheckpointUnsupported(
             f"{path}: newer format {found} > {FORMAT}{also}; update Paceline"
             f" (this is {paceline.__version__})",

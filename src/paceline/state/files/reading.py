@@ -1,11 +1,11 @@
-"""Reading: which checkpoints there are, whether they are what was written, and their tensors.
+"""Reading: which checkpoints there are, whether they are intact, and their tensors.
 
-Each byte that is used was hashed in the same pass, from a descriptor of the file itself: what
-somebody changes meanwhile is not used. A refusal is one of the errors under CheckpointError, and
-names the file.
+Each byte that is used was hashed in the same pass, from a descriptor of the file itself: a
+concurrent change is not used. An invalid checkpoint raises a subclass of CheckpointError with the
+name of the file.
 
-A LOOK is cheap (the manifest's own hash, names and sizes of the parts); only `verify` and `load`
-read the parts.
+To INSPECT is cheap (the manifest's own hash, names and sizes of the parts); only `verify` and
+`load` read the parts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint in a directory, after a look."""
+class CheckpointEntry:
+    """A checkpoint in a directory, after an inspection."""
 
     path: Path
     step: int
@@ -38,8 +38,8 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A checkpoint whose bytes were all verified."""
+class LoadedCheckpoint:
+    """A checkpoint of which all bytes were verified."""
 
     path: Path
     manifest: Manifest
@@ -55,47 +55,49 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Newest:
-    """The newest valid checkpoint, if there is one, and what is to be said about newer ones."""
+class NewestCheckpoint:
+    """The newest valid checkpoint, if there is one, and notices about newer ones."""
 
-    loaded: Loaded | None
+    loaded: LoadedCheckpoint | None
     notices: tuple[str, ...]
 
 
-def listing(root: Path) -> list[Found]:
-    """Look at every checkpoint in a directory, newest first; none when it does not exist."""
-    with files.disk_errors("look into", root):
+def list_checkpoints(root: Path) -> list[CheckpointEntry]:
+    """Inspect every checkpoint in a directory, newest first; none if it does not exist."""
+    with files.disk_errors("inspect into", root):
         try:
             entries = os.listdir(root)
         except FileNotFoundError:
             return []
     parsed = {name: manifest.parse_checkpoint(name) for name in entries}
-    found = [_found(root / name, *place) for name, place in parsed.items() if place is not None]
-    return sorted(found, key=lambda each: (each.step, each.attempt), reverse=True)
+    entries_found = [
+        _inspected(root / name, *found) for name, found in parsed.items() if found is not None
+    ]
+    return sorted(entries_found, key=lambda each: (each.step, each.attempt), reverse=True)
 
 
-def look(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint whose files are all there, in their sizes."""
+def inspect(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint; all files must exist with the right sizes."""
     with files.opened_directory(path) as directory:
-        return _look(path, directory)
+        return _inspect(path, directory)
 
 
 def verify(path: Path) -> Manifest:
     """Read and verify everything; needs no torch and little memory."""
     with files.opened_directory(path) as directory:
-        described = _look(path, directory)
+        described = _inspect(path, directory)
         for part in described.parts:
             _read_part(path, directory, part, None)
     return described
 
 
-def load(path: Path, *, wanted: Callable[[str], bool] | None = None) -> Loaded:
-    """Verify and load; with `wanted`, only those tensors and the parts that they are in."""
+def load(path: Path, *, wanted: Callable[[str], bool] | None = None) -> LoadedCheckpoint:
+    """Verify and load; with `wanted`, only those tensors and the parts that contain them."""
     from paceline.state.files.tensors import empty_bytes, views
 
     tensors: dict[str, torch.Tensor] = {}
     with files.opened_directory(path) as directory:
-        described = _look(path, directory)
+        described = _inspect(path, directory)
         for part in described.parts:
             if wanted is None or any(map(wanted, part.tensors)):
                 data = empty_bytes(part.bytes)
@@ -103,7 +105,7 @@ def load(path: Path, *, wanted: Callable[[str], bool] | None = None) -> Loaded:
                 tensors.update(views(data, part.tensors))
     if wanted is not None:
         tensors = {name: tensor for name, tensor in tensors.items() if wanted(name)}
-    return Loaded(path, described, tensors)
+    return LoadedCheckpoint(path, described, tensors)
 
 
 def newest(
@@ -111,17 +113,17 @@ def newest(
     on_damage: Literal["fall back", "stop"] = "fall back",
     *,
     wanted: Callable[[str], bool] | None = None,
-) -> Newest:
-    """Load the newest valid checkpoint; none when the directory holds no checkpoint at all.
+) -> NewestCheckpoint:
+    """Load the newest valid checkpoint; none if the directory holds no checkpoint at all.
 
-    "stop" raises for the newest one that is refused, "fall back" takes an older one and says so.
-    When there are some and none is valid, the first refusal is raised with all of them in it:
-    beginning anew would not be what anybody wants.
+    If the newest one is invalid, "stop" raises, and "fall back" takes an older one with a notice.
+    If all are invalid, the first error is raised with all errors in its text: to start from scratch
+    would lose work.
     """
     if on_damage not in ("fall back", "stop"):
         raise UsageError(f"on_damage={on_damage!r}: expected 'fall back' or 'stop'")
     refusals: list[CheckpointError] = []
-    for found in listing(root):
+    for found in list_checkpoints(root):
         try:
             loaded = load(found.path, wanted=wanted)
         except CheckpointError as error:  # noqa: PERF203  # each turn reads a checkpoint
@@ -130,30 +132,30 @@ def newest(
             refusals.append(error)
         else:
             notices = tuple(f"{error}; fell back to {loaded.path}" for error in refusals)
-            return Newest(loaded, notices)
+            return NewestCheckpoint(loaded, notices)
     if refusals:
         text = f"none of the {len(refusals)} checkpoints in {root} is valid: "
         raise type(refusals[0])(text + "; ".join(map(str, refusals)), path=root)
-    return Newest(None, ())
+    return NewestCheckpoint(None, ())
 
 
-def _found(path: Path, step: int, attempt: int) -> Found:
+def _inspected(path: Path, step: int, attempt: int) -> CheckpointEntry:
     try:
-        return Found(path, step, attempt, look(path), None)
+        return CheckpointEntry(path, step, attempt, inspect(path), None)
     except CheckpointError as error:
-        return Found(path, step, attempt, None, error)
+        return CheckpointEntry(path, step, attempt, None, error)
 
 
-def _look(path: Path, directory: int) -> Manifest:
+def _inspect(path: Path, directory: int) -> Manifest:
     described = _manifest(path / manifest.MANIFEST, directory)
     parsed = manifest.parse_checkpoint(path.name)
     if parsed is not None and parsed[0] != described.step:
-        raise _corrupt(path, f"its manifest is that of step {described.step}")
+        raise _corrupt(path, f"its manifest is of step {described.step}")
     present = {name for name in os.listdir(directory) if not name.startswith(".")}
     known = {manifest.MANIFEST, *(part.file for part in described.parts)}
     if present - known:
         extra = ", ".join(sorted(present - known)[:5])
-        raise _corrupt(path, f"it holds {extra}, which its manifest does not name; remove that")
+        raise _corrupt(path, f"it holds {extra}, which its manifest does not name; remove it")
     for part in described.parts:
         with _opened_part(path, directory, part):
             pass
@@ -164,9 +166,7 @@ def _manifest(path: Path, directory: int) -> Manifest:
     try:
         os.stat(path.name, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
-        raise _corrupt(
-            path, "it is missing: this is no checkpoint, or parts were removed"
-        ) from None
+        raise _corrupt(path, "it is missing: not a checkpoint, or files were removed") from None
     with files.opened_file(path, directory) as (fd, size):
         if size > manifest.MAX_BYTES:
             raise _corrupt(path, f"it has {size} bytes, expected up to {manifest.MAX_BYTES}")
@@ -211,8 +211,8 @@ def _read_part(path: Path, directory: int, part: PartRecord, into: memoryview | 
         raise _corrupt(where, f"expected sha256 {part.sha256}, found {actual}")
     if not is_ours:
         manifest.require_no_pickle(beginning, where)
-        text = "its hash is right, but its header is not the one of the tensors in the manifest"
-        raise _corrupt(where, f"{text} (another order, overlapping or outlying places, a length)")
+        text = "its hash is correct, but its header does not match the tensors in the manifest"
+        raise _corrupt(where, f"{text} (order, offsets or length)")
 
 
 def _corrupt(path: Path, reason: str) -> CheckpointCorrupt:

@@ -1,4 +1,4 @@
-"""Tensors to bytes and back, without a copy of a whole tensor in between."""
+"""Tensors to bytes and back, without copying a whole tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.state.files.layout import TensorRecord
 
 
 def record_of(name: str, tensor: torch.Tensor, path: Path) -> TensorRecord:
-    """Describe a tensor; UnsupportedTensor when a file cannot hold it."""
+    """Return the record of a tensor; raise UnsupportedTensor if a file cannot hold it."""
     manifest.require_tensor_name(name, path)
     dtype = str(tensor.dtype).removeprefix("torch.")
     reason = ""
@@ -25,13 +25,13 @@ def record_of(name: str, tensor: torch.Tensor, path: Path) -> TensorRecord:
     elif dtype not in layout.DTYPES or tensor.is_quantized:
         reason = f"has the dtype {dtype}; safetensors files hold {', '.join(layout.DTYPES)}"
     record = TensorRecord(dtype, tuple(tensor.shape))
-    if reason := reason or layout.fault_of(record):
+    if reason := reason or layout.find_fault(record):
         raise UnsupportedTensor(f"checkpoint {path}: tensor {name!r} {reason}")
     return record
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Give a tensor's bytes in the order of its elements, some MB at a time."""
+    """Yield a tensor's bytes in element order, some MB at a time."""
     tensor = tensor.detach()
     num_bytes = tensor.numel() * tensor.element_size()
     is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
@@ -43,22 +43,22 @@ def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
             yield from pieces(some)
         return
     dense = tensor.resolve_conj().resolve_neg().contiguous()
-    flat = dense.as_strided((dense.numel(),), (1,))  # a single element may have any stride
+    flat = dense.as_strided((dense.numel(),), (1,))  # a tensor of one element may have any stride
     data = flat.view(torch.uint8).numpy().data
     for start in range(0, len(data), PIECE_BYTES):
         yield data[start : start + PIECE_BYTES]
 
 
 def empty_bytes(count: int) -> torch.Tensor:
-    """Make room for a part; its tensors will be views of it."""
+    """Allocate memory for a part; its tensors will be views of it."""
     return torch.empty(count, dtype=torch.uint8)
 
 
 def views(data: torch.Tensor, records: Mapping[str, TensorRecord]) -> dict[str, torch.Tensor]:
-    """Give the tensors that lie in the bytes of a part; they share its memory."""
+    """Return the tensors in the bytes of a part; they share its memory."""
     begin = len(layout.header(records))
     found = {}
-    for name, (start, stop) in layout.places(records).items():
+    for name, (start, stop) in layout.offsets(records).items():
         record = records[name]
         some = data[begin + start : begin + stop]
         found[name] = some.view(getattr(torch, record.dtype)).view(record.shape)

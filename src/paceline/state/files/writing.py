@@ -2,14 +2,14 @@
 
     staging = begin(root, step, nonce)              on every worker
     record = write_part(staging, number, tensors)
-    leave_record(staging, number, record, plain)    ... and on one of them:
-    left = collect_records(staging, numbers)
+    write_record(staging, number, record, plain)    ... and on one of them:
+    outcomes = collect_records(staging, numbers)
     publish(staging, manifest.make(...))
 
-Nothing here communicates: workers on several hosts need a file system that they share. All of it
-may run on a background thread. Nothing is a checkpoint until the one rename of `publish`, before
-which every file is on the disk. After any error: `abandon(staging)`. `retain` removes old
-checkpoints, `sweep` what saves that never ended have left.
+Workers communicate through files only: workers on several hosts need a shared file system. All of
+it may run on a background thread. Nothing is a checkpoint until the one rename of `publish`; before
+it, every file is on the disk. After any error: `abandon(staging)`. `retain` removes old
+checkpoints, `sweep` the remains of saves that never ended.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 _GOING = re.compile(r"\.deleting-[A-Za-z0-9_.-]+", re.ASCII)
 _POLL_S = 0.02
-_ROOM_BYTES = 64 << 10  # for records and the manifest, when space is checked
+_ROOM_BYTES = 64 << 10  # for records and the manifest, in the check of free space
 
 
-class Left(msgspec.Struct, frozen=True):
-    """What a worker says about its part when it is on the disk, or why it is not."""
+class PartOutcome(msgspec.Struct, frozen=True):
+    """The record of a worker's part, or why it failed."""
 
     record: PartRecord | None
     plain: Any = None
@@ -48,9 +48,9 @@ class Left(msgspec.Struct, frozen=True):
 
 
 def write_part(staging: Path, number: int, tensors: Mapping[str, torch.Tensor]) -> PartRecord:
-    """Write tensors of the CPU, of any strides, as one file. Blocks until they are on the disk.
+    """Write CPU tensors, of any strides, as one file. Blocks until they are on the disk.
 
-    They must not change meanwhile: give a snapshot. Raises CheckpointError (disk), CheckpointUnsafe
+    They must not change meanwhile: pass a snapshot. Raise CheckpointError (disk), CheckpointUnsafe
     (a name), UnsupportedTensor.
     """
     from paceline.state.files.tensors import pieces, record_of
@@ -72,54 +72,54 @@ def write_part(staging: Path, number: int, tensors: Mapping[str, torch.Tensor]) 
     return PartRecord(path.name, size, sha256, records)
 
 
-def leave_record(staging: Path, number: int, record: PartRecord, plain: Any = None) -> None:
-    """Tell the one who publishes that a part is there, with plain JSON of one's own."""
+def write_record(staging: Path, number: int, record: PartRecord, plain: Any = None) -> None:
+    """Report to the publishing worker that a part is written, with plain JSON of this worker."""
     manifest.require_json(plain, f"plain of part {number}")
-    _leave(staging, number, Left(record, plain))
+    _leave(staging, number, PartOutcome(record, plain))
 
 
-def leave_failure(staging: Path, number: int, reason: str) -> None:
-    """Tell the one who publishes that a part will not come, so that it does not wait."""
-    _leave(staging, number, Left(None, failure=reason))
+def write_failure(staging: Path, number: int, reason: str) -> None:
+    """Report to the publishing worker that a part failed, so that it does not wait."""
+    _leave(staging, number, PartOutcome(None, failure=reason))
 
 
 def collect_records(
     staging: Path, numbers: Collection[int], *, wait_s: float = 0.0
-) -> dict[int, Left]:
-    """Return what was left for these parts; CheckpointError names those that failed or are late.
+) -> dict[int, PartOutcome]:
+    """Return the outcomes of these parts; raise CheckpointError if some failed or are late.
 
-    `abandon` by any worker, or another thread, ends the waiting.
+    `abandon` by any worker or thread ends the wait.
     """
     deadline_s = time.monotonic() + wait_s
-    found: dict[int, Left] = {}
+    found: dict[int, PartOutcome] = {}
     while True:
         for number in sorted(set(numbers) - found.keys()):
             if (left := _left(staging, number)) is not None:
                 found[number] = left
         failed = [f"part {n}: {left.failure}" for n, left in found.items() if left.failure]
         if failed:
-            raise CheckpointError("not all parts could be saved: " + "; ".join(failed))
+            raise CheckpointError("some parts could not be saved: " + "; ".join(failed))
         missing = sorted(set(numbers) - found.keys())
         if not missing:
             return dict(sorted(found.items()))
         if not staging.is_dir():
-            text = f"{staging.parent} was abandoned before parts {missing} were there"
+            text = f"{staging.parent} was abandoned before parts {missing} were written"
             raise CheckpointError(text, path=staging)
         if time.monotonic() >= deadline_s:
             raise CheckpointError(
                 f"{staging.parent}: parts {', '.join(map(str, missing))} of {len(numbers)} were not"
-                f" there after {wait_s:.0f} s; their workers are gone or slow, or do not share this"
-                " directory",
+                f" written after {wait_s:.0f} s; their workers are gone or slow, or do not share"
+                " this directory",
                 path=staging,
             )
         time.sleep(_POLL_S)
 
 
 def publish(staging: Path, described: Manifest) -> Path:
-    """Make a save a checkpoint: by one rename, when everything is on the disk. Returns its path.
+    """Publish a checkpoint by one rename, when everything is on the disk; return its path.
 
-    When that step was saved before, the new one is a further attempt of it (see `names`), and wins.
-    What then cannot be removed of the staging directory is left to `sweep`.
+    If that step was saved before, the new one is a further attempt (see manifest.py) and takes
+    precedence. `sweep` removes what is left of the staging directory.
     """
     outer = outer_of(staging)
     root = outer.parent
@@ -131,27 +131,27 @@ def publish(staging: Path, described: Manifest) -> Path:
     files.sync_directory(staging)
     final = _rename(staging, root, described.step)
     files.sync_directory(root)
-    with suppress(CheckpointError):  # the checkpoint is there
+    with suppress(CheckpointError):  # the checkpoint is published
         files.remove_at_once(outer)
     return final
 
 
-# -- removing: what goes is renamed first, so that no checkpoint is found half removed ---------
+# -- removing: rename first, so that no checkpoint is found half removed -----------------------
 
 
 def retain(root: Path, keep: int, *, saved: Path | None = None) -> list[Path]:
-    """Keep the newest checkpoints, remove the older ones; return what was removed.
+    """Keep the newest checkpoints, remove older ones; return the removed paths.
 
-    Counted are those that look whole (manifest intact, parts of the right size), the last attempt
-    of each step. So what is damaged never displaces what is not; it goes when it is older than all
-    that is kept. `saved`, the one that was published just now, is the first of those that are kept:
-    after a resume from an older step there may be others with higher ones.
+    Only checkpoints that look intact count (manifest valid, parts of the right size), the last
+    attempt of each step. So a damaged checkpoint never displaces an intact one; it is removed when
+    it is older than all that are kept. `saved`, which was just published, is always kept: after a
+    resume from an older step there may be others with higher steps.
     """
     if keep < 1:
         raise UsageError(f"keep={keep}: expected at least 1")
     kept: set[int] = set()
     going = []
-    every = reading.listing(root)  # newest first
+    every = reading.list_checkpoints(root)  # newest first
     for found in sorted(every, key=lambda found: found.path != saved):
         if len(kept) >= keep or found.step in kept:
             going.append(found.path)
@@ -163,9 +163,9 @@ def retain(root: Path, keep: int, *, saved: Path | None = None) -> list[Path]:
 
 
 def sweep(root: Path) -> list[Path]:
-    """Remove what saves and removals that died have left; return what that was.
+    """Remove the remains of saves and removals whose process died; return their paths.
 
-    Checkpoints that a process may still write stay.
+    Saves that a process may still write are kept.
     """
     if not root.is_dir():
         return []
@@ -192,13 +192,13 @@ def _rename(staging: Path, root: Path, step: int) -> Path:
 
 
 def _require_files(staging: Path, described: Manifest) -> None:
-    # Each is asked for by name: a list that a network file system has kept may be older.
+    # By name: a network file system may have cached an older listing.
     for part in described.parts:
         path = staging / part.file
         with files.disk_errors("publish without", path):
             size = path.lstat().st_size
         if size != part.bytes:
-            text = f"{path} has {size} bytes, its writer told of {part.bytes}"
+            text = f"{path} has {size} bytes, its writer reported {part.bytes}"
             raise CheckpointError(text, path=path)
     with files.disk_errors("look into", staging):
         extra = set(os.listdir(staging)) - {part.file for part in described.parts}
@@ -212,7 +212,7 @@ def _record_path(staging: Path, number: int) -> Path:
     )
 
 
-def _leave(staging: Path, number: int, left: Left) -> None:
+def _leave(staging: Path, number: int, left: PartOutcome) -> None:
     path = _record_path(staging, number)
     draft = path.with_suffix(".new")
     data = msgspec.json.encode(left)
@@ -221,7 +221,7 @@ def _leave(staging: Path, number: int, left: Left) -> None:
         draft.rename(path)
 
 
-def _left(staging: Path, number: int) -> Left | None:
+def _left(staging: Path, number: int) -> PartOutcome | None:
     path = _record_path(staging, number)
     with files.disk_errors("read", path):
         try:
@@ -229,6 +229,6 @@ def _left(staging: Path, number: int) -> Left | None:
         except FileNotFoundError:
             return None
     try:
-        return msgspec.json.decode(data, type=Left)
+        return msgspec.json.decode(data, type=PartOutcome)
     except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path} is no record of a part: {error}", path=path) from None
+        raise CheckpointError(f"{path} is not the record of a part: {error}", path=path) from None
