@@ -30,7 +30,7 @@ MESHES: Wrong = {
     "a product": (stack, {"mesh": "dp=2,tp=2"}, r"dp 2 x tp 2 = 4.*has 2 workers"),
     "one axis": (stack, {"mesh": "tp=3"}, r"tp 3 = 3.*has 2 workers"),
     "an unknown axis": (stack, {"mesh": "dp=1,cp=2"}, r"'cp=2' is not an axis.*dp, pp, fsdp, tp"),
-    "an axis twice": (stack, {"mesh": "tp=2,tp=1"}, r"tp is there twice"),
+    "an axis twice": (stack, {"mesh": "tp=2,tp=1"}, r"tp is given twice"),
     "no size": (stack, {"mesh": "tp"}, r"'tp' is not an axis"),
     "nothing": (stack, {"mesh": ""}, r"is not an axis"),
     "a size of zero": (stack, {"mesh": "dp=2,tp=0"}, r"tp=0.*at least 1"),

@@ -9,7 +9,7 @@ Without --min, --max, --max-servers, --on-loss, --restarts, --replicas and --det
 its first loss. With one of them it is ELASTIC: it continues with other processes. The defaults of
 the other options then change nothing: as many workers as the job was started with, no fewer and no
 more. Servers may become twice as many, because their tables are partitioned for that anyway. With a
-mesh all numbers of workers are whole units (control/membership/numbers.py).
+mesh all numbers of workers are whole units (control/membership/state.py).
 """
 
 from __future__ import annotations
