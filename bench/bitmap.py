@@ -25,7 +25,7 @@ from harness.report import machine, write_json
 from models import TASKS
 
 import paceline as pl
-from paceline.data_parallel.distribute import _successions
+from paceline.data_parallel.distribute import _switchers
 from paceline.pace.bitmap import pace as bitmap
 from paceline.pace.bitmap import vote as ballot
 
@@ -66,7 +66,7 @@ def prepare(pace: str, name: str) -> tuple[Callable[[], None], Callable[[], int]
     model, optimizer = pl.distribute(plain, optimizer, pace=pace)
     torch.manual_seed(100 + pl.rank())
     batches = cycle(task.batches(4))
-    exchange = _successions[model].training.reducer._exchange
+    exchange = _switchers[model].training.reducer._exchange
 
     def step() -> None:
         x, target = next(batches)

@@ -60,7 +60,7 @@ def train_all(group: Group, paces: list[str]) -> list[Flat]:
     for pace in paces:
         model = make_model()
         model, optimizer = pl.distribute(model, sgd(model), pace=pace)
-        assert (training_of(model)._ground.centre is None) == (not current().servers)
+        assert (training_of(model)._setup.centre is None) == (not current().servers)
         for step in range(STEPS):
             loss_of(model, pl.rank(), step).backward()
             optimizer.step()
@@ -113,11 +113,13 @@ def repeat_votes(group: Group, paces: list[str]) -> list[tuple[Flat, Flat]]:
         voters = reducer._exchange._method.voters.values()
         for step in range(STEPS):
             loss_of(model, pl.rank(), step).backward()
-            before = [(voter.ballot.signs.clone(), voter.ballot.scale) for voter in voters]
+            before = [(voter.vote_state.signs.clone(), voter.vote_state.scale) for voter in voters]
             for voter, (signs, scale) in zip(voters, before, strict=True):
-                voter.ballot.signs.zero_()
+                voter.vote_state.signs.zero_()
                 voter.vote(reducer.step - 1)
-                assert torch.equal(voter.ballot.signs, signs) and voter.ballot.scale == scale
+                assert (
+                    torch.equal(voter.vote_state.signs, signs) and voter.vote_state.scale == scale
+                )
             optimizer.step()
             optimizer.zero_grad()
         found.append(flat(model))
@@ -212,7 +214,7 @@ VOTES = 20
 
 
 def training_of(model: nn.Module) -> Training:
-    return pl.data_parallel.distribute._successions[model].training
+    return pl.data_parallel.distribute._switchers[model].training
 
 
 def count_bytes(group: Group, pace: str) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from paceline.comm.group import Group
 from paceline.compress.codec import Codec
 from paceline.compress.kernels import Draw
 from paceline.compress.registry import register
-from paceline.data_parallel.distribute import _successions
+from paceline.data_parallel.distribute import _switchers
 from paceline.pace.compressed import CompressedAllReduce
 from paceline.pace.host_first import HostFirst
 from paceline.runtime.job import current
@@ -97,7 +97,7 @@ def exchange_all(group: Group, codecs: list[str]) -> list[tuple[list[torch.Tenso
 
 def residual_of(model: nn.Module) -> torch.Tensor:
     """Return what waits on this worker, in the order of the parameters."""
-    training = _successions[model].training
+    training = _switchers[model].training
     exchange = training.exchange
     assert isinstance(exchange, CompressedAllReduce | HostFirst)
     by_param = {}
@@ -169,7 +169,7 @@ def send_once(group: Group) -> tuple[str, int]:
     before = engine.bytes_sent()[1]
     model(gradients(pl.rank(), 0)).backward()
     sent = engine.bytes_sent()[1] - before
-    return type(_successions[model].training.exchange).__name__, sent
+    return type(_switchers[model].training.exchange).__name__, sent
 
 
 def test_a_host_sends_what_one_worker_would() -> None:

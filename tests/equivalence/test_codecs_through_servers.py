@@ -13,7 +13,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.comm.group import Group
-from paceline.data_parallel.distribute import _successions
+from paceline.data_parallel.distribute import _switchers
 from paceline.pace.server import ServerExchange
 from support import run_ranks
 
@@ -65,7 +65,7 @@ def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def residual_of(model: nn.Module) -> torch.Tensor:
     """Return what waits on this worker, in the order of the parameters."""
-    training = _successions[model].training
+    training = _switchers[model].training
     assert isinstance(training.exchange, ServerExchange)
     by_param = {}
     for bucket in training.reducer.buckets:

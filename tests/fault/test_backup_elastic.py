@@ -48,7 +48,7 @@ def train(group: Group, pace: str, slow: int) -> dict:
         losses.append(loss.item())
         tell((steps, pl.world_size()))
         time.sleep(0.03 if job.env.number == slow else 0.01)
-    (table,) = pl.data_parallel.distribute._successions[net].training.serving.exchange.tables
+    (table,) = pl.data_parallel.distribute._switchers[net].training.serving.exchange.tables
     known = counts()[job.env.number]
     table.stand_aside()  # nobody waits for it from now on
     tell("aside")

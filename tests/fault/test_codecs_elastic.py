@@ -11,7 +11,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.comm.group import Group
-from paceline.data_parallel.distribute import _successions
+from paceline.data_parallel.distribute import _switchers
 from paceline.pace.compressed import CompressedAllReduce
 from paceline.runtime.job import current
 from support import hear, tell
@@ -72,7 +72,7 @@ def add_up(group: Group, codec: str) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def left_out(net: nn.Module) -> torch.Tensor:
-    training = _successions[net].training
+    training = _switchers[net].training
     exchange = training.exchange
     assert isinstance(exchange, CompressedAllReduce)
     (bucket,) = training.reducer.buckets

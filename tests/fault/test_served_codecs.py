@@ -16,7 +16,7 @@ from torch import nn
 import paceline as pl
 from paceline.comm.group import Group
 from paceline.control.membership.policy import Policy
-from paceline.data_parallel.distribute import _successions
+from paceline.data_parallel.distribute import _switchers
 from paceline.pace.server import ServerExchange
 from paceline.runtime.job import current
 from support import tell
@@ -44,7 +44,7 @@ def push_all(group: Group, pace: str) -> tuple[torch.Tensor, torch.Tensor]:
         pause_if_held(step + 1)
     group.barrier()
     model.pull()
-    training = _successions[model].training
+    training = _switchers[model].training
     assert isinstance(training.exchange, ServerExchange)
     [bucket] = training.reducer.buckets
     waits = training.exchange.left_out(bucket)

@@ -142,7 +142,7 @@ def refuse(group: Group, pace: str, words: str) -> None:
     [
         ("backup:2", 1, "2 backups of 2 workers leave no worker to wait for; .* backup:1"),
         ("backup:1", 0, "backup:1 needs parameter servers, .* -n 2 -s 1 --pace backup"),
-        ("backup:1", 2, "must be decided in one place; use -s 1"),
+        ("backup:1", 2, "one server must decide which workers are in a round; use -s 1"),
     ],
 )
 def test_what_cannot_be_is_refused(pace: str, servers: int, words: str) -> None:

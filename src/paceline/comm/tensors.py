@@ -163,6 +163,8 @@ def require_supported(op: int, dtype: int) -> None:
 
 def common_dtype(kind: str, buffers: Sequence[Buffer]) -> tuple[int, Sequence[int]]:
     """Return the dtype of all buffers and the shape of the first; raise if the dtypes differ."""
+    if not buffers:
+        return 0, ()
     dtype = buffers[0].dtype
     for buffer in buffers:
         if buffer.dtype != dtype:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -246,7 +247,10 @@ class Bucket:
             self._note_stale(self._small)
             self._is_all_stale = True
         if params:
-            torch._foreach_copy_(views, [_dense(param.grad) for param in params])
+            grads: list[Any] = [param.grad for param in params]  # a slot that is ready has one
+            if not all([grad.layout is torch.strided for grad in grads]):
+                grads = [grad.to_dense() for grad in grads]
+            torch._foreach_copy_(views, grads)
 
     def _note_stale(self, slots: Sequence[ParamSlot]) -> None:
         for slot in slots:
@@ -264,8 +268,3 @@ class Bucket:
                 slot.grad.zero_()
                 slot.stale = self._is_all_stale = False
         self.flush()
-
-
-def _dense(grad: torch.Tensor | None) -> torch.Tensor:
-    assert grad is not None, "a slot that is ready has a gradient"
-    return grad if grad.layout is torch.strided else grad.to_dense()

@@ -186,7 +186,7 @@ class CommonMemory(Part):
 
     def resume(self, change: Change) -> None:
         """Move, unless all map the same memory."""
-        told = all_gather_object(self._workers, self._moved_at)
-        if any(one != told[0] for one in told):
+        moved_at = all_gather_object(self._workers, self._moved_at)
+        if any(one != moved_at[0] for one in moved_at):
             self._allocator.move_common_memory()
             self._moved_at = change.generation

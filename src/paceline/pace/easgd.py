@@ -1,22 +1,22 @@
-"""Elastic averaging (Zhang, Choromanska, LeCun 2015): a spring between each worker and a centre.
+"""Elastic averaging (Zhang, Choromanska, LeCun 2015): a spring between each worker and a center.
 
-Every T steps, with the values x_i at the beginning of that step and the centre c:
+Every T steps, with the values x_i at the beginning of that step and the center variable c:
 
-    x_i <- x_i - alpha (x_i - c)          behind the worker's own step
+    x_i <- x_i - alpha (x_i - c)          after the worker's own step
     c   <- c + beta (mean of x_i - c)
 
-The workers explore on their own and are pulled back; what is evaluated and saved is the centre.
+The workers explore on their own and are pulled back; the center variable is evaluated and saved.
 Defaults: beta 0.9, alpha = beta / number of workers (at least 2). EAMSGD is the same with Nesterov
 momentum in the workers' steps, which torch's SGD has: the parameters that the script sees are the
-look-ahead. Without servers the centre is replicated: every worker computes the same from the same
-mean. With servers it is theirs (centre.py).
+look-ahead. Without servers the center variable is replicated: every worker computes the same from
+the same mean. With servers it is on the servers (centre.py).
 
 FREE-RUNNING (mode=async, which needs servers): each worker by itself, every T of its own steps. At
-the beginning of such a step it reads the centre and gives it d, behind the step it takes d back:
+the beginning of such a step it reads c and adds d to it; after the step it subtracts d from x_i:
 
     d = alpha (x_i - c);   c <- c + d;   x_i <- x_i - d
 
-The same d on both sides, whatever others have done to c between the read and the addition.
+The same d on both sides, whatever other workers do to c between the read and the addition.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.pace.centre import Centre, Place, outer_settings
+from paceline.pace.centre import Centre, CentreTable, outer_settings
 from paceline.pace.exchange import Bucket
 from paceline.pace.method import Method, Setting
 from paceline.runtime.work import Together, Work
@@ -36,22 +36,22 @@ from paceline.state.protocol import Change, State
 
 
 @dataclass
-class _Part:
+class _ElasticBucket:
     bucket: Bucket
     centre: torch.Tensor
     before: torch.Tensor  # the values at the beginning of the step
-    mean: torch.Tensor | None  # None: it is on the servers
-    place: Place | None = None
+    mean: torch.Tensor | None  # None: on the servers
+    remote: CentreTable | None = None
 
 
 class ElasticAveraging(Method):
-    """The centre is replicated, or on the servers; there workers may also come when they like."""
+    """The center variable is replicated or on the servers; there workers may be free-running."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.every = int(setting.pace.value)
         self.beta = setting.number("beta")
-        self._parts: list[_Part] = []
+        self._parts: list[_ElasticBucket] = []
         self.is_free = setting.options.get("mode") == "async" and setting.centre is not None
         if self.alpha >= 1 or self.beta > 1:
             raise UsageError(
@@ -61,7 +61,7 @@ class ElasticAveraging(Method):
 
     @property
     def alpha(self) -> float:
-        """How far a worker is pulled towards the centre."""
+        """How far a worker is pulled towards the center."""
         return self.setting.number("alpha", self.beta / max(2, self.workers.size))
 
     def describe(self) -> str:
@@ -74,11 +74,11 @@ class ElasticAveraging(Method):
             size, dtype = bucket.params.numel(), bucket.params.dtype
             before = self.setting.allocate(size, dtype)
             if self.setting.centre is not None:
-                place = self.setting.centre.place(bucket, is_free=self.is_free)
-                self._parts.append(_Part(bucket, place.values, before, None, place))
+                remote = self.setting.centre.add_bucket(bucket, is_free=self.is_free)
+                self._parts.append(_ElasticBucket(bucket, remote.values, before, None, remote))
                 continue
             mean = self.setting.allocate(size, dtype)
-            self._parts.append(_Part(bucket, bucket.params.clone(), before, mean))
+            self._parts.append(_ElasticBucket(bucket, bucket.params.clone(), before, mean))
 
     def _outer_settings(self) -> dict[str, Any]:
         return outer_settings(lr=self.beta)
@@ -112,9 +112,9 @@ class ElasticAveraging(Method):
     def conclude(self) -> None:
         with torch.no_grad():
             for part in self._parts:
-                if part.place is not None:  # its outbox has how far the old centre was from here
-                    part.bucket.params.add_(part.place.outbox, alpha=self.alpha)
-                    part.place.conclude()
+                if part.remote is not None:  # its outbox has the old center values minus these
+                    part.bucket.params.add_(part.remote.outbox, alpha=self.alpha)
+                    part.remote.conclude()
                     continue
                 assert part.mean is not None
                 pull = part.before.sub_(part.centre)
@@ -122,30 +122,30 @@ class ElasticAveraging(Method):
                 part.centre.lerp_(part.mean, self.beta)
 
     def _meet_on_servers(self, centre: Centre) -> None:
-        places = [part.place for part in self._parts if part.place is not None]
-        fresh = [part for part in self._parts if part.place and not part.place.is_committed]
-        Together([part.place.push(part.before) for part in fresh if part.place]).wait()
-        centre.commit(places, self._outer_settings())
+        tables = [part.remote for part in self._parts if part.remote is not None]
+        fresh = [part for part in self._parts if part.remote and not part.remote.is_committed]
+        Together([part.remote.push(part.before) for part in fresh if part.remote]).wait()
+        centre.commit(tables, self._outer_settings())
 
     def agreed(self, bucket: Bucket) -> torch.Tensor:
         part = next(part for part in self._parts if part.bucket is bucket)
-        if self.is_free and part.place is not None:
-            self.workers.barrier()  # nobody gives any more
-            part.place.pull()
-            self.workers.barrier()  # and nobody gives again before all have read
+        if self.is_free and part.remote is not None:
+            self.workers.barrier()  # no worker adds any more
+            part.remote.pull()
+            self.workers.barrier()  # no worker adds again before all have read
         return part.centre.clone()
 
     # -- free-running -------------------------------------------------------------------------
 
-    def _give(self, part: _Part) -> None:
-        """Let the centre come towards this worker."""
-        assert part.place is not None
-        part.place.pull()
+    def _give(self, part: _ElasticBucket) -> None:
+        """Move the center values towards this worker's."""
+        assert part.remote is not None
+        part.remote.pull()
         difference = torch.sub(part.bucket.params, part.centre, out=part.before)
-        part.place.add(difference.mul_(self.alpha))
+        part.remote.add(difference.mul_(self.alpha))
 
     def after_step(self) -> None:
-        """Let this worker go towards the centre, by as much."""
+        """Move this worker's values towards the center, by as much."""
         if not self.is_free or self.steps < (self.rounds + 1) * self.every:
             return
         with torch.no_grad():
@@ -167,7 +167,7 @@ class ElasticAveraging(Method):
             self._assign_centre()
 
     def resume(self, change: Change) -> None:
-        """Where nobody meets, a newcomer begins at the centre."""
+        """Start a newcomer of a free-running job from the center values."""
         if self.is_free and change.is_new(self.workers.ranks[self.workers.rank]):
             for part in self._parts:
                 part.bucket.params.copy_(part.centre)

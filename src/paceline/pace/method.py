@@ -161,7 +161,7 @@ class PaceState(Part):
         return replace(
             found,
             counts=[method.steps, method.rounds, *found.counts],
-            passing={"clocks": [] if centre is None else centre.settled(), **found.passing},
+            passing={"clocks": [] if centre is None else centre.finished_steps(), **found.passing},
         )
 
     def load(self, state: State, change: Change | None) -> None:

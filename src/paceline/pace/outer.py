@@ -1,9 +1,9 @@
-"""Local steps with an outer optimizer: every H steps the workers bring their models together.
+"""Local steps with an outer optimizer: every H steps the workers average their models.
 
-One engine. Behind H steps of its own optimizer each worker is at x_i; with the mean m of all x_i,
-the point w at which the block began, and G = m - w:
+One engine for all. After H steps of its own optimizer each worker is at x_i; with the mean m of all
+x_i, the values w at which the block began, and G = m - w:
 
-    D <- momentum * D + lr * G            what the outer optimizer remembers
+    D <- momentum * D + lr * G            the momentum of the outer optimizer
     w <- w + lr * G + momentum * D        Nesterov; or w + D without it
 
     local:H        lr 1, momentum 0, so that w = m
@@ -11,19 +11,19 @@ the point w at which the block began, and G = m - w:
     bmuf:H         lr 1, momentum 1 - 1/N: block momentum, with Nesterov (NBM) or without (CBM)
     diloco:H       lr 0.7, momentum 0.9, Nesterov
 
-Block momentum with Nesterov and DiLoCo are the same formula; a test holds them to it. The state of
-the workers' own optimizers stays where it is.
+Block momentum with Nesterov and DiLoCo are the same formula; a test checks that. The state of the
+workers' own optimizers is not averaged.
 
-FRAGMENTS: buckets may be brought together one part after the other, each H steps after its last
-time, so that less travels at once; with a DELAY the mean of a part is put to use so many steps
-after it was sent, and travels while they compute. What becomes of the steps that a worker has taken
-meanwhile, from x_i to y_i?
+FRAGMENTS: buckets may be averaged one part after the other, each H steps after its last time, so
+that less is sent at once. With a DELAY the mean of a part is applied so many steps after it was
+sent, and is in transit while they compute. The steps that a worker has taken meanwhile, from x_i to
+y_i, are treated in one of two ways:
 
-    late=replace   they give way: y_i <- w, or with MERGE a mix of the two, merge * y_i + ...
+    late=replace   they are dropped: y_i <- w, or with MERGE a mix of the two, merge * y_i + ...
     late=shift     they are kept: y_i <- w + (y_i - x_i)
 
 Without servers every worker has w and D, and computes the same from the same mean. With servers w
-and D are theirs (centre.py): there torch's SGD makes the same step, of the mean of w - x_i.
+and D are on the servers (centre.py): there torch's SGD makes the same step, of the mean of w - x_i.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 
 from paceline.errors import PeerError, UsageError
 from paceline.pace.allreduce import AllReduce
-from paceline.pace.centre import Place, outer_settings
+from paceline.pace.centre import CentreTable, outer_settings
 from paceline.pace.compressed import Means
 from paceline.pace.exchange import Bucket, Exchange, ExchangeTraits
 from paceline.pace.method import Method, Setting
@@ -47,21 +47,21 @@ _LEAST_MOMENTUM = 1e-30  # so small that it changes nothing
 
 
 @dataclass
-class _Part:
-    """What the outer optimizer knows about one bucket."""
+class _OuterBucket:
+    """The state of the outer optimizer for one bucket."""
 
     bucket: Bucket
-    place: Place | None = None  # on the servers
-    begin: torch.Tensor | None = None  # w; None where the next w is the mean itself
+    remote: CentreTable | None = None  # on the servers
+    begin: torch.Tensor | None = None  # w; None if the next w is the mean itself
     momentum: torch.Tensor | None = None  # D
-    sent: torch.Tensor | None = None  # x_i when it was sent; None: straight from the parameters
+    sent: torch.Tensor | None = None  # x_i when it was sent; None: the parameters are sent
     mean: torch.Tensor | None = None
     work: Work[Any] | None = None
-    met_at: int = 0  # the step behind which it was last brought together
+    met_at: int = 0  # the step after which it was last averaged
 
 
 class OuterSteps(Method):
-    """The engine; presets are below."""
+    """The engine; the paces are below."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -73,7 +73,7 @@ class OuterSteps(Method):
         self.keeps_late = setting.options.get("late") == "shift"
         self.after = int(setting.number("after"))  # steps that are taken together first
         self._num_fragments = int(setting.number("fragments"))
-        self._parts: list[_Part] = []
+        self._parts: list[_OuterBucket] = []
         self._check()
         self._means = Means(setting)
 
@@ -123,15 +123,15 @@ class OuterSteps(Method):
         super().take(buckets)
         self._means.take(buckets)
         for bucket in buckets:
-            part = _Part(bucket)
+            part = _OuterBucket(bucket)
             if self.setting.centre is not None:
-                part.place = self.setting.centre.place(bucket)
-                part.begin = part.place.values
+                part.remote = self.setting.centre.add_bucket(bucket)
+                part.begin = part.remote.values
             elif not self._is_plain:
                 part.begin, part.momentum = bucket.params.clone(), torch.zeros_like(bucket.params)
-            elif self._means.compresses:  # what is compressed is what has changed since
+            elif self._means.compresses:  # the change since then is compressed
                 part.begin = bucket.params.clone()
-            if part.place is None:
+            if part.remote is None:
                 part.mean = self.setting.allocate(bucket.params.numel(), bucket.params.dtype)
             if self.delay:
                 part.sent = self.setting.allocate(bucket.params.numel(), bucket.params.dtype)
@@ -142,9 +142,9 @@ class OuterSteps(Method):
         return self.every // self._num_fragments
 
     @property
-    def _fragment(self) -> list[_Part]:
-        """The parts whose turn it is at the next meeting."""
-        if self.is_last:  # in the middle of a block, perhaps: it ends here
+    def _fragment(self) -> list[_OuterBucket]:
+        """The parts that are averaged in the next round."""
+        if self.is_last:  # perhaps in the middle of a block: it ends here
             return [part for part in self._parts if part.met_at < self.steps]
         return self._parts[self.rounds % self._num_fragments :: self._num_fragments]
 
@@ -157,15 +157,17 @@ class OuterSteps(Method):
         return self.steps - self.after >= (self.rounds + 1) * self._stride + self.delay
 
     def after_step(self) -> None:
-        """Send what will be needed `delay` steps from now."""
+        """Start to send what will be applied `delay` steps from now."""
         self._means.move_on()
         if self.steps == self.after:  # the first block begins here
             for part in self._parts:
                 part.met_at = self.steps
                 if part.begin is not None:
                     part.begin.copy_(part.bucket.params)
-                if part.place is not None:  # all have the same, and say so before they push
-                    part.place.assign()
+                if (
+                    part.remote is not None
+                ):  # the same on all workers, which assign before they push
+                    part.remote.assign()
         is_time = self.steps - self.after == (self.rounds + 1) * self._stride
         if self.delay and is_time:
             for part in self._fragment:
@@ -177,9 +179,9 @@ class OuterSteps(Method):
     def is_under_way(self) -> bool:
         return any(part.work is not None for part in self._parts)
 
-    def _send(self, part: _Part, values: torch.Tensor) -> None:
-        if part.place is not None:
-            part.work = part.place.push(values, self._gain / self.lr)
+    def _send(self, part: _OuterBucket, values: torch.Tensor) -> None:
+        if part.remote is not None:
+            part.work = part.remote.push(values, self._gain / self.lr)
             return
         part.work = self._means.start(
             part.bucket, values, part.begin, part.mean, key=self.rounds, is_last=self.is_last
@@ -191,18 +193,18 @@ class OuterSteps(Method):
         except PeerError:
             self._means.begin_again()
             for part in self._fragment:
-                if part.place is None:
+                if part.remote is None:
                     part.work = None
             raise
 
     def _meet(self) -> None:
         fragment, centre = self._fragment, self.setting.centre
         for part in fragment:
-            is_through = part.place is not None and part.place.is_committed
-            if self.is_last and part.work is not None and not is_through:  # it is overtaken
+            is_through = part.remote is not None and part.remote.is_committed
+            if self.is_last and part.work is not None and not is_through:  # replaced by a newer one
                 part.work.wait()
                 part.work = None
-            if part.work is None and not is_through:  # or it has failed with somebody
+            if part.work is None and not is_through:  # or it has failed with a lost worker
                 is_old = part.sent is not None and not self.is_last
                 values = part.sent if is_old else part.bucket.params
                 assert values is not None
@@ -212,25 +214,25 @@ class OuterSteps(Method):
             if work is not None:
                 work.wait()
         if centre is not None:
-            places = [part.place for part in fragment if part.place is not None]
-            centre.commit(places, self._outer_settings())
+            tables = [part.remote for part in fragment if part.remote is not None]
+            centre.commit(tables, self._outer_settings())
 
     def conclude(self) -> None:
         with torch.no_grad():
             for part in self._fragment:
                 self._move(part)
-                if part.place is not None:
-                    part.place.conclude()
+                if part.remote is not None:
+                    part.remote.conclude()
 
-    def _move(self, part: _Part) -> None:
-        """Let the outer optimizer make its step, and the worker go on from there."""
+    def _move(self, part: _OuterBucket) -> None:
+        """Let the outer optimizer make its step, and move the worker's values."""
         params, mean, target = part.bucket.params, part.mean, part.begin
         part.met_at = self.steps
-        if part.place is None and self._is_plain:
+        if part.remote is None and self._is_plain:
             if target is not None and mean is not None:
                 target.copy_(mean)
             target = mean
-        # Where there are servers, they have done this.
+        # With servers, they have done this.
         elif target is not None and mean is not None and part.momentum is not None:
             change = mean.sub_(target)
             part.momentum.mul_(self.momentum).add_(change, alpha=self._gain)
@@ -255,10 +257,10 @@ class OuterSteps(Method):
             begin.add_(momentum)
 
     def _outer_settings(self) -> dict[str, Any]:
-        """Return what torch's SGD is set to in order to make the same step on the servers."""
+        """Return the settings of torch's SGD that make the same step on the servers."""
         if self._is_plain:
             return outer_settings(lr=self.lr)
-        # Without a momentum torch's SGD remembers nothing; here the momentum may change.
+        # Without momentum torch's SGD has no state; here the momentum may change.
         momentum = max(self.momentum, _LEAST_MOMENTUM)
         return outer_settings(lr=self.lr, momentum=momentum, nesterov=self.nesterov)
 
@@ -280,8 +282,8 @@ class OuterSteps(Method):
                 shared[f"begin.{number}"] = part.begin
             if part.momentum is not None:
                 shared[f"momentum.{number}"] = part.momentum
-            elif part.place is not None and not self._is_plain:
-                served[f"momentum.{number}"] = part.place.remembered
+            elif part.remote is not None and not self._is_plain:
+                served[f"momentum.{number}"] = part.remote.fetch_momentum
             if part.sent is not None:
                 passing[f"sent.{number}"] = part.sent
         means = self._means.state()
@@ -313,17 +315,17 @@ class OuterSteps(Method):
             self.setting.centre.assign()
 
     def _send_momentum(self, state: State) -> None:
-        """Let the servers have what they keep of a checkpoint; the first worker does."""
+        """Send the servers the momentum of a checkpoint; the first worker does."""
         if self.workers.rank != 0 or self._is_plain:
             return
         for number, part in enumerate(self._parts):
             found = state.shared.get(f"momentum.{number}")
-            if part.place is not None and found is not None:
-                part.place.remember(found)
+            if part.remote is not None and found is not None:
+                part.remote.send_momentum(found)
 
 
 class _TogetherFirst(AllReduce):
-    """Averages gradients in the first steps, and then no more."""
+    """Averages gradients in the first steps, and then no longer."""
 
     def __init__(self, method: OuterSteps) -> None:
         super().__init__(method.workers)
@@ -341,7 +343,7 @@ class LocalSteps(OuterSteps):
 
 
 class PostLocalSteps(OuterSteps):
-    """The same, after a beginning in lockstep."""
+    """The same, after first steps in lockstep."""
 
 
 class BlockMomentum(OuterSteps):
@@ -366,7 +368,7 @@ class BlockMomentum(OuterSteps):
     def _advance(self, begin: torch.Tensor, change: torch.Tensor, momentum: torch.Tensor) -> None:
         if not self._is_fairseq:
             super()._advance(begin, change, momentum)
-        else:  # the look-ahead stays in the point at which the next block begins
+        else:  # the look-ahead stays in the values at which the next block begins
             begin.add_(momentum, alpha=1.0 + self.momentum if self.nesterov else 1.0)
 
     def _outer_settings(self) -> dict[str, Any]:

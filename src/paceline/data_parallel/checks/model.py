@@ -281,7 +281,7 @@ def _bytes(tensor: Tensor) -> Any:
 def _raise_difference(world: Group, lines: list[Line], values: dict[str, object]) -> None:
     """Raise the error about the first line on which ranks differ; the same on every rank."""
     row = find_difference(
-        [[tuple(line) for line in told] for told in all_gather_object(world, lines)]
+        [[tuple(line) for line in by_rank] for by_rank in all_gather_object(world, lines)]
     )
     ranks_by_line: dict[Line, list[int]] = {}
     for rank, line in zip(world.ranks, row, strict=True):
@@ -302,11 +302,11 @@ def _raise_difference(world: Group, lines: list[Line], values: dict[str, object]
     )
 
 
-def find_difference(told: list[list[Line]]) -> list[Line]:
+def find_difference(by_rank: list[list[Line]]) -> list[Line]:
     """Return each rank's line about the first item that is not the same on all ranks."""
     missing = ("", "nothing", "")
-    row = next(row for row in zip_longest(*told, fillvalue=missing) if len(set(row)) > 1)
-    by_name = [{line[0]: line for line in lines} for lines in told]
+    row = next(row for row in zip_longest(*by_rank, fillvalue=missing) if len(set(row)) > 1)
+    by_name = [{line[0]: line for line in lines} for lines in by_rank]
     for name, _, _ in row:
         if name and not all(name in lines for lines in by_name):
             return [lines.get(name, (name, "nothing", "")) for lines in by_name]

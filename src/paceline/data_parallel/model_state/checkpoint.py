@@ -256,11 +256,11 @@ class ModelLoader:
 
     def _load_optimizer(self, saved: SavedModel, rank: int, own: Tensors | None) -> None:
         optimizer, names = self._optimizer, names_of(self._model)
-        told = saved.plain["optimizer"]
-        if told["class"] != type(optimizer).__name__:
+        described = saved.plain["optimizer"]
+        if described["class"] != type(optimizer).__name__:
             raise CheckpointMismatch(
-                f"the checkpoint has the state of {told['class']}, and the script's optimizer is"
-                f" {type(optimizer).__name__}; use the same one, or load only the weights:"
+                f"the checkpoint has the state of {described['class']}, and the script's optimizer"
+                f" is {type(optimizer).__name__}; use the same one, or load only the weights:"
                 " pl.Checkpoint(..., resume='weights')"
             )
         entries = self._entries(saved, rank, own)
@@ -271,7 +271,7 @@ class ModelLoader:
                 f"the checkpoint has the optimizer's state of {_some(foreign)}, which the script's"
                 " optimizer does not update"
             )
-        groups = self._groups(saved, told["groups"])
+        groups = self._groups(saved, described["groups"])
         state = {numbers[name]: values for name, values in entries.items()}
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -288,14 +288,14 @@ class ModelLoader:
         states = [_entries_of(own, plain["optimizer values"]) for own, plain in saved.present]
         return mean_state(states)
 
-    def _groups(self, saved: SavedModel, told: Sequence[Any]) -> list[dict[str, Any]]:
+    def _groups(self, saved: SavedModel, described: Sequence[Any]) -> list[dict[str, Any]]:
         mine = self._optimizer.param_groups
-        if len(told) != len(mine):
+        if len(described) != len(mine):
             raise CheckpointMismatch(
-                f"the checkpoint's optimizer has {len(told)} param groups, the script's"
+                f"the checkpoint's optimizer has {len(described)} param groups, the script's"
                 f" {len(mine)}; make the same groups"
             )
-        settings = [state_from_json(theirs["settings"], saved.common) for theirs in told]
+        settings = [state_from_json(theirs["settings"], saved.common) for theirs in described]
         return numbered_groups(self._optimizer, settings)
 
     # -- pace and codec -----------------------------------------------------------------------

@@ -66,8 +66,8 @@ class TrainingState(Part):
         if self._is_local:
             _load_params(dict(model.named_parameters()), state.shared["params"])
             groups = numbered_groups(optimizer, state.shared["settings"])
-            told = {"state": state.shared["optimizer"], "param_groups": groups}
-            optimizer.load_state_dict(told)
+            content = {"state": state.shared["optimizer"], "param_groups": groups}
+            optimizer.load_state_dict(content)
         else:
             set_group_settings(optimizer, state.shared["settings"])
         self._job.reporter.steps_done = state.counts

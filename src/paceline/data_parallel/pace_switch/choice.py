@@ -57,10 +57,10 @@ class PaceChoice:
 
     def at_start(self, pace: str) -> list[PhaseOptions]:
         """Combine the script's pace and arguments with those of the command line, which win."""
-        self._mine, told = parse_schedule(pace), requested_pace()
-        asked = self._asked = self._mine if told is None else parse_schedule(told)
+        self._mine, requested = parse_schedule(pace), requested_pace()
+        asked = self._asked = self._mine if requested is None else parse_schedule(requested)
         is_first = self._job.env.rank == 0
-        if told is not None and is_first and str(asked) != str(self._mine):
+        if requested is not None and is_first and str(asked) != str(self._mine):
             say(f"pace {asked} from the command line instead of the script's {self._mine}")
         if asked == self._mine and len(asked.phases) > 1:
             self._refuse_unknown_options(asked)
@@ -72,7 +72,7 @@ class PaceChoice:
             )
         if self._job.elastic.is_on and len(phases) > 1:
             _refuse_free_running(asked)
-        for notice in notices_of(pace if told is None else told) if is_first else ():
+        for notice in notices_of(pace if requested is None else requested) if is_first else ():
             say(notice)
         return phases
 
@@ -118,9 +118,9 @@ class PaceChoice:
         if len(asked.phases) > 1 or asked.first.name != mine.first.name:
             given = {key: value for key, value in given.items() if _fits(pace, key, value)}
             written = {key: value for key, value in written.items() if _fits(pace, key, value)}
-        told = requested_precision()
-        if told is not None:  # it overrides the option, wherever that was given
-            given = {**given, "precision": told}
+        requested = requested_precision()
+        if requested is not None:  # it overrides the option, wherever that was given
+            given = {**given, "precision": requested}
             written = {key: value for key, value in written.items() if key != "precision"}
             options = {key: value for key, value in pace.options.items() if key != "precision"}
             pace = PaceSpec(pace.name, pace.number, options)

@@ -33,10 +33,10 @@ class GatheredState:
 def full_optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
     """Return a copy of the full state of an optimizer, by parameter, wherever it is kept."""
     params = params_of(optimizer)
-    told = optimizer.state_dict()["state"]
+    by_number = optimizer.state_dict()["state"]
     return {
         params[number]: {key: _copy(value) for key, value in entries.items()}
-        for number, entries in told.items()
+        for number, entries in by_number.items()
         if isinstance(number, int)
     }
 
@@ -67,8 +67,8 @@ def average_state(optimizer: torch.optim.Optimizer, state: OptimizerState, group
         if isinstance(value, torch.Tensor) and value.is_floating_point()
     ]
     everywhere: dict[tuple[int, str], tuple[str, list[int]]] = {}
-    for told in all_gather_object(group, here):
-        everywhere.update({(number, key): (dtype, shape) for number, key, dtype, shape in told})
+    for there in all_gather_object(group, here):
+        everywhere.update({(number, key): (dtype, shape) for number, key, dtype, shape in there})
     for (number, key), (dtype, shape) in sorted(everywhere.items()):
         entries = state.setdefault(params[number], {})
         if key not in entries:

@@ -176,7 +176,7 @@ class ShardedUpdate(Update):
         self._sizes: list[int] = []
         self._stepped: list[list[torch.nn.Parameter]] = []  # by group: what this worker updates
         self._stepped_shards: list[ParamShard] = []  # the shards among it
-        self._known_state: list[Any] = []  # every entry of the optimizer's state of these shards
+        self._known_state: list[Any] = []  # every entry of the optimizer's state
         self._news = torch.zeros(1, dtype=torch.int32)
         self._all_reduce_news = PreparedAllReduce(host, self._news, "max", self._news)
         self.state = HostState(optimizer, host, engine)
@@ -237,7 +237,7 @@ class ShardedUpdate(Update):
 
     def _move_new_state(self, optimizer: torch.optim.Optimizer) -> bool:
         """Move state that the optimizer has made or replaced to where the other workers can read
-        it; return whether they have to be told. As a rule that is after the first step only."""
+        it; return whether there is news for them. As a rule that is after the first step only."""
         found, known = self._find_state(optimizer), self._known_state
         is_known = len(found) == len(known) and all(map(is_, found, known))
         if is_known and not self.state.loaded:
@@ -247,8 +247,8 @@ class ShardedUpdate(Update):
         return has_news
 
     def _find_state(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        found = [optimizer.state.get(shard.tensor) for shard in self._stepped_shards]
-        return [*chain.from_iterable(entries.values() for entries in found if entries)]
+        found = [entries for entries in optimizer.state.values() if isinstance(entries, dict)]
+        return [*chain.from_iterable(map(dict.values, found))]
 
     def _follow_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow what the optimizer has, and what has joined the shared parameters, since then."""
